@@ -1,4 +1,7 @@
-"""What every test has: the division of the suite over workers and commits, and the servers that folders share."""
+"""Fixtures and hooks for every test.
+
+They divide the suite over workers and commits, and start the servers that folders share.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import typer.main
-import typer.testing  # it is patched
+import typer.testing  # the fixture below patches this module
 
 pytest_plugins = (
     "tests.support.entry_points",
@@ -20,7 +23,10 @@ pytest_plugins = (
 
 @pytest.fixture(scope="session", autouse=True)
 def commands_built_once() -> Iterator[None]:
-    """A program builds its command line once; the tests of it would at every call."""
+    """Build the command line once per session.
+
+    A program builds it once, but each call in a test would build it again.
+    """
     built = cache(typer.main.get_command)
     with patch("typer.main.get_command", built), patch("typer.testing._get_command", built):
         yield
@@ -28,7 +34,7 @@ def commands_built_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The API of a Prefect server with a password, for all tests that this worker runs."""
+    """Yield the API of a Prefect server with a password, for all tests of this worker."""
     from tests.e2e.prefect_site import served
 
     with served(tmp_path_factory.mktemp("prefect-server")) as api:

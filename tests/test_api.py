@@ -1,4 +1,4 @@
-"""What the commands do, from Python: the document of --json, the exit code, and the screen."""
+"""The commands as Python functions: the document of --json, exit code, and output."""
 
 from __future__ import annotations
 

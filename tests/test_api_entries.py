@@ -1,4 +1,7 @@
-"""The Python functions from wherever a user calls them: no process runs the caller's code again."""
+"""The Python functions from every environment of a caller.
+
+No process runs the caller's code again.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ def run_script(folder: Path) -> list[str]:
 
 
 def run_script_elsewhere(folder: Path) -> list[str]:
-    """A script that is named by a relative path and changes the folder before it calls."""
+    """Return the arguments that run a script by a relative path.
+
+    The script changes the folder before it calls.
+    """
     (folder / "scripts").mkdir()
     (folder / "scripts" / "script.py").write_text("import os\nos.chdir('..')\n" + CALL)
     return [
@@ -64,7 +70,10 @@ def run_pytest(folder: Path) -> list[str]:
 
 
 def run_interactive(folder: Path) -> list[str]:
-    """What a notebook does: each cell is compiled and executed in a separate module."""
+    """Return the arguments that run the code as a notebook does.
+
+    Each cell is compiled and executed in a separate module.
+    """
     lines = [line for line in CALL.splitlines() if line]
     cells = "; ".join(f"shell.push({line!r})" for line in lines)
     return ["-c", f"import code; shell = code.InteractiveConsole(); {cells}"]
@@ -78,7 +87,10 @@ def run_spawning(folder: Path) -> list[str]:
 
 
 def run_frozen(folder: Path) -> list[str]:
-    """As the program of a bundler: `__main__` is frozen, and its file does not exist."""
+    """Return the arguments that run the code as the program of a bundler.
+
+    `__main__` is frozen, and its file does not exist.
+    """
     (folder / "script.py").write_text(
         "import sys\nsys.frozen = True\n__file__ = '/nowhere/program.py'\n" + CALL
     )
@@ -129,7 +141,7 @@ def test_api_judge_from_any_entry_point_runs_caller_once(
 
 
 def test_api_judge_leaves_process_pools_of_caller_working(tmp_path: Path) -> None:
-    """A pool of the caller's still finds the functions of the script, with each start method."""
+    """A pool of the caller still finds the script's functions, with each start method."""
     write_perceptron(tmp_path / "model.onnx")
     (tmp_path / "script.py").write_text(
         "import multiprocessing\n"

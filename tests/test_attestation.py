@@ -1,4 +1,4 @@
-"""Signed statements, and what they let be loaded."""
+"""Signed statements, and what they permit to be loaded."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def deployment(**changes: Any) -> Deployment:
 
 
 def test_sign_record_writes_dsse_envelope_with_in_toto_statement() -> None:
-    """Its signature is verified here with nothing but the standard's own words."""
+    """The signature is verified here with only the definitions of the standard."""
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePublicKey
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.serialization import load_der_public_key
@@ -157,7 +157,7 @@ def test_verify_envelope_requires_one_trusted_signature() -> None:
 
 
 def statement_of(**changes: Any) -> Envelope:
-    """A statement that the trusted key has signed, with other members."""
+    """Return a statement signed by the trusted key, with other members."""
     signed = sign_record(decision(), SIGNER).envelope
     document = {**json.loads(base64.b64decode(signed.payload)), **changes}
     payload = base64.b64encode(json.dumps(document).encode()).decode()

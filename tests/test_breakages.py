@@ -1,4 +1,4 @@
-"""The page of breakages names tests that exist."""
+"""The tests that the page of breakages names exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Domain values to JSON and back: nothing lost, nothing guessed, one byte string for one value."""
+"""Domain values to JSON and back, without loss or guesses.
+
+Each value has one byte string.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors as documents, and back."""
+"""Errors as documents, and documents as errors."""
 
 from __future__ import annotations
 

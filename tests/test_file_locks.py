@@ -1,4 +1,4 @@
-"""Locks on files, between processes that share them, exclude each other, fork, start programs and are killed."""
+"""Locks on files between processes that share, fork, start programs or are killed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from onnx_ops.file_locks import hold_lock
 with hold_lock(Path(sys.argv[1])):
     subprocess.Popen([sys.executable, "-c", "import sys; print('started', flush=True); sys.stdin.read()"])
     sys.stdin.readline()
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_lock_of_a_killed_process_is_held_by_its_fork_until_that_ends(
         process.wait()
         assert not try_lock(descriptor)
         process.stdin.close()
-        process.stdout.read()  # it ends when the fork has ended
+        process.stdout.read()  # it ends when the forked process has ended
         acquire_lock(descriptor)
 
 

@@ -63,7 +63,7 @@ def test_plugin_version_of_package_without_distribution_names_its_provider(
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A distribution `acme-plugins` with two exporters, as an installer would have left it."""
+    """Install a distribution `acme-plugins` with two exporters, as an installer does."""
     for name, source in MODULES.items():
         (tmp_path / f"acme_{name}.py").write_text(source)
     metadata = tmp_path / "acme_plugins-1.0.dist-info"
@@ -159,7 +159,10 @@ def test_imported_of_import_error_returns_top_level_package(
 
 
 def test_plugin_modules_import_no_heavy_packages() -> None:
-    """A run in which nothing changed asks plugins for the versions of their tools, and must not wait for those."""
+    """A run without changes asks plugins for the versions of their tools.
+
+    It must not wait for the import of those tools.
+    """
     program = (
         "import importlib, sys\n"
         "from importlib.metadata import entry_points\n"

@@ -1,4 +1,4 @@
-"""No text of others is a command of a terminal, a runner or a browser."""
+"""Foreign texts are no commands for a terminal, a runner or a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools that onnx-ops loads do not report to their makers."""
+"""Tools that onnx-ops loads send no reports to their makers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Temporary folders of processes that end, are killed, and run side by side; and durable files."""
+"""Temporary folders and durable files of processes.
+
+The processes end, are killed, and run side by side.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def held(code: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
 
 
 def sweep() -> None:
-    """What any other process does that makes a folder."""
+    """Clean up as any other process does when it makes a folder."""
     subprocess.run([sys.executable, "-c", SWEEPS], check=True)
 
 
@@ -100,7 +103,7 @@ def test_scratch_folder_of_forked_process_survives_until_it_ends(temporary: Path
         assert process.stdin is not None
         process.stdin.close()
         assert process.stdout is not None
-        process.stdout.read()  # its end is the end of the forked process
+        process.stdout.read()  # the output ends when the forked process ends
         sweep()
         assert not folder.exists()
 

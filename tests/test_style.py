@@ -1,4 +1,4 @@
-"""Rules of names that no linter has."""
+"""Rules about names that no linter has."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METAPHORS = {
     "twin",
     "workshop",
 }
-"""Words that stood for mechanisms: name the mechanism."""
+"""Metaphors in place of mechanisms: name the mechanism."""
 VAGUE = {"owed", "owing", "patience", "said", "spoken", "tell", "telling", "tells", "told", "wish"}
 """Words that hide what a name holds: name the value."""
 _RIDDLES = re.compile(r"\b(nobody|owed|somebody|surely|tells?|told|whoever)\b", re.IGNORECASE)

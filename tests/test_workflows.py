@@ -1,4 +1,4 @@
-"""The GitHub workflows: what they run exists, and what people type into them stays data."""
+"""The GitHub workflows: what they run exists, and user input stays data."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FILES = sorted(
     for file in FOLDER.glob("*.yml")
     if "workflow_dispatch:\n    inputs:" in file.read_text(encoding="utf-8")
 )
-"""Those into which people type."""
+"""Workflows that have inputs from users."""
 HOSTILE = "--help'; $(touch hacked) `touch hacked` \"\n-x"
 
 
 def load(file: Path) -> dict[str, Any]:
-    """The workflow. YAML 1.1 takes the key `on` for a truth value."""
+    """Return the workflow; YAML 1.1 reads the key `on` as a boolean."""
     document: dict[Any, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     return {"on" if key is True else str(key): value for key, value in document.items()}
 
@@ -43,17 +43,20 @@ def inputs_of(workflow: dict[str, Any]) -> dict[str, Any]:
 
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
-    """What the command line understands."""
+    """Return the parameters that the command line parses."""
     group = typer.main.get_command(app)
     command = group.get_command(None, arguments[0])  # type: ignore[attr-defined]
-    # A command keeps the names of its help option from its first context: its parent has to give
+    # A command takes the names of its help option from its first context, so its parent must set
     # them.
     parent = group.make_context("onnx-ops", [], resilient_parsing=True)
     return dict(command.make_context(arguments[0], arguments[1:], parent=parent).params)
 
 
 def run(file: Path, folder: Path, **given: str) -> tuple[list[str], int]:
-    """Run the workflow's own step with these inputs; what `onnx-ops` was called with, and how the step ended."""
+    """Run the workflow's step with these inputs.
+
+    Return the arguments of the call of `onnx-ops`, and the exit code of the step.
+    """
     (step,) = [step for step in steps_of(load(file)) if "env" in step]
     program = folder / "onnx-ops"
     ends = given.pop("ends", "0")
@@ -73,7 +76,7 @@ def run(file: Path, folder: Path, **given: str) -> tuple[list[str], int]:
         "GITHUB_RUN_ID": "42",
         "GITHUB_STEP_SUMMARY": str(folder / "summary"),
     }
-    # As GitHub runs `shell: bash`.
+    # GitHub runs `shell: bash` in this way.
     bash = [
         shutil.which("bash") or "bash",
         "--noprofile",

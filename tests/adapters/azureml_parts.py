@@ -1,4 +1,4 @@
-"""What the tests of Azure ML share."""
+"""Helpers that the tests of Azure ML share."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def config_of(cloud: AzureCloud, **settings: str | float) -> EndpointConfig:
 
 
 def enter(environment: Mapping[str, str]) -> None:
-    """Take the fake for Azure, and forget any other."""
+    """Set the fake's environment, and forget tokens and clients of other clouds."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # marshmallow, about the SDK's own schemas
         for name in ("azure.ai.ml", "azure.identity"):
@@ -51,7 +51,7 @@ def enter(environment: Mapping[str, str]) -> None:
 
 
 def forget_clients() -> None:
-    """Tokens and clients are cached; those of another cloud are of no use here."""
+    """Clear the cached tokens and clients, which belong to another cloud."""
     azure.get_credential.cache_clear()
     _ml_client.cache_clear()
 
@@ -72,13 +72,16 @@ def inside(cloud: AzureCloud) -> Iterator[AzureCloud]:
 
 
 def key_of(config: EndpointConfig) -> str:
-    """Return what clients of the endpoint send in the header `Authorization`."""
+    """Return the header `Authorization` that clients of the endpoint send."""
     return f"Bearer key-of-{azure.read_endpoint_name(config.endpoint, config.settings)}"
 
 
 @dataclass(kw_only=True)
 class World(EndpointSite):
-    """A provider on the fake; `folder` is that of a machine."""
+    """The Azure ML provider on the fake cloud.
+
+    `folder` is the state folder of a machine.
+    """
 
     cloud: AzureCloud
     folder: Path
@@ -91,19 +94,19 @@ class World(EndpointSite):
         )
 
     def name(self, deployment: Deployment, **settings: str | float) -> str:
-        """What the deployment is called in Azure."""
+        """Return the name of the deployment in Azure."""
         config = config_of(self.cloud, **settings)
         return build_azure_name(deployment, read_azure_settings(config.settings).immutable)
 
     @property
     def ml(self) -> MLClient:
-        """Another client of the workspace."""
+        """Return another client of the workspace."""
         return AzureClient(
             read_azure_settings(self.config.settings), "scaling", "scaling", POLICY
         ).ml
 
     def scale(self, config: EndpointConfig | None = None) -> float:
-        """Send one request, as clients do; return the factor of the model that answers."""
+        """Send a request as clients do; return the factor of the model that answers."""
         config = config or self.config
         headers = {"Authorization": key_of(config)}
         url = f"{self.provider.address(config)}/invocations"
@@ -113,7 +116,7 @@ class World(EndpointSite):
     def mischief(
         self, at: int, fault_rule: FaultRule | None, also: Callable[[], None] = lambda: None
     ) -> None:
-        """Disturb the request of that number from now on, once."""
+        """Disturb the request of that number, counted from now, a single time."""
         first = len(self.cloud.calls)
 
         def decide(number: int, call: Call) -> FaultRule | None:
@@ -125,7 +128,10 @@ class World(EndpointSite):
         self.cloud.fault_rule = decide
 
     def dies(self, at: int, state: EndpointState, generation: int, *, after: bool) -> bool:
-        """Apply in another process, which is killed at that request. Whether it came that far."""
+        """Apply in another process, which is killed at that request.
+
+        Return whether the process reached the request.
+        """
         context = fork_context(__name__, "azure.ai.ml", "azure.identity")
         child: BaseProcess = context.Process(
             target=_apply,

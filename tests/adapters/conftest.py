@@ -1,4 +1,4 @@
-"""What several files share: servers, repositories with data in DVC, and a model."""
+"""Fixtures of several files: servers, repositories with data in DVC, and a model."""
 
 from __future__ import annotations
 
@@ -39,14 +39,17 @@ def reads(tmp_path: Path) -> DvcSource:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A perceptron."""
+    """Return the file of a perceptron."""
     write_perceptron(tmp_path / "model.onnx")
     return tmp_path / "model.onnx"
 
 
 @pytest.fixture(scope="module")
 def empty_site(sagemaker: FakeSageMaker, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """The fake as it was when it had started, for each module, and models that it does not know."""
+    """Return the fake in its initial state, and models that it does not know.
+
+    The fixture is made once for each module.
+    """
     sagemaker.reset()
     blue, green = make_models(tmp_path_factory.mktemp("models"))
     return Site(fake=sagemaker, blue=blue, green=green)
@@ -54,16 +57,16 @@ def empty_site(sagemaker: FakeSageMaker, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def site(empty_site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """The module's site with a new provider, reachable by whatever boto3 client is made, without faults.
+    """Yield the module's site with a new provider and without faults.
 
-    Whatever the test has the provider do is permitted by `infra/aws`.
+    Every boto3 client reaches the site through the environment. The policies in `infra/aws` permit
+    all requests that the provider sends in the test.
     """
     fake = empty_site.fake
     for name, value in fake.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(
-        "botocore.endpoint.time.sleep", lambda _: None
-    )  # its pauses between attempts
+    # botocore pauses between its attempts.
+    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
     fake.fault()
     fake.behave(**QUIET)
     yield replace(empty_site, provider=SageMakerEndpoints())
@@ -78,7 +81,7 @@ def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture
 def world(azure: World, tmp_path: Path) -> Iterator[World]:
-    """The module's cloud without resources, and a machine that has sent nothing yet."""
+    """Yield the module's cloud without resources, and a machine that sent nothing yet."""
     azure.cloud.calls.clear()
     with azure.cloud.kept():
         yield replace(azure, folder=tmp_path / "endpoints")

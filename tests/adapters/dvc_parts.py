@@ -1,4 +1,7 @@
-"""Repositories with data in DVC: written by hand as DVC writes them, or by DVC itself in an environment of its own."""
+"""Repositories with data in DVC.
+
+Some are written by hand in DVC's format, others by DVC in an isolated environment.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,7 @@ ENVIRONMENTS = Path(
     os.environ.get("ONNX_OPS_TEST_ENVIRONMENTS")
     or Path(tempfile.gettempdir()) / f"onnx-ops-environments-{os.getuid()}"
 )
-"""Folder of environments that all workers share, and that stay from one run of the tests to the
-next.
-"""
+"""Folder of environments that all workers share; it stays between test runs."""
 
 DVC = "dvc==3.67.1"
 
@@ -105,7 +106,7 @@ class Repository:
         return self.remote / "files/md5" / oid[:2] / oid[2:]
 
     def put(self, content: bytes, suffix: str = "") -> str:
-        """Into cache and remote; gives its MD5."""
+        """Put the content into the cache and the remote; return its MD5."""
         oid = md5(content) + suffix
         for place in (self.cached(oid), self.stored(oid)):
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -131,13 +132,16 @@ def pointer(oid: str, size: int, name: str) -> str:
 
 
 def configure(repository: Repository) -> None:
-    """What `dvc init` and `dvc remote add -d store` write."""
+    """Write the configuration that `dvc init` and `dvc remote add -d store` write."""
     remote = f"['remote \"store\"']\n    url = {repository.remote}\n"
     repository.write(".dvc/config", f"[core]\n    remote = store\n{remote}")
 
 
 def make_repository(root: Path) -> Repository:
-    """`data/train.npz` at tag v1 and other content at v2, which is checked out."""
+    """Make a repository with `data/train.npz` at tag v1 and other content at v2.
+
+    The working tree is at v2.
+    """
     repository = Repository(root)
     root.mkdir(parents=True)
     repository.git("init", "--quiet", "--template=", "--initial-branch", "main")
@@ -153,7 +157,10 @@ def make_repository(root: Path) -> Repository:
 
 
 def _commit(tag: str, files: Mapping[str, bytes]) -> bytes:
-    """What `Repository.commit` does, for git-fast-import: one process takes all commits."""
+    """Return the commit for git-fast-import, equal to one of `Repository.commit`.
+
+    A single process takes all commits.
+    """
     who = f"n <e@example.org> {COMMITTED} +0000"
     lines = [
         b"commit refs/heads/main",
@@ -175,7 +182,10 @@ def dvc(
     *commands: tuple[str, ...],
     packages: tuple[str, ...] = (),
 ) -> str:
-    """Run commands of DVC itself, in one process, and give what it prints: it takes seconds to start."""
+    """Run commands of the program DVC in one process; return their output.
+
+    DVC takes seconds to start.
+    """
     if find_uv() is None and shutil.which("pip") is None:
         pytest.fail("uv, which is among the packages for development, makes DVC's environment")
     python = PythonEnvironments(folder=environments, base=(), uv=find_uv()).python(

@@ -14,7 +14,10 @@ from tests.support.endpoints import endpoint_config
 
 @dataclass(kw_only=True)
 class EndpointSite:
-    """`blue` doubles, `green` triples; `config` is used where a test gives no other."""
+    """An endpoint provider with two models: `blue` doubles, `green` triples.
+
+    `config` is used where a test passes no other.
+    """
 
     blue: Deployment
     green: Deployment
@@ -37,7 +40,7 @@ class EndpointSite:
 
 
 def make_models(folder: Path) -> tuple[Deployment, Deployment]:
-    """Write the models of a site; blue and green."""
+    """Write the models of a site; return the deployments blue and green."""
     blue = scaling_deployment(folder / "blue", name="blue", version="1", scale=2.0)
     return blue, scaling_deployment(folder / "green", name="green", version="2", scale=3.0)
 

@@ -1,4 +1,4 @@
-"""Exports of models, and what they and their sources answer."""
+"""Exports of models, and the outputs of exports and sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ CPU = Target(name="cpu")
 
 
 def sk(place: str, *arguments: object, **settings: object) -> Any:
-    """An estimator of scikit-learn by its module and class; the package is slow to import."""
+    """Return an estimator of scikit-learn by its module and class.
+
+    The package is imported here because the import is slow.
+    """
     module, _, name = place.rpartition(".")
     return getattr(importlib.import_module(f"sklearn.{module}"), name)(*arguments, **settings)
 

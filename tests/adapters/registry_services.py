@@ -12,7 +12,10 @@ BUCKET = "registry"
 
 @contextmanager
 def s3() -> Iterator[str]:
-    """An S3 server with one empty bucket; yields its endpoint, which the environment names meanwhile."""
+    """Yield the URL of an S3 server with one empty bucket.
+
+    The environment variables name the server until the fixture ends.
+    """
     import boto3
     from moto.server import ThreadedMotoServer
 

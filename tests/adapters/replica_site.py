@@ -1,4 +1,7 @@
-"""A place of replicas: followers as real processes, over a folder or a store, with signed tables and models."""
+"""An endpoint of replicas: followers run as real processes.
+
+They follow signed tables and models in a folder or an object store.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ TARGET = "cpu-1t"
 
 
 def approve(deployment: Deployment, signer: Signer) -> Deployment:
-    """The deployment with a signed override, so that a server with keys loads it."""
+    """Return the deployment with a signed override; a server with keys loads it."""
     record = OverrideRecord(
         model=deployment.model,
         version=deployment.version,
@@ -52,7 +55,9 @@ def approve(deployment: Deployment, signer: Signer) -> Deployment:
 
 @dataclass(kw_only=True)
 class ReplicaProcesses:
-    """Followers of one place, each with its server. `control_url` and `reports_url` are URLs or paths.
+    """Followers of one endpoint, each with its server.
+
+    `control_url` and `reports_url` are URLs or paths.
 
     Args:
         folder: holds a folder for each replica, and its log.
@@ -73,7 +78,7 @@ class ReplicaProcesses:
         return f"http://127.0.0.1:{self.ports[name]}"
 
     def start(self, name: str = "r1") -> None:
-        """Start a replica, again after an end on the same port and folder."""
+        """Start a replica; a restarted one uses the same port and folder as before."""
         port = self.ports.setdefault(name, free_port())
         command = [
             *(
@@ -111,7 +116,7 @@ class ReplicaProcesses:
             process.wait(60)
 
     def stop_all(self) -> None:
-        """Stop all replicas, and the servers that followers left when they were killed."""
+        """Stop all replicas, and the servers that remain after a follower was killed."""
         for process in self.processes.values():
             process.send_signal(signal.SIGCONT)
             process.send_signal(signal.SIGTERM)
@@ -138,14 +143,14 @@ class ReplicaProcesses:
         return codec.loads(data, ReplicaStatus)
 
     def read_counts(self, name: str = "r1") -> Counts:
-        """The counts of a replica's present start."""
+        """Return the counts that the replica has reported since its last start."""
         data = open_objects(self.reports_url).read(
             ReportSource(name, self.status(name).start).counts_name
         )
         return codec.loads(must(data), Counts)
 
     def adopted(self, name: str = "r1") -> TableNumber | None:
-        """The table that a replica reports; None before its first report."""
+        """Return the table that a replica reports; None before its first report."""
         data = open_objects(self.reports_url).read(f"status/{name}.json")
         return None if data is None else codec.loads(data, ReplicaStatus).adopted
 
@@ -163,7 +168,7 @@ class ReplicaProcesses:
         return codec.loads(path.read_bytes(), ServerRecord) if path.is_file() else None
 
     def age_reports(self, seconds: float) -> None:
-        """Make the statuses that much older, as if nothing had been reported since."""
+        """Make the statuses that many seconds older, as if no report had arrived since."""
         for path in (self.reports_folder / "status").iterdir():
             at = path.stat().st_mtime - seconds
             os.utime(path, (at, at))
@@ -171,7 +176,7 @@ class ReplicaProcesses:
 
 @dataclass(kw_only=True)
 class ReplicaSite(EndpointSite, ReplicaProcesses):
-    """A provider with its key, and the replicas of its endpoint."""
+    """A provider with its signing key, and the replicas of its endpoint."""
 
     replicas: int = 1
     endpoint: str = "digits"
@@ -193,7 +198,10 @@ class ReplicaSite(EndpointSite, ReplicaProcesses):
         )
 
     def confirm(self, name: str = "r1") -> set[float]:
-        """Confirm the rollout as a reconciliation does; return the factors by which a replica multiplies."""
+        """Confirm the rollout as a reconciliation does.
+
+        Return the factors by which a replica multiplies after that.
+        """
         self.provider.confirm_rollout(self.config)
         return {EndpointProviderSuite().scale(self.address(name)) for _ in range(20)}
 
@@ -204,7 +212,7 @@ def ask_replica(
     path: str = "/invocations",
     body: bytes = b'{"inputs": {"x": [[1.0, 1.0]]}}',
 ) -> Mapping[str, str]:
-    """The headers of an answer to a user."""
+    """Send a user's request to a replica; return the headers of the answer."""
     headers = {"content-type": "application/json", USER_KEY_HEADER: user}
     with urllib.request.urlopen(
         urllib.request.Request(f"{address}{path}", body, headers), timeout=10
@@ -213,7 +221,7 @@ def ask_replica(
 
 
 def report_feedback(address: str, successes: Mapping[str, bool]) -> object:
-    """What a replica says about feedback by tokens."""
+    """Report feedback by tokens to a replica; return the document that it answers."""
     entries = [{"token": token, "success": success} for token, success in successes.items()]
     body = json.dumps({"feedback": entries}).encode()
     request = urllib.request.Request(
@@ -226,7 +234,7 @@ def report_feedback(address: str, successes: Mapping[str, bool]) -> object:
 def open_site(
     folder: Path, *, control: str = "", reports: str = "", replicas: int = 1, **more: str
 ) -> ReplicaSite:
-    """A site without running replicas; by default over two folders."""
+    """Return a site without running replicas; by default over two folders."""
     blue, green = make_models(folder / "models")
     return ReplicaSite(
         folder=folder / "site",

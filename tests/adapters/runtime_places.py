@@ -1,4 +1,4 @@
-"""Where tests of runtimes in processes of their own find programs and packages."""
+"""Locations of programs and packages for tests of runtimes in separate processes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from onnx_ops.ports import LoadSchedule, PairedBenchmarkSchedule, Runtime
 from onnx_ops.testing.models import rows
 
 KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
-"""Folder in which environments stay from one run of the tests to the next."""
+"""Variable that names a folder in which environments stay between test runs."""
 
 
 def environments(factory: pytest.TempPathFactory) -> Path:
-    """The kept folder, or one of this session, which all workers share: whatever is made there is made under a lock."""
+    """Return the folder of environments, which all workers share.
+
+    It is the kept folder, or one of this test session. Environments are made in it under a lock.
+    """
     if KEPT in os.environ:
         return Path(os.environ[KEPT])
     own = factory.getbasetemp()
@@ -32,7 +35,10 @@ def environments(factory: pytest.TempPathFactory) -> Path:
 
 
 def require(*programs: str) -> None:
-    """Skip, or fail where `.ci/run` has installed them, if a program is not on the path."""
+    """Skip the test if a program is not on the path.
+
+    Fail instead where `.ci/run` has installed the programs.
+    """
     missing = [program for program in programs if shutil.which(program) is None]
     if not missing:
         return
@@ -47,7 +53,7 @@ def require(*programs: str) -> None:
 def write_identity(
     path: Path, kind: int, shape: tuple[int | str, ...] = ("n",), name: str = "x"
 ) -> Path:
-    """A model that returns what it gets, of one type."""
+    """Write a model of one element type that returns its input."""
     values = [helper.make_tensor_value_info(value, kind, shape) for value in (name, "y")]
     graph = helper.make_graph(
         [helper.make_node("Identity", [name], ["y"])], "identity", values[:1], values[1:]
@@ -62,7 +68,7 @@ def write_identity(
 def ended_in_the_middle(
     end: Callable[[], None],
 ) -> Iterator[Callable[[Runtime, str, Path, Target], None]]:
-    """A long measurement, in the middle of which `end` is called from another thread."""
+    """Start a long measurement and call `end` during it, from another thread."""
     threads = []
 
     def measure(runtime: Runtime, do: str, file: Path, target: Target) -> None:

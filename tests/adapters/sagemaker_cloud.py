@@ -1,4 +1,4 @@
-"""A provider on the fake SageMaker, as tests share it."""
+"""A provider on the fake SageMaker, which tests share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config_of(name: str, **settings: Json) -> EndpointConfig:
 
 @dataclass(kw_only=True)
 class Site(EndpointSite):
-    """A provider on the fake."""
+    """A SageMaker provider on the fake cloud."""
 
     fake: FakeSageMaker
     provider: SageMakerEndpoints = field(default_factory=SageMakerEndpoints)
@@ -43,7 +43,7 @@ class Site(EndpointSite):
             pass
 
     def invoke(self, endpoint: str, variant: str = "") -> tuple[str, float]:
-        """The variant that answered, and the factor that it computes."""
+        """Invoke the endpoint; return the variant that answered and its factor."""
         from botocore.exceptions import ClientError
 
         body = json.dumps({"inputs": {"x": [[1.0, 1.0]]}}).encode()
@@ -61,7 +61,7 @@ class Site(EndpointSite):
     def start_client(
         self, config: EndpointConfig, state: EndpointState
     ) -> tuple[BaseProcess, Connection]:
-        """Start a process that applies the state on request, and can be killed at any request."""
+        """Start a process that applies the state and can be killed at any request."""
         context = fork_context(__name__, "onnx_ops.adapters.endpoints.sagemaker", "boto3", "pytest")
         ours, theirs = context.Pipe()
         process = context.Process(
@@ -80,7 +80,7 @@ def _apply_when_told(
 
 
 class Load:
-    """Requests to one endpoint after another without a pause; remembers those that failed."""
+    """A client that sends requests without a pause, and records failures."""
 
     def __init__(self, site: Site) -> None:
         self.failed: list[str] = []

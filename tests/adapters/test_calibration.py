@@ -1,4 +1,4 @@
-"""Histograms of calibration: those of parts add up to that of all values."""
+"""Histograms of calibration: those of parts add up to the histogram of all values."""
 
 from __future__ import annotations
 

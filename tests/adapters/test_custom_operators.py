@@ -1,4 +1,7 @@
-"""Operators that the runtime lacks: a library of them, compiled here, registered, and refused where it is wrong."""
+"""Operators that the runtime lacks, in a library that is compiled here.
+
+The library is registered, and refused where it is wrong.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ def test_session_with_custom_operator_library_computes_operator(
     model: Path, target: Target
 ) -> None:
     x = np.array([[-1.0, 0.0, 3.0]], np.float32)
-    for _ in range(2):  # a second session registers the same library
+    for _ in range(2):  # the second session registers the same library
         answer: np.ndarray[Any, Any] = OnnxRuntime().run(model, target, ({"x": x},))[0]["y"]
         np.testing.assert_allclose(answer, 2 * x / (1 + np.abs(x)), rtol=1e-6)
 

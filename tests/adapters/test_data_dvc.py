@@ -1,4 +1,7 @@
-"""Data in DVC: found in git by path and revision, read, and refused by name where it was changed."""
+"""Data in DVC: found in git by path and revision, read, and verified.
+
+Changed data are refused with the name of the file.
+"""
 
 from __future__ import annotations
 

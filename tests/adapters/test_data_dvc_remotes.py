@@ -1,4 +1,7 @@
-"""What DVC itself wrote and pushed, fetched from its remotes, and refused by name where it was changed there."""
+"""Data that DVC has written and pushed, fetched from its remotes.
+
+Data that were changed in the remote are refused with the name of the file.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,17 @@ def reads(state: Path) -> DvcSource:
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory, reads: DvcSource) -> Repository:
-    """Added, committed and pushed by DVC to a folder; nothing is left in the cache."""
+    """Return a repository whose data DVC added, committed and pushed to a folder.
+
+    Its cache is empty.
+    """
     folder = tmp_path_factory.mktemp("dvc-template")
     return push(folder, reads, ("remote", "add", "-d", "store", str(folder / "project-remote")))
 
 
 @pytest.fixture
 def pushed(tmp_path: Path, template: Repository) -> Repository:
-    """A copy of the repository and its remote."""
+    """Return a copy of the repository and its remote."""
     repository = Repository(tmp_path / "project")
     for old, new in ((template.root, repository.root), (template.remote, repository.remote)):
         shutil.copytree(old, new)
@@ -160,7 +166,7 @@ def test_load_with_unusable_dvc_remote_raises_error_with_its_cause(
 
 @pytest.mark.nightly
 def test_load_during_dvc_fetch_returns_data(pushed: Repository, reads: DvcSource) -> None:
-    """DVC's own fetch takes a lock, and refuses a second process."""
+    """DVC's fetch holds a lock, and a second DVC process fails while it is held."""
     with ThreadPoolExecutor(3) as pool:
         loads = [pool.submit(reads.load, section(PATH), pushed.root) for _ in range(3)]
         dvc(pushed, reads.environments, ("fetch", "-q"))

@@ -213,7 +213,11 @@ def test_sample_of_sklearn_data_set_has_its_types_and_widths(tmp_path: Path, nam
 pa: Any = pytest.importorskip("pyarrow")
 pq: Any = pytest.importorskip("pyarrow.parquet")
 
-TABLE = "age,income,visits,city,member,day,y\n40.5,1,3,Oslo,true,2024-01-02,a\n,2,4,,false,2024-01-03,b\n"
+TABLE = (
+    "age,income,visits,city,member,day,y\n"
+    "40.5,1,3,Oslo,true,2024-01-02,a\n"
+    ",2,4,,false,2024-01-03,b\n"
+)
 
 
 def test_load_csv_with_mixed_columns_returns_type_of_each_column(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tables as spreadsheets, pandas, R and databases write them."""
+"""Tables in the formats of spreadsheets, pandas, R and databases."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ FileSource().load(FileData(file="small.csv"), Path(sys.argv[1]))  # imports what
 before = read_peak()
 arrays = FileSource().load(FileData(file="t.csv"), Path(sys.argv[1]))
 print(arrays["text"].dtype, len(arrays["text"][7, 0]), read_peak() - before)
-"""
+"""  # noqa: E501
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True, text=True
     )

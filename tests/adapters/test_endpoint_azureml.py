@@ -45,7 +45,7 @@ require(
 pytestmark = pytest.mark.services
 
 HASTY = replace(POLICY, operation_s=0.2, answer_s=0.2)
-"""Of a client that nothing answers: it need not be waited for."""
+"""A policy with short time limits, for clients that get no answer."""
 LIMIT = "max_concurrent_requests_per_instance"
 
 
@@ -69,7 +69,7 @@ class TestAzureEndpoints(EndpointProviderSuite):
         return sweep
 
     def scale(self, address: str, *, user: str | None = None) -> float:
-        """Azure wants a key."""
+        """Send the key of the endpoint, which Azure requires."""
         body = json.dumps({"inputs": {"x": [[1.0, 1.0]]}}).encode()
         headers = {"content-type": "application/json", "authorization": "Bearer key-of-scaling"}
         request = urllib.request.Request(f"{address}/invocations", body, headers)
@@ -126,7 +126,7 @@ def test_azureml_apply_with_lagging_reads_waits_for_state(world: World) -> None:
 
 
 def test_azureml_apply_with_lagging_read_does_not_recreate_endpoint(world: World) -> None:
-    """Creating it again would take all of its traffic away."""
+    """Creating the endpoint again would take all of its traffic away."""
     world.apply(1, blue=100)
     world.cloud.control.resources["onlineEndpoints/scaling"].lags(5, None)
     state = world.state(blue=100, green=0)
@@ -174,7 +174,7 @@ def test_azureml_apply_of_crashing_container_moves_no_traffic_until_recreated(wo
 
 
 def test_azureml_apply_after_traffic_was_zeroed_restores_traffic(world: World) -> None:
-    """As re-creating the endpoint does, which others' tools do."""
+    """The traffic is zero after another tool has created the endpoint again."""
     from azure.ai.ml.entities import ManagedOnlineEndpoint
 
     state = world.state(blue=100)
@@ -191,7 +191,7 @@ def test_azureml_apply_after_traffic_was_zeroed_restores_traffic(world: World) -
 
 
 def test_azureml_apply_after_recreation_by_other_tool_restores_traffic(world: World) -> None:
-    """Another tool creates the endpoint again, with tags of its own and no traffic."""
+    """Another tool creates the endpoint again, with other tags and no traffic."""
     from azure.ai.ml.entities import ManagedOnlineEndpoint
 
     state = world.state(blue=100)
@@ -322,10 +322,9 @@ def test_azureml_apply_of_instance_count_updates_deployment_in_place(world: Worl
     assert world.drift(more) == []
     deployment = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{name}"].body
     assert deployment["sku"]["capacity"] == 3
-    assert (
-        len(world.cloud.routes("scaling")) == 3
-    )  # made, routed, and tagged with the second generation
-    deployment["sku"]["capacity"] = 2  # by hand
+    # The deployment is created, gets traffic, and has the tags of the second generation.
+    assert len(world.cloud.routes("scaling")) == 3
+    deployment["sku"]["capacity"] = 2  # an operator changes it by hand
     assert world.drift(more) == [f"instances of {name}: 2, not 3"]
     world.cloud.control.autoscale.settings["somebody's"] = {
         "properties": {"targetResourceUri": deployment["id"].upper(), "profiles": []}
@@ -346,9 +345,9 @@ def test_azureml_apply_with_autoscaling_creates_and_removes_rules(world: World) 
     assert profile["capacity"] == {"minimum": "1", "maximum": "4", "default": "1"}
     assert [rule["metricTrigger"]["threshold"] for rule in profile["rules"]] == [60, 30]
     deployment = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{name}"].body
-    deployment["sku"]["capacity"] = 3  # as Azure Monitor does
+    deployment["sku"]["capacity"] = 3  # Azure Monitor scales the deployment
     assert world.drift(scaled) == []
-    profile["capacity"]["maximum"] = "9"  # by hand
+    profile["capacity"]["maximum"] = "9"  # an operator changes it by hand
     assert world.drift(scaled) == [
         f"autoscaling of {name}: 1 to 9 instances by other rules, not 1 to 4 instances at 60% CPU"
     ]

@@ -1,4 +1,4 @@
-"""What `doctor --provider azureml` finds, for each thing that may be missing."""
+"""Findings of `doctor --provider azureml` for each prerequisite that is missing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def test_azureml_diagnosis_of_image_checks_registry_and_pull_role(world: World) 
         "mlimages.azurecr.io/onnx-ops:1",
         "Microsoft.ManagedIdentity/userAssignedIdentities",
     )
-    identity = f"/subscriptions/{world.cloud.settings['subscription']}/resourceGroups/group/providers/{identities}/serving"
+    identity = (
+        f"/subscriptions/{world.cloud.settings['subscription']}"
+        f"/resourceGroups/group/providers/{identities}/serving"
+    )
     findings = look(world, image=image, identity=identity)
     assert broken(findings) == ()
     assert findings["azure pull"].found == "serving may pull"

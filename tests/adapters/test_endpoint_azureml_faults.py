@@ -1,7 +1,7 @@
-"""Every request of the Azure ML provider goes wrong, in every way; and the client is killed at every write.
+"""Faults in every request of the Azure ML provider, and kills at every write.
 
-Whatever happens: traffic is never below 100 %, the version that served can always be reached,
-applying again finishes the work, and nothing is left over.
+Traffic is never below 100 %, and the version that served can always be reached. Applying again
+finishes the work and leaves no unused resources.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ pytestmark = pytest.mark.services
 
 
 ANSWER_S = 0.35
-"""What is longer than any honest answer of the fake takes, nearly always: one that is slower is
-asked for again.
+"""Seconds that the client waits for an answer: nearly every answer is faster.
+
+The client repeats a request whose answer takes longer.
 """
 WRITES = ("PUT", "DELETE", "POST")
 STAGES = [
@@ -42,13 +43,13 @@ PASSING: list[Fault] = ["throttle", "error", "drop", "hang"]
 
 
 def stages(world: World) -> tuple[EndpointState, ...]:
-    """A first deployment, a canary, its end with the previous version gone, and the way back to that."""
+    """Return the states: deployment, canary, promotion and rollback."""
     splits = ({"blue": 100}, {"blue": 90, "green": 10}, {"green": 100}, {"blue": 100, "green": 0})
     return tuple(world.state(**split) for split in splits)
 
 
 def prepared(world: World, stage: int) -> None:
-    """All stages before this one."""
+    """Apply all stages before this one."""
     memory = world.folder / "scaling" / "azureml.generation"
     memory.unlink(missing_ok=True)
     for generation, state in enumerate(stages(world)[:stage], start=1):
@@ -56,7 +57,7 @@ def prepared(world: World, stage: int) -> None:
 
 
 def requests_of(world: World, stage: int) -> list[str]:
-    """The methods of the requests that this stage takes when all is well."""
+    """Return the methods of the requests that this stage sends without faults."""
     with world.cloud.kept():
         first = len(world.cloud.calls)
         world.provider.apply(world.config, stages(world)[stage], generation=stage + 1)
@@ -64,9 +65,9 @@ def requests_of(world: World, stage: int) -> list[str]:
 
 
 def fault_rules(at: int, method: str) -> list[FaultRule]:
-    """What happens to a request: to a write all that can.
+    """Return the faults for a request: for a write, all faults that can happen to it.
 
-    To us a read that fails is one like another, so those take turns.
+    A client treats all failed reads alike, so the faults take turns at reads.
     """
     if method not in WRITES:
         return [FaultRule(fault=PASSING[at % len(PASSING)])]
@@ -78,7 +79,7 @@ def fault_rules(at: int, method: str) -> list[FaultRule]:
 
 
 def holds(world: World, stage: int) -> None:
-    """What is true at every moment."""
+    """Assert the invariants, which are true at every moment."""
     routes = world.cloud.routes("scaling")
     served = next((at for at, split in enumerate(routes) if split), len(routes))
     assert all(sum(split.values()) == 100 for split in routes[served:])
@@ -157,7 +158,7 @@ def test_azureml_apply_killed_at_any_write_keeps_traffic_and_completes(
 def test_azureml_apply_overtaken_by_later_generation_changes_nothing(
     world: World, tmp_path: Path
 ) -> None:
-    """Another machine applies a later generation while this one makes a deployment."""
+    """Another machine applies a later generation while this one creates a deployment."""
     canary, back = stages(world)[1], world.state(blue=100)
     other = replace(world, folder=tmp_path / "other")
     prepared(world, 1)
@@ -182,7 +183,7 @@ def test_azureml_apply_overtaken_by_later_generation_changes_nothing(
 def test_azureml_token_request_after_fault_is_retried_until_timeout(
     world: World, fault: Fault
 ) -> None:
-    """Tokens are kept, so this is a request that hardly any other test makes."""
+    """Tokens are cached, so that hardly any other test sends this request."""
     config = config_of(world.cloud, api_timeout=f"{ANSWER_S} s")
     forget_clients()
     world.cloud.token_faults = [fault]

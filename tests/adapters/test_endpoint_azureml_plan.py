@@ -1,4 +1,7 @@
-"""A state in Azure's terms and back: names, tags, traffic. Pure, so it runs without the SDK."""
+"""Conversion between an endpoint state and Azure's terms: names, tags, traffic.
+
+The conversion is pure, so these tests run without the SDK.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Models in an Azure ML registry: one workspace puts them there, others read them, deployments name them by path."""
+"""Models in an Azure ML registry.
+
+One workspace registers them, others read them, and deployments name them by path.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ def test_azureml_apply_with_registry_deploys_model_by_registry_path(world: World
 
 
 def test_azureml_apply_in_other_workspace_reads_model_from_registry(world: World) -> None:
-    """What stands in the registry is read there: nothing is uploaded, and the files need not be on this machine."""
+    """A model in the registry is read from there.
+
+    Nothing is uploaded, and the model's files need not be on this machine.
+    """
     world.apply(1, config(world), blue=100)
     world.provider.remove(config(world))
     world.cloud.blobs.data.clear()
@@ -88,12 +94,13 @@ def test_azureml_apply_with_missing_registry_raises_not_found_error(world: World
 def test_azureml_apply_with_failing_registry_request_completes(
     world: World, after: bool, sweep: Sweep
 ) -> None:
-    """Once each: the kinds of fault take turns."""
+    """Each request fails one time; the kinds of fault take turns."""
     faults: list[Fault] = ["drop", "hang", "error"]
     concerns = world.cloud.control.registries.concerns
     memory = world.folder / "scaling" / "azureml.generation"
     about: list[int] = []
-    for _ in range(2):  # the first time, the client asks once more: where the registry is
+    # The first time, the client sends one more request, for the registry's location.
+    for _ in range(2):
         memory.unlink(missing_ok=True)
         with world.cloud.kept():
             begun = len(world.cloud.calls)

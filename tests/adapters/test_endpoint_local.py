@@ -46,7 +46,7 @@ CONFIG = make_config("digits")
 
 @dataclass(kw_only=True)
 class Site(EndpointSite):
-    """A provider whose endpoint is served by a process of this machine."""
+    """A provider whose endpoint is served by a server process on this machine."""
 
     folder: Path
     provider: LocalEndpoints = field(init=False)
@@ -109,7 +109,8 @@ def test_local_server_after_kill_restarts_with_last_table_and_port(site: Site) -
     os.kill(first.pid, signal.SIGKILL)
     while site.provider.observe(CONFIG) is not None:
         pass
-    with pytest.raises(ConflictError):  # it starts again, and remembers generation 3
+    # The restarted server remembers generation 3.
+    with pytest.raises(ConflictError):
         site.provider.apply(CONFIG, state, generation=2)
     assert site.observed() == replace(state, generation=3)
     assert site.provider.address(CONFIG) == address
@@ -167,7 +168,7 @@ def test_local_server_started_with_secrets_in_environment_inherits_none(
 
 
 def test_local_observe_with_stale_record_sends_no_token(site: Site) -> None:
-    """The process that now has the recorded id and port is another one."""
+    """Another process now has the recorded process id and port."""
     calls: list[str] = []
 
     class Stranger(http.server.BaseHTTPRequestHandler):
@@ -209,7 +210,7 @@ def test_local_server_record_of_dead_process_is_ignored(site: Site) -> None:
 def test_local_apply_while_server_dies_restarts_server(site: Site) -> None:
     site.apply(1, blue=100)
     first = site.record()
-    os.kill(first.pid, signal.SIGSTOP)  # it takes the request, and answers it no more
+    os.kill(first.pid, signal.SIGSTOP)  # it accepts the request but answers nothing
     death = threading.Timer(0.2, os.kill, (first.pid, signal.SIGKILL))
     death.start()
     site.apply(2, blue=100)
@@ -389,9 +390,8 @@ def test_local_workers_without_supervisor_answer_until_takeover(site: Site) -> N
     address, orphans = str(site.provider.address(CONFIG)), site.workers()
     os.kill(site.record().pid, signal.SIGKILL)
     assert not site.provider.is_unsupervised(replace(CONFIG, endpoint="other"))
-    for _ in range(
-        400
-    ):  # the system takes a moment to end a process, and to give back what it held
+    # The system takes a moment to end a process and to release its resources.
+    for _ in range(400):
         if site.provider.observe(CONFIG) is None and site.provider.is_unsupervised(CONFIG):
             break
         time.sleep(0.05)
@@ -409,7 +409,8 @@ def test_local_is_unsupervised_without_live_workers_returns_false(site: Site) ->
     site.apply(1, blue=100)
     assert not site.provider.is_unsupervised(CONFIG)
     workers = site.workers()
-    for pid in (site.record().pid, *workers):  # workers cannot come back without their supervisor
+    # Stopped workers cannot continue without their supervisor.
+    for pid in (site.record().pid, *workers):
         os.kill(pid, signal.SIGKILL)
     while site.workers():
         pass

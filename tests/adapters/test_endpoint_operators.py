@@ -1,4 +1,7 @@
-"""Libraries of custom operators behind endpoints: they come with the version, and no other one is ever loaded."""
+"""Libraries of custom operators behind endpoints.
+
+A library comes with its version, and no other library is ever loaded.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +45,8 @@ from tests.support.operators import build_library, released, write_softsign
 from tests.support.processes import running_process
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples" / "custom_ops" / "softsign.c"
-CONFIG = make_config(
-    "softsign", workers=2, prepack="1 B"
-)  # the cache of packed models loads libraries too
+# The cache of packed models loads libraries too.
+CONFIG = make_config("softsign", workers=2, prepack="1 B")
 BODY = json.dumps({"inputs": {"x": [[-1.0, 0.0, 3.0]]}}).encode()
 
 
@@ -86,7 +88,10 @@ def library_in(deployment: Deployment) -> Path:
 
 
 def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
-    """Another file under the name: a process that has mapped the old one keeps that."""
+    """Replace the file by a new one of the same name.
+
+    A process that has mapped the old file keeps that one.
+    """
     changed = path.with_name("changed")
     changed.write_bytes(change(path.read_bytes()))
     changed.replace(path)
@@ -192,7 +197,10 @@ def test_endpoint_apply_with_invalid_operator_library_raises_error(
 def test_cloud_container_with_operator_library_verifies_and_loads_it(
     tmp_path: Path, doubling: Deployment
 ) -> None:
-    """Both clouds give the container the same folder; SageMaker's archive makes it here."""
+    """Both clouds give the container the same folder.
+
+    Here SageMaker's archive makes it.
+    """
     with (tmp_path / "model.tar.gz").open("wb") as archive:
         pack_archive(doubling, archive)
     with tarfile.open(tmp_path / "model.tar.gz") as packed:
@@ -213,9 +221,8 @@ def test_cloud_container_with_operator_library_verifies_and_loads_it(
         next((tmp_path / "ml" / "model" / "custom_ops" / "cpu").iterdir()),
         lambda data: data + b"\0",
     )
-    environment["ONNX_OPS_STATE_DIR"] = str(
-        tmp_path / "new-state"
-    )  # the other one has an intact copy
+    # The previous state folder has an intact copy.
+    environment["ONNX_OPS_STATE_DIR"] = str(tmp_path / "new-state")
     refused: Any = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,4 +1,7 @@
-"""Replicas whose reported counts differ from those of the others, from reports in a folder."""
+"""Replicas whose reported counts differ from those of the others.
+
+The reports are files in a folder.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ NUMBER = TableNumber(3)
 
 @pytest.fixture
 def site(tmp_path: Path) -> ReplicaSite:
-    """Four replicas that have reported a thousand requests each, one of which failed."""
+    """Return a site of four replicas.
+
+    Each replica has reported a thousand requests, one of which failed.
+    """
     site = open_site(tmp_path)
     for name in NAMES:
         report(site, name)
@@ -179,7 +185,7 @@ def test_count_by_server_with_damaged_reports_compares_other_replicas(site: Repl
 
 
 def encode_failed(*cells: int, errors: int = 1) -> dict[str, str]:
-    """One request to green in each of these cells, which failed."""
+    """Return encoded counts: one failed request to green in each of these cells."""
     row = [0] * CELL_FIELDS
     row[CELL_REQUESTS], row[CELL_ERRORS] = 1, errors
     nothing = encode_cells(np.zeros(0, np.int64), np.zeros((0, CELL_FIELDS), np.int64))
@@ -194,7 +200,10 @@ def write_open_epoch(
     is_live: bool = True,
     is_healthy: bool = True,
 ) -> None:
-    """Report an open epoch in which one request to green failed; epoch 6 is closed unless this is the end."""
+    """Report an open epoch in which one request to green failed.
+
+    The last closed epoch is 7 if the replica is live, and 6 if this is its final report.
+    """
     path = report(site, name)
     counts = codec.loads(path.read_bytes(), Counts)
     opened = EpochCounts(generation=NUMBER.generation, epoch=7, cells=cells)
@@ -214,7 +223,7 @@ def write_open_epoch(
 
 
 def count_candidate(site: ReplicaSite) -> int:
-    """Units of the candidate in closed epochs."""
+    """Return the units of the candidate in closed epochs."""
     reading = site.provider.metrics().read(site.config, {"green": None, "blue": None})
     return sum(sum(epoch.units["errors"].candidate) for epoch in reading.epochs)
 

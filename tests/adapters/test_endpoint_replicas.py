@@ -1,4 +1,7 @@
-"""The provider of replicas over real followers and servers, which follow signed tables in a folder."""
+"""The provider of replicas over real followers and servers.
+
+The followers read signed tables from a folder.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ def site(tmp_path: Path) -> Iterator[ReplicaSite]:
 
 
 class SelfStartedReplicas(ReplicaEndpoints):
-    """Starts the replica that a user would start, and stops it when the endpoint is removed."""
+    """A provider that starts the replica that a user would start.
+
+    It stops the replica when the endpoint is removed.
+    """
 
     site: ReplicaSite
 
@@ -81,7 +87,10 @@ class SelfStartedReplicas(ReplicaEndpoints):
 
 @contextmanager
 def disturbed_objects(kind: type[ObjectStore], fault: Disturbance, at: int = 0) -> Iterator[Sized]:
-    """Disturb the calls of a kind of store in this process from number `at` on; yield the calls made."""
+    """Disturb the calls of a kind of store in this process, from call number `at`.
+
+    Yield the list of the calls that were made.
+    """
     calls: list[str] = []
 
     def disturb(name: str) -> Callable[..., object]:
@@ -109,7 +118,7 @@ def disturbed_objects(kind: type[ObjectStore], fault: Disturbance, at: int = 0) 
 
 
 class ReplicaSuite(EndpointProviderSuite):
-    """Subclass it, and define the fixture `site`."""
+    """The endpoint suite for replicas; subclasses define the fixture `site`."""
 
     objects: type[ObjectStore] = LocalObjects
 
@@ -118,7 +127,7 @@ class ReplicaSuite(EndpointProviderSuite):
 
     @pytest.fixture
     def chosen(self) -> Callable[[Iterable[int]], Sequence[int]]:
-        return lambda requests: list(requests)[:7]  # what follows are looks at the reports
+        return lambda requests: list(requests)[:7]  # later calls only read the reports
 
     @pytest.fixture
     def provider(self, site: ReplicaSite) -> ReplicaEndpoints:
@@ -142,7 +151,7 @@ class TestReplicas(ReplicaSuite):
 
 @pytest.fixture
 def serving(site: ReplicaSite) -> ReplicaSite:
-    """A site that has served blue, then green to a tenth."""
+    """Return a site that has served blue, and then green to a tenth of the traffic."""
     site.start()
     site.apply(1, blue=100)
     until(lambda: site.adopted() == TableNumber(1))
@@ -159,7 +168,7 @@ def test_list_memory_returns_what_each_reporting_replica_measured(serving: Repli
 
 
 class TestFeedback:
-    """Two replicas: clients report the tokens of answers of the first one to the second one."""
+    """Two replicas: tokens of the first one's answers are reported to the second."""
 
     @pytest.fixture
     def both(self, site: ReplicaSite) -> ReplicaSite:
@@ -188,7 +197,7 @@ class TestFeedback:
             assert report_feedback(both.address("r2"), unknown) == {"counted": 0, "unknown": 40}
 
         def read() -> list[GenerationCounts]:
-            """The counts that have feedback, once it was reported."""
+            """Return the counts that have feedback, after it was reported."""
             counts = both.provider.metrics().read(both.config, {"green": None, "blue": None}).counts
             return [
                 each for each in counts if any(tally.feedback for tally in each.tallies.values())
@@ -226,7 +235,7 @@ class TestFeedback:
 
 
 class TestWithoutAuthority:
-    """What may be done by who can write one of the two locations, and has no key."""
+    """Actions of an attacker who can write one of the two locations and has no key."""
 
     def test_follower_with_table_of_unknown_key_skips_and_names_it(
         self, serving: ReplicaSite
@@ -302,11 +311,8 @@ class TestWithoutAuthority:
             (site.control_folder / "models").glob(f"{hex_digits(site.green.manifest)}/files/*")
         )
         stored.write_bytes(Path(site.blue.location, "model.onnx").read_bytes())
-        for generation in (
-            2,
-            3,
-            4,
-        ):  # the next attempt, too: the table before names green, and it is not loaded
+        # The next attempt fails too: the previous table names green, which is not loaded.
+        for generation in (2, 3, 4):
             with pytest.raises(InfrastructureError, match="replica r1 cannot load it"):
                 site.apply(generation, blue=90, green=10)
         assert {SUITE.scale(site.address()) for _ in range(20)} == {2.0}
@@ -452,9 +458,8 @@ class TestFailures:
         site.control_folder.unlink()
         away.rename(site.control_folder)
         until(lambda: site.status().adopted == TableNumber(2) and not site.status().is_final)
-        assert {SUITE.scale(site.address()) for _ in range(50)} == {
-            2.0
-        }  # the judge has not looked since
+        # The judge has not read the counts since then.
+        assert {SUITE.scale(site.address()) for _ in range(50)} == {2.0}
         until(lambda: site.confirm() == {2.0, 3.0})
 
     def test_replica_stop_reports_end_with_last_counts(self, site: ReplicaSite) -> None:
@@ -474,7 +479,7 @@ class TestFailures:
 
 
 class TestEmptyPlace:
-    """A share that this machine has not mounted: an empty folder, in which no replica reports."""
+    """An unmounted network share: an empty folder, in which no replica reports."""
 
     def test_replica_rollback_without_reporting_replicas_stays_open(
         self, site: ReplicaSite
@@ -515,13 +520,17 @@ def test_replica_apply_after_loss_of_rollback_table_serves_stable_version(
 
 
 class TestSilent:
-    """A replica that reports no more, by its last status: two followers that were killed."""
+    """Replicas that stopped reporting, by their last status: two killed followers."""
 
     @pytest.fixture
     def cut(
         self, site: ReplicaSite
     ) -> Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]:
-        """The stragglers long after a replica was cut off that reported table `adopted` of these, and a rollback."""
+        """Return a function that observes a rollback after a replica was cut off.
+
+        The replica last reported that it had adopted table `adopted` of the given ones. The
+        function returns the stragglers, a long time later.
+        """
 
         def observe(lease: str, splits: Sequence[dict[str, int]], adopted: int) -> tuple[str, ...]:
             site.config = replace(
@@ -571,9 +580,8 @@ class TestSilent:
     def test_rollback_with_silent_replica_at_unreported_table_stays_open(
         self, cut: Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]
     ) -> None:
-        (text,) = cut(
-            "serve", self.FINISHED, 2
-        )  # it may serve table 3, in which green has all traffic
+        # The replica may serve table 3, in which green has all traffic.
+        (text,) = cut("serve", self.FINISHED, 2)
         assert "replica r1 serves table 00000002-1, not 00000004-1" in text
 
     def test_rollback_with_silent_replica_at_stable_version_completes(
@@ -686,4 +694,5 @@ def test_object_store_list_without_credentials_raises_unavailable_error(
         with pytest.raises(ServiceUnavailableError, match="credentials"):
             open_objects("s3://missing-bucket/place").list_names("table")
     finally:
-        fsspec.get_filesystem_class("s3").clear_instance_cache()  # other tests have credentials
+        # Other tests use other credentials.
+        fsspec.get_filesystem_class("s3").clear_instance_cache()

@@ -1,4 +1,7 @@
-"""The SageMaker provider, through real boto3 clients, against the fake with real inference behind it."""
+"""The SageMaker provider, through real boto3 clients, against the fake.
+
+The fake runs real inference.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ class TestSageMakerEndpoints(EndpointProviderSuite):
 
 @pytest.mark.sweep
 class TestSlowReads(TestSageMakerEndpoints):
-    """The same where reads are behind: the suite must not notice."""
+    """The same tests with delayed reads, which must not change any result."""
 
     prefix, reads = "lag", {"lag": 2, "reads": 3}
 
@@ -290,9 +293,14 @@ def test_sagemaker_apply_with_autoscaling_updates_scalable_targets(site: Site) -
 
 def test_sagemaker_apply_with_capture_and_kms_settings_sends_them(site: Site) -> None:
     config = config_of(
-        "captured", capture_percent=20, capture_uri=f"s3://{BUCKET}/onnx-ops/captured", kms_key="alias/models",
-        subnets=["subnet-1", "subnet-2"], security_groups=["sg-1"], isolated=True,
-    )  # fmt: skip
+        "captured",
+        capture_percent=20,
+        capture_uri=f"s3://{BUCKET}/onnx-ops/captured",
+        kms_key="alias/models",
+        subnets=["subnet-1", "subnet-2"],
+        security_groups=["sg-1"],
+        isolated=True,
+    )
     site.apply(1, config, blue=100)
     sagemaker = site.client("sagemaker")
     name = site.describe("captured")["EndpointConfigName"]

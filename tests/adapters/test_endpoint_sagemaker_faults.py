@@ -1,7 +1,6 @@
-"""Every request of the SageMaker provider goes wrong in every way, and the client is killed at each of them.
+"""Faults in every request of the SageMaker provider, and kills at each of them.
 
-Whatever happens, the endpoint answers all the while, the way back is open, and nothing stands there
-that is not told.
+The endpoint answers throughout, rollback stays possible, and every resource there is reported.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ pytestmark = pytest.mark.services
 
 KINDS = ("throttle", "error", "drop", "hang", "conflict")
 ANSWER_S = 0.4
-"""How long an answer is waited for where some do not come; an honest one that takes longer is asked
-for again.
+"""Seconds that the client waits for an answer, where some answers do not come.
+
+The client repeats a request whose answer takes longer.
 """
 CONFLICTS = ("SageMaker.UpdateEndpoint", "PUT /")
 READS = ("GET ", "HEAD ", "SageMaker.Describe", "SageMaker.List")
@@ -39,7 +39,10 @@ def load(site: Site) -> Iterator[Load]:
 
 @dataclass
 class Endpoint:
-    """One endpoint, whose change is tried again and again: each try begins where `check` has left it."""
+    """One endpoint, whose change is tried repeatedly.
+
+    Each try begins in the state in which `check` has left the endpoint.
+    """
 
     site: Site
     name: str
@@ -53,7 +56,7 @@ class Endpoint:
         )
 
     def requests(self) -> list[str]:
-        """Names of the requests that the change takes when all is well."""
+        """Return the names of the requests that the change sends without faults."""
         self.apply(blue=100)
         self.site.fake.fault()
         self.apply(blue=90, green=10)
@@ -62,7 +65,10 @@ class Endpoint:
         return requests
 
     def check(self) -> None:
-        """It answers, continues, rolls back, and everything at the provider is reported."""
+        """Assert that the endpoint answers, continues and rolls back.
+
+        Everything that exists at the provider is reported.
+        """
         site, config, needed = self.site, config_of(self.name), frozenset({self.site.blue.manifest})
         assert sum(site.observed(config).split.weights.values()) == 100
         self.apply(blue=90, green=10)
@@ -77,7 +83,10 @@ class Endpoint:
         assert site.invoke(self.name) == ("blue", 2.0)
 
     def stands(self) -> list[str]:
-        """Kinds of all models, configs and archives of the endpoint, by another look at the cloud."""
+        """Return the kinds of all models, configs and archives of the endpoint.
+
+        They are read by a separate client of the cloud.
+        """
         sagemaker, s3 = self.site.client("sagemaker"), self.site.client("s3")
         models = sagemaker.get_paginator("list_models").paginate().build_full_result()["Models"]
         configs = (
@@ -95,9 +104,10 @@ class Endpoint:
 
 
 def moments(kind: str, requests: list[str]) -> list[int]:
-    """When such a fault is let happen: at every request that changes something, before its effect and after it, as far
-    as there is such a thing. To us one read that fails is like another, so there the kinds take
-    turns.
+    """Return the moments at which a fault of this kind happens.
+
+    They are before and after the effect of every request that changes something, where possible. A
+    client treats all failed reads alike, so the kinds take turns at reads.
     """
     found = []
     turns = [other for other in KINDS if other != "conflict"]
@@ -110,16 +120,18 @@ def moments(kind: str, requests: list[str]) -> list[int]:
         elif name.startswith(READS):
             found += [before] if turns[at % len(turns)] == kind else []
         else:
-            found += (
-                [before] if kind == "throttle" else [before, after]
-            )  # what was throttled had no effect
+            # A throttled request had no effect.
+            found += [before] if kind == "throttle" else [before, after]
     return found
 
 
 def order(
     fake: FakeSageMaker, kind: str, requests: list[str], moment: int, *, lasting: bool
 ) -> None:
-    """Let it happen at that moment; or from then on to requests of that sort, for longer than any client tries."""
+    """Set the fault at that moment.
+
+    A lasting one also hits later requests of the same sort, for longer than any client retries.
+    """
     times, only = 8 if lasting else 1, ""
     if kind == "conflict":
         only = next(
@@ -136,15 +148,18 @@ def order(
 def test_sagemaker_apply_with_fault_at_any_request_keeps_serving(
     site: Site, load: Load, kind: str, lasting: bool, sweep: Sweep
 ) -> None:
-    """A transient fault is survived; a lasting one is reported, and nothing is lost."""
+    """The client survives a transient fault, and reports a lasting one.
+
+    It loses nothing.
+    """
     endpoint = Endpoint(site, f"s-{kind}-{int(lasting)}")
     requests = endpoint.requests()
     endpoint.answer_s = ANSWER_S if kind == "hang" else endpoint.answer_s
     load.endpoint = endpoint.name
     due = moments(kind, requests)
     assert len(due) >= 5
-    # One that lasts is met at a part of them: a client that waits gives up after six answers that
-    # do not come.
+    # A lasting fault is tried at only a part of the requests. A client gives up only after six
+    # answers that do not come, which takes long.
     for moment in sweep(due[:: (4 if kind == "hang" else 2) if lasting else 1]):
         order(site.fake, kind, requests, moment, lasting=lasting)
         try:
@@ -162,18 +177,16 @@ def test_sagemaker_apply_killed_at_any_request_keeps_serving(
     endpoint = Endpoint(site, "k")
     requests = endpoint.requests()
     load.endpoint = endpoint.name
-    for moment in sweep(
-        (0, *range(1, 2 * len(requests), 2))
-    ):  # after one request is before the next
+    # The moment after one request is the moment before the next one.
+    for moment in sweep((0, *range(1, 2 * len(requests), 2))):
         endpoint.generation += 1
         state = replace(site.state(blue=90, green=10), generation=endpoint.generation)
         process, order = site.start_client(config_of(endpoint.name), state)
         site.fake.fault(at=moment, kind="kill", pid=process.pid)
         order.send("go")
         process.join(60)
-        if (
-            process.exitcode != -signal.SIGKILL
-        ):  # it had to wait less long, and was through with fewer requests
+        # The client waited less, and needed fewer requests.
+        if process.exitcode != -signal.SIGKILL:
             assert (process.exitcode, moment >= 2 * len(site.fake.calls())) == (0, True)
         site.fake.fault()
         endpoint.check()

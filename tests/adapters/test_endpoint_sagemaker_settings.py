@@ -1,4 +1,4 @@
-"""Settings and layouts of SageMaker endpoints, without a service."""
+"""Settings and layouts of SageMaker endpoints, tested without a service."""
 
 from __future__ import annotations
 

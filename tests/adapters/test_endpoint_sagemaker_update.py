@@ -27,9 +27,14 @@ from tests.adapters.sagemaker_cloud import Site, config_of
 pytestmark = pytest.mark.services
 
 FIGURES = {
-    "MetricName": "Invocation5XXErrors", "Namespace": "AWS/SageMaker", "Statistic": "Sum", "Period": 60,
-    "EvaluationPeriods": 1, "Threshold": 1.0, "ComparisonOperator": "GreaterThanThreshold",
-}  # fmt: skip
+    "MetricName": "Invocation5XXErrors",
+    "Namespace": "AWS/SageMaker",
+    "Statistic": "Sum",
+    "Period": 60,
+    "EvaluationPeriods": 1,
+    "Threshold": 1.0,
+    "ComparisonOperator": "GreaterThanThreshold",
+}
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -54,7 +59,7 @@ def alarm_is(site: Site, state: str) -> None:
 
 @pytest.fixture
 def alarmed(site: Site, request: pytest.FixtureRequest) -> EndpointConfig:
-    """A guarded endpoint on which blue serves, and whose alarm is quiet."""
+    """Return a guarded endpoint on which blue serves, and whose alarm does not fire."""
     site.client("cloudwatch").put_metric_alarm(AlarmName="failing", **FIGURES)
     alarm_is(site, "OK")
     name = f"alarmed-{hex_digits(digest_bytes(request.node.name.encode()))[:8]}"
@@ -71,7 +76,7 @@ def updates(site: Site) -> int:
 def test_sagemaker_update_reverted_by_alarm_is_not_retried(
     site: Site, alarmed: EndpointConfig, kill: bool
 ) -> None:
-    """An update, meanwhile the alarm fires, and afterwards it is quiet again."""
+    """The alarm fires during an update, and stops afterwards."""
     site.fake.behave(reads=400)
     process, order = site.start_client(alarmed, replace(site.state(green=100), generation=2))
     order.send("go")
@@ -112,9 +117,10 @@ def test_sagemaker_update_with_firing_alarm_is_refused_but_rollback_succeeds(
     assert site.invoke(alarmed.endpoint) == ("main", 2.0)
     alarm_is(site, "OK")
     site.apply(5, alarmed, green=100)
-    sagemaker.update_endpoint(EndpointName=alarmed.endpoint, EndpointConfigName=first)  # by hand
+    # An operator changes the endpoint by hand.
+    sagemaker.update_endpoint(EndpointName=alarmed.endpoint, EndpointConfigName=first)
     alarm_is(site, "ALARM")
-    site.apply(6, alarmed, green=100)  # what stood there last
+    site.apply(6, alarmed, green=100)  # the state that was applied last
     assert site.invoke(alarmed.endpoint) == ("main", 3.0)
 
 
@@ -225,7 +231,7 @@ AT_ONCE = RolloutPolicy()
 
 @dataclass
 class Driver:
-    """Does what `choose_next_action` says until nothing is left to do."""
+    """A driver that performs the actions of `choose_next_action` until none is left."""
 
     config: EndpointConfig
     policy: RolloutPolicy
@@ -234,7 +240,7 @@ class Driver:
     generation: int = 0
 
     def toward(self, wanted: Deployment | None, *, now: float = 0.0) -> list[str]:
-        """Names of the actions that it took."""
+        """Drive toward the wanted deployment; return the names of the actions that ran."""
         did: list[str] = []
         while len(did) < 10:
             action = choose_next_action(

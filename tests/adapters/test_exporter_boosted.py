@@ -1,4 +1,4 @@
-"""XGBoost and LightGBM, over models trained on bundled data."""
+"""The exporters of XGBoost and LightGBM, over models trained on bundled data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def boosted(package: str, kind: str = "Classifier", **settings: Any) -> Any:
 
 
 def fit(model: Any, name: str) -> tuple[Any, Any]:
-    """The model, trained on a bundled set, and the set's rows."""
+    """Return the model, trained on a bundled data set, and the set's rows."""
     from sklearn import datasets
 
     data = getattr(datasets, f"load_{name}")()
@@ -47,7 +47,7 @@ class TestBoosted(ExporterSuite):
 
     @pytest.fixture
     def trained(self, package: str, data: str) -> tuple[Any, Any]:
-        if data == "breast_cancer":  # two classes, in a pipeline
+        if data == "breast_cancer":  # two classes: the model is the last step of a pipeline
             settings: dict[str, Any] = {"max_depth": 3} if package == "xgboost" else {}
             return fit(
                 piped(sk("preprocessing.StandardScaler"), boosted(package, **settings)), data
@@ -118,7 +118,7 @@ def test_sklearn_export_of_xgboost_model_names_xgboost_exporter(tmp_path: Path) 
     import xgboost
 
     class Mine(xgboost.XGBClassifier):
-        """A class that nothing has registered."""
+        """A subclass that no converter is registered for."""
 
     Mine.__module__ = "xgboost.sklearn"
     model, rows = fit(piped(sk("impute.SimpleImputer"), Mine(n_estimators=2)), "iris")

@@ -1,4 +1,7 @@
-"""Columns of any name, and rows of any number's type, in scikit-learn, XGBoost and LightGBM."""
+"""Columns of any name and rows of any numeric type.
+
+The models are of scikit-learn, XGBoost and LightGBM.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,14 @@ from tests.adapters.test_exporter_tables import check_same
 NAMES = (
     "merged_columns", "variable", "Monthly Charges", "Tenure (months)",
     "pH-value", "a.b", "%fat", "fat%", "a/b", "a\\b", "1st", "42", "[z]", "{z}",
-    "a,b", "a:b", "a;b", "a=b", "a&b", "a|b", "a<b", "a>b", "a?", "a!", "a#1", "a@b", "a$", "a^b", "a~b", "a`b", "a'b",
-    'a"b', "a*b", "a+b", " lead", "trail ", "two  spaces", "tab\there", "bell\x07", "ünïcode", "年齢", "🙂", "_", "__",
-    "x" * 200, "input_0_inside", "input", "float_input", "variable_inside", "Column_0", "f0", "scores", "batch",
-    "kernel", "shape",
+    "a,b", "a:b", "a;b", "a=b", "a&b", "a|b", "a<b", "a>b", "a?", "a!", "a#1", "a@b", "a$", "a^b",
+    "a~b", "a`b", "a'b", 'a"b', "a*b", "a+b", " lead", "trail ", "two  spaces", "tab\there",
+    "bell\x07", "ünïcode", "年齢", "🙂", "_", "__",
+    "x" * 200, "input_0_inside", "input", "float_input", "variable_inside", "Column_0", "f0",
+    "scores", "batch", "kernel", "shape",
 )  # fmt: skip
 PAIRS = (("a b", "a_b"), ("a-b", "a_b"), ("x.1", "x_1"), ("A", "a"), ("a b", "a  b"), ("1a", "_1a"))
-"""Names that are the same once a converter has replaced characters."""
+"""Pairs of names that become equal where a converter replaces characters."""
 _DRAW = np.random.default_rng(7)
 FIRST = _DRAW.normal(size=(80, 1)).astype(np.float32)
 SECOND = _DRAW.normal(size=(80, 1)).astype(np.float32)
@@ -37,7 +41,10 @@ FORBIDDEN = '[]{}<>,":\t'
 
 
 def by_column(*columns: tuple[str, str]) -> Any:
-    """Return a pipeline that scales numbers and encodes texts, each by name."""
+    """Return a pipeline that scales the numeric columns and encodes the text columns.
+
+    It selects the columns by name.
+    """
     parts = {"number": "preprocessing.StandardScaler", "text": "preprocessing.OneHotEncoder"}
     steps = [
         (f"step{place}", sk(parts[kind]), [name]) for place, (name, kind) in enumerate(columns)
@@ -127,7 +134,7 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "xgboost": build_xgboost,
     "lightgbm": build_lightgbm,
 }
-"""Functions that make models, since their packages are slow to import."""
+"""Functions that make the models; their packages are slow to import."""
 EXPORTERS: Mapping[str, SklearnExporter] = {
     "xgboost": XgboostExporter(),
     "lightgbm": LightgbmExporter(),

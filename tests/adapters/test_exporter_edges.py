@@ -1,4 +1,7 @@
-"""Exporters at the edges: settings and modules that once went wrong, names of axes, and bytes across processes."""
+"""Edge cases of exporters.
+
+They are settings and modules that once failed, names of axes, and bytes across processes.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +133,7 @@ def test_torch_export_of_branches_contains_no_stack_traces(tmp_path: Path) -> No
 
 
 def exported(folder: Path) -> list[str]:
-    """Digests of what exporters write into the folder."""
+    """Return the digests of the files that exporters write into the folder."""
     import torch
 
     samples = rows(40)
@@ -155,7 +158,7 @@ def exported(folder: Path) -> list[str]:
 
 @pytest.mark.nightly
 def test_export_in_two_processes_writes_same_bytes(tmp_path: Path) -> None:
-    """Hashing of strings, and with it the order of sets, is another in each process."""
+    """Each process has its own hash seed, and with it another order of sets."""
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
@@ -182,7 +185,10 @@ def test_export_in_two_processes_writes_same_bytes(tmp_path: Path) -> None:
 
 
 def axes(values: Iterable[ValueInfoProto]) -> list[list[str | int]]:
-    """Names of the free axes of each value, and sizes of the others; 0 for a free axis without a name."""
+    """Return the axes of each value: the name of a free axis, the size of another one.
+
+    A free axis without a name is 0.
+    """
     return [
         [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
         for value in values

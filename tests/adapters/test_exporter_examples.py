@@ -1,4 +1,4 @@
-"""The training functions of the examples: good enough, and the same each time."""
+"""The training functions of the examples: their accuracy and reproducibility."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Inputs are bound by name: in any order of the data, an export answers as its source does when asked by name."""
+"""Inputs are bound by name, in any order of the data.
+
+An export gives the output of its source when the source is called by name.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ TABLE: dict[str, Any] = {
     name: DRAW.normal(size=(64, 1)).astype(np.float32) for name in ("income", "age", "visits")
 }
 FITTED = ["income", "visits", "age"]
-"""Order of the columns in the fit: neither that of the table nor the alphabetical one."""
+"""Order of the columns at fit time, neither that of the table nor alphabetical."""
 
 TARGET = (3 * TABLE["income"] - TABLE["age"] + 0.3 * TABLE["visits"])[:, 0]
 PAIR: dict[str, Any] = {
@@ -50,9 +53,9 @@ TOKENS: Tensors = {
 
 @dataclass(frozen=True, kw_only=True)
 class NamedModel:
-    """A model with several inputs, and what its user gets who asks it by name.
+    """A model with several inputs, and its output when it is called by name.
 
-    `ordered`: it has no names, and takes the inputs in the order of `inputs` only.
+    `ordered`: the model has no names, and takes the inputs in the order of `inputs` only.
     """
 
     exporter: Exporter
@@ -111,7 +114,10 @@ def keras(make: Callable[[], Any]) -> NamedModel:
 
 
 def load_keras_package() -> Any:
-    """Keras on its PyTorch backend, which it chooses when it is first imported."""
+    """Import and return Keras on its PyTorch backend.
+
+    Keras chooses its backend when it is first imported.
+    """
     os.environ.setdefault("KERAS_BACKEND", "torch")
     return importlib.import_module("keras")
 
@@ -279,7 +285,7 @@ def test_export_of_example_table_in_any_column_order_equals_source(tmp_path: Pat
 
 
 def find_fault(case: NamedModel, model: Any, path: Path) -> bool:
-    """Whether parity refuses the file at `path`, as the validate stage measures it."""
+    """Return whether the validate stage's parity check rejects the file at `path`."""
     groups = collect_reference_outputs(case.exporter, model, path, case.inputs).groups
     return find_worst(measure_parity(OnnxRuntime(), path, REFERENCE_TARGET, groups)) is not None
 
@@ -331,7 +337,7 @@ def test_parity_with_exchanged_columns_of_joined_matrix_fails(kind: str, tmp_pat
 
 
 def test_parity_of_exporter_with_wrong_binding_order_fails(tmp_path: Path) -> None:
-    """The source is asked by its own call, and not by the exporter's binding."""
+    """The source is called directly, and not through the exporter's binding."""
 
     class Wrong(TorchExporter):
         def _module(self, model: Any, request: ExportRequest) -> Any:

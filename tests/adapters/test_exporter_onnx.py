@@ -1,4 +1,4 @@
-"""Ready ONNX files."""
+"""The exporter of ready ONNX files."""
 
 from __future__ import annotations
 
@@ -143,7 +143,10 @@ CPU = Target(name="cpu")
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded_modules() -> None:
-    """Let the processes of the converter have what they need, which takes a second to import."""
+    """Load the modules of the converter's processes in advance.
+
+    Their import takes a second.
+    """
     fork_context("onnx_ops.adapters.exporters.onnx", "onnx_ops.adapters.runtimes.placement")
 
 
@@ -160,7 +163,7 @@ def converted(source: Path, asked: Export) -> Path:
 
 
 class TestConverted(TestReadyFile):
-    """A file at an opset that this runtime does not have, brought to the default one."""
+    """A file at an opset that this runtime lacks, converted to the default opset."""
 
     versions: ClassVar[dict[str, int]] = {"opset": 28, "ir_version": 14}
 
@@ -207,7 +210,7 @@ def test_reference_outputs_of_source_too_new_for_runtime_are_computed(tmp_path: 
 
 
 def test_convert_onnx_file_with_unsupported_operator_names_it(tmp_path: Path) -> None:
-    """LayerNormalization came with opset 17; nothing older says it."""
+    """LayerNormalization came with opset 17, and no older opset has a replacement."""
     text = "(float[batch,4] x) => (float[batch,4] y) { [norm] y = LayerNormalization(x, scale) }"
     write_graph(tmp_path / "mine.onnx", text, scale=np.ones(4, np.float32))
     with pytest.raises(UserError) as caught:

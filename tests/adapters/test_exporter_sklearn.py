@@ -32,7 +32,7 @@ def export(model: Any, rows: Any, path: Path, section: Export = SECTION) -> dict
 
 
 def bundled(name: str) -> tuple[Any, Any]:
-    """Rows and labels of a bundled set."""
+    """Return rows and labels of a bundled data set."""
     rows, target = getattr(importlib.import_module("sklearn.datasets"), f"load_{name}")(
         return_X_y=True
     )
@@ -50,7 +50,7 @@ def scaled(*steps: Any) -> Any:
 
 @functools.cache
 def digits() -> object:
-    """A perceptron behind a scaler, trained once."""
+    """Return a perceptron behind a scaler, trained once."""
     network = sk("neural_network.MLPClassifier", (16,), max_iter=60, tol=1e-2, random_state=0)
     return scaled(network).fit(*bundled("digits"))
 
@@ -111,13 +111,13 @@ SOURCES: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, Any]]]] = {
         lambda: sk("ensemble.GradientBoostingRegressor", n_estimators=4, random_state=0),
         DIABETES,
     ),
-    # The converter writes truth values where the file holds integers, which protobuf 7 refuses.
+    # The converter writes booleans where the file holds integers, which protobuf 7 rejects.
     "histograms": (
         lambda: sk("ensemble.HistGradientBoostingRegressor", max_iter=20, random_state=0),
         holed,
     ),
-    # skl2onnx gives labels as a row or a column, and calls a variable GPmean, or calls a value
-    # inside so.
+    # skl2onnx shapes labels as a row or as a column, and names a variable, or a value inside the
+    # graph, `GPmean`.
     "neighbors": (lambda: scaled(sk("neighbors.KNeighborsRegressor")), DIABETES),
     "one vs one": (
         lambda: sk("multiclass.OneVsOneClassifier", sk("linear_model.LogisticRegression")),

@@ -29,7 +29,7 @@ SECTION = Export(framework="torch", opset=18, ir_version=9, dynamic={"image": {0
 
 @pytest.fixture(scope="module")
 def modules() -> Any:
-    """Modules to export; PyTorch takes long to import."""
+    """Return the modules to export; PyTorch is slow to import."""
     return importlib.import_module("tests.support.torch_modules")
 
 

@@ -1,4 +1,7 @@
-"""Recurrent layers of torch: exports with a free length against their source, and what is refused with its cause."""
+"""Recurrent layers of PyTorch.
+
+Exports with a free length are compared with their source. Refusals name their cause.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ Settings = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def modules() -> Any:
-    """Modules over sequences; PyTorch takes long to import."""
+    """Return modules over sequences; PyTorch is slow to import."""
     return importlib.import_module("tests.support.recurrent_modules")
 
 

@@ -1,4 +1,4 @@
-"""Wrappers, clusterings, detectors of outliers and transformers of scikit-learn."""
+"""Wrappers, clusterings, outlier detectors and transformers of scikit-learn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ THREE = np.digitize(_AGE[:, 0], [34, 46])
 
 
 def select_columns(*numbers: str) -> Any:
-    """Return a transformer that takes numbers and texts by name."""
+    """Return a transformer that selects numeric and text columns by name."""
     steps = [
         ("numbers", sk("preprocessing.StandardScaler"), list(numbers or NUMBERS)),
         ("texts", sk("preprocessing.OneHotEncoder", handle_unknown="ignore"), ["city"]),
@@ -256,7 +256,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 
 
 def exp(values: Any) -> Any:
-    """Share the name of a function of NumPy, and do something else."""
+    """Return something other than NumPy's function of the same name."""
     return 2**values
 
 
@@ -287,8 +287,13 @@ def test_interpolate_between_points_equals_linear_interpolation(count: int) -> N
     points = np.linspace(-1, count**2, 31)[:, None]
     answer = points
     operations = {
-        "Sub": np.subtract, "Div": np.divide, "Max": np.maximum, "Min": np.minimum, "MatMul": np.matmul, "Add": np.add,
-    }  # fmt: skip
+        "Sub": np.subtract,
+        "Div": np.divide,
+        "Max": np.maximum,
+        "Min": np.minimum,
+        "MatMul": np.matmul,
+        "Add": np.add,
+    }
     for operator, array in interpolate(places, values):
         answer = operations[operator](answer, array)
     np.testing.assert_allclose(answer[:, 0], np.interp(points[:, 0], places, values))

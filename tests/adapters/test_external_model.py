@@ -126,7 +126,8 @@ def test_user_model_in_mlflow_is_fetched_by_number_or_alias(
     finally:
         mlflow.set_tracking_uri(None)  # type: ignore[arg-type] # None unsets it
     by_alias = models.digest("models:/mine@best")
-    assert by_alias != models.digest("models:/mine/1")  # the alias may move, so it is another key
+    # The alias can move, so its key is another one.
+    assert by_alias != models.digest("models:/mine/1")
     for number, place in enumerate(("models:/mine/1", "models:/mine@best")):
         saved = tmp_path / f"saved-{number}"
         saved.mkdir()

@@ -1,4 +1,4 @@
-"""Named objects: atomic writes, exclusive creation, and what remains when a writer is killed."""
+"""Named objects: atomic writes, exclusive creation, remains of a killed writer."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_object_store_place_contains_no_credentials(url: str, place: str) -> Non
 
 
 class TestStoreThatFails:
-    """Clients of S3 and Blob Storage at a server that answers 503, or nothing."""
+    """Clients of S3 and Blob Storage at a server that answers 503, or not at all."""
 
     @pytest.fixture
     def requests(self) -> list[str]:

@@ -1,4 +1,7 @@
-"""Functions in a process of their own: however they end, it is reported, and this process continues."""
+"""Functions in a separate process.
+
+However the process ends, its end is reported, and this process continues.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +61,8 @@ def hang() -> None:
 
 
 def hang_in_c() -> None:
-    re.match(
-        r"(a+)+$", "a" * 64 + "b"
-    )  # it holds the interpreter's lock, so that no thread of Python gets to run
+    # The call holds the interpreter's lock, so that no Python thread can run.
+    re.match(r"(a+)+$", "a" * 64 + "b")
 
 
 def eat() -> None:
@@ -110,7 +112,7 @@ def test_run_guarded_after_crash_reports_signal_and_output(work: object, how: st
         run_guarded(work)  # type: ignore[arg-type]
     if work is segfault:
         assert "last words" in crash.value.output
-        assert "segfault" in crash.value.output  # the Python line under way
+        assert "segfault" in crash.value.output  # the line of Python that was running
 
 
 @pytest.mark.parametrize("work", [hang, hang_in_c])
@@ -134,9 +136,9 @@ def test_run_guarded_with_much_output_keeps_its_end() -> None:
 
 
 def write_endless(path: Path) -> None:
-    """`y = x` after 2^62 rounds."""
+    """Write a model that computes `y = x` after 2^62 iterations."""
     body = """round (int64 count, bool condition, float[batch] before) => (bool again, float[batch] after)
-        { again = Identity(condition) after = Add(before, before) }"""
+        { again = Identity(condition) after = Add(before, before) }"""  # noqa: E501
     write_graph(
         path,
         f'(float[batch] x) => (float[batch] y) {{ y = Loop<body = {body}>(most, "", x) }}',
@@ -165,7 +167,9 @@ def test_guarded_runtime_returns_same_outputs_as_plain_runtime(file: Path) -> No
 TRANSPOSED = """(float[batch, 4, 8] x) => (float[rows, columns, 8] y) {
     half = Cast<to = 10>(x) turned = Transpose<perm = [1, 0, 2]>(half)
     product = MatMul(turned, weight) y = Cast<to = 1>(product) }"""
-"""float16 behind such a transposition ends ONNX Runtime 1.31 on a CPU, when its session is built.
+"""A transposed output: float16 behind it ends ONNX Runtime 1.31 on a CPU.
+
+It ends when the session is built.
 """
 
 

@@ -1,4 +1,7 @@
-"""Environments of Python and JavaScript packages: made whole or not at all, once, and used again without a network."""
+"""Environments of Python and JavaScript packages.
+
+An environment is built completely or not at all, once, and reused without a network.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,14 @@ VERSION = "import tiny; print(tiny.VERSION)"
 
 
 def wheel(folder: Path) -> Path:
-    """A wheel with one module, so that an environment can be made without a package index."""
+    """Build a wheel with one module, so that no package index is needed."""
     info = "tiny-1.0.dist-info"
     content = {
         "tiny.py": "VERSION = '1.0'\n",
         f"{info}/METADATA": "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/WHEEL": (
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        ),
     }
     record = "".join(f"{file},,\n" for file in [*content, f"{info}/RECORD"])
     path = folder / "tiny-1.0-py3-none-any.whl"
@@ -141,7 +146,7 @@ from pathlib import Path
 from onnx_ops.adapters.isolation.environments import PythonEnvironments
 from onnx_ops.domain.execution import Environment
 PythonEnvironments(folder=Path({str(tmp_path / "e")!r}), base=()).python(Environment(requirements=({str(path)!r},)))
-"""
+"""  # noqa: E501
     environments = PythonEnvironments(folder=tmp_path / "e", base=())
     wanted = Environment(requirements=(str(path),))
     place = environments.place(wanted)
@@ -222,7 +227,7 @@ def test_npm_packages_after_installation_are_reused_without_npm(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert packages.installed((SMALL,)) == place
     assert (place / MARKER).stat().st_mtime_ns == made
-    (place / MARKER).unlink()  # as if its maker had died
+    (place / MARKER).unlink()  # as if the process that built it had died
     with pytest.raises(MeasurementError, match="no npm") as missing:
         packages.installed((SMALL,))
     assert "apt-get install" in missing.value.remedy

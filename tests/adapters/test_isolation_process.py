@@ -1,4 +1,4 @@
-"""A framework in a process of its own: what it answers, and every way in which it can go wrong."""
+"""A framework in a separate process: its results, and all ways in which it fails."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_isolated_exporter_after_crash_reports_signal_and_output(
     assert f"about to {do}" in failure.value.why
     assert "env.requirements" in failure.value.remedy
     if do == "segfault":
-        assert "converter_of_mine.py" in failure.value.why  # which line of Python was under way
+        assert "converter_of_mine.py" in failure.value.why  # the line of Python that was running
 
 
 def test_isolated_exporter_after_crash_exports_next_model(
@@ -190,7 +190,7 @@ def test_isolated_exporter_after_crash_exports_next_model(
     model = load(exporter, tmp_path / "m")
     with pytest.raises(StageError):
         exporter.export(model, request(tmp_path / "o", "abort"))
-    with pytest.raises(StageError):  # its process is gone, and it says so again
+    with pytest.raises(StageError):  # its process has ended, and the error is raised again
         exporter.export(model, request(tmp_path / "o", "write"))
     exporter.export(load(exporter, tmp_path / "m"), request(tmp_path / "o", "write"))
     assert (tmp_path / "o").exists()

@@ -1,4 +1,4 @@
-"""Every kind of damage to the stored entries of a ledger is an error, and never another state."""
+"""Damage to the stored entries of a ledger: always an error, never another state."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def cut_all(storage: Storage) -> None:
 
 
 def fork_with_key(storage: Storage) -> None:
-    """Another machine went on from a restored copy."""
+    """Continue a restored copy on another machine with the key."""
     cut_tail(storage)
     other = storage.open()
     for sequence in (LENGTH - 1, LENGTH):
@@ -209,16 +209,17 @@ def unknown_kind(storage: Storage) -> None:
 
 
 DAMAGE = (
-    edit_time, edit_actor_without_signature, edit_reason, edit_grant, edit_last, edit_previous, edit_snapshot_digest,
-    space_in_an_entry, remove_signature_of_grant, sign_by_stranger, borrow_signature, remove_one, remove_two,
-    remove_first, remove_and_renumber, insert_and_renumber, exchange, exchange_and_renumber, repeat_last,
-    repeat_with_new_number, copy_of_another_endpoint, append_grant_without_key, tear, empty, append_text, newer_schema,
+    edit_time, edit_actor_without_signature, edit_reason, edit_grant, edit_last, edit_previous,
+    edit_snapshot_digest, space_in_an_entry, remove_signature_of_grant, sign_by_stranger,
+    borrow_signature, remove_one, remove_two, remove_first, remove_and_renumber,
+    insert_and_renumber, exchange, exchange_and_renumber, repeat_last, repeat_with_new_number,
+    copy_of_another_endpoint, append_grant_without_key, tear, empty, append_text, newer_schema,
     unknown_kind,
 )  # fmt: skip
-"""What any reader detects."""
+"""Damage that any reader detects."""
 
 REWINDS = (cut_tail, cut_all, fork_with_key)
-"""What only a machine that has seen more detects."""
+"""Damage that only a machine which has read later entries detects."""
 
 
 @pytest.mark.parametrize("damage", [*DAMAGE, *REWINDS], ids=lambda damage: damage.__name__)

@@ -1,7 +1,9 @@
-"""Ledgers as a machine: honest writers with and without keys, crashes, and an attacker who can write the storage.
+"""Ledgers as a state machine.
 
-Whatever an attacker does, a reader gets an error, or a state in which everything was granted by an
-entry that an honest holder of the key has signed. A machine that remembers what it saw loses no
+Honest writers work with and without keys, and crash. An attacker can write the storage.
+
+After every attack, a reader gets an error or a state. Every grant in that state stands in an entry
+that an honest holder of the key has signed. A machine that remembers what it read loses no
 rejection.
 """
 
@@ -67,10 +69,13 @@ VERSIONS = tuple(fileless_deployment(f"v{number}") for number in range(1, 5))
 POLICIES = (RolloutPolicy(steps=(0.1, 0.5, 1.0)), RolloutPolicy(steps=(1.0,)))
 EVIL = fileless_deployment("v9")
 ALTERED = replace(VERSIONS[0], threads=9)
-"""Version 1, to be run otherwise than was granted."""
+"""Version 1 with another setting than the granted one."""
 KEYS = make_ledger_keys()
 SECOND = replace(KEYS, signer=partial(FakeSigner, b"a second machine"))
-"""A machine that trusts the first key and signs with its own, which counts once it is admitted."""
+"""A machine that trusts the first key and signs with its own.
+
+Its signatures count after its key is admitted.
+"""
 ADMITTED = {key.key: key.trusted_keys for key in (FakeSigner(), FakeSigner(b"a second machine"))}
 THIEF = make_ledger_keys(FakeSigner(b"has no trusted key"))
 KEYLESS = LedgerKeys(KEYS.verifier, lambda: None)
@@ -161,7 +166,7 @@ class ForgedLedgers(RuleBasedStateMachine):
         self.intact = dict(self.objects.data)
 
     def recover(self) -> None:
-        """Restore the last storage that could be read, so that one attack does not end the history."""
+        """Restore the last readable storage, so that an attack does not end the history."""
         if self.read(self.machine) is None:
             self.objects.data = dict(self.intact)
 
@@ -172,7 +177,7 @@ class ForgedLedgers(RuleBasedStateMachine):
 
     @property
     def machine(self) -> ObjectLedger:
-        """The ledger as a process of the machine that remembers."""
+        """Return the ledger as a process on the machine that remembers."""
         return ObjectLedger(self.objects, KEYS, self.folder)
 
     def read(self, ledger: ObjectLedger) -> ReleaseState | None:
@@ -184,7 +189,10 @@ class ForgedLedgers(RuleBasedStateMachine):
     def append(
         self, make: Callable[[ReleaseState], EntryBody | None], keys: LedgerKeys = KEYS
     ) -> None:
-        """Append what an honest process of the remembering machine decides on what it reads."""
+        """Append what an honest process decides after it has read the ledger.
+
+        It runs on the machine that remembers.
+        """
         self.recover()
         ledger = ObjectLedger(self.objects, keys, self.folder)
         state = self.read(ledger)
@@ -196,7 +204,8 @@ class ForgedLedgers(RuleBasedStateMachine):
             endpoint=ENDPOINT, sequence=state.head + 1, at=self.now, actor="h", body=body
         )
         if is_granting := keys is KEYS or (keys is SECOND and len(state.keys) > 1):
-            self.granted.add(body)  # it is signed even if the process dies before it is stored
+            # The body is signed even if the process dies before it is stored.
+            self.granted.add(body)
         with suppress(LedgerConflictError, MissingKeyError, StorageError):
             ledger.append(entry)
             after = self.read(self.machine)
@@ -204,7 +213,7 @@ class ForgedLedgers(RuleBasedStateMachine):
             assert after.head == entry.sequence
         after = self.read(self.machine)
         assert after is not None
-        if is_granting:  # also where the process died after the entry was stored
+        if is_granting:  # also if the process died after the entry was stored
             self.rejected = set(after.rejected)
         self.intact = dict(self.objects.data)
 
@@ -222,7 +231,7 @@ class ForgedLedgers(RuleBasedStateMachine):
 
     @rule()
     def adopt_damaged(self) -> None:
-        """Let an operator accept the last intact state of what an attacker has damaged."""
+        """Accept, as an operator, the last intact state of a damaged ledger."""
         if self.read(self.machine) is not None:
             return
         ledger = self.machine
@@ -244,7 +253,7 @@ class ForgedLedgers(RuleBasedStateMachine):
 
     @rule(version=versions, keys=st.sampled_from([KEYS, SECOND]))
     def move_on(self, version: Deployment, keys: LedgerKeys = KEYS) -> None:
-        """Begin the next action towards a version, as an operator orders."""
+        """Begin the next action towards a version, as an operator commands it."""
 
         def choose(state: ReleaseState) -> EntryBody | None:
             if state.config is None or state.pending_rollback is not None:
@@ -323,7 +332,7 @@ class ForgedLedgers(RuleBasedStateMachine):
         return sorted(name for name in self.objects.data if name.startswith(f"{ENDPOINT}/0"))
 
     def forge(self, *bodies: EntryBody, keys: LedgerKeys | None = None) -> None:
-        """Append entries that follow, without a signature or with that of a stranger."""
+        """Append entries in sequence, unsigned or with the signature of a stranger."""
         for body in bodies:
             names = self.names()
             last = decode(ENDPOINT, len(names), self.objects.data[names[-1]]) if names else None
@@ -476,7 +485,7 @@ class ForgedLedgers(RuleBasedStateMachine):
 
     @rule(sequence=places, damaged=places)
     def forge_pointer(self, sequence: int, damaged: int) -> None:
-        """Damage an entry, and say that another one set the state."""
+        """Damage an entry, and forge the pointer to the entry that set the state."""
         self.recover()
         names = self.names()
         self.objects.data[names[damaged % len(names)]] = b"damaged"
@@ -510,7 +519,7 @@ class ForgedLedgers(RuleBasedStateMachine):
         if self.backup:
             self.objects.data = dict(self.backup)
 
-    # What holds.
+    # Invariants.
 
     @invariant()
     def everything_was_granted(self) -> None:
@@ -546,7 +555,7 @@ class ForgedLedgers(RuleBasedStateMachine):
 
     @invariant()
     def no_rejection_is_lost(self) -> None:
-        """Only an honest holder of the key lifts what this machine has seen."""
+        """Only an honest holder of the key lifts rejections that this machine has read."""
         state = self.read(self.machine)
         if state is not None:
             assert set(state.rejected) >= self.rejected

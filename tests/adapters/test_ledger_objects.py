@@ -1,4 +1,4 @@
-"""The ledgers, each by the suite for ledgers, and what is special to files."""
+"""The ledgers by their suite, and tests that are specific to files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TestLocalLedger(ObjectLedgerSuite):
 
 
 class TestRemoteLedger(ObjectLedgerSuite):
-    """fsspec's file system in memory belongs to one process."""
+    """The ledger on fsspec's file system in memory, which belongs to one process."""
 
     processes = False
 
@@ -59,7 +59,7 @@ def change_entry(folder: Path, sequence: int, **changes: object) -> None:
 
 @pytest.fixture
 def written(tmp_path: Path) -> tuple[ObjectLedger, Path]:
-    """A ledger of three entries, and its folder."""
+    """Return a ledger of three entries, and its folder."""
     ledger = open_folder(tmp_path)
     for sequence in (1, 2, 3):
         ledger.append(command_entry(sequence))
@@ -105,7 +105,7 @@ def test_ledger_read_with_foreign_files_ignores_them(written: tuple[ObjectLedger
 
 
 class Counted(FsspecObjects):
-    """Objects that count how often they are asked."""
+    """Objects that count their calls."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -132,7 +132,10 @@ def test_state_of_long_ledger_needs_few_reads() -> None:
 
 @pytest.fixture
 def kept(tmp_path: Path) -> tuple[ReleaseState, Path]:
-    """The state of a ledger of nine entries, and its folder with the snapshot of the first eight."""
+    """Return the state of a ledger of nine entries, and its folder.
+
+    The folder has a snapshot of the first eight entries.
+    """
     ledger = open_folder(tmp_path)
     for sequence in range(1, 10):
         ledger.append(command_entry(sequence))
@@ -195,7 +198,7 @@ def test_ledger_state_with_missing_entries_raises_error_unless_in_snapshot(
     if not has_snapshot:
         (tmp_path / ENDPOINT / "snapshot.json").unlink()
     cold = open_folder(tmp_path)
-    if has_snapshot and first + count - 1 <= 12:  # the snapshot has what they said
+    if has_snapshot and first + count - 1 <= 12:  # the snapshot contains their effect
         assert cold.state(ENDPOINT) == state
     else:
         with pytest.raises(CorruptStateError, match="missing"):

@@ -1,4 +1,7 @@
-"""Azure Monitor as a source of counts, against the fake's metrics of requests that were really answered."""
+"""Azure Monitor as a source of counts.
+
+The fake answers real requests and reports their metrics.
+"""
 
 from __future__ import annotations
 

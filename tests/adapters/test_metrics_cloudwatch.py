@@ -1,4 +1,7 @@
-"""CloudWatch's counts of an endpoint's variants, as the fake has written them of real invocations."""
+"""CloudWatch's counts of an endpoint's variants.
+
+The fake records them from real invocations.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ def test_cloudwatch_read_returns_counts_of_complete_minutes(site: Site) -> None:
 
     config = config_of("counted")
     headers = site.client("sagemaker").list_models()["ResponseMetadata"]["HTTPHeaders"]
-    site.fake.shift(60 - parsedate_to_datetime(headers["date"]).second)  # to the begin of a minute
+    # Move to the beginning of a minute.
+    site.fake.shift(60 - parsedate_to_datetime(headers["date"]).second)
     site.apply(1, config, blue=80, green=20)
-    site.invoke(
-        "counted", "blue"
-    )  # in the minute of the change, whose requests may be those of the state before
+    # The requests in the minute of the change can belong to the previous state.
+    site.invoke("counted", "blue")
     source = site.provider.metrics()
     assert isinstance(source, CloudWatchMetrics)
     assert source.capabilities() == {"quantiles"}
@@ -43,9 +46,11 @@ def test_cloudwatch_read_returns_counts_of_complete_minutes(site: Site) -> None:
         site.invoke("counted")
     with pytest.raises(ClientError, match=r"422|400"):
         site.client("sagemaker-runtime").invoke_endpoint(
-            EndpointName="counted", ContentType="application/json", Body=json.dumps({"inputs": {}}).encode(),
+            EndpointName="counted",
+            ContentType="application/json",
+            Body=json.dumps({"inputs": {}}).encode(),
             TargetVariant="green",
-        )  # fmt: skip
+        )
     assert source.read(config, BOTH).tallies["blue"].requests == 0
     site.fake.shift(180)
     second = source.read(config, BOTH)

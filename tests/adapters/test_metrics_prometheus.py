@@ -1,4 +1,7 @@
-"""Counts by way of Prometheus: a real HTTP server answers as Prometheus does, from the pages of real counters."""
+"""Counts from Prometheus.
+
+A real HTTP server answers as Prometheus does, from the metrics pages of real counters.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,10 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class Scraped:
-    """A Prometheus that has scraped some instances of an endpoint at `at`, and keeps what it was asked.
+    """A fake Prometheus that has scraped instances of an endpoint.
 
-    `older_s` holds how many seconds earlier it has scraped some of them.
+    It records its queries. The last scrape was at `at`. `older_s` holds, by instance, how many
+    seconds earlier its scrape was.
     """
 
     def __init__(self, instances: int = 1) -> None:

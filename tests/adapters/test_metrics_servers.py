@@ -1,4 +1,7 @@
-"""Counts of endpoint servers as a rollout's metrics: of one server, and of several with common users."""
+"""Counts of endpoint servers as a rollout's metrics.
+
+They come from one server, or from several servers with common users.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,10 @@ def with_epochs(state: EndpointState) -> EndpointState:
 
 @pytest.fixture
 def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ServerFamily]]:
-    """Two servers with the same token and table; blue and green share the traffic."""
+    """Yield two servers with the same token and table.
+
+    Blue and green share the traffic.
+    """
     monkeypatch.setenv(VARIABLE, "one for all")
     pair = [
         scaling_deployment(tmp_path / name, name=name, version=version, scale=2.0, model="m")
@@ -98,12 +104,15 @@ def call(server: ServerFamily, user: str, times: int) -> None:
 
 
 def begin_counting(source: SeveralServers) -> None:
-    """Until an epoch is counted from its beginning."""
+    """Wait until an epoch is counted from its beginning."""
     until(lambda: source.read(CONFIG, WATCHED).open_epoch is not None)
 
 
 def read_units(source: SeveralServers, requests: int) -> tuple[EpochUnits, ...]:
-    """The closed epochs with requests, once they hold as many units without an error as this at most."""
+    """Return the closed epochs with requests, after another epoch has closed.
+
+    Assert that they count at most `requests` units.
+    """
     until(lambda: count_units(source.read(CONFIG, WATCHED)) > 0)
     last = must(source.read(CONFIG, WATCHED).open_epoch).epoch
     reading = until(
@@ -160,7 +169,7 @@ def test_several_servers_read_with_unusable_server_raises_unavailable_error(
         .status
         == 200
     )
-    source.read(CONFIG, WATCHED)  # while a table is published to one server after the other
+    source.read(CONFIG, WATCHED)  # while a table is published to the servers one after the other
     assert (
         servers[0]
         .publish(replace(state, split=replace(state.split, weights={"blue": 30, "green": 70})), 2)
@@ -205,7 +214,7 @@ def test_several_servers_with_wrong_settings_raises_user_error(settings: dict[st
 
 
 def test_max_counts_bytes_exceeds_size_of_stored_epochs() -> None:
-    """Base64 makes texts of the kept bytes; the rest of the answer is small."""
+    """The stored bytes become Base64 texts; the rest of the answer is small."""
     assert MAX_COUNTS_BYTES > rollout_counts._KEPT_BYTES + (16 << 20)
 
 
@@ -254,12 +263,12 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Epochs are closed as soon as they are over and no request is in progress."""
+    """Close epochs as soon as they are over and no request is in progress."""
     monkeypatch.setattr(rollout_counts, "_SETTLE_S", 0.0)
 
 
 def units(*badness: float) -> tuple[int, ...]:
-    """Units by bin of their badness."""
+    """Return the units by bin of their badness."""
     bins = [next(k for k, edge in enumerate(BADNESS_EDGES) if each <= edge) for each in badness]
     return tuple(bins.count(k) for k in range(max(bins) + 1)) if bins else ()
 
@@ -370,7 +379,7 @@ def test_server_metrics_read_counts_units_by_cell_or_request() -> None:
         "nothing was asked for by then"
     )
     server.turn()
-    for worker in range(2):  # a user whose requests come to either worker
+    for worker in range(2):  # requests of the same user come to both workers
         server.count(2, 7, 500, worker=worker)
         server.count(2, 7, 200, BOUNDS_S[115], worker=worker)
     server.count(1, 8, 400, BOUNDS_S[105])
@@ -422,7 +431,7 @@ def test_server_metrics_read_counts_first_epoch_of_server() -> None:
 
 
 def several(*servers: Server) -> MetricsReading:
-    """The reading of several servers behind one address."""
+    """Return the reading of several servers behind one address."""
     source = ServerMetrics(lambda _, request: [one.counts.collect(request) for one in servers])
     return source.read(CONFIG, {"v2": None, "v1": None})
 
@@ -460,7 +469,7 @@ def test_server_metrics_read_of_repeated_server_counts_epoch_once() -> None:
 
 @pytest.mark.parametrize("lag", [-7200, -120, -1, 1, 120, 7200])
 def test_server_metrics_read_of_server_with_wrong_clock_delays_no_other(lag: int) -> None:
-    """Two servers with the same clock, and one that is this many epochs ahead."""
+    """One of three servers has a clock that is this many epochs ahead of the others."""
     servers = [Server(epoch=START + 10_000 + each) for each in (0, 0, lag)]
     several(*servers)
     for _ in range(10):

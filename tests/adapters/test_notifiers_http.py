@@ -1,4 +1,7 @@
-"""Notifiers for a chat's webhook and GitHub's issues, and bounds of answers, against real HTTP servers."""
+"""Notifiers for a chat's webhook and GitHub's issues, against real HTTP servers.
+
+The size of answers is bounded.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ class TestGitHub(NotifierSuite):
 
 
 class Tracker:
-    """A repository's issues, as far as GitHub's API is used."""
+    """The issues of a repository, with the part of GitHub's API that is used."""
 
     def __init__(self) -> None:
         self.issues: list[dict[str, object]] = []

@@ -1,4 +1,4 @@
-"""The store and the ledger on S3, by s3fs and a real server of its protocol."""
+"""The store and the ledger on S3, by s3fs and a real server of the S3 protocol."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class TestStoreOnS3(RemoteStoreSuite):
 
 @pytest.mark.sweep
 class TestLedgerOnS3(ObjectLedgerSuite):
-    """Moto answers `If-None-Match: *`, but looks and writes in two steps, so that two who race may both win there. That
-    S3 does it in one is S3's promise; it was not tried here."""
+    """The ledger on Moto, which answers `If-None-Match: *` correctly.
+
+    Moto checks and writes in two steps, so that two concurrent writers can both succeed there. S3
+    promises to do it in one step, which was not tried here.
+    """
 
     processes = False

@@ -1,4 +1,7 @@
-"""Graph hygiene by two tools: the suite, the same answers, and what becomes of a tool that fails."""
+"""Graph optimization by two tools.
+
+The tests are the suite, equal answers, and the handling of a tool that fails.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ CPU = Target(name="cpu")
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded_tools() -> None:
-    """Let the processes of the tools have them, which take seconds to import."""
+    """Load the tools in their processes in advance; their import takes seconds."""
     fork_context("onnxoptimizer", "onnxslim", __name__, "onnx_ops.adapters.runtimes.placement")
 
 
@@ -60,11 +63,14 @@ def request_for(source: Path, **options: object) -> OptimizeRequest:
 
 
 def write_untidy(path: Path) -> None:
-    """`y = x * 2 + 1` on (batch, length, 4) with identities, a doubled subgraph, and sums of constants."""
+    """Write `y = x * 2 + 1` on (batch, length, 4) as a graph with superfluous nodes.
+
+    They are identities, a duplicated subgraph, and sums of constants.
+    """
     draw = np.random.default_rng(0)
     weights = {name: draw.standard_normal(4).astype(np.float32) for name in ("a", "b", "unused")}
     nodes = """[same] x1 = Identity(x) [constant] c = Add(a, b) [left] left = Mul(x1, c) [right] right = Mul(x1, c)
-        [sum] sum = Add(left, right) [cast] cast = Cast<to = 1>(sum) [last] y = Identity(cast)"""
+        [sum] sum = Add(left, right) [cast] cast = Cast<to = 1>(sum) [last] y = Identity(cast)"""  # noqa: E501
     write_graph(
         path, f"(float[batch,length,4] x) => (float[batch,length,4] y) {{ {nodes} }}", **weights
     )

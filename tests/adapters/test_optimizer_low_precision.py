@@ -1,4 +1,7 @@
-"""Float graphs, half precision and weights in blocks: the suite, the traps of each, and recipes that are refused."""
+"""Float graphs, half precision, and weights in blocks.
+
+The tests are the suite, the known pitfalls of each, and recipes that are refused.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def with_options(request: OptimizeRequest, **options: object) -> OptimizeRequest
 
 
 def answers(request: OptimizeRequest) -> list[Any]:
-    """What source and result compute."""
+    """Return the outputs of the source and of the result."""
     return [run(path, rows(64, seed=3))["scores"] for path in (request.source, request.path)]
 
 
@@ -95,7 +98,10 @@ def test_graph_optimizer_with_level_all_for_mixed_machines_raises_user_error(
 def test_static_quantizer_of_fused_graph_raises_stage_error(
     perceptron: OptimizeRequest, tmp_path: Path
 ) -> None:
-    """Types of what contrib operators compute cannot be inferred, so that calibration has no range for them."""
+    """Calibration fails for a graph with contrib operators.
+
+    The types of their outputs cannot be inferred, so calibration finds no range for them.
+    """
     write_fused_gelu(perceptron.source)
     request = replace(perceptron, path=tmp_path / "int8.onnx", calibration=rows(64))
     request = replace(request, machines=(NARROW_X86,))
@@ -106,9 +112,8 @@ def test_static_quantizer_of_fused_graph_raises_stage_error(
     static = Quantize(name="static", method="static", calibrate=Calibrate())
     with pytest.raises(StageError, match="before operators were fused"):
         StaticQuantizer().optimize(replace(request, section=static))
-    assert (
-        read_model_info(request.path).opsets["com.microsoft"] == 1
-    )  # the dynamic one is untouched
+    # The dynamic quantizer is not affected.
+    assert read_model_info(request.path).opsets["com.microsoft"] == 1
 
 
 def test_shape_optimizer_fixes_dimensions_other_than_batch(perceptron: OptimizeRequest) -> None:
@@ -143,7 +148,7 @@ def test_fp16_optimizer_keeps_interface_and_notes_no_speedup_on_cpu(
 def test_fp16_optimizer_rounds_tiny_weights_to_nearest_half(
     perceptron: OptimizeRequest, tiny: float
 ) -> None:
-    """The converter lifts every one of them to the smallest half instead."""
+    """The converter raises each of them to the smallest half instead."""
     change(perceptron, "second.weight", tiny)
     Fp16Optimizer().optimize(perceptron)
     stored = {
@@ -155,7 +160,7 @@ def test_fp16_optimizer_rounds_tiny_weights_to_nearest_half(
 def test_fp16_optimizer_with_too_large_weights_raises_error_unless_excluded(
     perceptron: OptimizeRequest,
 ) -> None:
-    """The converter would cut them off without a word."""
+    """The converter would clip them without a warning."""
     change(perceptron, "second.weight", 1e5)
     with pytest.raises(UserError, match=r"second\.weight holds values beyond 65504"):
         Fp16Optimizer().optimize(perceptron)
@@ -271,7 +276,10 @@ def change(request: OptimizeRequest, name: str, value: float) -> None:
 
 
 def write_fused_gelu(path: Path) -> None:
-    """The perceptron with an activation of ONNX Runtime's own domain, as its tools for transformers write it."""
+    """Write the perceptron with a Gelu operator of ONNX Runtime's own domain.
+
+    ONNX Runtime's tools for transformers write this operator.
+    """
     write_perceptron(path)
     model = read_model(path)
     model.graph.node[2].CopyFrom(
@@ -288,8 +296,8 @@ WRONG: list[tuple[Optimizer, Mapping[str, object], str]] = [
     *((optimizer, {"op_types": "Conv"}, "list") for optimizer in (DYNAMIC, STATIC)),
     *((optimizer, {"op_types": []}, "at least one") for optimizer in (DYNAMIC, STATIC)),
     *((optimizer, {"nonsense": 1}, "op_types") for optimizer in (DYNAMIC, STATIC)),
-    # What the library builds, and what then does not load, has no kernels, or needs a module that
-    # is not there.
+    # Methods that the library accepts, but whose results do not load, have no kernels, or need a
+    # module that is not installed.
     (
         STATIC,
         {"activations": "float8e4m3fn"},
@@ -332,7 +340,7 @@ def test_weight_only_quantizer_with_gptq_and_eight_bits_raises_user_error(
 
 
 def write_products(path: Path, kind: str) -> None:
-    """One product with a weight of that type, and one of two inputs."""
+    """Write one product with a weight of that type, and one product of two inputs."""
     element = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
     x, y = (helper.make_tensor_value_info(name, element, [4, 4]) for name in "xy")
     given = [helper.make_tensor_value_info(name, element, None) for name in ("mixed", "scores")]
@@ -406,7 +414,10 @@ def test_weight_only_quantizer_of_constant_nodes_quantizes_them(
 
 
 def write_branches(path: Path, *, constants: bool) -> np.ndarray[Any, Any]:
-    """Write a Gemm whose transposed matrix a branch reads too, and two more products in the branches; return a row."""
+    """Write a graph with products in branches, and return one row for it.
+
+    A Gemm has a transposed matrix that a branch reads too. The branches have two more products.
+    """
     draw = np.random.default_rng(0)
     arrays = {
         name: draw.standard_normal((32, 32)).astype(np.float32) for name in ("shared", "other")

@@ -1,4 +1,4 @@
-"""Configurations of Olive: what is taken from them, what is refused, and an optimizer in a process of its own."""
+"""Configurations of Olive: the accepted part, refusals, and an isolated optimizer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Strange(Optimizer):
             raise RefusedError("not today", where="the moon", remedy="Wait.")
         request.path.write_bytes(request.source.read_bytes())
         return (f"{request.calibration['file'].shape}", request.machines[0].family, str(request.section.exclude))
-"""
+"""  # noqa: E501
 
 
 def inline_files(config: Any, root: Path = Path(), **rest: Any) -> Quantize:
@@ -163,7 +163,7 @@ export: {framework: onnx}
 quantize:
   - {name: narrow, method: olive, options: {config: configs/olive/int8.json}, calibrate: {samples: 64}}
 benchmark: {targets: [cpu-1t]}
-"""
+"""  # noqa: E501
 
 
 def write_inputs(root: Path) -> None:
@@ -195,7 +195,8 @@ def test_olive_stage_key_depends_on_content_of_config_file(
         return planned["quantize/narrow"].key({})
 
     first = key(CONFIG)
-    assert key({**CONFIG, "input_model": "another", "evaluators": {}}) == first  # decides nothing
+    # These fields have no influence.
+    assert key({**CONFIG, "input_model": "another", "evaluators": {}}) == first
     assert key({**CONFIG, "passes": {"narrow": STATIC}}) != first
     pinned = PIPELINE.replace(
         "method: olive", "method: olive, env: {requirements: [olive-ai==0.12.0]}"

@@ -1,4 +1,4 @@
-"""ONNX Runtime's quantizers, and the traps around them."""
+"""ONNX Runtime's quantizers and their known pitfalls."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def convolution(perceptron: OptimizeRequest) -> OptimizeRequest:
 
 
 def is_rounded(request: OptimizeRequest) -> bool:
-    """Whether each quantized weight is within half a step of its original."""
+    """Return whether each quantized weight is within half a step of its original."""
     weights = read_quantized_weights(request.source, request.path)
     return all(
         float((np.abs(one.original - one.dequantized) / one.scale).max()) <= HALF_A_STEP
@@ -94,7 +94,7 @@ def test_static_quantizer_with_each_calibration_method_keeps_predictions(
 def test_static_quantizer_with_sharded_ranges_writes_same_file(
     convolution: OptimizeRequest, tmp_path: Path, count: int, method: str
 ) -> None:
-    """Of three batches, two of five shards have none."""
+    """With three batches, two of five shards have none."""
     optimizer = StaticQuantizer()
     convolution = replace(convolution, section=replace(STATIC, calibrate=Calibrate(method=method)))  # type: ignore[arg-type]
     optimizer.optimize(convolution)
@@ -156,7 +156,10 @@ def test_dynamic_quantizer_with_op_types_quantizes_only_them(convolution: Optimi
 
 
 def test_quantizer_of_source_with_inferred_shapes_succeeds(perceptron: OptimizeRequest) -> None:
-    """Exports of PyTorch bring shapes of their weights, which a quantizer that transposes a weight stumbles over."""
+    """Exports of PyTorch contain inferred shapes of their weights.
+
+    A quantizer that transposes a weight fails on a stale shape.
+    """
     model = read_model(perceptron.source)
     for tensor in model.graph.initializer:
         value = helper.make_tensor_value_info(tensor.name, TensorProto.FLOAT, list(tensor.dims))
@@ -170,7 +173,10 @@ def test_quantizer_of_source_with_inferred_shapes_succeeds(perceptron: OptimizeR
 def test_static_quantizer_of_batch_normalization_keeps_weight_names(
     perceptron: OptimizeRequest,
 ) -> None:
-    """A batch normalisation folded into its convolution makes a weight of which the source knows nothing."""
+    """A batch normalization is folded into its convolution.
+
+    The folded weight does not occur in the source.
+    """
     write_convolution(perceptron.source)
     model = read_model(perceptron.source)
     model.graph.node[1].input[0] = "first.normal"
@@ -190,7 +196,10 @@ def test_static_quantizer_of_batch_normalization_keeps_weight_names(
 def test_dynamic_quantizer_with_excluded_bias_excludes_its_fused_operator(
     perceptron: OptimizeRequest,
 ) -> None:
-    """Preparation makes one Gemm of `first` and its Add: excluding either keeps both in float."""
+    """The preparation fuses `first` and its Add into one Gemm.
+
+    Excluding either keeps both in float.
+    """
     DynamicQuantizer().optimize(
         replace(perceptron, section=replace(DYNAMIC, exclude=("first_bias",)))
     )
@@ -209,7 +218,10 @@ def test_dynamic_quantizer_with_all_nodes_excluded_raises_user_error(
 def test_quantizer_with_ineffective_exclusion_raises_user_error(
     perceptron: OptimizeRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the library did: it looks for the name of a Gemm that it has renamed before."""
+    """The quantizer looks for the name of a Gemm that it has renamed before.
+
+    The exclusion has no effect then.
+    """
     monkeypatch.setattr(adapter._Job, "nodes_to_exclude", lambda self: ["misspelt"])
     for optimizer, section in ((DynamicQuantizer(), DYNAMIC), (StaticQuantizer(), STATIC)):
         with pytest.raises(UserError, match="excluding second took no effect"):
@@ -233,10 +245,9 @@ def test_static_quantizer_with_failing_library_raises_stage_error(
     perceptron: OptimizeRequest,
 ) -> None:
     with pytest.raises(StageError, match="int8-static"):
+        # Three features instead of eight.
         StaticQuantizer().optimize(
-            replace(
-                perceptron, calibration={"x": np.zeros((4, 3), dtype=np.float32)}
-            )  # three features instead of 8
+            replace(perceptron, calibration={"x": np.zeros((4, 3), dtype=np.float32)})
         )
 
 
@@ -325,7 +336,10 @@ def test_batch_reader_returns_all_rows_in_small_batches(perceptron: OptimizeRequ
 def test_static_quantizer_with_more_rows_uses_constant_memory(
     convolution: OptimizeRequest, method: str
 ) -> None:
-    """What grows is the histograms' counts, not the activations: those of one batch are held at a time."""
+    """More rows enlarge only the counts of the histograms.
+
+    The activations of only one batch are in memory at a time.
+    """
     section = replace(STATIC, calibrate=Calibrate(method=method))  # type: ignore[arg-type]
 
     def peak(count: int) -> int:
@@ -337,11 +351,10 @@ def test_static_quantizer_with_more_rows_uses_constant_memory(
         finally:
             tracemalloc.stop()
 
-    peak(16)  # imports and caches
+    peak(16)  # load imports and caches
     few, many = peak(64), peak(1024)
-    activations = (
-        1024 * 8 * 8 * (1 + 4 + 4) * 4
-    )  # bytes of the input and of two layers, were all rows held
+    # Bytes of the input and of two layers, if all rows were in memory.
+    activations = 1024 * 8 * 8 * (1 + 4 + 4) * 4
     assert many - few < activations / 4
 
 

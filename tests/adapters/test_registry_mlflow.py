@@ -54,7 +54,10 @@ from tests.support.suite import Sweep
 
 @pytest.fixture(scope="session")
 def mlflow_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a migrated database: migrations take seconds, so that it is done once."""
+    """Return a folder with a migrated database.
+
+    The migrations take seconds, so they run once.
+    """
     home = tmp_path_factory.mktemp("mlflow")
     MlflowRegistry(f"sqlite:///{home}/mlflow.db").aliases("none")
     return home
@@ -69,7 +72,7 @@ def registry(mlflow_home: Path) -> MlflowRegistry:
 def mlflow_server(
     mlflow_home: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Path]]:
-    """A tracking server's URL and the folder of its artifacts."""
+    """Yield the URL of a tracking server and the folder of its artifacts."""
     home = tmp_path_factory.mktemp("server")
     shutil.copy(mlflow_home / "mlflow.db", home / "mlflow.db")
     with started_server(home) as url:
@@ -91,7 +94,7 @@ def publish(registry: MlflowRegistry, folder: Path, model: str) -> VersionRecord
 
 
 def published(registry: MlflowRegistry, folder: Path, model: str, **changes: Any) -> str:
-    """Publish a release whose one variant has these fields; return the version."""
+    """Publish a release whose only variant has these fields; return the version."""
     release = publication(folder, model=model, seed="a")
     return registry.publish(replace(release, variants=(replace(release.variants[0], **changes),)))[
         "fp32"
@@ -177,11 +180,11 @@ class TestOnAServer(RegistrySuite):
 
 
 class Killed(BaseException):
-    """What `kill -9` looks like from inside: nothing of the program runs afterwards that handles errors."""
+    """The effect of `kill -9` within the process: no error handler runs afterwards."""
 
 
 class Killing:
-    """A client that dies at its n-th call, before it (`after=False`) or after its effect."""
+    """A client that dies at call `at`, before (`after=False`) or after its effect."""
 
     def __init__(
         self, client: Any, error: Callable[[], BaseException], *, at: int, after: bool
@@ -220,7 +223,10 @@ def _lost() -> Exception:
 
 
 def _is_whole(registry: MlflowRegistry, release: Publication, folder: Path) -> None:
-    """One version of each variant, all readable; nothing still runs; the parent is finished."""
+    """Publish the release again, and assert that it is complete.
+
+    Each variant has one readable version, no run is still active, and the parent run is finished.
+    """
     client = client_of(registry)
     versions = registry.publish(release)
     listed = client.search_model_versions(f"name = '{release.model}'")
@@ -302,7 +308,7 @@ def _named(registry: MlflowRegistry, folder: Path, name: str) -> Callable[[Mlflo
 
 
 def _shown(registry: MlflowRegistry, name: str) -> object:
-    """All that MLflow shows of a model, or of the endpoint of that name."""
+    """Return all that MLflow shows of a model, or of the endpoint of that name."""
     client = client_of(registry)
     places = (client.get_experiment_by_name(place) for place in (name, f"releases/{name}"))
     runs = client.search_runs([place.experiment_id for place in places if place is not None])
@@ -446,7 +452,7 @@ mlflow.set_tracking_uri(sys.argv[1])
 proto = mlflow.onnx.load_model("models:/loaded/1")
 model = mlflow.pyfunc.load_model("models:/loaded/1")
 print(proto.opset_import[0].version, model.predict({"x": np.ones((3, 2), np.float32)})["y"].tolist())
-"""
+"""  # noqa: E501
     release = publication(tmp_path, model="loaded", seed="a")
     registry.publish(release)
     done = subprocess.run(
@@ -722,7 +728,7 @@ def test_publish_of_invalid_record_writes_nothing(registry: MlflowRegistry, tmp_
 def test_fetch_of_version_with_external_data_returns_all_files(
     registry: MlflowRegistry, mlflow_home: Path, tmp_path: Path, size: int
 ) -> None:
-    """Also weights beyond what one protobuf holds."""
+    """This includes weights that exceed the size of one protobuf message."""
     with (tmp_path / "weights").open("wb") as stream:
         stream.truncate(size)
     model = f"external-{size}"

@@ -1,4 +1,7 @@
-"""The MLflow registry on what production runs: PostgreSQL for the records, S3 for the files."""
+"""The MLflow registry on production services: PostgreSQL and S3.
+
+PostgreSQL stores the records, S3 the files.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def list_locations(root: Path) -> set[str]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A project with one version, and an experiment of another tool."""
+    """Return a project with one version, and an experiment of another tool."""
     root = tmp_path / "shop"
     root.mkdir()
     publish(root, "a")
@@ -90,7 +90,7 @@ def test_relocate_artifacts_in_place_changes_nothing(root: Path) -> None:
 def test_relocate_artifacts_without_moved_artifacts_keeps_locations(
     root: Path, tmp_path: Path
 ) -> None:
-    """The database was moved alone: its artifacts are where they were."""
+    """Only the database was moved; its artifacts are at their old location."""
     before = list_locations(root)
     assert relocate_artifacts(root / "mlflow.db", tmp_path / "mlartifacts") == ()
     assert list_locations(root) == before

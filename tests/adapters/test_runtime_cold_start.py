@@ -1,4 +1,4 @@
-"""Fresh processes that load a model."""
+"""Cold starts: new processes that load a model."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def write_table(path: Path, size_bytes: int) -> Path:
-    """`y = table + x`: a weight of so many bytes and almost no work."""
+    """Write `y = table + x`, whose weight has `size_bytes` and which computes little."""
     table = np.random.default_rng(0).random(size_bytes // 4, dtype=np.float32)
     return write_graph(path, "(int64[n] x) => (float[n] y) { y = Gather(table, x) }", table=table)
 
 
 @linux
 def test_cold_start_with_larger_weights_reports_larger_peak_memory(tmp_path: Path) -> None:
-    """This process holds far more than either model, which a child must not inherit as its own peak."""
+    """A child must not inherit the larger memory of this process as its own peak."""
     ballast = np.ones(50 * MB, dtype=np.float64)
     small, large = (
         write_table(tmp_path / "small.onnx", 4 * MB),

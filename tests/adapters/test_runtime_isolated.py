@@ -1,4 +1,7 @@
-"""ONNX Runtime in an interpreter of its own: the same samples, and every way in which its process can end."""
+"""ONNX Runtime in an isolated interpreter.
+
+It returns the same samples. Every way in which its process can end is tested.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ APART = Target(name="apart", env=PINNED)
 
 @pytest.fixture
 def runtime() -> TargetedRuntime:
-    """With this interpreter: what is tested here is the process, not the installation of packages."""
+    """Return a runtime that uses this interpreter.
+
+    These tests are about the process, not about the installation of packages.
+    """
     return TargetedRuntime(elsewhere=IsolatedRuntimes(python=lambda _: Path(sys.executable)))
 
 
@@ -76,9 +82,8 @@ def test_isolated_runtime_after_kill_raises_error_and_restarts(
         runtime.run(file, APART, (rows(1),))
         with pytest.raises(StageError, match=f"signal SIGKILL while it was to {do}") as killed:
             measure(runtime, do, file, APART)
-    assert not isinstance(
-        killed.value, MeasurementError
-    )  # which may be taken for a refusal of the model
+    # This could be mistaken for a refusal of the model.
+    assert not isinstance(killed.value, MeasurementError)
     assert killed.value.where == "target apart"
     assert runtime.run(file, APART, (rows(2),))[0]["scores"].shape[0] == 2
 

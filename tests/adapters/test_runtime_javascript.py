@@ -36,7 +36,10 @@ WEBGPU = Target(name="webgpu", runtime="browser", providers=(Provider(name="webg
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> NodeRuntime:
-    """A runtime keeps one process, for one target: this is for `NODE` alone, and the next two for theirs."""
+    """Return a runtime for the target `NODE` only.
+
+    A runtime keeps one process for one target, so the next two fixtures serve other targets.
+    """
     require("node", "npm")
     return NodeRuntime(folder=environments(tmp_path_factory))
 
@@ -55,7 +58,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> BrowserRuntime:
 
 @pytest.fixture
 def other_node(node: NodeRuntime) -> Iterator[NodeRuntime]:
-    """For other targets, so that the module's processes stay."""
+    """Yield a runtime for other targets, so that the module's processes stay."""
     assert node.folder is not None
     runtime = node.with_environments(node.folder)
     yield runtime
@@ -72,7 +75,7 @@ def other_browser(browser: BrowserRuntime) -> Iterator[NodeRuntime]:
 
 @pytest.fixture(params=["node", "wasm", pytest.param("browser", marks=pytest.mark.nightly)])
 def place(request: pytest.FixtureRequest) -> tuple[NodeRuntime, Target]:
-    """Each of the three with its target."""
+    """Return each of the three runtimes with its target."""
     target = {"node": NODE, "wasm": NODE_WASM, "browser": WASM}[request.param]
     return request.getfixturevalue(request.param), target
 
@@ -97,14 +100,14 @@ class TestNodeWasm(RuntimeSuite):
     def test_starts_return_durations_and_memory_of_fresh_processes(
         self, runtime: Runtime, target: Target, file: Path
     ) -> None:
-        """Each start takes seconds; Node shows it for each commit."""
+        """Each start takes seconds, so the tests of each commit use Node only."""
         super().test_starts_return_durations_and_memory_of_fresh_processes(runtime, target, file)
 
     @pytest.mark.nightly
     def test_runtime_with_invalid_file_or_feed_raises_measurement_error(
         self, runtime: Runtime, target: Target, file: Path, tmp_path: Path
     ) -> None:
-        """As above; the browser shows it too."""
+        """The tests of each commit use Node only; this test adds the browser."""
         super().test_runtime_with_invalid_file_or_feed_raises_measurement_error(
             runtime, target, file, tmp_path
         )
@@ -122,7 +125,7 @@ class TestBrowser(RuntimeSuite):
     def test_starts_return_durations_and_memory_of_fresh_processes(
         self, runtime: Runtime, target: Target, file: Path
     ) -> None:
-        """Each start takes seconds; Node shows it for each commit."""
+        """Each start takes seconds, so the tests of each commit use Node only."""
         super().test_starts_return_durations_and_memory_of_fresh_processes(runtime, target, file)
 
 
@@ -203,7 +206,7 @@ def test_javascript_benchmark_with_coarse_clock_times_several_calls(
     assert slow.probe is None
     steps = slow.nanoseconds.astype(np.float64) * slow.calls / coarse
     np.testing.assert_allclose(steps, np.round(steps), atol=0.01 * slow.calls)
-    assert np.median(steps) >= 5  # one run takes two to six
+    assert np.median(steps) >= 5  # one run takes two to six steps
     assert not slow.preempted.any()
 
 
@@ -285,7 +288,7 @@ def test_webgpu_on_software_adapter_computes_but_refuses_timing(
     assert facts.nodes["webgpu"] > 0
     answer = run(file, rows(5), WEBGPU, other_browser)["scores"]
     np.testing.assert_allclose(answer, run(file, rows(5))["scores"], rtol=1e-4, atol=1e-4)
-    if "(software)" in facts.build:  # a machine with a GPU times it
+    if "(software)" in facts.build:  # on a machine with a GPU, that GPU is timed
         with pytest.raises(MeasurementError, match="software adapter") as refused:
             other_browser.sample(file, WEBGPU, rows(1), runs=1, warmup=0)
         assert "onnx-ops judge" in refused.value.remedy
@@ -342,12 +345,11 @@ def pid(runtime: NodeRuntime) -> int:
 
 
 def kill_chromium(runtime: BrowserRuntime, role: str) -> None:
-    """Its main process, or that of its pages."""
+    """Kill the browser's main process, or the process of its pages."""
     processes = psutil.Process(pid(runtime)).children(recursive=True)
     for process in processes:
-        with contextlib.suppress(
-            psutil.NoSuchProcess
-        ):  # one of its own helpers has ended meanwhile
+        # A helper process of the browser can end meanwhile.
+        with contextlib.suppress(psutil.NoSuchProcess):
             command = " ".join(process.cmdline())
             if "chrom" in process.name() and (
                 f"--type={role}" in command if role else "--type=" not in command

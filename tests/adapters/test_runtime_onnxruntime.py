@@ -161,7 +161,7 @@ def test_onnxruntime_benchmark_builds_sessions_each_round_in_seeded_order(
 def test_onnxruntime_benchmark_of_two_models_keeps_their_order_in_axis_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clock that distinguishes the models: the candidate's runs take as long as it says."""
+    """A fake clock distinguishes the models: it sets the time of the candidate's runs."""
     for name in ("baseline", "candidate"):
         write_perceptron(tmp_path / f"{name}.onnx")
     times = {"baseline.onnx": 10, "candidate.onnx": 20}
@@ -227,7 +227,10 @@ def test_run_load_window_answers_each_request_once(concurrency: int, requests: i
 
 
 def test_run_load_window_keeps_requested_concurrency() -> None:
-    """Each call waits until as many others are inside: fewer threads would never get through."""
+    """Each call waits until enough others run at the same time.
+
+    With fewer threads, the test would never finish.
+    """
     together = threading.Barrier(4)
     with ThreadPoolExecutor(4) as pool:
         run_load_window(lambda: together.wait(timeout=30), pool, 4, 12)
@@ -320,7 +323,7 @@ def test_onnxruntime_under_load_separates_models_and_seeds_their_order(
 def test_onnxruntime_facts_of_invalid_model_raise_error_without_fallback(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """ONNX Runtime's own fallback prints, and continues with other providers."""
+    """ONNX Runtime's fallback would print a message and continue with other providers."""
     path = tmp_path / "model.onnx"
     path.write_bytes(b"not a model")
     with pytest.raises(MeasurementError) as caught:
@@ -336,7 +339,10 @@ TENSORRT = Provider(
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Target]:
-    """A target whose provider is brought by a package with this source."""
+    """Return a function that makes a target whose provider comes with a package.
+
+    The function takes the source of the package.
+    """
 
     def write(source: str) -> Target:
         (tmp_path / "acme_provider.py").write_text(source, encoding="utf-8")

@@ -1,4 +1,7 @@
-"""Targets that get an `.ort` file: it runs, answers what the ONNX file answers, and goes with what is known of it."""
+"""Targets that get an `.ort` file.
+
+The file runs, gives the output of the ONNX file, and is packaged with its known properties.
+"""
 
 from __future__ import annotations
 
@@ -92,9 +95,8 @@ def test_write_package_lists_operators_without_local_paths(file: Path, tmp_path:
     first, second = (
         {path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders
     )
-    assert len(first[MODEL]) == len(
-        second.pop(MODEL)
-    )  # ONNX Runtime orders what it writes anew each time
+    # ONNX Runtime writes the parts in another order each time.
+    assert len(first[MODEL]) == len(second.pop(MODEL))
     assert not any(str(tmp_path).encode() in content for content in first.values())
     assert first == {MODEL: first[MODEL], **second}
     operators = (folders[0] / OPERATORS).read_text()
@@ -123,7 +125,7 @@ def test_prepare_model_file_of_unconvertible_model_raises_measurement_error(
 
 
 def test_prepare_model_file_with_other_external_weights_writes_other_file(tmp_path: Path) -> None:
-    """Both models stand at the same path, one after the other."""
+    """Both models are stored at the same path, one after the other."""
     path = tmp_path / "model.onnx"
     graphs, made = [], []
     for scale in (1.0, 2.0):

@@ -1,4 +1,4 @@
-"""The life of a key: made, rotated, retired."""
+"""The life cycle of a key: creation, rotation, retirement."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ RECORD = b'{"verdict":"pass"}'
 
 
 def admit_nowhere(keys: Mapping[Digest, str]) -> None:
-    """There is no ledger."""
+    """Do nothing, since there is no ledger."""
 
 
 @pytest.fixture(params=["beside", "apart"])
 def places(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
-    """The signing key and the trusted folder, which is the key's own or another."""
+    """Return the signing key and the trusted folder.
+
+    The folder is the key's own or another one.
+    """
     return tmp_path / "keys" / "signing.pem", tmp_path / (
         "keys" if request.param == "beside" else "trusted"
     )

@@ -1,4 +1,7 @@
-"""Signers whose key is not in a file: a variable, AWS KMS (moto, over a socket), Azure Key Vault (over a socket)."""
+"""Signers whose key is not in a file.
+
+The key is in a variable, in AWS KMS (moto), or in Azure Key Vault, the last two over a socket.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ RECORD = b"entry 1"
 
 
 def require_verifiable(signer: Signer, folder: Path) -> None:
-    """Assert that a signature is verified by the printed public key, and by nothing else."""
+    """Assert that only the printed public key verifies a signature."""
     folder.mkdir(exist_ok=True)
     (folder / "remote.pub.pem").write_bytes(signer.public_pem())
     trusted = TrustedKeys(folder)
@@ -67,7 +70,10 @@ class TestEnvironment:
 
 
 def sign_digest(key: Any, message: bytes, algorithm: str) -> bytes:
-    """Sign a digest as KMS does where MessageType is DIGEST; moto would hash it once more."""
+    """Sign a digest as KMS does for the MessageType DIGEST.
+
+    Moto would hash the digest again.
+    """
     assert (len(message), algorithm) == (32, "ECDSA_SHA_256")
     return bytes(key.private_key.sign(message, ECDSA(Prehashed(SHA256()))))
 
@@ -115,7 +121,7 @@ class TestKms:
 
 
 class Vault(BaseHTTPRequestHandler):
-    """Two keys of Key Vault: `good` on P-256, `large` on P-384."""
+    """A server with two keys of Key Vault: `good` on P-256, `large` on P-384."""
 
     keys: ClassVar[dict[str, Any]] = {
         "good": generate_private_key(SECP256R1()),

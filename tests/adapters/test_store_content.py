@@ -1,4 +1,7 @@
-"""The content store: its suite, and real processes that write at once and are killed."""
+"""The content store by its suite, and real processes that write concurrently.
+
+Some of the processes are killed.
+"""
 
 from __future__ import annotations
 
@@ -117,9 +120,8 @@ def test_remote_store_cache_above_limit_evicts_oldest_content(tmp_path: Path) ->
     assert [path.exists() for path in (first, second, third)] == [False, True, True]
     store.path(digests[3])
     assert [path.exists() for path in (second, third)] == [False, True]
-    assert (
-        store.path(digests[0]) == first
-    )  # it is fetched again; more than the limit, as all are of the last hour
+    # It is fetched again. All content is from the last hour, so the size can exceed the limit.
+    assert store.path(digests[0]) == first
     assert third.exists()
 
 
@@ -149,7 +151,7 @@ while rounds == 0 or done < rounds:
     content = bytes([done % 5]) * 300_000
     store.record(digest_bytes(b"key %d" % (done % 5)), Manifest(files={"file": store.put_bytes(content)}))
     done += 1
-"""
+"""  # noqa: E501
 
 
 def writer(root: Path, rounds: int) -> subprocess.Popen[bytes]:
@@ -201,7 +203,10 @@ LONG_AGO = 1_000_000.0
 
 
 def test_store_put_during_collection_keeps_content(tmp_path: Path) -> None:
-    """One thread collects whatever is old, all the time; the other puts content that is there and old already."""
+    """A thread collects old content repeatedly while this one puts content.
+
+    The content that is put is already present and old.
+    """
     ours, theirs = (ContentStore(LocalObjects(tmp_path), tmp_path) for _ in range(2))
     ended = threading.Event()
     removed: list[StoredObject] = []
@@ -216,9 +221,8 @@ def test_store_put_during_collection_keeps_content(tmp_path: Path) -> None:
     try:
         for turn in itertools.takewhile(lambda turn: turn < 400 or not removed, range(100_000)):
             digest = ours.put_bytes(b"%d" % (turn % 3))
-            for _ in range(
-                turn % 4
-            ):  # sometimes the collector has listed it as old before it is put again
+            # The collector can have listed it as old before it is put again.
+            for _ in range(turn % 4):
                 with contextlib.suppress(FileNotFoundError):
                     os.utime(tmp_path / blob_name(digest), (LONG_AGO, LONG_AGO))
             assert ours.put_bytes(b"%d" % (turn % 3)) == digest

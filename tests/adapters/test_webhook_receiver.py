@@ -1,4 +1,7 @@
-"""The receiver over real HTTP: lost, doubled, reordered, forged, stale and oversize deliveries, and its secret."""
+"""The webhook receiver over real HTTP.
+
+Deliveries are lost, doubled, reordered, forged, stale or oversize. Its secret is tested too.
+"""
 
 from __future__ import annotations
 
@@ -208,9 +211,8 @@ def test_webhook_connection_without_complete_head_is_closed(
     monkeypatch.setattr(connections, "HEAD_S", 0.05)
     url = httpx.URL(listening.url)
     with socket.create_connection((url.host, must(url.port)), timeout=30) as client:
-        client.sendall(
-            b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\nGET"
-        )  # the second request never ends
+        # The second request never ends.
+        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\nGET")
         received = b""
         with suppress(ConnectionResetError):
             while data := client.recv(4096):

@@ -1,4 +1,4 @@
-"""Raw sockets, and a server that is asked after every blow whether it is still well."""
+"""Raw sockets, and a server whose health is checked after each attack."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ Make = Callable[..., ServerFamily]
 def post(
     body: bytes = GOOD, *, path: str = INFER, length: int | None = None, **headers: str
 ) -> bytes:
-    """A request's bytes. `length` is announced instead of the body's; -1 announces none."""
+    """Return the bytes of a request.
+
+    `length` is announced instead of the length of the body; -1 announces none.
+    """
     lines = {"host": "x", "content-type": "application/json"} | {
         k.replace("_", "-"): v for k, v in headers.items()
     }
@@ -33,7 +36,9 @@ def post(
 
 
 def status_of(client: socket.socket, timeout_s: float = 10.0) -> int | None:
-    """The status of what the server answers next; None if it closes the connection instead.
+    """Return the status of the next response.
+
+    It is None if the server closes the connection instead.
 
     Raises:
         TimeoutError: it does neither.
@@ -51,25 +56,30 @@ class Patient:
         return socket.create_connection(("127.0.0.1", self.server.port), timeout=20)
 
     def sent(self, data: bytes, *, half_close: bool = False) -> int | None:
-        """The status of the answer to these bytes; None if the connection is closed without one."""
+        """Return the status of the response to these bytes.
+
+        It is None if the connection is closed without a response.
+        """
         with self.connect() as client:
-            with suppress(
-                ConnectionResetError, BrokenPipeError
-            ):  # it may answer and close before all is sent
+            # The server may respond and close before all bytes are sent.
+            with suppress(ConnectionResetError, BrokenPipeError):
                 client.sendall(data)
                 if half_close:
                     client.shutdown(socket.SHUT_WR)
             return status_of(client)
 
     def is_well(self) -> None:
-        """A good request is answered, and rightly."""
+        """Assert that a good request is answered correctly."""
         answer = self.server.call("POST", INFER, GOOD, {"content-type": "application/json"})
         assert answer.status == 200, answer.body
         assert answer.json()["outputs"][0]["data"] == [2.0, 4.0]
 
     @contextmanager
     def bounded(self, growth: int) -> Iterator[None]:
-        """Neither during nor after the block does the server hold more than `growth` bytes above what it held."""
+        """Assert that the server's memory grows by less than `growth` bytes.
+
+        The limit holds for the memory after the block, and for the peak during it.
+        """
         before = memory(self.server.processes()).rss
         peak = peak_memory(self.server.processes())
         yield

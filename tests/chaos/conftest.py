@@ -1,4 +1,4 @@
-"""Real server families to be hurt, and what they serve."""
+"""Real servers that the tests attack, and the models that they serve."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def green(tmp_path: Path) -> Deployment:
 
 @pytest.fixture
 def family(tmp_path: Path) -> Iterator[Make]:
-    """Makes servers that are gone after the test."""
+    """Yield a function that starts servers, which end after the test."""
     with ExitStack() as stack:
         yield lambda *options, folder=tmp_path / "state": stack.enter_context(
             ServerFamily(folder=folder, options=options)
@@ -37,7 +37,10 @@ def family(tmp_path: Path) -> Iterator[Make]:
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
-    """One server for all tests of a file that only call it: they hurt it one after the other."""
+    """Yield one server that all tests of a file attack one after the other.
+
+    These tests only send requests to it.
+    """
     root = tmp_path_factory.mktemp("patient")
     with ServerFamily(
         folder=root / "state", options=("--read-timeout", "2 s", "--allowed-hosts", "x")
@@ -50,7 +53,7 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
 
 @pytest.fixture
 def plan() -> Callable[..., LoadPlan]:
-    """Plans a load of one good request."""
+    """Return a function that plans a load of one good request."""
 
     def make(server: ServerFamily, **options: float) -> LoadPlan:
         body = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}'
@@ -62,7 +65,10 @@ def plan() -> Callable[..., LoadPlan]:
 
 @pytest.fixture
 def many_files() -> Iterator[int]:
-    """As many open files as the system lets this process, and the servers that it starts, have."""
+    """Raise the limit of open files to its maximum, and yield that.
+
+    The limit holds for this process and for the servers that it starts.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     yield hard

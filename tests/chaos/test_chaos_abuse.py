@@ -1,4 +1,4 @@
-"""Forty kinds of abusive requests, three at a time, beside clients that behave."""
+"""Forty kinds of abusive requests, three at a time, beside well-behaved clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections that are slow, half dead, or far too many."""
+"""Connections that are slow, half-closed, or too many."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from tests.chaos.chaos_parts import MB, Make, Patient, post, status_of
 CONNECTIONS = 10_000
 SPARE_FILES = 200
 TOGETHER = 100
-"""Requests at the same time: fewer than a queue holds."""
+"""Number of concurrent requests: fewer than a queue holds."""
 
 
 def test_slow_senders_delay_no_other_client_and_are_disconnected(patient: Patient) -> None:
-    """Fifty clients that add a byte to a header now and then: others pass them, and the time limit ends them."""
+    """Fifty clients send one more byte of a header now and then.
+
+    Other clients are served meanwhile, and the time limit disconnects the slow ones.
+    """
     with ExitStack() as stack:
         clients = {stack.enter_context(patient.connect()) for _ in range(50)}
         for client in clients:
@@ -40,7 +43,7 @@ def test_slow_senders_delay_no_other_client_and_are_disconnected(patient: Patien
 
 @pytest.mark.nightly
 def test_slow_reader_of_responses_uses_bounded_memory(patient: Patient) -> None:
-    """Clients that ask, pipelined, and never read: the answers must not pile up."""
+    """Pipelining clients never read, and their responses must not accumulate."""
     with patient.bounded(64 * MB), ExitStack() as stack:
         for _ in range(4):
             client = stack.enter_context(patient.connect())

@@ -1,4 +1,7 @@
-"""A disk that is full: a publication is refused, what is served stays, and room heals it."""
+"""A full disk: a publication is refused, and the served deployments stay.
+
+After space is freed, publications succeed again.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tests.support.server import ServerFamily
 
 
 def refuses_until_room_is_made(server: ServerFamily, blue: Deployment, green: Deployment) -> None:
-    """To be called while nothing can be written."""
+    """Assert that a publication is refused; call it while nothing can be written."""
     both = state_of(blue, green, blue=30, green=70)
     answer = server.publish(both, 2)
     assert answer.status == 503, answer
@@ -44,9 +47,10 @@ def is_healed(server: ServerFamily, blue: Deployment, green: Deployment) -> None
 def test_publish_with_file_size_limit_is_refused_until_limit_is_raised(
     family: Make, blue: Deployment, green: Deployment, limit: int, after_audit: bool
 ) -> None:
-    """A limit on the size of files (RLIMIT_FSIZE) needs no privilege, and cuts a write off in its middle.
+    """A limit on the size of files (RLIMIT_FSIZE) needs no privilege.
 
-    With the last one, the line of the audit trail fits, and the table does not.
+    It interrupts a write in its middle. With the last limit, the line of the audit trail fits, and
+    the table does not.
     """
     server = family()
     assert server.publish(state_of(blue, blue=100), 1).status == 200

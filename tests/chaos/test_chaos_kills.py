@@ -1,4 +1,4 @@
-"""SIGKILL under load: of a worker, of the supervisor, and at moments spread over a publication."""
+"""SIGKILL under load: of a worker, of the supervisor, and during a publication."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _answered(server: ServerFamily) -> int:
 def test_kill_during_publication_violates_no_invariant(
     tmp_path: Path, blue: Deployment, victim: Victim, share: float, moments_of_a_publication: int
 ) -> None:
-    """Three moments of each; `benchmarks/chaos.py` takes all."""
+    """Each kind is killed at three moments; `benchmarks/chaos.py` covers all moments."""
     moment = int(share * moments_of_a_publication)
     outcome = publish_and_kill(tmp_path / "state", blue, moment=moment, victim=victim)
     assert outcome.reached

@@ -1,4 +1,7 @@
-"""Rollouts that judge themselves over replicas: real followers and servers, which follow tables in a folder."""
+"""Self-judging rollouts over replicas: real followers and servers.
+
+They follow tables in a folder.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,7 @@ class ReplicatedSite(Site):
         until(lambda: all(self.replicas.adopted(name) for name in NAMES))
 
     def load_all(self, stack: ExitStack) -> list[LoadProcess]:
-        """Load on each replica."""
+        """Start a load on each replica."""
         plans = [
             LoadPlan(
                 url=f"{self.replicas.address(name)}/v2/models/{MODEL}/infer",
@@ -112,13 +115,16 @@ def site(tmp_path: Path) -> Iterator[ReplicatedSite]:
 def roll_out(
     site: ReplicatedSite, policy: RolloutPolicy, **other: float
 ) -> tuple[str, list[Records]]:
-    """How the rollout of a candidate ended, in which some things are other than before, and what clients saw."""
+    """Roll out a candidate that differs in the `other` settings.
+
+    Return the reason of the last move, and the records of the clients.
+    """
     bind_endpoint(site.context, site.config, policy)
     site.release("first")
     site.start()
     with ExitStack() as stack:
         loads = site.load_all(stack)
-        time.sleep(2 + REPORT_S)  # thresholds rest on what was reported
+        time.sleep(2 + REPORT_S)  # thresholds rest on the reported counts
         site.release("second", **other)
         why = site.drive()
         time.sleep(1)
@@ -155,7 +161,9 @@ def test_rollout_of_slower_candidate_is_rolled_back(site: ReplicatedSite) -> Non
 
 @contextmanager
 def clients_that_report(site: ReplicatedSite, shares: Mapping[str, float]) -> Iterator[None]:
-    """Clients whose requests reach the first replica, and their feedback the second one.
+    """Run clients whose requests reach the first replica.
+
+    Their feedback reaches the second one.
 
     Args:
         shares: of good answers, by deployment.
@@ -177,7 +185,7 @@ def clients_that_report(site: ReplicatedSite, shares: Mapping[str, float]) -> It
             ]
             drawn = [
                 each for each in answers if FEEDBACK_HEADER in each
-            ]  # without a lease, nothing is drawn
+            ]  # without a lease, no version is drawn
             report_feedback(
                 second,
                 {each[FEEDBACK_HEADER]: next(shown[each[DEPLOYMENT_HEADER]]) for each in drawn},
@@ -211,7 +219,7 @@ def test_split_test_with_feedback_at_other_replicas_chooses_better_version(
 
 
 class TestUnreachableReplica:
-    """One of two replicas cannot reach the store: its follower is stopped."""
+    """Two replicas, one of which cannot reach the store: its follower is stopped."""
 
     @pytest.fixture
     def cut(self, site: ReplicatedSite) -> Iterator[ReplicatedSite]:
@@ -246,7 +254,7 @@ class TestUnreachableReplica:
 
 
 class TestKilledReplicas:
-    """Replicas that are killed with their servers, and started again as a platform does."""
+    """Replicas that are killed with their servers, and restarted as by a platform."""
 
     POLICY = replace(CANARY, steps=(0.1, 1.0), min_requests=(300,))
     LONG = replace(POLICY, min_requests=(10**6,))
@@ -259,7 +267,10 @@ class TestKilledReplicas:
         pause_s: float,
         is_due: Callable[[], bool] = lambda: True,
     ) -> Iterator[None]:
-        """Kill each start of some replicas `pause_s` after it serves, while it is due, and start another one."""
+        """Kill each start of some replicas, and restart the replica.
+
+        A kill comes `pause_s` after the replica serves, while `is_due()` is true.
+        """
         ended = threading.Event()
 
         def repeat(name: str) -> None:
@@ -287,7 +298,7 @@ class TestKilledReplicas:
         site.start()
         with ExitStack() as stack:
             site.load_all(stack)
-            time.sleep(120)  # in which none ends
+            time.sleep(120)  # no replica ends meanwhile
             site.release("second")
             stack.enter_context(
                 self.killed(site, NAMES, 1, lambda: site.state().roles.candidate is not None)
@@ -338,7 +349,7 @@ def test_replica_past_lease_refuses_requests_and_rollback_completes_without_it(
         roll_back(site.context, ENDPOINT, reason="it is bad")
     assert ask(site, "r1") == {"v1"}
     until(lambda: is_ready(site, "r2") is False, "not ready", seconds=LEASE_S)
-    assert ask(site, "r2") == {"v2"}  # a balancer takes it out meanwhile
+    assert ask(site, "r2") == {"v2"}  # a load balancer removes it meanwhile
     until(lambda: refuses(site, "r2"), "the end of the lease", seconds=LEASE_S)
     assert reconcile(site).pending_rollback is not None
     until(
@@ -353,7 +364,7 @@ def test_replica_past_lease_refuses_requests_and_rollback_completes_without_it(
 
 
 def reconcile(site: ReplicatedSite) -> ReleaseState:
-    with suppress(OnnxOpsError):  # the debt is open
+    with suppress(OnnxOpsError):  # it fails while work at the endpoint is unfinished
         reconcile_until_stable(site.context, ENDPOINT)
     return site.state()
 
@@ -363,7 +374,10 @@ def is_ready(site: ReplicatedSite, name: str) -> bool:
 
 
 def refuses(site: ReplicatedSite, name: str) -> bool:
-    """Whether a request is refused. Its body is none of the model's: a server that answers at all rejects it."""
+    """Return whether a replica refuses a request.
+
+    The body is invalid for the model: a server that serves it at all rejects the body.
+    """
     return fetch_status(f"{site.replicas.address(name)}/v2/models/{MODEL}/infer", b"{}") == 503
 
 
@@ -376,7 +390,7 @@ def fetch_status(url: str, body: bytes | None = None) -> int:
 
 
 def ask(site: ReplicatedSite, name: str, count: int = 40) -> set[str]:
-    """The deployments that answer at a replica."""
+    """Return the deployments that answer at a replica."""
     found = set()
     for payload in payloads()[50:51] * count:
         request = urllib.request.Request(

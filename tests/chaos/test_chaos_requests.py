@@ -1,4 +1,7 @@
-"""Hostile bodies: the right status, bounded memory, and the next good request is answered."""
+"""Hostile bodies: the right status, and bounded memory.
+
+The next good request is answered.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ BAD_BODIES = {
     "huge empty shape": tensor(shape=[0, 2, 1 << 40], data=[]),
     "binary size without binary": tensor(parameters={"binary_data_size": 1 << 40}, data=None),
 }
-"""Bodies that promise much."""
+"""Bodies that announce much more data than they contain."""
 
 
 @pytest.mark.parametrize("path", [INFER, "/invocations"])

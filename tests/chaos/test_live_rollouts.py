@@ -1,4 +1,4 @@
-"""Rollouts that judge themselves on a real server under real traffic, without an operator."""
+"""Self-judging rollouts on a real server under real traffic, without an operator."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ RAILS = tuple(Guardrail(name=name) for name in ("errors", "latency_p50", "latenc
 CANARY = RolloutPolicy(steps=(0.2, 0.5, 1.0), min_requests=(1500,), guardrails=RAILS, epoch=1.0)
 SHADOW = replace(CANARY, shadow=ShadowTrial(min_requests=500))
 ODD = 3
-"""Percent of the requests that a short table fails on."""
+"""Percent of the requests that fail on a short table."""
 
 
 def one_thread() -> ort.SessionOptions:
@@ -69,10 +69,12 @@ def write_model(
     scale: float = 1.0,
     weights_mb: int = 0,
 ) -> Path:
-    """One layer run `layers` times, and an entry of a table that the request names: one beyond its end fails the run.
+    """Write a model that runs one layer `layers` times and looks up a table entry.
 
-    The layer is the body of a loop: as 200 nodes it would be packed 200 times (13 MB). So many more
-    megabytes are read at every run if there are `weights_mb`.
+    The request names the entry; an entry beyond the table's end fails the run.
+
+    The layer is the body of a loop: 200 separate nodes would be packed 200 times (13 MB). With
+    `weights_mb`, every run reads that many megabytes more.
     """
     draw = np.random.default_rng(0)
     wide = 2**20 * weights_mb // (4 * WIDTH)
@@ -144,7 +146,7 @@ class Site:
         )
 
     def release(self, seed: str, **model: float) -> str:
-        """Register a model and ask for it; the first one serves at once."""
+        """Register a model and request its release; the first one serves immediately."""
         path = write_model(self.folder / seed / "model.onnx", seed, **model)  # type: ignore[arg-type]
         version = publish_file(
             self.world, path, digest_bytes(seed.encode()), model=MODEL, execution=Execution()
@@ -165,7 +167,7 @@ class Site:
         return LoadProcess(plan)
 
     def drive(self, timeout_s: float = TIMEOUT_S) -> str:
-        """Reconcile until no rollout is in progress; why the last move was made."""
+        """Reconcile until no rollout is in progress; return the reason of the last move."""
         deadline = time.monotonic() + timeout_s
         while self.state().roles.candidate is not None:
             assert time.monotonic() < deadline, reconcile_until_stable(self.context, ENDPOINT)[-1]
@@ -199,7 +201,10 @@ def rolled_out(
     stable: Mapping[str, float] | None = None,
     **other: float,
 ) -> tuple[str, Records]:
-    """How the rollout of a candidate, in which some things are other than in `stable`, ended, and what clients saw."""
+    """Roll out a candidate that differs from `stable` in the `other` settings.
+
+    Return the reason of the last move, and the records of the clients.
+    """
     bind_endpoint(site.context, site.config, policy)
     before = dict(stable or {})
     site.release("first", **before)
@@ -222,7 +227,10 @@ def test_rollout_of_healthy_candidate_reaches_full_traffic(site: Site) -> None:
 
 @pytest.mark.nightly
 def test_rollout_of_equal_model_near_event_loop_limit_finishes(site: Site) -> None:
-    """Two versions that are the same were run in two places, and one was rolled back for that."""
+    """Two equal versions once ran in different places.
+
+    One of them was rolled back for that.
+    """
     import onnxruntime as ort
 
     session = ort.InferenceSession(
@@ -243,7 +251,10 @@ def test_rollout_of_equal_model_near_event_loop_limit_finishes(site: Site) -> No
 @pytest.mark.nightly
 @pytest.mark.parametrize("share", [0.1, 0.75])
 def test_rollout_of_equal_model_with_queued_requests_finishes(site: Site, share: float) -> None:
-    """With several clients most of a request's time is waiting, and more so for the version with more of them."""
+    """With several clients, a request mostly waits.
+
+    The version with the larger share of the traffic waits longer.
+    """
     why, records = rolled_out(site, replace(CANARY, steps=(share, 1.0)), connections=4)
     assert site.traffic() == {"v2": 100}, why
     assert records.failed == 0
@@ -251,7 +262,10 @@ def test_rollout_of_equal_model_with_queued_requests_finishes(site: Site, share:
 
 @pytest.mark.nightly
 def test_rollout_of_equal_model_with_cold_caches_finishes(site: Site) -> None:
-    """12 MB of weights are gone from the processor's caches when their version gets a tenth of the traffic."""
+    """The candidate's 12 MB of weights are not in the processor's caches.
+
+    Its share is a tenth of the traffic, so other data replace them between its requests.
+    """
     why, records = rolled_out(
         site, replace(CANARY, steps=(0.1, 1.0)), stable={"layers": 1, "weights_mb": 12}
     )
@@ -325,7 +339,10 @@ def test_roll_back_under_load_fails_no_request(site: Site) -> None:
 
 @pytest.mark.nightly
 def test_reconcile_of_endpoint_without_supervisor_under_load_restores_it(site: Site) -> None:
-    """The workers answer all the time; the reconciler restarts the supervisor under load, and no request is dropped."""
+    """The workers answer all the time.
+
+    The reconciler restarts the supervisor under load, and no request is dropped.
+    """
     bind_endpoint(site.context, site.config, RolloutPolicy())
     site.release("first", layers=5)
     record = codec.loads(

@@ -1,4 +1,4 @@
-"""A small project on disk, with one pipeline file that is right."""
+"""A small project on disk with one valid pipeline file."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def pipeline_text() -> str:
 
 @pytest.fixture
 def load(project: Path) -> Callable[..., Pipeline]:
-    """Load a text as the pipeline file, with further arguments of `load_pipeline`; variables and paths are allowed."""
+    """Return a function that loads a text as the pipeline file.
+
+    It passes further arguments to `load_pipeline`. All variables and paths are allowed.
+    """
     reach = Reach(variables=("*",), paths=("/",))
 
     def load(text: str = PIPELINE, **options: Any) -> Pipeline:
@@ -75,7 +78,10 @@ def load(project: Path) -> Callable[..., Pipeline]:
 
 @pytest.fixture
 def find_problems(load: Callable[..., Pipeline]) -> Callable[..., tuple[Problem, ...]]:
-    """Return the problems of a text as the pipeline file; none if it is right."""
+    """Return a function that returns the problems of a text as the pipeline file.
+
+    A valid text has none.
+    """
 
     def find(text: str = PIPELINE, **options: Any) -> tuple[Problem, ...]:
         try:
@@ -89,13 +95,16 @@ def find_problems(load: Callable[..., Pipeline]) -> Callable[..., tuple[Problem,
 
 @pytest.fixture
 def problems(find_problems: Callable[..., tuple[Problem, ...]]) -> Callable[..., list[str]]:
-    """Return them as they are printed."""
+    """Return a function that returns the problems as printed lines."""
     return lambda text, **options: [str(problem) for problem in find_problems(text, **options)]
 
 
 @pytest.fixture
 def problems_after(problems: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """Problems of the right file after one replacement in it; the file's name is left out of them."""
+    """Return a function that lists the problems of a changed valid file.
+
+    It replaces one text in the file, and removes the name of the file from the problems.
+    """
 
     def replaced(old: str, new: str) -> list[str]:
         assert PIPELINE.count(old) == 1

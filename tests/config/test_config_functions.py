@@ -94,7 +94,10 @@ def test_explain_missing_function_in_binary_file_names_file(root: Path) -> None:
 
 
 def test_parse_python_in_concurrent_threads_returns_whole_trees() -> None:
-    """Python 3.11 mixes up the trees of threads if the collector of garbage lets another thread go on meanwhile."""
+    """Python 3.11 mixes up the trees of concurrent threads.
+
+    It happens when the garbage collector lets another thread run during the parsing.
+    """
 
     class Garbage:
         def __init__(self) -> None:

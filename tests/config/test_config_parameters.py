@@ -1,4 +1,7 @@
-"""Values of `params.yaml` in a pipeline file: put in as they are, blamed where they stand."""
+"""Values of `params.yaml` in a pipeline file.
+
+They are inserted unchanged, and problems name their place in `params.yaml`.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_load_pipeline_of_valid_file_returns_domain_objects(load: Load) -> None:
 
 
 def _cases() -> list[Any]:
-    """Blocks of `wrong_files.txt`: what is replaced in the right file, and by what."""
+    """Return the blocks of `wrong_files.txt`: replacements in the valid file."""
     cases = []
     for block in (
         (Path(__file__).parent / "wrong_files.txt")
@@ -189,8 +189,11 @@ def test_load_pipeline_with_unknown_plugins_reports_them(
     text = pipeline_text.replace("framework: sklearn", "framework: sklaern").replace(
         "method: static", "method: statik"
     )
-    text = text.replace("{endpoint: toy", "{endpoint: toy, provider: aws").replace("{sklearn: digits, split: train}",
-        "{use: lake, inputs: {x: x}}").replace("[cpu-1t]", "[cpu-1t, web]")  # fmt: skip
+    text = (
+        text.replace("{endpoint: toy", "{endpoint: toy, provider: aws")
+        .replace("{sklearn: digits, split: train}", "{use: lake, inputs: {x: x}}")
+        .replace("[cpu-1t]", "[cpu-1t, web]")
+    )
     golden(
         "errors",
         "\n".join(problems(text, plugins={**PLUGINS, "data": (), "runtimes": ("onnxruntime",)})),
@@ -259,7 +262,7 @@ def test_load_pipeline_validates_settings_of_provider(
 
 
 class PartedQuantizer(Optimizer):
-    """An optimizer of another package, which needs calibration rows and reads them in parts."""
+    """An optimizer of another package, which reads calibration rows in parts."""
 
     needs_calibration = True
     reads_ranges = True

@@ -1,4 +1,4 @@
-"""Promotion policies: read strictly, with the place of every problem."""
+"""Promotion policies: strict reading, with the place of every problem."""
 
 from __future__ import annotations
 

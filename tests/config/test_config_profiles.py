@@ -31,7 +31,7 @@ SET = [
 
 
 def wrong(option: str) -> str:
-    """The option with its middle letter doubled."""
+    """Return the option with its middle letter doubled."""
     middle = len(option) // 2
     return option[:middle] + option[middle] + option[middle:]
 

@@ -1,4 +1,7 @@
-"""A pipeline file reads, names and calls what is in its project, and beyond it only what the settings allow."""
+"""The files, variables and functions that a pipeline file can use.
+
+It uses those of its project, and others only if the settings allow them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ SECRET = "s3cr3t-token-of-another-service"  # noqa: S105 (of no account)
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A project at `root` with a data folder, and files beside it."""
+    """Return a project at `root` with a data folder, and files beside it."""
     for name in ("root/data/own.csv", "elsewhere/rows.csv", "elsewhere-too/rows.csv"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()

@@ -1,4 +1,7 @@
-"""Hostile input ends in problems with positions, never in another exception; and loading stays light."""
+"""Hostile input leads to problems with positions, and never to another exception.
+
+Loading imports no heavy package.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollout policies in pipeline files: what they become, and what their provider must be able to do."""
+"""Rollout policies in pipeline files: values, and requirements of the provider."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_rollout_policy_with_all_keys_is_loaded_and_planned(load: Load, pipeline
 def test_rollout_policy_with_one_request_count_uses_it_for_all_steps(
     load: Load, pipeline_text: str
 ) -> None:
-    """The example of the design."""
+    """This is the example of the design."""
     rails = "guardrails: [errors, latency_p50, latency_p99]"
     rollout = f"{{steps: [10%, 50%, 100%], min_requests: 300, {rails}, scale_down_delay: 24h}}"
     policy = load(pipeline_text.replace(PLAIN, rollout)).deploy[0].rollout

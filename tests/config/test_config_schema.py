@@ -34,7 +34,10 @@ def accepts(schema: dict[str, Any], text: str) -> bool:
 
 
 def find_difference(stored: object, generated: object) -> str | None:
-    """Return the path of the first difference between two documents, such as `$defs.Gate.enum[2]`; None if equal."""
+    """Return the path of the first difference between two documents; None if equal.
+
+    A path is such as `$defs.Gate.enum[2]`.
+    """
     if stored == generated:
         return None
     match stored, generated:
@@ -86,15 +89,17 @@ def test_committed_schema_equals_generated_one(name: str, tmp_path: Path) -> Non
         (folder / file).read_text() for folder in (ROOT / "configs/schema", tmp_path)
     )
     require_current(name, json.loads(stored), json.loads(written))
-    is_same_text = (
-        stored == written
-    )  # no assertion on texts, whose report would be the whole schema
+    # An assertion on the texts would print the whole schema.
+    is_same_text = stored == written
     assert is_same_text, f"configs/schema/{file} differs in its layout; write it with: {COMMAND}"
     require_current(name, json.loads(written), schema_of(name))
 
 
 def require_current(name: str, stored: object, generated: object) -> None:
-    """Fail with the command and the first difference only: a schema has thousands of lines."""
+    """Fail with the command and the first difference only.
+
+    A schema has thousands of lines.
+    """
     path = find_difference(stored, generated)
     if path is not None:
         text = f"configs/schema/{name}.schema.json is not current, first at {path.lstrip('.')}"

@@ -1,4 +1,4 @@
-"""What `check` says of searches and of what is preferred."""
+"""Findings of `check` about searches and about preferred variants."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ quantize:
      max_minutes: 5}}
 benchmark: {targets: [cpu, edge]}
 objective: size
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Settings of plugins and options of the server, which the same binder reads."""
+"""Settings of plugins and options of the server, which use the same binder."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def value(text: str) -> Any:
 
 
 def refusals(text: str) -> list[str]:
-    """Problems of a text, whether it was refused as a whole or in parts."""
+    """Return the problems of a text, whether it was refused completely or in parts."""
     try:
         document = read_text(text, source="x.yaml")
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Which events programs get of a release, and their names."""
+"""The events of a release that programs receive, and their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fold: which entries count, what they leave pending, rejected and known."""
+"""The fold of ledger entries: which count, and what is pending or rejected."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def version(number: int, *, release: str = "") -> Deployment:
 
 
 def log(*bodies: EntryBody | Action) -> list[LedgerEntry]:
-    """Actions stand for an intent and its good outcome; entry n is written at n."""
+    """Return log entries of these bodies; entry n is written at time n.
+
+    An action stands for an intent and its successful outcome.
+    """
     flat: list[EntryBody] = []
     for body in bodies:
         if isinstance(body, Action):
@@ -84,7 +87,7 @@ def at_rest(
     now: float = 100.0,
     command: OperatorCommand | None = None,
 ) -> Any:
-    """What is due at an endpoint that is what its roles say."""
+    """Return what is due at an endpoint whose state matches its roles."""
     ask = partial(
         choose_next_action, desired=wanted, roles=roles, policy=policy, target="cpu", now=now
     )
@@ -208,7 +211,7 @@ def test_operator_command_is_cleared_when_rollout_finishes() -> None:
 
 
 def given(what: Deployment, reason: str) -> OverrideRecorded:
-    """What a person signed for a version."""
+    """Return the override that a person signed for a version."""
     envelope = Envelope(payload=reason, payloadType="text/plain", signatures=())
     return OverrideRecorded(
         release=what.release,
@@ -265,7 +268,10 @@ def test_choose_next_action_without_versions_waits() -> None:
 
 
 def test_fold_of_known_entries_matches_digest_of_fold_version() -> None:
-    """Snapshots of another fold must not be used: a change of this digest needs another FOLD_VERSION."""
+    """A snapshot of another fold must not be used.
+
+    If this digest changes, FOLD_VERSION must change too.
+    """
     entries = [
         build_entry(sequence, body)
         for sequence, body in enumerate([*one_of_each(), *one_of_each()], start=1)

@@ -1,4 +1,4 @@
-"""Which entries of a ledger are news, and what they say."""
+"""The ledger entries that lead to notifications, and the texts of these."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LINE = (
 )
 ALARM = plan_abort(START.roles, "cpu", why=LINE, reject=True)
 ON_TRIAL: tuple[EntryBody | Action, ...] = (CONFIGURED, FIRST, START)
-"""Five entries: version 1 serves, version 2 is on trial."""
+"""Five entries: version 1 serves, and version 2 is on trial."""
 
 
 def derive(*bodies: EntryBody | Action, after: int = 0) -> list[Notification]:
@@ -39,7 +39,7 @@ def derive(*bodies: EntryBody | Action, after: int = 0) -> list[Notification]:
 
 
 def only(*bodies: EntryBody | Action) -> Notification:
-    """What the bodies after `ON_TRIAL` are news of."""
+    """Return the only notification of the bodies that follow `ON_TRIAL`."""
     (found,) = derive(*ON_TRIAL, *bodies, after=5)
     return found
 

@@ -1,4 +1,4 @@
-"""Recipes follow the machines of the targets, and a person's word before them."""
+"""Recipes follow the machines of the targets, unless a person has set them."""
 
 from __future__ import annotations
 

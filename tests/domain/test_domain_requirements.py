@@ -1,4 +1,4 @@
-"""What a machine must have: said in words where it does not, and read off what was found."""
+"""Requirements of a machine: texts of missing ones, and how findings meet them."""
 
 from __future__ import annotations
 

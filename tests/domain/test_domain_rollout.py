@@ -1,4 +1,4 @@
-"""The rollout as a machine: whatever happens in whatever order, its promises hold."""
+"""The rollout as a state machine: its promises hold for any order of events."""
 
 from __future__ import annotations
 
@@ -46,11 +46,14 @@ POLICIES = (
 
 
 VERSIONS = tuple(version(number, release=f"release {number // 2}") for number in range(6))
-"""Versions 0 and 1, 2 and 3 … are variants of one release."""
+"""Versions 0 and 1, 2 and 3, and so on are variants of one release."""
 
 
 class Rollouts(RuleBasedStateMachine):
-    """A registry that wants things, a provider that does or loses them, an operator, and a driver that may fail."""
+    """A registry, a provider, an operator, and the driver of a rollout.
+
+    The registry requests versions, which the provider applies or loses. The driver can fail.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,9 +73,8 @@ class Rollouts(RuleBasedStateMachine):
     def due(self) -> Action | Wait:
         if self.state.pending_rollback is not None:
             return self.state.pending_rollback.action
-        refused = (
-            self.wanted is None or self.state.find_rejection(self.wanted) is not None
-        )  # as `desired` does
+        # The same condition as in `desired`.
+        refused = self.wanted is None or self.state.find_rejection(self.wanted) is not None
         return choose_next_action(
             desired=None if refused else self.wanted,
             observed=self.actual,
@@ -101,7 +103,7 @@ class Rollouts(RuleBasedStateMachine):
 
     @rule(desired=st.sampled_from(VERSIONS))
     def want(self, desired: Deployment) -> None:
-        """As `desired` does: only what is not rejected is ever desired."""
+        """Request only a version that is not rejected, as `desired` does."""
         if self.state.find_rejection(desired) is None:
             self.wanted = desired
             self.approved.add(desired.manifest)
@@ -144,7 +146,10 @@ class Rollouts(RuleBasedStateMachine):
         assert self.due() != action
 
     def nothing_rejected_has_a_way_forward(self) -> None:
-        """Whatever is due, it gives no traffic to what was rejected; a pending rollback leads away from it."""
+        """Assert that no due action gives traffic to a rejected version.
+
+        A pending rollback leads away from a rejected version.
+        """
         action = self.due()
         if isinstance(action, Action):
             assert (
@@ -234,7 +239,10 @@ class Rollouts(RuleBasedStateMachine):
 
     @invariant()
     def a_plain_rollback_has_somewhere_to_go(self) -> None:
-        """To the stable version while a candidate is on trial, else to what was replaced last."""
+        """Assert that a rollback without a named version has a destination.
+
+        It is the stable version while a candidate is on trial, otherwise the version replaced last.
+        """
         if self.replaced:
             assert self.state.roles.previous is not None
 
@@ -303,7 +311,10 @@ MIXED = RolloutPolicy(
 
 
 def epochs_of(policy: RolloutPolicy, *, draws_epochs: bool) -> list[tuple[int, float]]:
-    """The candidate's weight and the epoch of every state on the way, with an operator who always advances."""
+    """Return the candidate's weight and the epoch of every state of a rollout.
+
+    The operator always advances.
+    """
     roles, states, observed = Roles(stable=VERSIONS[0]), [], build_split_state(VERSIONS[0], None, 0)
     while roles.stable != VERSIONS[2]:
         action = choose_next_action(
@@ -323,7 +334,10 @@ def epochs_of(policy: RolloutPolicy, *, draws_epochs: bool) -> list[tuple[int, f
 
 
 def test_split_epochs_apply_to_judged_canary_steps_only() -> None:
-    """An A/B test is sticky, and so is a step that an operator ends."""
+    """An A/B test keeps users on their version.
+
+    A step that an operator ends does so too.
+    """
     assert epochs_of(MIXED, draws_epochs=True) == [(0, 0.0), (10, 30.0), (50, 0.0), (100, 0.0)]
     assert epochs_of(MIXED, draws_epochs=False) == [(0, 0.0), (10, 0.0), (50, 0.0), (100, 0.0)]
     assert epochs_of(POLICIES[2], draws_epochs=True) == [(5, 0.0), (50, 0.0), (100, 0.0)]

@@ -1,4 +1,7 @@
-"""Readings and what lies between them, and what the ledger keeps of both for the next driver."""
+"""Readings, the intervals between them, and what the ledger keeps of both.
+
+The next driver continues from the ledger.
+"""
 
 from __future__ import annotations
 
@@ -217,7 +220,7 @@ def test_observations_with_intent_between_readings_make_no_interval() -> None:
 
 
 def test_observations_ignore_reading_from_before_split_change() -> None:
-    """A monitor reports late: entry 2 is the outcome that changed the split."""
+    """A monitor reports late; entry 2 is the outcome that changed the split."""
     early, first, later = (reading(n, 9 * n, at=at) for n, at in ((10, 1.0), (20, 3.0), (30, 4.0)))
     trial = must(
         folded(START, *(MetricsRecorded(reading=one) for one in (early, first, later))).observations

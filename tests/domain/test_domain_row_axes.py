@@ -1,4 +1,4 @@
-"""Which axis of each input holds rows."""
+"""The axis of each input that holds rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cells of a table show about how it was written."""
+"""Properties of a table's file that its cells show."""
 
 from __future__ import annotations
 

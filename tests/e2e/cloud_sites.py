@@ -1,4 +1,7 @@
-"""Endpoints on this machine and on the fakes of the clouds behind the same face: real SDKs, sockets, inference."""
+"""Endpoints on this machine and on the fakes of the clouds, by one interface.
+
+SDKs, sockets and inference are real.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +40,22 @@ from tests.support.server import stop_endpoints
 
 POLICY = RetryPolicy(operation_s=60, answer_s=5, lag_s=1, pause_s=0.01, longest_s=0.1)
 LATE_S = 240.0
-"""After so long both clouds report all that was counted in a minute."""
+"""Seconds after which both clouds have reported all counts of a minute."""
 BEHIND_S = 6 * 3600.0
-"""The tests' time begins so far in the past that it never gets ahead of the commands', which is the
-machine's.
+"""Seconds by which the tests' clock starts behind the clock of the machine.
+
+The commands use the machine's clock, and the tests' clock must never pass it.
 """
 CLOUD = "AZUREML_CURRENT_CLOUD"
-"""Set by Azure's SDK itself, for good."""
+"""Variable that Azure's SDK sets permanently."""
 _PICK = 7
 
 
 def write_model(path: Path, *, scale: float, table: int = 8) -> Path:
-    """y = x * table[pick], all of whose entries are `scale`; a request that picks beyond a short table's end fails."""
+    """Write y = x * table[pick]; all entries of the table are `scale`.
+
+    A request that picks an entry beyond the end of a short table fails.
+    """
     model = onnx.parser.parse_model(f"""
         <ir_version: 10, opset_import: ["": 18]>
         scale (float[batch, 1] x, int64[batch] pick) => (float[batch, 1] y)
@@ -61,7 +68,7 @@ def write_model(path: Path, *, scale: float, table: int = 8) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """Who answered a request, with which status, and the factor that it computed."""
+    """The deployment that answered, its status, and the factor that it computed."""
 
     deployment: str
     ok: bool
@@ -69,7 +76,7 @@ class Answered:
 
 
 class Wound:
-    """Fulfils `ports.Clock`: the machine's time, some hours ago, put forward by hand."""
+    """A clock (`ports.Clock`) hours behind the machine, which tests put forward."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -83,7 +90,7 @@ class Wound:
 
 
 class Site(ABC):
-    """A provider, and what its clients need."""
+    """An endpoint provider, and what its clients need."""
 
     name: str
     provider: EndpointProvider
@@ -94,17 +101,17 @@ class Site(ABC):
 
     @abstractmethod
     def ask(self, config: EndpointConfig, body: bytes) -> Answered:
-        """One request, as clients of this provider make it."""
+        """Send one request as clients of this provider do."""
 
     def metrics(self) -> MetricsSource:
         return self.provider.metrics()
 
     def wind(self, seconds: float) -> None:
-        """Put the provider's clock forward, if it has one of its own."""
+        """Put the provider's clock forward, if it has a separate clock."""
         del seconds
 
     def hang_up(self) -> None:
-        """Close what the calling thread keeps open for `ask`."""
+        """Close the connections that the calling thread keeps open for `ask`."""
         if (connection := getattr(self.kept, "connection", None)) is not None:
             connection.close()
 
@@ -187,7 +194,7 @@ class AzureMl(Site):
 def post(
     kept: threading.local, address: str, path: str, body: bytes, headers: Mapping[str, str]
 ) -> tuple[http.client.HTTPResponse, bytes]:
-    """One request on the connection that this thread keeps to the address."""
+    """Send one request on the connection that this thread keeps to the address."""
     place = urlsplit(address)
     connection = getattr(kept, "connection", None)
     if connection is None or (connection.host, connection.port) != (place.hostname, place.port):
@@ -211,12 +218,15 @@ def read(status: int, document: bytes) -> dict[str, Any]:
 
 
 def body_of(*, odd: bool) -> bytes:
-    """A request; `odd` ones pick what a short table does not have."""
+    """Return the body of a request; `odd` ones pick an entry that a short table lacks."""
     return json.dumps({"inputs": {"x": [[1.0]], "pick": [_PICK if odd else 0]}}).encode()
 
 
 class Clients:
-    """Requests one after the other, a part of them odd, until stopped. `answers` counts them by what came back."""
+    """A client that sends requests one after the other until it is stopped.
+
+    A part of the requests is odd. `answers` counts the requests by their result.
+    """
 
     def __init__(self, site: Site, config: EndpointConfig, *, odd_percent: int) -> None:
         self._site, self._config, self._odd = site, config, odd_percent
@@ -246,7 +256,7 @@ class Clients:
         self._thread.join()
 
     def more(self, count: int) -> None:
-        """Wait until so many more requests were answered."""
+        """Wait until `count` more requests are answered."""
         goal = self.total + count
         while self.total < goal:
             assert self._thread.is_alive(), self.broken
@@ -266,8 +276,9 @@ class Clients:
 
 @contextmanager
 def environment(given: Mapping[str, str]) -> Iterator[None]:
-    """Take the fakes for the clouds, and forget them afterwards."""
-    with patch.dict(os.environ, given):  # what an SDK sets meanwhile is forgotten, too
+    """Replace the clouds by the fakes, and undo that at the end."""
+    # Variables that an SDK sets meanwhile are removed, too.
+    with patch.dict(os.environ, given):
         os.environ.pop(CLOUD, None)
         azure.get_credential.cache_clear()
         _ml_client.cache_clear()

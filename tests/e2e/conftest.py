@@ -14,7 +14,10 @@ from tests.e2e.e2e_project import Project, Releases, make_project
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    """A project for one module; its tests run in order and may build on each other."""
+    """Yield a project for one module.
+
+    Its tests run in order and can build on each other.
+    """
     with _stopped_at_the_end(make_project(tmp_path_factory.mktemp("project"))) as made:
         yield made
 
@@ -27,14 +30,17 @@ def fresh_project(tmp_path: Path) -> Iterator[Project]:
 
 @pytest.fixture(scope="session")
 def releases(tmp_path_factory: pytest.TempPathFactory) -> Releases:
-    """Projects that have released, made once for all workers of pytest-xdist."""
+    """Return projects that have released, made once for all workers of pytest-xdist."""
     own = tmp_path_factory.getbasetemp()
     return Releases((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "releases")
 
 
 @pytest.fixture(scope="module")
 def released(releases: Releases, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    """A project for one module, whose endpoint `digits` serves its first release (`Releases.once`)."""
+    """Yield a project for one module.
+
+    Its endpoint `digits` serves its first release (`Releases.once`).
+    """
     with _stopped_at_the_end(releases.once(tmp_path_factory.mktemp("released"))) as made:
         made.serve()
         yield made
@@ -42,7 +48,7 @@ def released(releases: Releases, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def once(releases: Releases, tmp_path: Path) -> Iterator[Project]:
-    """A project whose endpoint `digits` serves its first release."""
+    """Yield a project whose endpoint `digits` serves its first release."""
     with _stopped_at_the_end(releases.once(tmp_path / "once")) as made:
         made.serve()
         yield made
@@ -50,7 +56,10 @@ def once(releases: Releases, tmp_path: Path) -> Iterator[Project]:
 
 @pytest.fixture
 def twice(releases: Releases, tmp_path: Path) -> Iterator[Project]:
-    """A project whose endpoint `digits` serves its second release, and served the first."""
+    """Yield a project whose endpoint `digits` serves its second release.
+
+    It has served the first release before.
+    """
     with _stopped_at_the_end(releases.twice(tmp_path / "twice")) as made:
         made.serve()
         yield made
@@ -58,7 +67,7 @@ def twice(releases: Releases, tmp_path: Path) -> Iterator[Project]:
 
 @contextlib.contextmanager
 def _stopped_at_the_end(made: Project) -> Iterator[Project]:
-    """Stop a project's endpoints, also where its set-up fails after they were started."""
+    """Stop a project's endpoints at the end, also after a failed set-up."""
     try:
         yield made
     finally:

@@ -1,7 +1,9 @@
-"""Projects for the tests that run the real commands: each has its own files and state.
+"""Projects for the tests that run the real commands.
 
-A project that has released is made once in a session of tests (`Releases`) and copied for every
-test that begins there.
+Each project has its own files and state.
+
+A project that has released is made once in a test session (`Releases`). It is copied for every test
+that begins in that state.
 """
 
 from __future__ import annotations
@@ -30,22 +32,25 @@ if TYPE_CHECKING:
 MLP = "configs/pipelines/digits-mlp.yaml"
 ONLY_FP32 = "quantize=[]"
 SECOND = "train.with.seed=8"
-"""What makes the second release of `Releases` another one than the first."""
+"""Setting that distinguishes the second release of `Releases` from the first."""
 
 
 @dataclass
 class Project:
-    """Runs `onnx-ops` as a user would, in the project's folder."""
+    """A project in whose folder `onnx-ops` runs as a user would run it."""
 
     root: Path
     environ: dict[str, str] = field(default_factory=dict)
 
     def command(self, *arguments: str, environ: Mapping[str, str] | None = None) -> Result:
-        """Run a command in this process, which has imported what it needs."""
+        """Run a command in this process, which has already imported what it needs."""
         return run_command(*arguments, cwd=self.root, environ=self.environment(environ))
 
     def process(self, *arguments: str, environ: Mapping[str, str] | None = None) -> Result:
-        """Run a command in a process of its own: where variables count that are read once, at the start."""
+        """Run a command in a separate process.
+
+        It is for variables that are read only once, at the start of a process.
+        """
         given = self.environment(environ)
         done = subprocess.run(
             [PROGRAM, *arguments],
@@ -74,11 +79,11 @@ class Project:
     def document(
         self, *arguments: str, code: int = 0, environ: Mapping[str, str] | None = None
     ) -> Any:
-        """The JSON document that a command prints, which must end with that exit code."""
+        """Return the JSON document that a command prints; assert the exit code."""
         return self.command(*arguments, "--json", environ=environ).parsed(code)
 
     def status(self, endpoint: str = "digits") -> Any:
-        """What `onnx-ops status` says of one endpoint."""
+        """Return the output of `onnx-ops status` for one endpoint."""
         (status,) = self.document("status", endpoint)
         return status
 
@@ -96,7 +101,7 @@ class Project:
     def ask(
         self, endpoint: str, path: str, body: object, content_type: str = "application/json"
     ) -> Any:
-        """What an endpoint answers to one request of bytes, or of a document as JSON."""
+        """Send bytes, or a document as JSON, to an endpoint; return the answer."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         url = f"{self.status(endpoint)['address']}/{path}"
         request = urllib.request.Request(url, data, {"content-type": content_type})
@@ -105,7 +110,7 @@ class Project:
 
     @property
     def registry(self) -> MlflowRegistry:
-        """The project's registry, read beside its commands."""
+        """Return the project's registry, to read it directly."""
         from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 
         state = self.root / ".onnx-ops"
@@ -114,7 +119,7 @@ class Project:
         )
 
     def serve(self) -> None:
-        """Start the endpoint of a project that was copied, by a pass of the reconciler in this process."""
+        """Start the endpoint of a copied project, by one reconciliation in this process."""
         from onnx_ops.app.context import open_project
         from onnx_ops.release.reconcile import reconcile_until_stable
 
@@ -125,9 +130,12 @@ class Project:
         stop_endpoints(self.root / ".onnx-ops" / "endpoints")
 
     def _end_what_a_rollback_left_to_do(self) -> None:
-        """A process in the background that would bring an endpoint back as soon as it is stopped."""
+        """Kill background processes that would restart an endpoint after it is stopped.
+
+        A rollback starts such a process.
+        """
         for place in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended, or is a stranger's
+            with suppress(OSError):  # it has ended, or belongs to another user
                 if b"\0onnx_ops\0" in (place / "cmdline").read_bytes() and (place / "cwd").samefile(
                     self.root
                 ):
@@ -137,8 +145,8 @@ class Project:
 def make_project(folder: Path) -> Project:
     copy_parts(folder, "configs", "examples", "flows", "prefect.yaml")
     for pipeline in (folder / "configs" / "pipelines").glob("*.yaml"):
-        # Tests share their machine with each other, and send no load that a canary could be judged
-        # by; where latency or the rollout is the subject, a test sets it itself.
+        # Tests share their machine, and send too little load to judge a canary by. A test about
+        # latency or about the rollout sets these values.
         text = pipeline.read_text(encoding="utf-8").replace(
             "max_regression: 5%", "max_regression: 100%"
         )
@@ -150,7 +158,9 @@ def make_project(folder: Path) -> Project:
 
 
 class Releases:
-    """Snapshots of one project, made in `folder` by whichever process of a session of tests comes first.
+    """Snapshots of one project, made in `folder` by the first process that needs them.
+
+    All processes of a test session share them.
 
     Both were made with `quantize=[]`. `once`: `digits` serves the release of seed 7, and that of
     seed 8 is measured and judged against it, but not registered. `twice`: `digits` serves the
@@ -192,7 +202,7 @@ class Releases:
                 project.stop_endpoints()
 
     def _keep(self, name: str) -> None:
-        """Copy the project as it is, without what belongs to its running server."""
+        """Copy the project as it is, except for the files of its running server."""
         shutil.rmtree(self._folder / name, ignore_errors=True)
         shutil.copytree(
             self._origin,

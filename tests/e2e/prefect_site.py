@@ -1,4 +1,7 @@
-"""A Prefect server that tests share, and the workers of one project: for the tests that run flows as users do."""
+"""A Prefect server that tests share, and the workers of one project.
+
+It is for tests that run flows as users do.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,13 @@ from tests.support.processes import until
 
 PREFECT = Path(sys.executable).with_name("prefect")
 PASSWORD = "admin:of-the-tests"  # noqa: S105
-"""User and password of the server that tests share."""
+"""User and password of the shared server."""
 
 
 @dataclass
 class PrefectSite:
-    """A Prefect server, as one project and its workers reach it.
+    """A Prefect server, as a project and its workers use it.
+
 
     Args:
         project: whose flows run.
@@ -78,7 +82,9 @@ class PrefectSite:
                 "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
                 "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
                 "PREFECT_SERVER_UI_ENABLED": "false",
-                "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+                "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": (
+                    "prefect.server.concurrency.lease_storage.filesystem"
+                ),
                 "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL": "0.2",
                 "PREFECT_WORKER_QUERY_SECONDS": "1",
                 "PREFECT_CLI_COLORS": "false",
@@ -88,7 +94,7 @@ class PrefectSite:
 
     @property
     def client(self) -> dict[str, str]:
-        """The variables by which a command reaches the server."""
+        """Return the variables by which a command reaches the server."""
         return {
             "PREFECT_HOME": str(self.home),
             "PREFECT_API_URL": self.api,
@@ -102,11 +108,11 @@ class PrefectSite:
             yield client
 
     def call(self, method: str, path: str, document: Any = None) -> Any:
-        """What the API answers to any program.
+        """Call the API as any program does, and return its answer.
 
-        Its SQLite may be locked for a minute by a transaction of the server's own. It answers 503
-        then, or nothing, or ends the connection, and Prefect's own client asks again. So does this,
-        where a second request changes nothing.
+        The server's own transactions can lock its SQLite database for up to a minute. It then
+        answers 503 or nothing, or closes the connection. Prefect's client repeats the request in
+        that case. This method does the same where a second request changes nothing.
         """
         may_repeat = (
             method == "GET" or path.endswith("/filter") or "idempotency_key" in (document or {})
@@ -134,7 +140,10 @@ class PrefectSite:
     def flow_run(
         self, deployment: str, *, ends: str = "COMPLETED", **parameters: Any
     ) -> dict[str, Any]:
-        """Run a deployment, `FLOW/NAME`, and return its flow run, which must end in a state of that type."""
+        """Run a deployment, `FLOW/NAME`, and return its flow run.
+
+        The flow run must end in a state of the type `ends`.
+        """
         found = self.call("GET", f"/deployments/name/{deployment}")
         asked = {"parameters": parameters, "idempotency_key": uuid.uuid4().hex}
         run = self.call("POST", f"/deployments/{found['id']}/create_flow_run", asked)
@@ -152,10 +161,10 @@ class PrefectSite:
         return seen
 
     def latest(self, flow: str) -> dict[str, Any]:
-        """The flow run of a flow that was asked for last.
+        """Return the flow run of a flow that was requested last.
 
-        A schedule's runs do not count: the server creates them days ahead and at any moment, also
-        during another run.
+        Runs of a schedule do not count. The server creates them days in advance, at any moment, and
+        also during another run.
         """
         runs: list[dict[str, Any]] = self.ask("/flow_runs/filter", flows={"name": {"any_": [flow]}})
         return max(
@@ -163,10 +172,12 @@ class PrefectSite:
         )
 
     def wait_until_quiet(self) -> None:
-        """Wait until no run of a schedule is under way: a worker fetches them ahead of time, so some outlive it.
+        """Wait until no run of a schedule is in progress.
 
-        A run that comes late releases what its file says, which would undo what a later test does.
-        Other runs are those of tests that share the server.
+        A worker fetches runs ahead of time, so that some of them outlive the schedule.
+
+        A late run would release what its file describes, and undo what a later test does. Other
+        runs belong to tests that share the server.
         """
 
         def unfinished() -> list[dict[str, Any]]:
@@ -196,7 +207,10 @@ class PrefectSite:
     def task_runs(
         self, flow_run: Mapping[str, Any], expected: Set[str]
     ) -> dict[str, dict[str, Any]]:
-        """Finished task runs by name, those that are expected among them: they reach the API after they happened."""
+        """Return the finished task runs by name, after all expected ones have arrived.
+
+        They reach the API only after they have happened.
+        """
         wanted = {"id": {"any_": [flow_run["id"]]}}
 
         def settled() -> dict[str, dict[str, Any]] | None:
@@ -229,7 +243,10 @@ def ended(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextlib.contextmanager
 def served(home: Path, **environ: str) -> Iterator[str]:
-    """The URL of the API of a healthy server; its SQLite database lies in `home`."""
+    """Yield the URL of the API of a healthy server.
+
+    Its SQLite database is in `home`.
+    """
     port = free_port()
     server = PrefectSite(Project(home, environ), home, f"http://127.0.0.1:{port}/api")
     server.started.append(
@@ -244,7 +261,7 @@ def served(home: Path, **environ: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def site_of(project: Project, home: Path, api: str) -> Iterator[PrefectSite]:
-    """A project's way to a server; what `made.started` lists ends with it."""
+    """Yield a project's access to a server; processes in `made.started` end with it."""
     made = PrefectSite(project, home, api)
     try:
         yield made

@@ -1,4 +1,7 @@
-"""Made-up twins of public tables, as their raw files are: separators, marks, dates, identifiers and all."""
+"""Synthetic imitations of public tables, in the form of their raw files.
+
+They have the same separators, quotation marks, dates and identifiers.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,9 @@ def train(data):
 
 @dataclass(frozen=True)
 class RawTable:
-    """A table: the name of its file, its label, the columns that are used, and what writes its text.
+    """A table: the name of its file, its label, and the columns that are used.
 
-    `write` gets a generator and the number of rows.
+    `write` takes a generator and the number of rows, and returns the text of the file.
     """
 
     file: str
@@ -64,7 +67,7 @@ def _encode(
 
 
 def _telco(draw: Draw, count: int) -> bytes:
-    """Customers, of whom new ones have a blank for their total charges."""
+    """Return customers; new customers have a blank for their total charges."""
     rows = []
     for row in range(count):
         tenure = int(draw.integers(0, 72))
@@ -89,7 +92,10 @@ def _telco(draw: Draw, count: int) -> bytes:
 
 
 def _adult(draw: Draw, count: int) -> bytes:
-    """Census rows with question marks in columns of texts and of numbers, and dots and dashes in names."""
+    """Return census rows.
+
+    Text and numeric columns contain question marks. Names of columns contain dots and dashes.
+    """
     rows = []
     for _ in range(count):
         age, hours = int(draw.integers(17, 90)), int(draw.integers(10, 80))
@@ -108,7 +114,10 @@ def _adult(draw: Draw, count: int) -> bytes:
 
 
 def _wine(draw: Draw, count: int) -> bytes:
-    """Measurements with semicolons, quoted names with spaces, and decimal points."""
+    """Return measurements with semicolons, quoted names and decimal points.
+
+    The names contain spaces.
+    """
     values = draw.normal([8, 0.5, 10.4], [1.7, 0.2, 1.0], (count, 3)).round(3)
     good = (values[:, 2] - values[:, 1] * 3 + draw.normal(0, 0.5, count) > 9).astype(int)
     rows = [[*row, label] for row, label in zip(values.tolist(), good.tolist(), strict=True)]
@@ -118,7 +127,10 @@ def _wine(draw: Draw, count: int) -> bytes:
 
 
 def _bikes(draw: Draw, count: int) -> bytes:
-    """Hours of rentals: degrees in a name, dates with slashes, decimal commas and UTF-16, as Excel exports them."""
+    """Return hours of bicycle rentals, as Excel exports them.
+
+    A column name has a degree sign. Dates have slashes and numbers have decimal commas, in UTF-16.
+    """
     rows = []
     for row in range(count):
         hour, warm = row % 24, float(draw.normal(14, 9))
@@ -138,7 +150,10 @@ def _bikes(draw: Draw, count: int) -> bytes:
 
 
 def _patients(draw: Draw, count: int) -> bytes:
-    """Patients with an index column, postal codes with zeros, 64-bit identifiers, notes and empty cells; compressed."""
+    """Return compressed rows of patients with an index column.
+
+    They have postal codes with leading zeros, 64-bit identifiers, notes and empty cells.
+    """
     rows = []
     for row in range(count):
         pressure = round(float(draw.normal(120, 15)), 1)

@@ -1,4 +1,4 @@
-"""The page "Back up, move, restore" as its reader would follow it, with the real commands."""
+"""The page "Back up, move, restore", followed with the real commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDPOINT = "digits"
 
 
 def traffic(project: Project) -> dict[str, int]:
-    """Return the share of each deployment that gets requests, as the endpoint itself says."""
+    """Return the share of requests for each deployment, as the endpoint reports it."""
     weights: dict[str, int] = project.status()["traffic"]
     return {name: share for name, share in weights.items() if share}
 
@@ -29,7 +29,8 @@ def test_moved_project_after_reconcile_serves_and_rolls_back(
     twice.stop_endpoints()
     moved = Project(twice.root.rename(tmp_path / "another name"), twice.environ)
     try:
-        shutil.rmtree(moved.root / ".onnx-ops" / "models")  # the registry's copies have moved along
+        # The registry's copies were moved with the project.
+        shutil.rmtree(moved.root / ".onnx-ops" / "models")
         assert moved.command("reconcile", ENDPOINT).code == 0
         before = traffic(moved)
         assert moved.command("rollback", ENDPOINT, "--reason", "slow").code == 0
@@ -57,14 +58,15 @@ def test_commands_with_older_ledger_backup_exit_4_until_adoption(
     assert (refused.code, refused.stderr.count("the ledger went back")) == (4, 1)
     seen = twice.root / ".onnx-ops" / "seen" / f"{ENDPOINT}.json"
     assert f"remove {seen}" in " ".join(refused.stderr.split())
-    if forgets:  # as on a machine that has never seen the newer entries; the endpoint has
+    # As on a machine that has never read the newer entries, while the endpoint has them.
+    if forgets:
         seen.unlink()
         refused = twice.command("reconcile", ENDPOINT)
         assert (refused.code, "the endpoint has carried out entry" in refused.stderr) == (4, True)
     assert twice.command("ledger", "adopt", ENDPOINT, "--yes", "--reason", "restored").code == 0
     assert twice.command("reconcile", ENDPOINT).code == 0
-    # The lost rollback is still in the registry: the champion's alias is a request like that of any
-    # user.
+    # The lost rollback is still in the registry: the champion's alias is a request, like a request
+    # of any user.
     assert traffic(twice) == {"v1": 100}
     assert [twice.command(name, ENDPOINT).code for name in ("status", "history", "reconcile")] == [
         0,
@@ -126,7 +128,7 @@ def test_status_without_read_permission_exits_4_without_traceback(twice: Project
 
 
 def drop_rights() -> None:
-    """Take root's right to read what others own from the next program."""
+    """Drop root's right to read the files of other users, for the next program."""
     for right in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
         ctypes.CDLL(None).prctl(24, right, 0, 0, 0)  # PR_CAPBSET_DROP
 

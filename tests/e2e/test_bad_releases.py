@@ -1,4 +1,7 @@
-"""Releases that must not pass: each ends with the right exit code and a reason, and moves nothing."""
+"""Releases that must fail.
+
+Each ends with the right exit code and a reason, and leaves all traffic as it is.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,10 @@ def test_run_with_crashing_optimizer_releases_other_variant(released: Project) -
 
 
 def test_promote_of_tampered_registry_artifact_is_refused(released: Project) -> None:
-    """Found before anything is deployed from it: nothing has made a local copy of the model yet."""
+    """The change is found before any deployment.
+
+    No local copy of the model exists yet.
+    """
     artifacts = released.root / ".onnx-ops" / "mlartifacts"
     registered = set(artifacts.rglob("model.onnx"))
     document = released.run(ONLY_FP32, SECOND, "register.promote=manual")

@@ -1,4 +1,7 @@
-"""Champions measured again by the command: as they were, and under a runtime that computes otherwise."""
+"""Champions that the command measures again.
+
+They are measured unchanged, and under a runtime that computes differently.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make demo`: three releases under load, and the way back."""
+"""`make demo`: three releases under load, and a rollback."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_demo_script_runs_canary_and_both_rollbacks(tmp_path: Path) -> None:
         ]
     finally:
         project.stop_endpoints()
-    assert [shares for shares, _ in itertools.groupby(moved)] == [  # a clean-up moves nothing
+    # A clean-up changes no share of the traffic.
+    assert [shares for shares, _ in itertools.groupby(moved)] == [
         {"v1": 100},
         {"v1": 90, "v4": 10},
         {"v1": 50, "v4": 50},

@@ -1,4 +1,7 @@
-"""kill -9 of a run, in the middle of every stage: the next run continues from what was finished."""
+"""kill -9 of a run during every stage.
+
+The next run continues from the finished stages.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ OVERRIDES = ("--set", ONLY_FP32)
 
 
 def killed_run(project: Project, stage: str, *overrides: str) -> bool:
-    """Start a run and kill it, and every process it started, when it begins a stage; whether it came that far."""
+    """Start a run, and kill it with all its processes when it begins a stage.
+
+    Return whether the run reached the stage.
+    """
     with project.start("run", MLP, *OVERRIDES, *overrides) as process:
         for line in process.stderr or ():
             if line.startswith("[") and f"] {stage} " in line:
@@ -37,7 +43,10 @@ def stages(project: Project) -> list[str]:
 
 
 def check_ledger(root: Path) -> None:
-    """No effect without an outcome, and exactly one outcome that counts for each action on the endpoint."""
+    """Assert that the ledger has no effect without an outcome.
+
+    Each action on the endpoint has exactly one outcome that counts.
+    """
     trusted = TrustedKeys(root / ".onnx-ops" / "keys", role="release")
     ledger = ObjectLedger(
         LocalObjects(root / ".onnx-ops" / "ledger"), LedgerKeys(lambda: trusted, lambda: None)

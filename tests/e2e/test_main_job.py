@@ -1,4 +1,7 @@
-"""The main job by its commands: one story on one project, each step seen from outside."""
+"""The main job by its commands: one sequence on one project.
+
+Each step is observed from outside.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,10 @@ def test_registry_after_run_contains_variant_versions_and_champion(
 
 
 def test_second_run_without_changes_executes_no_stage(project: Project) -> None:
-    """It asks the registry whether its versions are still there, and loads nothing else that takes long."""
+    """The run asks the registry whether its versions still exist.
+
+    It loads no other package that is slow to import.
+    """
     done = project.process("run", MLP, environ={"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.code == 0
     assert "no stage was executed" in done.stdout
@@ -81,7 +87,7 @@ def test_second_run_without_changes_executes_no_stage(project: Project) -> None:
 
 
 def test_run_with_changed_gate_judges_again_without_measuring(first: Any, project: Project) -> None:
-    """The versions stay what they are; only what was decided about them changes."""
+    """The versions stay unchanged; only their decisions change."""
     changed = project.run("gates[1].max_drop=3%")
     kinds = {stage.partition("/")[0] for stage in changed["executed"]}
     assert kinds == {"gate", "register"}

@@ -1,4 +1,7 @@
-"""A release whose model needs a library of operators: measured, served, restarted and rolled back with it."""
+"""A release whose model needs a library of custom operators.
+
+It is measured, served, restarted and rolled back with the library.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,10 @@ def answer(project: Project) -> list[float]:
 
 
 def find_libraries(project: Project) -> tuple[list[Path], list[Path]]:
-    """The library of the endpoint's stable version: where the project stores it, and the server's private copies."""
+    """Return the paths of the library of the endpoint's stable version.
+
+    The first list is where the project stores it. The second one is the server's private copies.
+    """
     status = project.status("softsign")
     stable: Any = status["roles"]["stable"]
     (name,) = stable["custom_ops"]
@@ -100,7 +106,7 @@ def test_custom_operators_are_released_and_restored_with_model(project: Project)
     assert answer(project) == [-1.0, 0.0, 1.5]
     project.stop_endpoints()
     tamper(copies[0])
-    project.document("reconcile", "softsign")  # they are fetched from the registry
+    project.document("reconcile", "softsign")  # the files are fetched from the registry
     assert answer(project) == [-1.0, 0.0, 1.5]
     libraries = [
         *itertools.chain(*find_libraries(project)),

@@ -1,4 +1,7 @@
-"""Stages on other machines: workers of pools, in folders of their own, which are killed at work and cancelled."""
+"""Stages on other machines, run by workers of pools in separate folders.
+
+The workers are killed during a stage, and their runs are cancelled.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ NOWHERE = "board-b"
 """A target whose pool does not exist."""
 
 LIMITS = "gates=[{kind: parity}, {kind: metric, name: accuracy, min: 90%}]"
-"""Tests share their machine with each other: latency is measured, and not judged."""
+"""Gates without latency, which is only measured: tests share their machine."""
 
 TARGET = """
 name: {name}
@@ -41,7 +44,10 @@ requires: {{cores: 1}}
 def site(
     released: Project, prefect_api: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PrefectSite]:
-    """A project whose release is measured on this machine's target, and a worker of the pool of another one."""
+    """Yield a project whose release is measured on this machine's target.
+
+    A worker serves the pool of a second target.
+    """
     for name, pool in ((POOL, POOL), (NOWHERE, "nobody")):
         path = released.root / "configs" / "targets" / f"{name}.yaml"
         path.write_text(TARGET.format(name=name, pool=pool), encoding="utf-8")
@@ -134,7 +140,7 @@ PLACED = {"ONNX_OPS_POOLS": "train=lab, export=lab, validate=lab, quantize=lab"}
 
 @pytest.fixture(scope="module")
 def lab(site: PrefectSite) -> Iterator[PoolSite]:
-    """A project, and a worker of the pool `lab` that has no file of it."""
+    """Yield a project, and a worker of the pool `lab` that has no file of the project."""
     with pool_site(site, variants=2, targets=("lab",)) as made:
         made.work("lab", "--limit", "2")
         yield made

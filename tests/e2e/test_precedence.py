@@ -1,4 +1,7 @@
-"""An unchanged run does not undo a person, and a release is compared with the champion of now before it takes over."""
+"""A person's decision takes precedence over an unchanged run.
+
+A release is compared with the current champion before it takes over.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def promote_by_alias(project: Project) -> None:
 
 
 def promote_by_workflow(project: Project) -> None:
-    """Run the step of the workflow `promote` in a shell, with the variables that GitHub gives it."""
+    """Run the step of the workflow `promote` in a shell, with GitHub's variables."""
     workflow = yaml.safe_load(
         (ROOT / "onnx_ops" / "templates" / "workflows" / "promote.yml").read_text()
     )
@@ -94,14 +97,14 @@ def test_unchanged_run_after_manual_promotion_moves_no_traffic(
     )
     assert traffic(twice) == {"v1": 100}
     assert "left version 2" in twice.command("history", "digits").stdout
-    # The way that the message names.
+    # This is the command that the message names.
     assert twice.command("promote", "digits-mlp/2", "--target", TARGET).code == 0
     assert twice.command("reconcile", "digits").code == 0
     assert traffic(twice) == {"v2": 100}
 
 
 def test_cached_release_is_measured_against_current_champion(once: Project) -> None:
-    """The release of seed 8 was measured against version 1; seed 9 serves meanwhile."""
+    """The release of seed 8 was measured against version 1, but seed 9 serves now."""
     cached = once.run(ONLY_FP32, SECOND, options=("--until", "gate"))
     assert cached["executed"] == []
     once.run(ONLY_FP32, THIRD)

@@ -1,5 +1,8 @@
-"""The automations of `infra/prefect`, made as they say themselves at a server with a password: a failed gate is told, a
-dead run is found."""
+"""The automations of `infra/prefect`, created at a server with a password.
+
+They are created as their own instructions describe. A failed gate leads to a notification, and a
+dead run is found.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ FILE = ROOT / "infra" / "prefect" / "automations.yaml"
 GATE, DEAD = "onnx-ops gate failed", "onnx-ops dead runs are crashed"
 CLOCK = SystemClock()
 SILENCE_S = 10
-"""The shortest that a server takes for a trigger that waits for silence."""
+"""Shortest time that a server accepts for a trigger on missing events, in seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +58,16 @@ def inbox(site: PrefectSite) -> Iterator[WebhookSink]:
             headers=None,
             cookies=None,
         )
-        block.save("ops", overwrite=True)  # tests of blocks have saved one of that name
+        block.save("ops", overwrite=True)  # tests of blocks have saved one of the same name
         yield inbox
 
 
 @pytest.fixture(scope="module")
 def automations(site: PrefectSite, inbox: WebhookSink) -> Iterator[dict[str, dict[str, Any]]]:
-    """Made by the commands in the file, with a shorter silence; by name."""
+    """Create the automations by the commands in the file; yield them by name.
+
+    The time without events is shorter than in the file.
+    """
     commands = [
         line.removeprefix("#   ")
         for line in FILE.read_text().splitlines()

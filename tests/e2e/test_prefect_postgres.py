@@ -1,4 +1,7 @@
-"""The pools of `infra/pools`, and at night a pipeline run by a worker of one, with Prefect on PostgreSQL."""
+"""The pools of `infra/pools`.
+
+At night, a worker of a pool also runs a pipeline, with Prefect on PostgreSQL.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def site(
 
 @pytest.fixture
 def database() -> Iterator[str]:
-    """`postgresql://…`"""
+    """Yield the URL of a database, `postgresql://…`."""
     with postgres() as url:
         yield url.replace("+psycopg2", "")
 
@@ -41,7 +44,7 @@ def database() -> Iterator[str]:
 def production(
     project: Project, database: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PrefectSite]:
-    """As `site`, with a server of its own that keeps its records in the database."""
+    """Yield a site like `site`, whose own server keeps its records in the database."""
     home, url = (
         tmp_path_factory.mktemp("prefect"),
         database.replace("postgresql://", "postgresql+asyncpg://"),

@@ -1,4 +1,7 @@
-"""The pipeline by Prefect: a real server and worker, the deployments of `prefect.yaml`, a schedule that fires."""
+"""The pipeline by Prefect: a real server and worker.
+
+The deployments of `prefect.yaml` and a schedule that fires are tested.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ STATIC = (
 def site(
     released: Project, prefect_api: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PrefectSite]:
-    """The deployments of a project that serves a release of float32 alone, and a worker for them."""
+    """Yield the deployments of a project, and a worker for them.
+
+    The project serves a release of float32 only.
+    """
     file = released.root / MLP
     text = file.read_text(encoding="utf-8")
     assert STATIC in text
@@ -45,7 +51,10 @@ def site(
 
 @pytest.fixture(scope="module")
 def first(site: PrefectSite) -> dict[str, Any]:
-    """The first run of the pipeline: the training again, and what belongs to the variant that is new."""
+    """Return the first flow run of the pipeline.
+
+    It trains again, and runs the stages of the new variant.
+    """
     return site.flow_run("pipeline/digits-mlp", no_cache=["train"])
 
 

@@ -1,4 +1,4 @@
-"""Rollback under a client's eyes, with the registry up and with it stopped."""
+"""Rollback under a client's load, with the registry running and stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = {"inputs": [{"name": "x", "shape": [1, 64], "datatype": "FP32", "data": [
 
 
 def load(project: Project) -> LoadProcess:
-    """One client that asks the endpoint again and again."""
+    """Start a client that sends requests to the endpoint repeatedly."""
     url = f"{project.status()['address']}/v2/models/digits-mlp/infer"
     return LoadProcess(
         LoadPlan(url=url, payloads=[Payload(body=json.dumps(ROWS).encode())], seconds=300.0)
@@ -30,12 +30,12 @@ def load(project: Project) -> LoadProcess:
 
 
 def answered(records: Records, *, after_ns: int) -> set[str]:
-    """The deployments that answered requests which were sent after this moment."""
+    """Return the deployments that answered requests sent after this moment."""
     return {records.names[index] for index in records.deployment[records.sent_ns > after_ns]}
 
 
 def wait_for_answers(project: Project, name: str) -> None:
-    """Wait until a deployment has answered twenty more requests, by the server's counts."""
+    """Wait until the server counts twenty more answers of a deployment."""
     page, line = (
         f"{project.status()['address']}/metrics",
         f'onnx_ops_requests_total{{.*deployment="{name}".*}} (.*)',
@@ -50,7 +50,7 @@ def wait_for_answers(project: Project, name: str) -> None:
 
 
 def names(project: Project) -> tuple[str, str]:
-    """The deployments of both releases, the older one first."""
+    """Return the deployments of both releases, the older one first."""
     roles = project.status()["roles"]
     return roles["previous"]["name"], roles["stable"]["name"]
 

@@ -1,4 +1,4 @@
-"""The PyTorch pipeline, and a second release that an operator moves in by steps."""
+"""The PyTorch pipeline, and a second release that an operator rolls out in steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS, BY_STEPS = "steps: [100%]", "steps: [10%, 50%, 100%]"
 
 @pytest.fixture
 def candidate(once: Project) -> Project:
-    """The second release has 10 % of the traffic."""
+    """Return a project whose second release has 10 % of the traffic."""
     file = once.root / MLP
     text = file.read_text(encoding="utf-8")
     assert STEPS in text

@@ -1,4 +1,7 @@
-"""Secrets of the environment, of settings, files and URLs appear in no output, file, tag or process list."""
+"""Secrets appear in no output, file, tag or process list.
+
+They are secrets of the environment, of settings, of files and of URLs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from onnx_ops.app.scaffold import scaffold
 from tests.support.git import commit_all
 from tests.support.processes import end_all
 
-pytestmark = pytest.mark.nightly  # two runs of a pipeline
+pytestmark = pytest.mark.nightly  # runs a pipeline two times
 
 VARIABLES = (
     "AWS_SECRET_ACCESS_KEY",
@@ -60,7 +63,7 @@ BROKEN = (
     "promote shop/1 --target cpu-1t",
     "run configs/pipelines/shop.yaml --set train.with.seed=9",
 )
-"""Commands whose services do not answer, with their addresses in messages."""
+"""Commands whose services do not answer; their messages contain the addresses."""
 
 
 def _secret(place: str) -> str:
@@ -69,7 +72,7 @@ def _secret(place: str) -> str:
 
 @contextmanager
 def _watched_processes() -> Iterator[set[str]]:
-    """Collect the command lines of all processes meanwhile."""
+    """Collect the command lines of all processes until the end of the block."""
     lines: set[str] = set()
     ended = threading.Event()
 
@@ -89,11 +92,17 @@ def _watched_processes() -> Iterator[set[str]]:
 
 
 def _write_project(root: Path) -> None:
-    """Write a project with a pipeline, one of a model at a URL, and one whose data lies where a variable says."""
+    """Write a project with three pipelines.
+
+    One is the usual one, one has a model at a URL, and one names its data by a variable.
+    """
     scaffold(root, "shop", "sklearn")
     folder = root / "configs" / "pipelines"
     shop = (folder / "shop.yaml").read_text(encoding="utf-8")
-    url = f"https://user:{_secret('password of a URL')}@127.0.0.1:9/model.onnx?sig={_secret('signature of a URL')}"
+    url = (
+        f"https://user:{_secret('password of a URL')}@127.0.0.1:9/model.onnx"
+        f"?sig={_secret('signature of a URL')}"
+    )
     sections = f'model: "{url}"\nexport: {{framework: onnx}}\nbenchmark: {{targets: [cpu-1t]}}\n'
     remote = shop.partition("train:\n")[0] + sections
     path = shop.partition("deploy:\n")[0].replace(

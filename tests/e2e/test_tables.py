@@ -1,4 +1,7 @@
-"""A table to an endpoint that answers records and CSV with missing cells as the source does."""
+"""A table, from its file to an endpoint.
+
+The endpoint answers records and CSV with missing cells as the source does.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ ROWS: list[dict[str, Any]] = [
 def test_endpoint_of_table_model_answers_like_source(fresh_project: Project) -> None:
     import pandas as pd
 
-    from examples.churn_table import train as train_churn  # it imports scikit-learn
+    # The import of this module imports scikit-learn.
+    from examples.churn_table import train as train_churn
 
     fresh_project.run(pipeline=PIPELINE)
     arrays = FileSource().load(FileData(file="examples/data/churn-train.csv"), fresh_project.root)
@@ -44,9 +48,17 @@ def test_endpoint_of_table_model_answers_like_source(fresh_project: Project) -> 
     frame = pd.DataFrame(ROWS).astype({"age": "float32", "income": "float32", "visits": "float32"})
     expected = source.predict_proba(frame)
     csv = "\n".join(
-        [",".join(COLUMNS), *(",".join("" if row[c] is None else str(row[c]).lower() if c == "member" else str(row[c])
-                                       for c in COLUMNS) for row in ROWS)]
-    )  # fmt: skip
+        [
+            ",".join(COLUMNS),
+            *(
+                ",".join(
+                    "" if row[c] is None else str(row[c]).lower() if c == "member" else str(row[c])
+                    for c in COLUMNS
+                )
+                for row in ROWS
+            ),
+        ]
+    )
 
     for body, kind in (
         ({"dataframe_records": ROWS}, "application/json"),

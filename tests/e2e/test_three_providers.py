@@ -1,7 +1,9 @@
-"""The same release on every provider: a first version, a good one that is promoted, a bad one that is not,
-and an operator who goes back. Behind the clouds' real SDKs are the fakes; their figures are of
-requests that were
-really answered, and are reported as late as the clouds report them."""
+"""The same releases on every provider.
+
+The first version serves, a good one is promoted, a bad one is not, and an operator rolls back. The
+clouds' real SDKs call the fakes. Their metrics come from requests that were really answered. The
+fakes report them as late as the clouds do.
+"""
 
 from __future__ import annotations
 
@@ -57,15 +59,18 @@ JUDGED = RolloutPolicy(
     steps=(0.2, 0.5, 1.0), min_requests=(60,), guardrails=(Guardrail(name="errors"),), epoch=0.25
 )
 BURST = 200
-"""Requests between two looks."""
+"""Requests between two readings of the metrics."""
 LOOKS = 40
 ODD_PERCENT = 30
-"""Percent of requests that the bad version fails on: so many that its first step shows it."""
+"""Percent of requests that the bad version fails on.
+
+They are so many that its first step shows it.
+"""
 
 
 @dataclass
 class World:
-    """Three providers, one registry and one ledger; the commands see the same as the test does."""
+    """Three providers, one registry and one ledger, which the commands use too."""
 
     project: Project
     context: Context
@@ -85,7 +90,7 @@ class World:
         )
 
     def release(self, model: str, seed: str, *, scale: float, table: int = 8) -> str:
-        """Register a version and ask for it; what it is called on its endpoints."""
+        """Register a version and request its release; return its name on its endpoints."""
         path = write_model(
             self.project.root / "made" / model / seed / "model.onnx", scale=scale, table=table
         )
@@ -110,7 +115,7 @@ class World:
         return f"v{version}"
 
     def wind(self) -> None:
-        """All minutes until now are over, and reported."""
+        """Put the clocks forward, so that all minutes until now are over and reported."""
         self.clock.shift += LATE_S
         for site in self.sites.values():
             site.wind(LATE_S)
@@ -124,13 +129,16 @@ class World:
         return {name: weight for name, weight in observed.split.weights.items() if weight}
 
     def reconcile_all(self, *configs: EndpointConfig) -> str:
-        """What is due at each of them, in this order; why nothing more is at the last one."""
+        """Do what is due at each endpoint, in this order.
+
+        Return the reason why nothing more is due at the last one.
+        """
         return [
             reconcile_until_stable(self.context, config.endpoint)[-1].why for config in configs
         ][-1]
 
     def answers(self, *configs: EndpointConfig) -> list[tuple[str, float]]:
-        """Who answers a request at each endpoint, and with which factor."""
+        """Return the deployment and the factor that answer a request at each endpoint."""
         found = []
         for config in configs:
             site = self.sites[config.provider]
@@ -140,7 +148,7 @@ class World:
         return found
 
     def drive(self, config: EndpointConfig, clients: Clients) -> str:
-        """Reconcile until no rollout is in progress; why the last move was made."""
+        """Reconcile until no rollout is in progress; return the reason of the last move."""
         why = ""
         for _ in range(LOOKS):
             why = reconcile_until_stable(self.context, config.endpoint)[-1].why
@@ -162,7 +170,7 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # marshmallow, about the SDK's own schemas
+        warnings.simplefilter("ignore")  # warnings of marshmallow about the SDK's own schemas
         importlib.import_module("azure.ai.ml")
     root = tmp_path_factory.mktemp("three")
     (root / "onnx-ops.toml").touch()
@@ -271,7 +279,7 @@ def test_staged_release_over_all_providers_is_rolled_back_by_one_command(world: 
 
 
 def audited(lines: list[Any], first: str, good: str, bad: str) -> None:
-    """The ledger records who moved what where, and on which evidence."""
+    """Assert that the ledger records actor, change and evidence of each move."""
     moves = [line for line in lines if line["versions"]]
     assert [(line["kind"], line["what"].rpartition(": ")[2]) for line in moves] == [
         ("first-deployment", f"{first} 100 %"),

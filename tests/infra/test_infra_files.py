@@ -1,4 +1,7 @@
-"""What stands in infra/, read by the tools that know each format; and what it promises, read by us."""
+"""The files in infra/, read by the tools for each format.
+
+The tests also check what the files promise.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The image without an engine: its files copied, its installation run, its entrypoint started as each cloud does.
+"""The image without a container engine.
 
-What the Dockerfile says is read from it. Not shown here: that an engine builds it.
+Its files are copied, its installation is run, and its entrypoint is started as each cloud does.
+
+The instructions are read from the Dockerfile. That an engine builds it is not shown here.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ NEVER_LOADED = ("pydantic", "onnx", "scipy", "cryptography", "rich", "typer", "h
 
 
 def instruction(name: str) -> list[str]:
-    """The exec form of the Dockerfile's last such instruction."""
+    """Return the exec form of the Dockerfile's last instruction of this name."""
     line = [line for line in LINES if line.startswith(f"{name} ")][-1]
     words: list[str] = json.loads(line.removeprefix(f"{name} "))
     return words
@@ -59,7 +61,10 @@ def instruction(name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What stands at /opt/onnx-ops in the image. Takes the time of an installation, so its tests are nightly."""
+    """Return the folder that is /opt/onnx-ops in the image.
+
+    The installation takes long, so the tests that use it are nightly.
+    """
     source, venv = tmp_path_factory.mktemp("src"), tmp_path_factory.mktemp("image") / "onnx-ops"
     first_stage = LINES[: next(i for i, line in enumerate(LINES) if line.endswith(" AS platform"))]
     for copied in [line.split()[1:] for line in first_stage if line.startswith("COPY ")]:
@@ -82,7 +87,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["here", pytest.param("installed", marks=pytest.mark.nightly)])
 def image(request: pytest.FixtureRequest) -> Path:
-    """What has the server's packages: this environment, or the one that the image's installation makes."""
+    """Return a folder with the server's packages.
+
+    It is this environment, or the one that the image's installation makes.
+    """
     if request.param == "here":
         return Path(sys.prefix)
     found: Path = request.getfixturevalue("installed")
@@ -106,7 +114,10 @@ def healthy(image: Path, environ: Mapping[str, str]) -> bool:
 
 @contextmanager
 def running(image: Path, folder: Path, given: Mapping[str, str]) -> Iterator[None]:
-    """The entrypoint with the image's variables and the cloud's, and with one folder to write to."""
+    """Run the entrypoint with the variables of the image and of the cloud.
+
+    It can write to one folder.
+    """
     scratch = folder / "tmp"
     scratch.mkdir()
     environ = {
@@ -193,7 +204,7 @@ def test_base_image_is_pinned_by_digest() -> None:
 
 
 def complete(bill: Path, status: str, *reports: Path) -> Any:
-    """What the image's script makes of a bill."""
+    """Return the bill of materials after the image's script has completed it."""
     listed = bill.with_name("status")
     listed.write_text(status, encoding="utf-8")
     script = INFRA / "docker" / "bill.py"

@@ -1,7 +1,7 @@
-"""The policies of infra/aws allow what the SageMaker provider asks AWS for, and nothing more.
+"""The policies of infra/aws allow exactly the requests of the SageMaker provider.
 
-The fake of `tests.support.clouds` holds every request of every test against them; here stands what
-no request shows.
+The fake of `tests.support.clouds` checks every request of every test against them. The tests here
+cover what no request shows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SERVICES = {
     "service-quotas": "servicequotas",
     "sts": "sts",
 }
-"""botocore's name of a service, and IAM's."""
+"""IAM's name of each service, by its name in botocore."""
 S3_ACTIONS = {
     "CompleteMultipartUpload": "PutObject",
     "CreateMultipartUpload": "PutObject",
@@ -39,7 +39,7 @@ S3_ACTIONS = {
     "ListObjectsV2": "ListBucket",
     "UploadPart": "PutObject",
 }
-"""Operations that need the permission of another name."""
+"""Operations whose permission has another name."""
 WITHOUT_OPERATION = {
     "cloudwatch:DeleteAlarms",
     "cloudwatch:PutMetricAlarm",
@@ -47,11 +47,15 @@ WITHOUT_OPERATION = {
     "iam:PassRole",
     "sagemaker:AddTags",
 }
-"""Asked for by AWS itself, where a role or tags are handed over with a request, or autoscaling is
-set up.
+"""Permissions that AWS itself needs, without an operation.
+
+AWS checks them where a request passes a role or tags, or sets up autoscaling.
 """
 NOUNS = ("model", "endpoint_config")
-"""What stands behind a verb such as `create_`, where the provider puts an operation together."""
+"""Nouns that follow a verb such as `create_`.
+
+The provider builds an operation's name of both.
+"""
 ENDPOINT = "arn:aws:sagemaker:us-east-1:123456789012:endpoint"
 OURS = "aws:ResourceTag/onnx-ops.endpoint"
 PASSED = {"iam:PassedToService": "sagemaker.amazonaws.com"}
@@ -65,18 +69,18 @@ ANYWHERE = {
     "servicequotas:ListServiceQuotas",
     "sts:GetCallerIdentity",
 }
-"""What AWS does not limit to a resource."""
+"""Permissions that AWS does not limit to a resource."""
 
 
 def sources() -> list[Path]:
-    """Every module of the provider and its source of figures."""
+    """Return every module of the provider and of its source of metrics."""
     endpoints = sorted((ADAPTERS / "endpoints").glob("sagemaker*.py"))
     return [*endpoints, ADAPTERS / "aws.py", ADAPTERS / "metrics" / "cloudwatch.py"]
 
 
 @cache
 def operations() -> Mapping[str, tuple[str, str]]:
-    """Name of a client's method to IAM's name of the service, and the operation."""
+    """Return IAM's name of the service and the operation, by the client's method."""
     import botocore.session
     from botocore import xform_name
 
@@ -89,7 +93,10 @@ def operations() -> Mapping[str, tuple[str, str]]:
 
 
 def called(text: str) -> Iterator[str]:
-    """Methods that are called by name, or by a verb and a noun, and operations that are listed page by page."""
+    """Yield the names of the methods that a source text calls.
+
+    They include names built of a verb and a noun, and operations that are listed page by page.
+    """
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.JoinedStr):
             parts = [part.value if isinstance(part, ast.Constant) else None for part in node.values]

@@ -1,4 +1,7 @@
-"""Templates of work pools, and the manifests of the services in a cluster: valid, closed, and without secrets."""
+"""Templates of work pools, and the manifests of the services in a cluster.
+
+They are valid, allow no unknown fields, and contain no secrets.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tests.infra.infra_tools import INFRA
 MANIFESTS = INFRA / "kubernetes" / "onnx-ops.yaml"
 POOLS = {path.stem: path for path in sorted((INFRA / "pools").glob("*.json"))}
 VERSIONS = ("1.29", "1.31", "1.33")
-"""Oldest and newest of Kubernetes that the manifests are held against."""
+"""Kubernetes versions, the oldest to the newest, that the manifests must fit."""
 
 PLACE = re.compile(r"{{ ?(\w+) ?}}")
 WORKLOADS = ("StatefulSet", "Deployment", "DaemonSet", "Job")
@@ -34,7 +37,10 @@ def template(kind: str) -> dict[str, Any]:
 
 
 def filled(value: Any, values: dict[str, Any]) -> Any:
-    """As Prefect fills a template: a placeholder alone becomes its value, and nothing at all if it has none."""
+    """Fill a template as Prefect does.
+
+    A value that is only a placeholder becomes its value. Without a value, its key is omitted.
+    """
     if isinstance(value, str):
         if alone := PLACE.fullmatch(value):
             return values.get(alone.group(1))
@@ -48,7 +54,7 @@ def filled(value: Any, values: dict[str, Any]) -> Any:
 
 
 def job() -> dict[str, Any]:
-    """What the Kubernetes worker makes of its template for a run."""
+    """Return what the Kubernetes worker makes of its template for a run."""
     found = template("kubernetes")
     properties = found["variables"]["properties"]
     values = {name: one["default"] for name, one in properties.items() if "default" in one}

@@ -1,4 +1,7 @@
-"""What the files of a new project name exists: actions, files, extras, commands, options, stages of the image."""
+"""Everything that the files of a new project name exists.
+
+The names are those of actions, files, extras, commands, options and stages of the image.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which jobs of the workflows the clouds' roles trust, by the claims of the tokens that GitHub gives those jobs."""
+"""The jobs of the workflows that the clouds' roles trust.
+
+Trust depends on the claims of the tokens that GitHub gives those jobs.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,16 @@ AUDIENCE = {
     "aws-actions/configure-aws-credentials": "sts.amazonaws.com",
     "azure/login": "api://AzureADTokenExchange",
 }
-"""For whom an action asks for its token."""
+"""The audience for which an action requests its token."""
 READ_ONLY = {"id-token": "none"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One job as it runs for an event. `audiences` are those of the clouds that it signs in to."""
+    """One job as it runs for an event.
+
+    `audiences` are those of the clouds that it signs in to.
+    """
 
     name: str
     event: str
@@ -37,7 +43,7 @@ class Job:
     audiences: tuple[str, ...]
 
     def claims(self, audience: str, *, repository: str = REPOSITORY) -> dict[str, str]:
-        """What stands in its token."""
+        """Return the claims in the job's token."""
         if self.environment:
             context = f"environment:{self.environment}"
         elif self.event == "pull_request":
@@ -53,10 +59,10 @@ def read(file: Path) -> dict[Any, Any]:
 
 
 def jobs(folder: Path) -> Iterator[Job]:
-    """Every job of a folder's workflows, for each event that starts it."""
+    """Yield every job of a folder's workflows, for each event that starts it."""
     for file in sorted(folder.glob("*.yml")):
         workflow = read(file)
-        on = workflow[True]  # YAML 1.1 takes `on` for a boolean
+        on = workflow[True]  # YAML 1.1 reads `on` as a boolean
         for event in on if isinstance(on, dict) else [on]:
             for name, job in workflow["jobs"].items():
                 if _runs(str(job.get("if", "")), event):
@@ -77,7 +83,7 @@ def jobs(folder: Path) -> Iterator[Job]:
 
 
 def _runs(condition: str, event: str) -> bool:
-    """What the jobs' conditions say of an event."""
+    """Return whether a job with this condition runs for an event."""
     known = {
         "": True,
         "${{ !cancelled() }}": True,
@@ -89,7 +95,10 @@ def _runs(condition: str, event: str) -> bool:
 
 @cache
 def federated() -> frozenset[tuple[str, str]]:
-    """Subjects and audiences that the operator's identity in infra/azure trusts."""
+    """Return the subjects and audiences that the operator's identity trusts.
+
+    The identity is the one in infra/azure.
+    """
     from pycep import BicepParser
 
     text = (INFRA / "azure" / "onnx-ops.bicep").read_text(encoding="utf-8")
@@ -122,7 +131,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_cloud_roles_trust_jobs_that_sign_in(folder: Path) -> None:
     signing = [job for job in jobs(folder) if job.audiences]
-    evaluation = "model-commit.yml:evaluate"  # whose roles only read, and are the operator's own
+    # Its roles are the operator's own, and can only read.
+    evaluation = "model-commit.yml:evaluate"
     released = {"model-commit.yml:release", "promote.yml:promote", "rollback.yml:rollback"}
     assert {job.name for job in signing} == {*released, evaluation}
     for job in signing:

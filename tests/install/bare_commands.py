@@ -1,4 +1,4 @@
-"""Every command of the command line, and what it says where only the base is installed."""
+"""Every command of the command line, and its output with the base only."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ register: {model: trained}
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A command line, its exit code, and what it says; `extras` are those that it asks for, in order."""
+    """A command line, its exit code, and its output.
+
+    `extras` are those that the output asks for, in order.
+    """
 
     line: str
     code: int
@@ -54,7 +57,7 @@ class Call:
     extras: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
     works: bool = False
-    """Whether it does real work, which takes seconds."""
+    """Whether the command does real work, which takes seconds."""
 
     @property
     def arguments(self) -> list[str]:
@@ -163,7 +166,7 @@ CALLS = (
 
 
 def make_project(folder: Path) -> None:
-    """Write a project with an endpoint that has a ledger of two releases, and no server."""
+    """Write a project without a server, whose endpoint has a ledger of two releases."""
     folder.mkdir(exist_ok=True)
     (folder / "onnx-ops.toml").touch()
     write_perceptron(folder / "model.onnx")
@@ -178,9 +181,8 @@ def make_project(folder: Path) -> None:
     )
     keys = folder / ".onnx-ops" / "keys"
     keys.mkdir(parents=True)
-    (folder / ".onnx-ops" / "endpoints" / "digits").mkdir(
-        parents=True
-    )  # of a server that has ended
+    # The record of a server that has ended.
+    (folder / ".onnx-ops" / "endpoints" / "digits").mkdir(parents=True)
     (keys / "signing.pub.pem").write_bytes(FakeSigner().public_pem())
     write_durably(keys / "signing.pem", FakeSigner().private_pem())
     with on_disk(folder), patch.object(release_parts, "config_of", lambda _: local):

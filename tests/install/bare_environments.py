@@ -1,4 +1,4 @@
-"""Environments that hold what the base of onnx-ops needs, and nothing else."""
+"""Environments that hold only what the base of onnx-ops needs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(enco
 
 
 def requirements_of(extra: str) -> tuple[Requirement, ...]:
-    """Return the requirements of an extra, or of the base if that is empty."""
+    """Return the requirements of an extra, or of the base if `extra` is empty."""
     lines = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
     return tuple(map(Requirement, lines))
 
 
 def base_distributions() -> frozenset[str]:
-    """Return the canonical names of all distributions that the base needs, those of its requirements included."""
+    """Return the canonical names of all distributions that the base needs.
+
+    This includes the requirements of its requirements.
+    """
     found: set[str] = set()
     open_requirements = list(requirements_of(""))
     while open_requirements:
@@ -48,9 +51,11 @@ def base_distributions() -> frozenset[str]:
 
 
 def link_base(folder: Path) -> Path:
-    """Make an environment with links to this one's base distributions and to the sources; return its interpreter.
+    """Make an environment with links to the base distributions and to the sources.
 
-    It takes a fraction of a second, where an installation takes many.
+    The distributions are those of this environment. Return the new interpreter.
+
+    This takes a fraction of a second, where an installation takes many.
     """
     venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
     (packages,) = folder.glob("lib/python*/site-packages")
@@ -77,7 +82,7 @@ def _entry_points() -> Iterator[str]:
 
 def install_base(folder: Path) -> Path:
     """Build the wheel and install it into a new environment; return its interpreter."""
-    source = folder / "source"  # where no earlier build has left anything
+    source = folder / "source"  # a folder without the files of an earlier build
     shutil.copytree(
         ROOT / "onnx_ops", source / "onnx_ops", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -109,7 +114,10 @@ def installed_in(python: Path) -> frozenset[str]:
 
 
 def environ_of(folder: Path) -> dict[str, str]:
-    """Return this process's variables without those of Python and of onnx-ops; what is written goes below a folder."""
+    """Return the variables of this process without those of Python and of onnx-ops.
+
+    Programs with these variables write below `folder`.
+    """
     kept = {
         name: text
         for name, text in os.environ.items()

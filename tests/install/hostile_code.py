@@ -1,7 +1,9 @@
-"""What code of a pull request does to reach later jobs. A test copies it into the commit; it runs nowhere else.
+"""Attacks by the code of a pull request on later jobs.
 
-`attack.json` beside it holds `place`, the folder where each trick that runs leaves what it has
-seen.
+A test copies this file into the commit; it runs nowhere else.
+
+`attack.json` beside it holds `place`, the folder where each trick that runs stores what it could
+read.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ TRIED: list[str] = []
 
 
 def loot(trick: str) -> None:
-    """Leave what a trick can see."""
+    """Write what a trick can read into the folder of the attack."""
     seen = {"argv": sys.argv, "environ": dict(os.environ), "cwd": str(Path.cwd())}
     name = f"{trick.replace('/', '_')}.{os.getpid()}"
     (PLACE / name).write_text(json.dumps(seen), encoding="utf-8")
@@ -38,7 +40,7 @@ def looter(trick: str) -> str:
 
 
 def plant(trick: str, path: Path, text: str, *, adds: bool = False, runs: bool = False) -> None:
-    """Write a file that a later step or job may run, if the job can."""
+    """Write a file that a later step or job would run, if the job can write it."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if adds else "w", encoding="utf-8") as stream:
@@ -49,7 +51,7 @@ def plant(trick: str, path: Path, text: str, *, adds: bool = False, runs: bool =
 
 
 def shell(trick: str) -> str:
-    """Return a line of a shell that leaves a trace."""
+    """Return a line for a shell that leaves a trace."""
     return f"echo ran > {PLACE}/{trick.replace(' ', '_')}.$$\n"
 
 
@@ -89,7 +91,7 @@ def attack_machine(home: Path, temp: Path, checkout: Path) -> None:
 
 
 def attack_runner(temp: Path) -> None:
-    """Write what the runner reads after a step, and print what it reads during one."""
+    """Write the files that the runner reads after a step, and print commands for it."""
     evil = temp / "evil"
     settings = f"PYTHONPATH={evil}\nBASH_ENV={evil}/start\nONNX_OPS_SIGNING=auto\n"
     event = {"pull_request": {"number": 1, "head": {"sha": "f" * 40}, "base": {"sha": "e" * 40}}}
@@ -114,7 +116,10 @@ def attack_runner(temp: Path) -> None:
 
 
 def attack_artifact(folder: Path) -> None:
-    """Plant modules, links, pipes and large files among the results, and change these after they are written."""
+    """Plant modules, links, pipes and large files among the results.
+
+    The results are changed after they are written.
+    """
     modules = (
         "typing_extensions",
         "sitecustomize",
@@ -150,7 +155,10 @@ def attack_artifact(folder: Path) -> None:
 
 
 def change_results(file: Path) -> None:
-    """Wait for the results, and replace them by a pass with texts of the attacker's choice."""
+    """Wait for the results, and replace them by passed ones.
+
+    Their texts are of the attacker's choice.
+    """
     results: list[dict[str, object]] = []
     while not results:
         time.sleep(0.001)
@@ -166,7 +174,7 @@ def change_results(file: Path) -> None:
 
 
 def attack() -> None:
-    """Try everything once, in the process that trains."""
+    """Try every attack once, in the process that trains."""
     loot("training code")
     temp = Path(os.environ["RUNNER_TEMP"])
     attack_machine(Path.home(), temp, Path.cwd())

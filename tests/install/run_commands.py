@@ -1,4 +1,7 @@
-"""Runs command lines in one process: reads them from standard input as JSON, writes what came of each."""
+"""A program that runs command lines in one process.
+
+It reads them from standard input as JSON, and writes the result of each.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The base installation: what it brings, what works in it, and what each command says that needs more."""
+"""The base installation: its packages, its working commands, and its messages.
+
+A command that needs an extra names it.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,12 @@ ALLOWED = frozenset(
     annotated-doc annotated-types anyio attrs cattrs certifi cffi cryptography flatbuffers fsspec h11 httpcore httpx
     idna jinja2 markdown-it-py markupsafe mdurl ml-dtypes numpy onnx onnxruntime packaging protobuf pycparser pydantic
     pydantic-core pygments pyyaml rich scipy shellingham typer typing-extensions typing-inspection
-    """.split()  # noqa: SIM905 (a list of words reads better)
+    """.split()  # noqa: E501, SIM905 (a list of words reads better)
 )
 """Distributions that the base may bring."""
 
 GROUPS = {"platform", "demo", "docs", "dev", "auth"}
-"""Extras that are made of others, or that no code of ours imports."""
+"""Extras that consist of others, or that no code of this project imports."""
 
 ROOMS = {
     "onnx_ops.serving": plugins.EXTRAS["serve"],
@@ -50,7 +53,7 @@ ROOMS = {
     "onnx_ops.integrations.mlflow_deployments": plugins.EXTRAS["mlflow"],
     "onnx_ops.testing": ("pytest",),
 }
-"""Modules that an import may fail for want of these packages."""
+"""Modules whose import can fail because these packages are missing."""
 
 IMPORT_ALL = """
 import importlib, json, pkgutil, onnx_ops
@@ -98,7 +101,7 @@ def run(
 
 
 def check(call: Call, code: int, output: str) -> list[str]:
-    """Return what is wrong with what a command said."""
+    """Return the errors in the output of a command."""
     text = " ".join(output.replace("│", " ").split())
     wanted = f"pip install 'onnx-ops[{call.extras}]'" if call.extras else ""
     problems = [f"exit code {code}, not {call.code}"] if code != call.code else []
@@ -157,7 +160,8 @@ def test_project_extras_equal_extras_named_in_code() -> None:
         for extra in PROJECT["optional-dependencies"]
         if extra not in GROUPS
     }
-    pins = {"fastapi", "sqlalchemy"}  # of Prefect, which imports them
+    # Packages of Prefect, which imports them.
+    pins = {"fastapi", "sqlalchemy"}
     found = {
         extra: {name.removesuffix("-cpu") for name in names}
         - {"onnx-ops"}

@@ -1,4 +1,7 @@
-"""A pull request that attacks: what its code leaves for later jobs gets no token and no key, and decides nothing."""
+"""A pull request that attacks later jobs.
+
+What its code leaves behind gets no token and no key, and decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ SECRETS = {
     "ONNX_OPS_SIGNING_PEM": "PEM-of-the-release-key",
     "MLFLOW_TRACKING_TOKEN": "token-of-the-registry",
 }
-"""What the repository holds; none of it is for a job that runs code of a pull request."""
+"""Secrets of the repository.
+
+No job that runs code of a pull request gets any of them.
+"""
 
 CODE = Path(__file__).with_name("hostile_code.py")
 MODULES = (
@@ -32,8 +38,7 @@ MODULES = (
     "rich/__init__",
     "cattrs/__init__",
 )
-"""Modules in the root that stand in for installed ones, or that an interpreter imports by itself.
-"""
+"""Modules in the root that replace installed ones, or that an interpreter imports."""
 
 STAND_IN = """
 import importlib, sys
@@ -77,7 +82,7 @@ def attack(root: Path, place: Path) -> list[str]:
         "from __future__ import annotations\nfrom models.attack import attack\n",
     )
     train.write_text(f"{code}\n\nattack()\n", encoding="utf-8")
-    # What the job that publishes would install, if it took it from the commit.
+    # The job that publishes would install this if it took it from the commit.
     evil = root / "vendor" / "evil"
     evil.mkdir()
     setup = (
@@ -121,8 +126,7 @@ def test_hostile_pull_request_gets_no_token_key_or_verdict(world: World, tmp_pat
     assert "results changed" in judged
     for path in place.iterdir():
         path.unlink()
-    # The last commit is that of the base again: what runs from here on came with what the job has
-    # left.
+    # The last commit is that of the base again. Whatever runs from here on was left by the job.
     git(world.origin, "reset", "--quiet", "--hard", base)
     publish = world.run("publish", "pull_request", pull, secrets=SECRETS, code=1)
     assert list(place.iterdir()) == [], "code of the pull request ran in the job that publishes"

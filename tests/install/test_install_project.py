@@ -1,4 +1,7 @@
-"""A new project on machines that have nothing of ours: what its files name exists, and its workflows run."""
+"""A new project on machines without this project's packages.
+
+What its files name exists, and its workflows run.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,13 @@ from tests.install.workflow_runner import bare_path
 from tests.install.workflow_world import MACHINE, World, log, open_world
 from tests.support.git import git
 
-pytestmark = (
-    pytest.mark.nightly
-)  # installs the platform into new environments: minutes for each template
+# The tests install the platform into new environments, which takes minutes for each template.
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
 def onnx_ops(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command of the wheel in an environment of its own."""
+    """Return the command of the wheel in an isolated environment."""
     return install_base(tmp_path_factory.mktemp("installed")).with_name("onnx-ops")
 
 
@@ -43,7 +45,8 @@ def test_workflows_of_new_project_run_on_bare_machine(world: World) -> None:
     pipeline = yaml.safe_load(text)
     given = next(given for given in ("strength: 1.0", "seed: 7", "seed: 0") if given in text)
     second_release = str(2 + len(pipeline.get("quantize", ())))
-    # A pull request is judged, and nothing is registered. (The machine of these tests is shared.)
+    # A pull request is judged, and nothing is registered. The limit of latency is raised, since
+    # these tests share their machine.
     head = world.commit(was="max: 2 MB", becomes="max: 3 MB")
     if "quantize" in pipeline:
         head = world.commit(was="max_regression: 5%", becomes="max_regression: 80%")
@@ -55,15 +58,14 @@ def test_workflows_of_new_project_run_on_bare_machine(world: World) -> None:
     assert "fraud.yaml: PASS" in world.github.requests[-1].document["body"]
     assert "fraud.yaml: PASS" in published.summary
     assert not (runner.checkout / ".onnx-ops" / "ledger").exists()
-    # A push on a hosted runner stops at its gates; without a token the summary is written all the
-    # same.
+    # A push on a hosted runner stops at its gates. The summary is written even without a token.
     runner = world.push(first, hosted=True, token="")
     published = world.run("publish", "push", {"before": first}, token="")
     assert "fraud.yaml: PASS" in published.summary
     assert "Nothing was registered or released" in published.summary
     assert "no token was given" in log(published)
     assert not (runner.checkout / ".onnx-ops" / "ledger").exists()
-    # On a runner that keeps its state what is pushed is registered, promoted by a person, and
+    # On a runner that keeps its state, a pushed model is registered, promoted by a person, and
     # rolled back.
     world.commit(was="promote: auto", becomes="promote: manual")
     for version in ("1", second_release):
@@ -93,7 +95,10 @@ STAGES = ("build", "platform")
 def test_dockerfile_stage_commands_run_without_container_engine(
     stage: str, onnx_ops: Path, tmp_path: Path
 ) -> None:
-    """No engine builds it here: what a stage copies is copied, and what it runs is run, below a folder."""
+    """The test copies and runs what a stage does, below a folder.
+
+    No container engine builds the image.
+    """
     init = [str(onnx_ops), "init", "fraud"]
     subprocess.run(
         init, cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}, check=True

@@ -1,4 +1,7 @@
-"""Runs the `run:` steps of a workflow as a runner of GitHub's does, in an environment that holds nothing of ours."""
+"""A program that runs the `run:` steps of a workflow as a runner of GitHub does.
+
+Its environment holds nothing of this project.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,10 @@ import psutil
 import yaml
 
 FOREIGN = {"actions/setup-python", "actions/cache/restore", "actions/cache/save"}
-"""Actions whose work is done before a job begins, or makes no difference here: `python` is on the path, and the first
-job of a repository finds an empty cache."""
+"""Actions that need no work here.
+
+`python` is already on the path, and the first job of a repository finds an empty cache.
+"""
 CHECKOUT, UPLOAD, DOWNLOAD = (
     "actions/checkout",
     "actions/upload-artifact",
@@ -36,7 +41,7 @@ def load(file: Path) -> dict[Any, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """A step that was run."""
+    """A step that has run."""
 
     name: str
     code: int
@@ -45,7 +50,7 @@ class Done:
 
 @dataclass
 class Runner:
-    """The machine of a job: `contexts` is what expressions read, `environ` what steps inherit.
+    """The machine of a job: `contexts` for expressions, `environ` for steps.
 
     `origin` is the repository; `checkout` the workspace, with the commit of the event unless a job
     checks out another; `artifacts` holds what the jobs of a run leave.
@@ -76,7 +81,8 @@ class Runner:
         try:
             return self._run_steps(document["steps"], environ, self.contexts)
         finally:
-            for process in psutil.process_iter():  # as a runner ends what a job has left
+            # A runner also ends the processes that remain after a job.
+            for process in psutil.process_iter():
                 with contextlib.suppress(psutil.Error):
                     if process.environ().get("RUNNER_TRACKING_ID") == str(self.temp):
                         process.kill()
@@ -141,7 +147,10 @@ class Runner:
         return 0
 
     def _move_files(self, action: str, given: Mapping[str, str], *, optional: bool) -> None:
-        """Do what the actions of checkouts and artifacts do; the commit of the event is there before a job begins."""
+        """Do the work of the actions for checkouts and artifacts.
+
+        The commit of the event is already there before a job begins.
+        """
         if action == CHECKOUT and "path" in given:
             assert given["persist-credentials"] == "False"
             folder = str(self.checkout / given["path"])
@@ -205,7 +214,7 @@ class Runner:
 
 
 def _list_pipes(folder: str, names: list[str]) -> list[str]:
-    """Return the pipes among the files of a folder, which no archive holds."""
+    """Return the pipes among the files of a folder, which an archive cannot hold."""
     return [name for name in names if (Path(folder) / name).is_fifo()]
 
 
@@ -216,12 +225,15 @@ def _pairs(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def bare_path(folder: Path) -> str:
-    """Return a PATH with a plain Python, as `setup-python` leaves it, and the system's programs."""
+    """Return a PATH with a plain Python and the system's programs.
+
+    `setup-python` leaves such a PATH.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     plain = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
     for name in ("python", "python3"):
         (folder / name).unlink(missing_ok=True)
-        # A link would make the interpreter look for its library beside the link.
+        # With a link, the interpreter would look for its library beside the link.
         (folder / name).write_text(f'#!/bin/sh\nexec {plain} "$@"\n', encoding="utf-8")
         (folder / name).chmod(0o755)
     return os.pathsep.join((str(folder), "/usr/local/bin", "/usr/bin", "/bin"))

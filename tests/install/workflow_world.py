@@ -1,4 +1,4 @@
-"""A repository of a project, a stand-in for GitHub, and the machines on which the jobs of its workflows run."""
+"""A project's repository, a fake GitHub, and the machines of the workflows' jobs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.support.processes import end_all
 
 TOKEN = "ghs_a-token"  # noqa: S105 (of no account)
 MACHINE = re.compile(r"PIP_|UV_|SSL_|https?_proxy|no_proxy|OMP_", re.IGNORECASE)
-"""Variables of the machine, such as where its packages come from."""
+"""Variables of the machine, such as those for the source of its packages."""
 
 
 @dataclass
 class World:
-    """A repository of the project, and a server that stands for GitHub.
+    """A repository of the project, and a fake server of GitHub.
 
-    Each job runs on a machine with a folder of its own: home, workspace and temporary files.
+    Each job runs on a machine with separate folders: home, workspace and temporary files.
     """
 
     name: str
@@ -37,7 +37,7 @@ class World:
     github: WebhookSink
 
     def commit(self, *, was: str = "", becomes: str = "") -> str:
-        """Commit all that is there, after a change of the pipeline file; return the commit."""
+        """Commit all files, after a change of the pipeline file; return the commit."""
         file = self.origin / "configs" / "pipelines" / f"{self.name}.yaml"
         text = file.read_text(encoding="utf-8")
         assert was in text
@@ -58,7 +58,9 @@ class World:
         inputs: Mapping[str, str] | None = None,
         code: int = 0,
     ) -> Runner:
-        """Run a job of the last commit, which must end with the code, after the jobs whose artifacts it needs.
+        """Run a job of the last commit, after the jobs whose artifacts it needs.
+
+        The job must end with the given exit code.
 
         A runner that is not hosted keeps its state.
         """
@@ -71,7 +73,7 @@ class World:
         else:
             git(machine, "clone", "--quiet", str(self.origin), str(checkout))
         temp = machine / "temp"
-        for path in temp.glob("*"):  # environments stay, which are the same again
+        for path in temp.glob("*"):  # environments stay: new ones would be equal
             if path.name not in ("venv", "publish"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         head = git(self.origin, "rev-parse", "HEAD")
@@ -110,7 +112,7 @@ class World:
         return runner
 
     def push(self, before: str, *, hosted: bool, token: str = TOKEN) -> Runner:
-        """Run the jobs of a push; return the machine of the release."""
+        """Run the jobs of a push; return the machine of the job that releases."""
         self.forget_artifacts()
         self.run("evaluate", "push", {"before": before}, token=token)
         return self.run("release", "push", {"before": before}, hosted=hosted, token=token)
@@ -120,7 +122,7 @@ class World:
         shutil.rmtree(self.folder / "artifacts", ignore_errors=True)
 
     def status(self, runner: Runner) -> dict[str, Any]:
-        """Return what the endpoint does after a job, whose processes the runner has ended."""
+        """Return the status of the endpoint after a job, whose processes have ended."""
         command = [str(runner.temp / "venv" / "bin" / "onnx-ops"), "status", "--json"]
         done = subprocess.run(
             command,
@@ -139,7 +141,8 @@ class World:
 
 @contextmanager
 def open_world(onnx_ops: Path, folder: Path, template: TemplateName) -> Iterator[World]:
-    """Make a project and commit it; end what its jobs have left running.
+    """Yield a committed project; end the processes that its jobs have left.
+
 
     Args:
         onnx_ops: the command of an installed release, which makes the project.
@@ -165,7 +168,7 @@ def answer(letter: ReceivedRequest) -> Reply:
 
 
 def log(runner: Runner) -> str:
-    """Return what the steps of a job printed."""
+    """Return the output of the steps of a job."""
     return "\n".join(
         f"--- {step.name} ended with {step.code}\n{step.output}" for step in runner.done
     )

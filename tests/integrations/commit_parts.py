@@ -17,5 +17,5 @@ gates:
 
 
 def pipeline_text(train: str, size: str = "1 MB") -> str:
-    """A pipeline with this training function, whose model may have so many bytes."""
+    """Return a pipeline with this training function, whose model is limited to `size`."""
     return _PIPELINE.format(train=train, size=size)

@@ -1,4 +1,4 @@
-"""One guarded MLflow server for the whole session: basic-auth, two users and a policy."""
+"""One guarded MLflow server for the session: basic-auth, two users and a policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.processes import does_answer, running_process
 
 @pytest.fixture(scope="session")
 def veto_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Keys, policy and users' file of a guarded server."""
+    """Return a folder with keys, policy and the users' file of a guarded server."""
     home = tmp_path_factory.mktemp("veto")
     create_key(home / "keys" / "signing.pem")
     create_key(home / "server" / "override.pem")
@@ -53,5 +53,5 @@ def veto_server(veto_home: Path) -> Iterator[GuardedServer]:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the tests' pipelines have in common is done once."""
+    """Return a store for all pipelines of the tests, so that common work is done once."""
     return tmp_path_factory.mktemp("store")

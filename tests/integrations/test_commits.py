@@ -1,4 +1,7 @@
-"""A commit whose models passed their gates: a release that did not end well, and one that the job would lose."""
+"""A commit whose models passed their gates.
+
+Failed releases, and releases that the job would lose, are tested too.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ SHARED = {"tracking_uri": "https://mlflow.example.org", "ledger": "s3://models/l
 
 @pytest.fixture
 def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
-    """A project of whose only commit the results lie in `evaluated`."""
+    """Yield a project with one commit, whose results are in `evaluated`."""
     with on_disk(tmp_path / "project"), effect_operations.synthetic():
         project = effect_operations.project_of(effect_operations.judged())
         root = project.settings.root

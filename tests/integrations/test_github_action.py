@@ -1,4 +1,7 @@
-"""The action's script as the workflow calls it: a real repository and pipeline, and a server that stands for GitHub."""
+"""The action's script as the workflow calls it.
+
+Repository and pipeline are real; a server stands for GitHub.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ class GitHub:
 
 @dataclass
 class Runner:
-    """A checkout in a job of GitHub's."""
+    """A checkout in a job on GitHub."""
 
     root: Path
     github: GitHub
@@ -95,7 +98,7 @@ class Runner:
         (self.root / name).write_text(text, encoding="utf-8")
 
     def propose(self, files: Mapping[str, str]) -> None:
-        """A pull request against the first commit that writes these files."""
+        """Open a pull request against the first commit that writes these files."""
         for name, text in files.items():
             self.write(name, text)
         head, base = {"sha": self.commit()}, {"sha": os.environ["GITHUB_SHA"]}
@@ -105,11 +108,11 @@ class Runner:
         return main([name, "--folder", str(self.root.parent / folder), *arguments])
 
     def judge(self) -> tuple[int, int]:
-        """Exit codes of both steps."""
+        """Return the exit codes of both steps of a pull request."""
         return self.step("evaluate"), self.step("publish")
 
     def release(self) -> tuple[int, int, int]:
-        """Exit codes of the steps of a push, which are jobs of their own."""
+        """Return the exit codes of the steps of a push, which are separate jobs."""
         evaluated = self.root.parent / "evaluated"
         codes = (
             self.step("evaluate", folder="evaluated"),
@@ -273,7 +276,8 @@ def test_action_for_release_onto_disk_of_job_stops_at_gates(
     assert "Nothing was registered or released" in runner.summary()
     state = runner.root / ".onnx-ops"
     assert not {path.name for path in state.iterdir()} & {"ledger", "endpoints", "mlartifacts"}
-    if (state / "mlflow.db").exists():  # it was asked for the champion
+    # The action has asked the registry for the champion.
+    if (state / "mlflow.db").exists():
         with contextlib.closing(sqlite3.connect(state / "mlflow.db")) as database:
             assert database.execute("SELECT count(*) FROM model_versions").fetchone() == (0,)
 
@@ -337,7 +341,7 @@ def test_publish_without_results_reports_error(
 
 
 def _passed(**changes: Any) -> dict[str, Any]:
-    """The JSON of one pipeline whose only variant passed."""
+    """Return the JSON of one pipeline whose only variant passed."""
     result = GateResult(
         gate="size", metric="size", limit="≤ 1 MB", verdict=Verdict.PASS, reason="small"
     )
@@ -429,7 +433,7 @@ def test_publish_of_hostile_results_uses_own_event_and_escapes_text(runner: Runn
 
 
 def test_action_steps_run_script_and_write_results(runner: Runner, tmp_path: Path) -> None:
-    """The composite action's own lines, run by the shell that it names."""
+    """The shell that the composite action names runs the action's own lines."""
     action = yaml.safe_load(
         (ROOT / ".github/actions/onnx-ops/action.yml").read_text(encoding="utf-8")
     )

@@ -1,4 +1,7 @@
-"""The action that wraps `onnx-ops judge`: its script is run with a program that writes down what it was called with."""
+"""The action that wraps `onnx-ops judge`.
+
+Its script runs with a program that records its arguments.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def step() -> dict[str, Any]:
 
 
 def ran(folder: Path, code: int, **inputs: str) -> tuple[int, list[str], str, str]:
-    """Exit code, arguments of the program, the step's outputs and the job summary."""
+    """Run the action; return exit code, arguments, the step's outputs and the summary."""
     program = folder / "bin" / "onnx-ops"
     program.parent.mkdir()
     program.write_text(PROGRAM, encoding="utf-8")

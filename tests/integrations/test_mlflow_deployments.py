@@ -30,7 +30,7 @@ pytestmark = pytest.mark.services
 
 
 def signed(project: Project, release: Publication, verdict: Verdict) -> Publication:
-    """The publication with decisions that the project's own key has signed."""
+    """Return the publication with decisions that the project's own key has signed."""
     signer = project.context.signer()
     assert signer is not None
     target = TargetFiles(project.settings.root).load(TARGET).digest()
@@ -44,7 +44,10 @@ def signed(project: Project, release: Publication, verdict: Verdict) -> Publicat
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    """Versions 1 and 2 passed; 3 failed. Of another model, version 1 passed."""
+    """Yield a project with versions 1 and 2, which passed, and 3, which failed.
+
+    Another model has version 1, which passed.
+    """
     root = tmp_path_factory.mktemp("project")
     (root / "configs" / "targets").mkdir(parents=True)
     (root / "configs" / "targets" / f"{TARGET}.yaml").write_text(
@@ -78,7 +81,7 @@ def client(project: Project) -> Iterator[mlflow_deployments.OnnxOpsDeployments]:
 
 
 def slope(version: str, project: Project) -> float:
-    """What the version multiplies by."""
+    """Return the factor of the version."""
     seed = {"1": "a", "2": "b"}[version]
     return 1.0 + int(digest_bytes(seed.encode())[-4:], 16) + len("fp32")
 

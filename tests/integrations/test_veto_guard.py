@@ -1,4 +1,4 @@
-"""What the guard of the registry's server lets through."""
+"""The requests that the guard of the registry's server allows."""
 
 from __future__ import annotations
 
@@ -154,7 +154,8 @@ def test_changes_of_foreign_model_are_allowed(plain: Guarded) -> None:
     plain.guard.delete_version("faces", "1")
     plain.guard.rename_model("faces")
     plain.guard.delete_model("faces")
-    plain.set_alias(CHAMPION, "9")  # no such version: MLflow says so itself
+    # MLflow itself reports that the version does not exist.
+    plain.set_alias(CHAMPION, "9")
 
 
 @given(st.text(max_size=40))

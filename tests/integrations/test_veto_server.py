@@ -1,4 +1,7 @@
-"""A real `mlflow server --app-name onnx-ops` with basic-auth: what it refuses over HTTP, and to whom."""
+"""A real `mlflow server --app-name onnx-ops` with basic-auth.
+
+The tests check which requests it refuses over HTTP, and for which users.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ UI = "/ajax-api"
 def registry(
     veto_server: GuardedServer, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], MlflowRegistry]:
-    """The registry as a user reaches it."""
+    """Return the registry as a user reaches it."""
 
     def reach(user: str) -> MlflowRegistry:
         monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", user)
@@ -63,7 +66,7 @@ def versions(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> tuple[VersionRecord, VersionRecord]:
-    """A version that passed and one that failed, in a model of this test's own."""
+    """Return a version that passed and one that failed, of a model for this test only."""
     model = re.sub(r"[^a-z0-9]+", "-", request.node.name).strip("-")
     reached = registry("release-bot")
     read = []
@@ -109,7 +112,7 @@ def test_set_alias_through_ui_and_api_returns_same_refusal(
 def test_set_alias_with_other_request_spelling_is_refused(
     veto_server: GuardedServer, versions: tuple[VersionRecord, VersionRecord]
 ) -> None:
-    """What MLflow's handler would understand, the guard understands too."""
+    """The guard must understand every spelling that MLflow's handler understands."""
     _, failed = versions
     asked = alias(failed)
     for document in (
@@ -299,7 +302,7 @@ def test_server_start_with_invalid_configuration_exits_1(
 
 @pytest.mark.nightly
 def test_graphql_schema_has_no_registry_mutation() -> None:
-    """If a later MLflow adds such mutations, the guard must look at them too."""
+    """If a later MLflow adds such mutations, the guard must check them too."""
     program = (
         "from mlflow.server.graphql.graphql_schema_extensions import schema\n"
         "print(sorted(schema.graphql_schema.mutation_type.fields))"

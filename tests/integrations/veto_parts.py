@@ -1,4 +1,7 @@
-"""Versions with real signatures, in memory or published to a server: what the guard's tests are written in."""
+"""Versions with real signatures, in memory or published to a server.
+
+The tests of the guard use them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ overrides: [alice]
 def decision_record(
     seed: str, verdict: Verdict = Verdict.PASS, *, sequence: int = 10
 ) -> DecisionRecord:
-    """A decision about the content that `seed` names."""
+    """Return a decision about the content that `seed` names."""
     return DecisionRecord(
         model=MODEL,
         release=digest_bytes(b"release " + seed.encode()),
@@ -73,7 +76,7 @@ def tags_of(signed: SignedDecision) -> dict[str, str]:
 def judged(
     release: Publication, signer: Signer, verdict: Verdict, *, sequence: int = 10
 ) -> Publication:
-    """The same release, with real signatures and a latency gate that ended so."""
+    """Return the same release with real signatures and a latency gate of this verdict."""
     records = []
     for variant in release.variants:
         results = (
@@ -200,6 +203,6 @@ class Guarded:
         self.guard.set_alias(user, model, alias, version)
 
     def set_tag(self, version: str, key: str, value: str, *, user: str = "") -> None:
-        """What the server does: the check, then the tag."""
+        """Set a tag as the server does: check the request, then store the tag."""
         self.guard.set_tag(user, MODEL, version, key, value)
         self.versions.change(version, **{key: value})

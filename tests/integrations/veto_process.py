@@ -1,4 +1,4 @@
-"""A guarded MLflow server as a process, and how its users call it."""
+"""A guarded MLflow server as a process, and the calls of its users."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ auth_cache_ttl_seconds = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardedServer:
-    """`url` without user; `signer` is one that the server trusts."""
+    """A guarded server: `url` has no user, `signer` is one that the server trusts."""
 
     url: str
     home: Path
     signer: EcdsaSigner
 
     def call(self, user: str, method: str, path: str, document: object = None) -> tuple[int, Any]:
-        """Status and JSON of one request, as the browser or any client would send it."""
+        """Send a request as the browser or any client would; return its status and JSON."""
         word = base64.b64encode(f"{user}:{PASSWORD}".encode()).decode()
         headers = {"Authorization": f"Basic {word}", "Content-Type": "application/json"}
         data = None if document is None else json.dumps(document).encode()
@@ -51,7 +51,10 @@ class GuardedServer:
 
 
 def server_environment(home: Path, **changes: str) -> dict[str, str]:
-    """The environment of a guarded server; a change to nothing takes a variable away."""
+    """Return the environment of a guarded server.
+
+    A change to an empty text removes a variable.
+    """
     kept = {
         name: value
         for name, value in os.environ.items()

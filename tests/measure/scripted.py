@@ -1,4 +1,4 @@
-"""A runtime whose figures follow a script."""
+"""A runtime whose measurements follow a script."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from onnx_ops.ports import (
 
 
 class Scripted(OnnxRuntime):
-    """The real runtime, but a request takes `cost` times `unit_ns`, with noise between sessions.
+    """The real runtime, with scripted times: a request takes `cost` times `unit_ns`.
 
-    Models that are `refused` are not timed; without `peak`, memory is not known. `asked` lists the
-    schedules.
+    Sessions differ by noise. Models that are `refused` are not timed. Without `peak`, memory is
+    unknown. `asked` lists the schedules.
     """
 
     def __init__(

@@ -1,4 +1,7 @@
-"""A model with one fragile node, and a ground for searches on which times follow from what a file holds."""
+"""A model with one fragile node, and a search context with computed times.
+
+The times follow from the content of the file.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ from tests.support.graphs import write_graph
 LAYERS = ("first", "second", "third", "head")
 WIDTH, CLASSES = 32, 4
 LOUD = 1000.0
-"""The first input carries nothing and is this much louder than the others: in 8 bits they are gone.
+"""Factor by which the first input is larger than the others.
+
+The input carries no information. In 8 bits, its range leaves no steps for the others.
 """
 
 SLOW = "cpu-slow"
@@ -37,7 +42,10 @@ SLOW = "cpu-slow"
 
 
 def write_fragile(path: Path, *, tuning: int = 200) -> dict[str, Path]:
-    """A perceptron whose node `first` cannot be quantized, rows to calibrate, to tune and to score on."""
+    """Write a perceptron whose node `first` cannot be quantized.
+
+    Return the files of rows for calibration, tuning and scoring.
+    """
     rng = np.random.default_rng(3)
     sizes = [16, WIDTH, WIDTH, WIDTH, CLASSES]
     weights: dict[str, Any] = {}
@@ -67,12 +75,15 @@ def write_fragile(path: Path, *, tuning: int = 200) -> dict[str, Path]:
 
 
 def write_words(path: Path) -> None:
-    """A classifier of words, most of whose weights are a table, and rows to tune by."""
+    """Write a classifier of words and rows for tuning.
+
+    Most of its weights are a table.
+    """
     rng = np.random.default_rng(3)
     table = rng.normal(size=(500, WIDTH)).astype(np.float32)
     head = rng.normal(size=(WIDTH, CLASSES)).astype(np.float32)
     text = f"""(int64[batch,5] x) => (float[batch,{CLASSES}] scores) {{ [table] rows = Gather(table_w, x)
-        [mean] mean = ReduceMean<keepdims = 0>(rows, axes) [head] scores = MatMul(mean, head_w) }}"""
+        [mean] mean = ReduceMean<keepdims = 0>(rows, axes) [head] scores = MatMul(mean, head_w) }}"""  # noqa: E501
     write_graph(path, text, axes=np.array([1]), table_w=table, head_w=head)
     for name in ("train", "tune"):
         x = rng.integers(0, len(table), (200, 5))
@@ -81,7 +92,10 @@ def write_words(path: Path) -> None:
 
 
 class Steady:
-    """ONNX Runtime with a clock of its own: a product in int8 takes half the time of one in float, on SLOW more."""
+    """ONNX Runtime with a simulated clock.
+
+    A product in int8 takes half the time of one in float, and more time on SLOW.
+    """
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -111,7 +125,7 @@ class Steady:
 
 
 def _time(path: Path, target: Target) -> float:
-    """1000 for each product in float, 500 for others; 1200 on the slow target."""
+    """Return the time: 1000 per float product, 500 per other product, 1200 on SLOW."""
     names = [node.op_type for node in onnx.load(path).graph.node]
     integers = sum(name in ("MatMulInteger", "DynamicQuantizeMatMul") for name in names)
     gain = -200.0 if target.name == SLOW else 500.0
@@ -121,7 +135,10 @@ def _time(path: Path, target: Target) -> float:
 def fragile_ground(
     folder: Path, *, budget: Budget | None = None, calibrated: bool = False
 ) -> SearchContext:
-    """A ground below `folder`, which holds what `write_fragile` wrote to `source/model.onnx`."""
+    """Return a search context below `folder`.
+
+    `write_fragile` has written `source/model.onnx` there.
+    """
     settings = load_settings(folder, {})
     context: Context = build_context(settings)
     steady = Steady(context.runtime("onnxruntime"))

@@ -1,4 +1,7 @@
-"""Axes that a pipeline declares free: their check, and wrong copies of recurrent nets, which parity must find."""
+"""Axes that a pipeline declares free: their check, and faulty recurrent exports.
+
+Parity must find the faulty exports.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def test_check_free_axes_with_reference_at_one_other_size_passes() -> None:
 
 
 class RejectingExporter(TorchExporter):
-    """Exports as torch does; its source rejects every length but that of the samples."""
+    """An exporter of torch whose source rejects every length but that of the samples."""
 
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
@@ -117,7 +120,10 @@ def test_export_stage_with_unproven_free_axis_raises_user_error(tmp_path: Path) 
 
 @pytest.fixture(scope="module")
 def lstm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ReferenceOutputs]:
-    """A bidirectional LSTM with its state as input, exported with a free length, and its source's answers."""
+    """Return a bidirectional LSTM with its state as input, and its source's outputs.
+
+    It is exported with a free length.
+    """
     from tests.support.recurrent_modules import StatefulLstm, sequences
 
     module = StatefulLstm("LSTM", bidirectional=True)
@@ -151,7 +157,7 @@ def exchange_directions(model: ModelProto, node: NodeProto) -> None:
 
 
 def cut_length(model: ModelProto, node: NodeProto) -> None:
-    """Leave out the steps after those of the samples, and answer zeros there."""
+    """Drop the steps beyond the length of the samples, and return zeros there."""
     model.graph.initializer.append(numpy_helper.from_array(np.array(LENGTH, np.int64), "cut.most"))
     model.graph.initializer.append(numpy_helper.from_array(np.array([0], np.int64), "cut.place"))
     nodes = [

@@ -1,4 +1,4 @@
-"""Two runs that scored the same rows, compared row by row afterwards."""
+"""Runs that scored the same rows, and their comparison row by row afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A faulty export is reported with the node that is at fault; a good one never is."""
+"""Parity of exports: a faulty one is reported with its faulty node.
+
+A correct export is never reported.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ FAULTS: Mapping[str, Callable[[Weights], Weights]] = {
 
 
 class Source:
-    """A network with its sound export, its own answers, and a look inside it."""
+    """A network with its correct export, its own outputs, and its intermediate values."""
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -101,7 +104,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 
 def faulty(source: Source, folder: Path, weight: str, fault: str) -> tuple[Path, ParityMeasurement]:
-    """A faulty export, and its worst measurement."""
+    """Write a faulty export; return it with its worst measurement."""
     sound = folder / "model.onnx"
     sound.write_bytes(source.path.read_bytes())
     path = write_changed(sound, weight, FAULTS[fault])
@@ -193,7 +196,7 @@ def test_locate_divergence_without_node_explains_why(
 
 
 def validated(source: Source, path: Path, exporter: Exporter, root: Path) -> tuple[Divergence, ...]:
-    """What the stage stores."""
+    """Return the divergences that the validate stage stores."""
     context: Context = replace(
         FakeWorld().context(root=root),
         exporter=lambda *_: exporter,
@@ -269,7 +272,7 @@ CPU_TARGET = Target(name="cpu")
 
 
 class Project(NamedTuple):
-    """A trained model's export and variants by name, rows, and the source's answers to them."""
+    """A trained model's exports and variants by name, rows, and the source's outputs."""
 
     models: dict[str, Path]
     samples: Tensors
@@ -357,7 +360,7 @@ ELSEWHERE = Target(name="elsewhere")
 
 
 class OddMachine(OnnxRuntime):
-    """Its units for one product round the weights to two digits."""
+    """A machine whose units for one product round the weights to two digits."""
 
     def __init__(self, weight: str) -> None:
         super().__init__()
@@ -377,7 +380,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def proven(model: Path) -> list[ReferenceGroup]:
-    """The answers of the reference CPU stand for those of the source."""
+    """Use the outputs of the reference CPU in place of the source's."""
     inputs = rows(64)
     (answers,) = OnnxRuntime().run(model, ELSEWHERE, (inputs,))
     return [ReferenceGroup(name="real", inputs=inputs, single=dict(answers), double=None)]

@@ -1,4 +1,4 @@
-"""Activations of a quantized variant are looked at beside the float export's."""
+"""Activations of a quantized variant, compared with those of the float export."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ SCALE = np.float32(0.05)
 
 
 def samples(seed: int) -> Any:
-    """Rows whose features go together, which is what compensation lives on."""
+    """Return rows with correlated features, which compensation depends on."""
     draw = np.random.default_rng(seed)
     return {
         "x": (draw.standard_normal((256, 1)) + 0.2 * draw.standard_normal((256, 8))).astype(
@@ -99,7 +99,7 @@ def samples(seed: int) -> Any:
 
 
 def with_levels(folder: Path, levels: Any) -> tuple[Path, Path]:
-    """The perceptron with the levels (8, 16) in place of its first weight."""
+    """Write the perceptron with levels (8, 16) in place of its first weight."""
     source, derived = write_perceptron(folder / "source.onnx"), folder / "derived.onnx"
     model = read_model(source)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -118,7 +118,10 @@ def with_levels(folder: Path, levels: Any) -> tuple[Path, Path]:
 
 
 def compensated(steps: Any) -> Any:
-    """Each row takes over what all rows before it lost: the sum over features stays within half a step."""
+    """Round each row with the error that the rows before it have left.
+
+    The sum over the features stays within half a step.
+    """
     levels, owed = np.empty_like(steps), np.zeros(steps.shape[1])
     for row in range(len(steps)):
         levels[row] = np.rint(steps[row] + owed)
@@ -170,7 +173,10 @@ def test_measure_weights_with_unused_levels_reports_stretch(tmp_path: Path) -> N
 
 
 class TestBalancedChannels:
-    """Loud channels of a normalization are balanced with their weights, and the checks know it."""
+    """Loud channels of a normalization are balanced with their weights.
+
+    The checks take the balancing into account.
+    """
 
     @pytest.fixture(params=["dynamic", "static"])
     def variant(self, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
@@ -213,7 +219,10 @@ class TestBalancedChannels:
 def test_is_compensating_of_bias_accepts_only_mean_error_of_its_weight(
     tmp_path: Path, share: float, sound: bool
 ) -> None:
-    """Rows with a mean of 1 give the error of rounding a mean, which quantizers subtract from the bias."""
+    """Quantizers subtract the mean rounding error from the bias.
+
+    Rows with a mean of 1 show that error.
+    """
     feeds = {"x": samples(1)["x"] + 1}
     source, derived = with_levels(tmp_path, np.rint)
     weights = {t.name: numpy_helper.to_array(t) for t in read_model(source).graph.initializer}

@@ -1,4 +1,4 @@
-"""What a source is asked, what it refuses, and what that means for its export."""
+"""The inputs of a source, those that it refuses, and the effect on its export."""
 
 from __future__ import annotations
 
@@ -179,9 +179,9 @@ def test_reference_of_rows_with_nan_puts_missing_values_inside_domain(tmp_path: 
     assert {group.name: group.inside for group in asked.groups}["missing"]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch's own, while it exports
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch itself, during the export
 def test_parity_gate_of_recurrent_export_with_nan_difference_is_advisory(tmp_path: Path) -> None:
-    """The runtime's kernels let NaN through as a number; the source answers NaN."""
+    """The runtime's kernels return a number for NaN, and the source returns NaN."""
     import torch
 
     class Recurrent(torch.nn.Module):
@@ -215,7 +215,7 @@ def test_parity_gate_of_recurrent_export_with_nan_difference_is_advisory(tmp_pat
 
 
 def test_measure_group_of_output_without_row_axis_compares_it() -> None:
-    """As the last state of a recurrent layer, (layers, rows, width)."""
+    """An example is the last state of a recurrent layer, (layers, rows, width)."""
     samples = rows(40)
     wide = {"state": np.zeros((60, 3), dtype=np.float32)}
     group = ReferenceGroup(name="real", inputs=samples, single=wide, double=None)
@@ -227,7 +227,7 @@ def test_measure_group_of_output_without_row_axis_compares_it() -> None:
 
 
 class Slow:
-    """A linear source that takes a tenth of a second a row, by a clock of its own."""
+    """A linear source that takes a tenth of a second per row, by a simulated clock."""
 
     def __init__(self, clock: list[float]) -> None:
         self._clock = clock
@@ -255,7 +255,7 @@ def test_reference_of_slow_source_uses_fewer_rows_and_records_limit(
 
 
 class Ranked:
-    """A source that gives the elements of the turned row in the order of the row."""
+    """A source that returns the elements of the reversed row in the order of the row."""
 
     def reference(self, model: object, inputs: Tensors, precision: str) -> Tensors:
         x = inputs["x"]
@@ -299,7 +299,7 @@ RANDOM: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_source_with_random_answers_is_detected(name: str) -> None:
-    """Its randomness would count as the noise that its export is allowed."""
+    """The randomness would count as noise that the export is allowed to have."""
     import torch
 
     class Random(torch.nn.Module):
@@ -336,7 +336,7 @@ def test_reference_of_source_that_rejects_samples_raises_user_error(tmp_path: Pa
 
 
 class Forest(NamedTuple):
-    """A scaler and a forest, its export, and its own answers to samples."""
+    """A scaler and a forest, its export, and its own outputs for samples."""
 
     model: Any
     samples: Tensors
@@ -353,7 +353,10 @@ def scaled_forest(tmp_path_factory: pytest.TempPathFactory) -> Forest:
 
 
 def reciprocal(sound: Path, path: Path) -> Path:
-    """A scaler that multiplies by 1 / deviation rounds otherwise, and is as right."""
+    """Write the scaler as a product with 1 / deviation.
+
+    It rounds differently and is equally correct.
+    """
     model = onnx.load(sound)
     node = next(node for node in model.graph.node if node.op_type == "Div")
     node.op_type = "Mul"
@@ -504,7 +507,7 @@ def test_build_probes_of_fixed_batch_uses_its_size_and_runs(tmp_path: Path) -> N
 
 
 def test_build_probes_of_recurrent_model_omits_empty_batch(tmp_path: Path) -> None:
-    """ONNX Runtime would abort the process."""
+    """ONNX Runtime would abort the process for an empty batch."""
     text = (
         "(float[time,batch,4] x) => (float[time,1,batch,3] y) { y = LSTM<hidden_size: "
         "int = 3>(x, w, r) }"

@@ -1,4 +1,7 @@
-"""Parity by column with floors from the graph: of a source in two precisions, and of two files."""
+"""Parity by column with rounding floors from the graph.
+
+The source runs in two precisions, or two files are compared.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ HEADS = "(float[N,12] x) => (float[N,3] y) { z = Gemm(x, w, b) y = Mul(z, factor
 
 
 def write_heads(path: Path, head: int = 0, share: float = 0.0) -> Path:
-    """Write the three heads, one of which is off by a share of itself."""
+    """Write the three heads; one of them is wrong by `share` of its value."""
     factors = np.ones(3, dtype=np.float32)
     factors[head] += np.float32(share)
     return write_graph(path, HEADS, w=WEIGHT, b=BIAS, factors=factors)
@@ -115,7 +118,7 @@ def test_measure_parity_of_exchanged_index_fails_unless_scores_tie(
     order = np.argsort(-rows, axis=1)
     rows[5, order[5, 1]] = rows[5, order[5, 0]] - np.float32(gap)
     indices = np.argsort(-rows, axis=1, kind="stable")[:, :3]
-    indices[5, :2] = indices[5, 1::-1]  # the source has the other order
+    indices[5, :2] = indices[5, 1::-1]  # the source has another order
     path = write_graph(tmp_path / "m.onnx", TOP, k=np.array([3]))
     group = ReferenceGroup(
         name="real", inputs={"x": rows}, single={"i": indices}, double={"i": indices}

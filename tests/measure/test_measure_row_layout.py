@@ -1,4 +1,4 @@
-"""Rows on other axes than the first, and inputs that have none."""
+"""Rows on axes other than the first, and inputs without a row axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Task metrics from real ONNX files: what is read of their outputs, row by row, in batches that they take."""
+"""Task metrics of real ONNX files.
+
+The tests check how outputs are read row by row, in batches that the files accept.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ def measured(
 
 
 def estimate(found: TaskMetrics) -> float:
-    """The candidate's own value."""
+    """Return the candidate's own value."""
     candidate = alone(found).candidate
     assert candidate is not None
     return candidate.estimate
@@ -86,7 +89,7 @@ def alone(found: TaskMetrics) -> ScoreComparison:
 
 
 def labels_of(scores: Any) -> Any:
-    """Right in nine rows of ten."""
+    """Return labels that are right in nine of ten rows."""
     label = scores.argmax(axis=1)
     label[::10] = (label[::10] + 1) % CLASSES
     return label
@@ -96,7 +99,7 @@ def labels_of(scores: Any) -> Any:
 def test_read_answers_of_fixed_batch_returns_each_row_once(
     tmp_path: Path, model: Path, batch: int
 ) -> None:
-    """100 rows fill neither batches of 7 nor one of 128."""
+    """100 rows are no multiple of 7, and fewer than one batch of 128."""
     fixed = write_perceptron(tmp_path / "fixed.onnx", batch=batch)
     one, other = (
         np.concatenate(
@@ -121,7 +124,7 @@ def test_read_answers_bounds_memory_by_chunks(model: Path, monkeypatch: pytest.M
 def test_read_predictions_in_shards_matches_whole(
     model: Path, tmp_path: Path, scores: Any, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 12 batches, most of 40 shards get none."""
+    """With 12 batches, most of the 40 shards get none."""
     monkeypatch.setattr("onnx_ops.measure.answers._INPUT_BYTES", 8 * 4 * 9)
     fixed = write_perceptron(tmp_path / "fixed.onnx", batch=9)
     definitions = [
@@ -177,7 +180,10 @@ def test_measure_metrics_of_accuracy_and_top_k_returns_counts(
 
 
 class TestEqualOutputs:
-    """Two models that answer every row alike change no metric, however few rows are positive."""
+    """Two models with equal outputs for every row have an equal metric.
+
+    This holds however few rows are positive.
+    """
 
     DEFINITIONS = (
         ACCURACY,
@@ -188,7 +194,7 @@ class TestEqualOutputs:
 
     @staticmethod
     def rare(scores: Any) -> Any:
-        """Labels of which three are 2."""
+        """Return labels, three of which are 2."""
         label = labels_of(scores) % 2
         label[np.argsort(-scores[:, 2])[:3]] = 2
         return label
@@ -466,7 +472,7 @@ class TestReading:
 
 
 class TestGroups:
-    """Rows of one group count as fewer independent ones."""
+    """Rows of one group count as fewer independent rows."""
 
     def test_measure_metrics_with_named_groups_counts_them_without_warning(
         self, model: Path, scores: Any

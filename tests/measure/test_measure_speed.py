@@ -1,4 +1,4 @@
-"""What a benchmark measures of speed, look by look, with a runtime whose figures follow a script."""
+"""Speed measurements of a benchmark, look by look, with a scripted runtime."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_measure_speed_beyond_time_limit_ends_undecided(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 10_000, int(LONGEST_S * 0.6)))
-    # Only for this module: threads that other tests have left read the real clock.
+    # Patch only this module: threads of other tests read the real clock.
     patched = SimpleNamespace(**{**vars(time), "monotonic": lambda: float(next(clock))})
     monkeypatch.setattr("onnx_ops.measure.timing.time", patched)
     asked = MeasurementRequest(

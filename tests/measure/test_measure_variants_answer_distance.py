@@ -1,4 +1,4 @@
-"""A new variant whose answers are far from its source's says so."""
+"""A new variant with outputs far from its source's is reported as such."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The search with real quantizers and a real runtime, on a model of which one node cannot be quantized."""
+"""The search with real quantizers and a real runtime.
+
+One node of the model cannot be quantized.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,10 @@ def test_search_with_size_or_p99_budget_applies_it(root: Path) -> None:
 
 
 def for_two_targets(ground: SearchContext) -> SearchContext:
-    """The same for a target that int8 helps and one that it slows down, only one of which has VNNI."""
+    """Return the context with a second target, on which int8 is slower.
+
+    Only the first target's processor has VNNI.
+    """
     machines = (Arithmetic(family="x86", saturates=False), Arithmetic(family="x86", saturates=True))
     return replace(ground, targets=(*ground.targets, Target(name=SLOW)), machines=machines)
 
@@ -161,7 +167,7 @@ from onnx_ops.measure.variants.search import search
 root = pathlib.Path(sys.argv[1])
 found = search(fragile_ground(root), FileJournal(root / "journal"), lambda line: print(line, flush=True))
 (root / "record.json").write_bytes(codec.dumps(found.record))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("steps", [1, 4])

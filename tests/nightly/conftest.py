@@ -1,4 +1,7 @@
-"""What the tests of heavy frameworks share: environments that are made once, and rows of bundled data."""
+"""Fixtures for the tests of heavy frameworks.
+
+They are environments that are made once, and rows of bundled data.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ def environments(tmp_path_factory: pytest.TempPathFactory) -> PythonEnvironments
 
 @pytest.fixture(scope="session")
 def isolated(environments: PythonEnvironments) -> Callable[[str], IsolatedExporter]:
-    """The exporter of a framework, in the environment that it brings."""
+    """Return a function that returns the exporter of an isolated framework.
+
+    Each framework has its own environment.
+    """
 
     def make(framework: str) -> IsolatedExporter:
         wanted = Environment(requirements=plugins.load("exporters", framework).requirements)

@@ -1,4 +1,7 @@
-"""A subclassed Keras model that takes a dictionary; its class is imported with this file when the model is loaded."""
+"""A subclassed Keras model that takes a dictionary.
+
+Its class is imported with this file when the model is loaded.
+"""
 
 from __future__ import annotations
 

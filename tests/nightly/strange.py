@@ -1,4 +1,4 @@
-"""Training functions that go wrong in their framework's own environment."""
+"""Training functions that fail in their framework's own environment."""
 
 from __future__ import annotations
 

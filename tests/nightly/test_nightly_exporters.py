@@ -87,7 +87,7 @@ def test_train_that_returns_foreign_model_raises_error(isolated: Isolated, tmp_p
 def test_train_with_aborting_converter_raises_stage_error(
     isolated: Isolated, tmp_path: Path
 ) -> None:
-    """Paddle2ONNX at an opset that it does not know ends its process."""
+    """Paddle2ONNX ends its process at an opset that it does not support."""
     with pytest.raises(StageError, match=r"signal SIGABRT|exit code") as failure:
         isolated("paddle").train("tests.nightly.strange:abort_at_opset_23", {}, {}, tmp_path)
     assert "opset" in failure.value.why.lower()

@@ -1,4 +1,7 @@
-"""Models with two inputs of frameworks in isolated environments: inputs are bound by name, in any order."""
+"""Models with two inputs, of frameworks in isolated environments.
+
+Inputs are bound by name, in any order.
+"""
 
 from __future__ import annotations
 

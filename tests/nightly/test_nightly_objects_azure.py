@@ -12,7 +12,7 @@ from tests.support.objects import ObjectLedgerSuite, RemoteStoreSuite
 
 pytestmark = [
     pytest.mark.nightly,
-    # aiohttp would rather have a file than bytes; the SDK gives it bytes.
+    # aiohttp warns about bytes and prefers a file, but the SDK passes bytes.
     pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning"),
 ]
 

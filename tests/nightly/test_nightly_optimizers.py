@@ -1,4 +1,4 @@
-"""Olive in an environment of its own: the suite for what it quantizes, and what it does where a pass fails."""
+"""Olive in an isolated environment: the suite, and passes that fail."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def section_of(one: dict[str, Any]) -> Quantize:
 class TestOliveDynamic(OptimizerSuite):
     one: ClassVar[dict[str, Any]] = {
         "type": "OnnxDynamicQuantization",
-        "reduce_range": True,  # without VNNI, eight bits saturate
+        "reduce_range": True,  # without VNNI, sums of 8-bit products saturate
         "quant_preprocess": False,
     }
 
@@ -92,7 +92,8 @@ def test_olive_float_pass_changes_no_weight(olive: IsolatedOptimizer, tmp_path: 
     [
         ({"type": "Nonsense"}, "'nonsense' not found"),
         ({"type": "OnnxDynamicQuantization", "precision": "int3"}, "precision"),
-        # of a bias that is one row of a matrix, ONNX Runtime's quantizer asks whether it is true
+        # For a bias that is one row of a matrix, ONNX Runtime's quantizer takes the truth value of
+        # an array, which fails.
         (
             {"type": "OnnxStaticQuantization", "data_config": "x", "per_channel": True},
             "The truth value of an array",
@@ -113,8 +114,7 @@ def test_olive_pass_that_fails_or_changes_interface_raises_stage_error(
 def test_olive_with_lost_exclusion_raises_user_error(
     olive: IsolatedOptimizer, tmp_path: Path
 ) -> None:
-    request = request_for(
-        tmp_path, {"type": "OnnxDynamicQuantization"}
-    )  # prepares, which joins product and sum
+    # The preparation fuses the product and the sum.
+    request = request_for(tmp_path, {"type": "OnnxDynamicQuantization"})
     with pytest.raises(UserError, match="Olive quantized first, which `exclude` names"):
         olive.optimize(replace(request, section=replace(request.section, exclude=("first",))))

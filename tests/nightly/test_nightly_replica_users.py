@@ -1,4 +1,7 @@
-"""Users of a canary over four real replicas: each meets one version in an epoch, whichever replica answers."""
+"""Users of a canary over four real replicas.
+
+In an epoch, each user gets one version, whichever replica answers.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ USERS = [f"user-{number}" for number in range(1000)]
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Iterator[ReplicaSite]:
-    """Four replicas that give the candidate, green, a tenth of the users."""
+    """Yield four replicas that give the candidate, green, a tenth of the users."""
     site = open_site(tmp_path, replicas=len(NAMES))
     for name in NAMES:
         site.start(name)
@@ -45,7 +48,7 @@ def canary(tmp_path: Path) -> Iterator[ReplicaSite]:
 
 
 def ask_all(address: str, users: Sequence[str]) -> Mapping[str, str]:
-    """The version that answers each user at one replica."""
+    """Return the version that answers each user at one replica."""
     versions, body = {}, b'{"inputs": {"x": [[1.0, 1.0]]}}'
     with closing(
         http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
@@ -60,14 +63,20 @@ def ask_all(address: str, users: Sequence[str]) -> Mapping[str, str]:
 
 
 def wait_for_next_epoch() -> int:
-    """The number of the epoch that begins next, a second after all replicas have turned to it."""
+    """Wait for the next epoch, and return its number.
+
+    The wait ends a second after all replicas have begun the epoch.
+    """
     epoch = int(CLOCK.now() // EPOCH_S) + 1
     until(lambda: CLOCK.now() > epoch * EPOCH_S + 1, "the next epoch", seconds=2 * EPOCH_S)
     return epoch
 
 
 def ask_within_epoch(site: ReplicaSite) -> tuple[int, list[Mapping[str, str]]]:
-    """An epoch in which all users have asked all replicas, and the answers of each replica."""
+    """Let all users send a request to all replicas within one epoch.
+
+    Return the epoch and the answers of each replica.
+    """
     for _ in range(5):
         epoch = wait_for_next_epoch()
         with ThreadPoolExecutor(len(NAMES)) as pool:
@@ -78,7 +87,7 @@ def ask_within_epoch(site: ReplicaSite) -> tuple[int, list[Mapping[str, str]]]:
 
 
 def read_epoch(site: ReplicaSite, epoch: int) -> EpochUnits | None:
-    """The units of an epoch once all replicas have closed it."""
+    """Return the units of an epoch once all replicas have closed it."""
     reading = site.provider.metrics().read(site.config, {"green": None, "blue": None})
     return next((each for each in reading.epochs if each.epoch == epoch), None)
 

@@ -1,4 +1,7 @@
-"""Keras on PyTorch, and transformers from configurations: text, vision, encoder and decoder. Nothing is downloaded."""
+"""Keras on PyTorch, and transformers from configurations.
+
+The transformers are for text and vision, encoders and decoders. Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,10 @@ from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Dataset, Exporter, ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
 
+# This combination is Keras with NumPy 2.
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.filterwarnings(
-        "ignore:__array__ implementation:DeprecationWarning"
-    ),  # Keras and numpy 2
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
 
 
@@ -34,7 +36,7 @@ def images() -> Any:
 
 
 def words() -> Any:
-    """Digits as texts: each of 64 pixels is one of 17 words."""
+    """Return digits as texts: each of 64 pixels is one of 17 words."""
     from sklearn.datasets import load_digits
 
     return load_digits().data.astype(np.int64)

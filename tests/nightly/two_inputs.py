@@ -1,7 +1,7 @@
 """Training functions of models with two inputs, in their frameworks' environments.
 
-All answer sum(user - 2 item) over the three values of a row, so that exchanged inputs have other
-answers.
+All return sum(user - 2 item) over the three values of a row, so that exchanged inputs change the
+output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def tensorflow_signature(data: Any) -> Any:
 
 
 def tensorflow_call(data: Any) -> Any:
-    """A SavedModel without a signature, whose `__call__` names its parameters."""
+    """Return a SavedModel without a signature, whose `__call__` names its parameters."""
     tf = importlib.import_module("tensorflow")
 
     class Module(tf.Module):  # type: ignore[misc,name-defined,unused-ignore]
@@ -50,7 +50,10 @@ def tflite(data: Any) -> bytes:
 
 
 def tflite_without_signature(data: Any) -> bytes:
-    """A file of the converter's older way, whose tensors have the names of the placeholders."""
+    """Return a file of the converter's older API.
+
+    Its tensors have the names of the placeholders.
+    """
     tf = importlib.import_module("tensorflow")
     v1 = tf.compat.v1
     with tf.Graph().as_default(), v1.Session() as session:

@@ -1,4 +1,4 @@
-"""A model in a file, which most tests begin with."""
+"""A model in a file, from which most tests start."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from onnx_ops.testing.models import write_perceptron
 
 @pytest.fixture
 def perceptron(tmp_path: Path) -> Path:
-    """The file of a perceptron with three layers."""
+    """Write a perceptron with three layers; return its file."""
     write_perceptron(tmp_path / "model.onnx")
     return tmp_path / "model.onnx"

@@ -1,4 +1,4 @@
-"""A normalization with loud channels, and the answers of its products."""
+"""A normalization with loud channels, and the outputs of its products."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CHANNELS, OUTPUTS, LOUD = 32, 8, (3, 20)
 
 
 def write_norm(path: Path, form: str = "norm", *, loud: float = 60.0) -> Path:
-    """Write a normalization with two loud channels, whose products have small weights there.
+    """Write a normalization with two loud channels.
 
-    `form` is how it stands in the file: one node, steps of their own, or one without a shift; by
-    MatMul or by Gemm.
+    Its products have small weights there. `form` is its form in the file: one node, separate steps,
+    or one without a shift; by MatMul or by Gemm.
     """
     draw = np.random.default_rng(0)
     gain = np.ones(CHANNELS, dtype=np.float32)

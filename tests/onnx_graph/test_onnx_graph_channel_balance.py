@@ -1,4 +1,7 @@
-"""Outlier channels are balanced without any change of the function, and only where nothing else reads them."""
+"""Balancing of outlier channels.
+
+It does not change the function, and happens only where nothing else reads the channels.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,10 @@ def test_write_balanced_without_outlier_channels_writes_nothing(tmp_path: Path) 
 
 
 def test_balance_channels_with_large_weights_skips_channel(tmp_path: Path) -> None:
-    """Its weights would get larger than all others, and their own steps too coarse."""
+    """Balancing would make its weights larger than all others.
+
+    Their quantization steps would become too coarse.
+    """
     source = write_norm(tmp_path / "model.onnx")
     model = read_model(source)
     for tensor in model.graph.initializer:
@@ -98,7 +104,7 @@ def test_balance_channels_of_shared_values_changes_nothing(
 
 
 def test_write_balanced_with_shared_constants_copies_them(tmp_path: Path) -> None:
-    """An exporter stores equal constants once."""
+    """An exporter stores equal constants only once."""
     source, balanced = write_norm(tmp_path / "model.onnx"), tmp_path / "balanced.onnx"
     model = read_model(source)
     model.graph.node.insert(
@@ -113,7 +119,7 @@ def test_write_balanced_with_shared_constants_copies_them(tmp_path: Path) -> Non
 
 
 def read_through_identities(source: Path, *, chained: bool) -> None:
-    """Let each constant be read through an Identity, as exporters share equal constants."""
+    """Read each constant through an Identity, as exporters share equal constants."""
     model = read_model(source)
     copies = {}
     for tensor in model.graph.initializer:
@@ -170,8 +176,9 @@ def test_write_balanced_like_derived_model_writes_same_constants(tmp_path: Path)
 @pytest.mark.parametrize(
     "recorded",
     [
-        "", "7", "[1]", "{", '{"n": 3}', '{"n": {"x": 1}}', '{"n": {"-1": 1}}', '{"n": {"32": 1}}', '{"n": {"0": 31}}',
-        '{"n": {"0": -1}}', '{"n": {"0": 0.5}}', '{"n": {"0": "1"}}', '{"a": {"0": 1}}', '{"gone": {"0": 1}}',
+        "", "7", "[1]", "{", '{"n": 3}', '{"n": {"x": 1}}', '{"n": {"-1": 1}}', '{"n": {"32": 1}}',
+        '{"n": {"0": 31}}', '{"n": {"0": -1}}', '{"n": {"0": 0.5}}', '{"n": {"0": "1"}}',
+        '{"a": {"0": 1}}', '{"gone": {"0": 1}}',
         json.dumps({"n": {"0": None}}), "[" * 10_000,
     ],
 )  # fmt: skip

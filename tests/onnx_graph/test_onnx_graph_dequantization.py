@@ -1,4 +1,4 @@
-"""A variant without its rounding is its source with the variant's weights."""
+"""A variant without its rounding equals its source with the variant's weights."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ METHODS: dict[str, dict[str, int]] = {
 
 
 def distance(source: Path, derived: Path) -> float:
-    """Largest difference of the two functions, in the largest answer."""
+    """Return the largest difference of the functions, relative to the largest output."""
     plain, exact = source.with_name("plain.onnx"), source.with_name("exact.onnx")
     write_with_weights(source, read_quantized_weights(source, derived), plain)
     write_dequantized(source, derived, exact)
-    feed = {"x": 3 * rows(64, seed=9)["x"]}  # beyond the ranges too
+    feed = {"x": 3 * rows(64, seed=9)["x"]}  # this includes values beyond the ranges
     one, other = (
         np.asarray(OnnxRuntime().run(path, AS_WRITTEN, (feed,))[0]["scores"], dtype=np.float64)
         for path in (plain, exact)
@@ -99,7 +99,10 @@ def test_write_dequantized_of_unknown_operator_raises_measurement_error(perceptr
 def test_write_dequantized_of_clip_folded_into_range_restores_it(
     tmp_path: Path, format_: str
 ) -> None:
-    """A bound of the Clip is a constant that the variant no longer has; a residual sum is cut off too."""
+    """The bound of the Clip is a constant that the variant no longer has.
+
+    A residual sum is clipped too.
+    """
     from onnxruntime.quantization import QuantFormat, quantize_static
 
     from onnx_ops.adapters.optimizers.library import BatchReader

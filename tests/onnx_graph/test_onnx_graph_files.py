@@ -1,4 +1,4 @@
-"""ONNX files: where their weights may lie, what they say about themselves, what is refused."""
+"""ONNX files: locations of their weights, their metadata, and refused files."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_share_structure_after_change_parses_file_again(
 
 
 def test_share_structure_of_recently_written_file_parses_it_each_time(perceptron: Path) -> None:
-    write_lineage(perceptron, {"seed": "7"})  # a second change might have the same time
+    write_lineage(perceptron, {"seed": "7"})  # a second write could have the same time
     assert share_structure(perceptron) is not share_structure(perceptron)
 
 

@@ -1,4 +1,4 @@
-"""Files made to mislead: external data in every corner of a model, and types that do not exist."""
+"""Malicious files: external data in every part of a model, and invalid types."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def external(*entries: tuple[str, str], name: str = "factor", size: int = 2) -> 
 
 
 def write_with(folder: Path, *weights: TensorProto) -> Path:
-    """A model with those weights beside a file `w` of 64 bytes."""
+    """Write a model with those weights beside a file `w` of 64 bytes."""
     folder.mkdir(exist_ok=True)
     (folder / "w").write_bytes(bytes(64))
     path = folder / "model.onnx"
@@ -186,7 +186,7 @@ def test_read_model_with_tied_or_adjacent_weights_reads_them(tmp_path: Path) -> 
 
 
 def test_read_model_with_linked_weights_raises_refused_error(tmp_path: Path) -> None:
-    """The onnx package follows none, not even one that stays in the folder, or a hard one."""
+    """The onnx package follows no link, not even a hard link or one inside the folder."""
     path = write_with(tmp_path / "model", external(("location", "w2")))
     (path.parent / "w2").symlink_to(path.parent / "w")
     read_structure(path)
@@ -242,7 +242,10 @@ def test_read_structure_accepts_only_disjoint_ranges_within_file(
 
 
 def test_summarize_model_of_large_external_weights_uses_little_memory(tmp_path: Path) -> None:
-    """Three gigabytes of weights, of which the disk holds nothing; what Python takes for it stays below 32 MB."""
+    """Three gigabytes of weights are a sparse file, which takes no space on the disk.
+
+    Python uses less than 32 MB for it.
+    """
     weights = external(W, ("length", str(3 << 30)), size=3 << 28)
     path = write_with(tmp_path, weights)
     with (tmp_path / "w").open("r+b") as stream:

@@ -1,4 +1,4 @@
-"""What a graph shows about its inputs' values."""
+"""The bounds of input values that a graph shows."""
 
 from __future__ import annotations
 

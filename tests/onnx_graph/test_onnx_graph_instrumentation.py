@@ -1,4 +1,4 @@
-"""Intermediate values as outputs of a copy."""
+"""A copy of a graph with intermediate values as outputs."""
 
 from __future__ import annotations
 

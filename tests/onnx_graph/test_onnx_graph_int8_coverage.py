@@ -1,4 +1,7 @@
-"""What runs in int8 after the runtime's own rewriting, and why the rest does not."""
+"""The nodes that run in int8 after the runtime's optimization.
+
+Each other node has a reason.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def test_int8_coverage_of_convolutions_is_complete(tmp_path: Path) -> None:
 
 
 def test_int8_coverage_of_excluded_node_quantized_by_runtime_reports_it(perceptron: Path) -> None:
-    """ONNX Runtime quantizes the weights of a Gemm between two QuantizeLinear pairs on its own."""
+    """ONNX Runtime also quantizes a Gemm's weights between two QuantizeLinear pairs."""
     assert covered(perceptron, "static", rows(64), ("second",)).unheeded == ("second",)
 
 
@@ -113,7 +116,7 @@ VNNI, OLD, ARM = (
 
 
 class Maker:
-    """Makes a variant of one model and asks for advice about it."""
+    """A helper that makes a variant of one model and requests advice about it."""
 
     def __init__(self, folder: Path) -> None:
         self.source, self.path = folder / "source.onnx", folder / "variant.onnx"
@@ -210,7 +213,10 @@ def test_advise_on_8_bit_weights_without_vnni_suggests_reduce_range(
 
 @pytest.mark.processor
 def test_quantizers_with_extreme_values_keep_sums_right_on_this_machine(tmp_path: Path) -> None:
-    """Products at the ends of their ranges, where a CPU without VNNI cuts sums of two of them to 16 bits."""
+    """Products have values at the ends of their ranges.
+
+    A CPU without VNNI saturates sums of two such products to 16 bits.
+    """
     text = "(float[batch,64] x) => (float[batch,8] y) { [product] y = MatMul(x, w) }"
     source, path = (
         write_graph(tmp_path / "ends.onnx", text, w=np.ones((64, 8), np.float32)),

@@ -1,4 +1,4 @@
-"""What a candidate is, read off two files."""
+"""The kind of a candidate, found by comparing two files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model costs by its shapes, held against what a person counts."""
+"""The computational cost of a model by its shapes, against counts by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.graphs import write_graph
 def cost_of(
     folder: Path, nodes: str, shape: str = "batch,4,6", batch: int = 1, **sizes: tuple[int, ...]
 ) -> ModelCost:
-    """The cost of nodes from `x` to `y`; weights are zeros."""
+    """Return the cost of nodes from `x` to `y`; weights are zeros."""
     stored: dict[str, Any] = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
     text = f"(float[{shape}] x) => (float y) {{ {nodes} }}"
     if "own.F" in nodes:

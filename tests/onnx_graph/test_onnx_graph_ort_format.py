@@ -1,4 +1,4 @@
-"""Files in ORT format: what is read of them, and that damaged ones are refused."""
+"""Files in ORT format: their readable parts, and damaged files, which are refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ def test_read_structure_of_damaged_ort_file_never_crashes(stored: Path, tmp_path
 
 
 def remedy_of(path: Path) -> str:
-    """Return the remedy that reading the file ends with; empty if it is read."""
+    """Return the remedy of the error that reading the file raises.
+
+    It is empty if the file is read.
+    """
     try:
         read_structure(path)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Python source that builds a model anew, run as a person would run it."""
+"""Python source that builds a model anew, run as a user would run it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.graphs import parse_graph, write_graph
 
 
 def rebuilt(path: Path) -> tuple[list[str], onnx.ModelProto]:
-    """The files of its source, and the model that it builds."""
+    """Return the files of the model's source, and the model that the source builds."""
     files = write_python_source(path, path.with_name("source.py"))
     subprocess.run([sys.executable, files[0], path.with_name("n.onnx")], check=True, timeout=60)
     return [file.name for file in files], onnx.load(
@@ -58,7 +58,10 @@ def test_write_python_source_keeps_branches_functions_and_special_numbers(tmp_pa
 
 
 def test_write_python_source_escapes_names_that_contain_code(tmp_path: Path) -> None:
-    """Names of the file, of nodes and of the domain that would end a literal, were they not escaped."""
+    """Names of the file, of nodes and of the domain would end a string literal.
+
+    They must be escaped.
+    """
     evil = '"""\nopen("owned", "w")\n\'\'\'{0}'
     model = parse_graph("(float x) => (float y) { y = Relu(x) }")
     node = model.graph.node[0]

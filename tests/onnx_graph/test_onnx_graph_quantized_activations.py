@@ -1,4 +1,7 @@
-"""Graphs of integer operators are read as the pairs that they stand for."""
+"""Integer operators, read as the pairs of nodes that they replace.
+
+A pair is a QuantizeLinear and a DequantizeLinear.
+"""
 
 from __future__ import annotations
 

@@ -38,8 +38,11 @@ def derive(
     shift: int = 0,
     dtype: type[np.integer[Any]] = np.int8,
 ) -> Path:
-    """The perceptron with `second.weight` in int8 or uint8: behind a DequantizeLinear as it was, or transposed for a
-    MatMulInteger. The zero point is in the middle of the type, or `shift` beside it."""
+    """Write the perceptron with `second.weight` in int8 or uint8.
+
+    It is behind a DequantizeLinear in its layout, or transposed for a MatMulInteger. The zero point
+    is in the middle of the type, or `shift` beside it.
+    """
     model = read_model(source)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     weight = numpy_helper.to_array(stored["second.weight"])

@@ -1,4 +1,7 @@
-"""Rounding errors of outputs, computed by a copy of the graph, against float64 and against arithmetic."""
+"""Rounding errors of outputs, computed by a copy of the graph.
+
+They are compared with float64 and with calculations by hand.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def write(
 
 
 def run(path: Path, x: Array = X) -> tuple[dict[str, RoundingOutputs], dict[str, Array]]:
-    """Return what describes each output, and all outputs of the copy."""
+    """Return the description of each output, and all outputs of the copy."""
     copy = path.with_name("copy.onnx")
     described = write_with_rounding_errors(path, copy)
     (answers,) = OnnxRuntime().run(copy, Target(name="cpu"), ({"x": x},))
@@ -128,12 +131,18 @@ def normalize(z: Array) -> Array:
         ("c = Greater(z, zero) y = Where(c, z, zero)", lambda z: np.maximum(z, 0)),
         ("y = ReduceMean<keepdims=1>(z, axes)", lambda z: z.mean(axis=1, keepdims=True)),
         ("y = LayerNormalization<axis=-1>(z, g)", normalize),
-        ("y = ReduceLogSumExp<keepdims=1>(z, axes)", lambda z: np.log(np.exp(z).sum(axis=1, keepdims=True))),
+        (
+            "y = ReduceLogSumExp<keepdims=1>(z, axes)",
+            lambda z: np.log(np.exp(z).sum(axis=1, keepdims=True)),
+        ),
     ],
     ids=lambda value: value.rpartition("= ")[2].partition("(")[0] if isinstance(value, str) else "",
-)  # fmt: skip
+)
 def test_rounding_error_bounds_float32_loss(tmp_path: Path, body: str, exact: Any) -> None:
-    """They are neither much too small, which would refuse correct exports, nor many times too large."""
+    """The bounds are neither much too small nor many times too large.
+
+    Too small bounds would reject correct exports.
+    """
     tensors: dict[str, Any] = {
         "w": WEIGHT,
         "two": np.array(2, dtype=np.float32),
@@ -205,7 +214,10 @@ def test_rounding_outputs_of_concatenation_number_its_parts(tmp_path: Path) -> N
 
 
 def test_rounding_error_of_instance_norm_grows_for_constant_row(tmp_path: Path) -> None:
-    """The channels of a constant row have no variance: rounding of their mean is divided by sqrt(epsilon)."""
+    """The channels of a constant row have no variance.
+
+    The rounding error of their mean is divided by sqrt(epsilon).
+    """
     body = (
         "i = Unsqueeze(x, one) n = InstanceNormalization(i, s, b) m = Squeeze(n, one) "
         "y = MatMul(m, w)"

@@ -1,4 +1,7 @@
-"""Weights whose products saturate without VNNI are found, and the processor at hand computes as it is detected."""
+"""Weights whose products saturate without VNNI are found.
+
+The processor of this machine computes as it is detected.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounded constants are read in the layouts of other quantizers, and paired with their originals."""
+"""Rounded constants in layouts of other quantizers, paired with their originals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def write(path: Path, nodes: Sequence[Any], tensors: Sequence[Any], opset: int =
 
 
 def write_source(folder: Path) -> Path:
-    """Two products of the same shape, which only their values and places tell apart, and their sum."""
+    """Write two products of the same shape, and their sum.
+
+    Only values and places distinguish the products.
+    """
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["a"], name="first"),
         helper.make_node("MatMul", ["x", "v"], ["b"], name="second"),
@@ -49,7 +52,7 @@ def write_source(folder: Path) -> Path:
 
 
 def round_blocks(weight: np.ndarray, bits: int, *, signed: bool) -> tuple[Any, Any, Any]:
-    """Levels, scales and zero points of blocks of `BLOCK` along axis 0."""
+    """Return levels, scales and zero points of blocks of `BLOCK` along axis 0."""
     parts = weight.reshape(-1, BLOCK, weight.shape[1])
     low, high = np.minimum(parts.min(1), 0), np.maximum(parts.max(1), 0)
     most = (1 << (bits - 1)) - 1 if signed else (1 << bits) - 1
@@ -86,7 +89,10 @@ def blocked(
 def write_pairs(
     path: Path, parts: Callable[[np.ndarray, str], tuple[list[Any], list[Any]]]
 ) -> Path:
-    """The source with both weights behind DequantizeLinear nodes, under names that say nothing, in exchanged order."""
+    """Write the source with both weights behind DequantizeLinear nodes.
+
+    The names carry no meaning, and the order is exchanged.
+    """
     nodes, tensors = parts(OTHER, "k")
     more, others = parts(WEIGHT, "m")
     products = [
@@ -167,7 +173,10 @@ def test_pair_quantized_weights_of_constant_quantized_at_run_time_reads_it(tmp_p
 
 
 def write_fused(path: Path, operator: str) -> Path:
-    """The source with an integer product as ONNX Runtime fuses it, and a bias of 0."""
+    """Write the source with an integer product as ONNX Runtime fuses it.
+
+    Its bias is 0.
+    """
     nodes, tensors = [], []
     if operator == "MatMulIntegerToFloat":
         nodes.append(helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]))
@@ -256,7 +265,8 @@ def test_pair_quantized_weights_of_dynamic_lstm_finds_originals(
     }
     assert max(steps.values()) <= 0.51
 
-    # Found by their places where a fault moved all values and another tool renamed them.
+    # The weights are paired by their places, since a fault moved all values and another tool
+    # renamed them.
     model = onnx.load(tmp_path / "q.onnx")
     (layer,) = [node for node in model.graph.node if node.op_type == "DynamicQuantizeLSTM"]
     layer.name, layer.output[0], model.graph.output[0].name = "", "renamed", "renamed"

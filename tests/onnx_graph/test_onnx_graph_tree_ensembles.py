@@ -1,4 +1,7 @@
-"""The trees of a file are those of the estimator it was made from; an inconsistent file is reported."""
+"""The trees of a file equal those of the estimator that it was made from.
+
+An inconsistent file is reported.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from onnx_ops.ports import Dataset, ExportRequest
 from onnx_ops.statistics.tree_parity import compare_trees
 from onnx_ops.testing.models import rows, write_perceptron
 
-# Functions of the package `sklearn`, which takes long to import, and the names of data.
+# Functions of the package `sklearn`, which is slow to import, and the names of their data.
 ESTIMATORS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "tree, 3 classes": (lambda sk: sk.tree.DecisionTreeClassifier(max_depth=4), "iris"),
     "tree, 2 classes": (
@@ -201,7 +204,7 @@ def forest(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, dict[st
     y = (x[:, 0] + x[:, 1] / 5 + draw.standard_normal(300) > 2).astype(int)
     trees = RandomForestClassifier(n_estimators=5, max_depth=5, random_state=0)
     samples: dict[str, Any] = {"x": x}
-    if request.param == "columns":  # one of them of whole numbers
+    if request.param == "columns":  # one of the columns holds whole numbers
         samples = {f"c{place}": x[:, [place]] for place in range(6)}
         samples["c3"] = (100 * samples["c3"]).astype(np.int64)
     model = make_pipeline(StandardScaler(), trees) if request.param == "scaled" else trees
@@ -213,7 +216,7 @@ def forest(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, dict[st
 
 
 def differing(model: Any, probes: Any, path: Path) -> int:
-    """Rows whose probabilities are not the source's."""
+    """Return the number of rows whose probabilities differ from the source's."""
     found = OnnxRuntime().run(path, TARGET, (probes,))[0]["probabilities"]
     expected: Any = SklearnExporter().reference(model, probes, "float64")
     return int((np.abs(found - expected["probabilities"]).max(axis=1) > 1e-5).sum())

@@ -1,4 +1,7 @@
-"""Originals of rounded weights in another file: what a name, a place and values are worth against each other."""
+"""Originals of rounded weights in another file.
+
+They are found by name, place and values; the tests check which of these decides.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,10 @@ def test_measure_weights_with_wrong_values_of_same_name_exceeds_limit(tmp_path: 
 
 
 def test_measure_weights_of_other_single_number_pairs_nothing(tmp_path: Path) -> None:
-    """A factor of .5, rounded, beside one of 3 in the source: single numbers are found by their values."""
+    """A rounded factor of .5 is no counterpart of the source's factor of 3.
+
+    Single numbers are paired by their values.
+    """
     source = write_graph(
         tmp_path / "source.onnx",
         "(float[n,8] x) => (float[n,8] y) { y = Mul(x, factor) }",

@@ -1,4 +1,4 @@
-"""The Prefect server that all tests share, as the client of this process reaches it."""
+"""The shared Prefect server, as the client of this process reaches it."""
 
 from __future__ import annotations
 

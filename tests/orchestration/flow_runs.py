@@ -1,4 +1,7 @@
-"""Flow runs of tests, and what Prefect's server holds of them. Imports Prefect late: not every worker needs it."""
+"""Flow runs of tests, and their records on Prefect's server.
+
+Prefect is imported late, since not every worker needs it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def in_flow(work: Callable[[], Any]) -> State[Any]:
-    """Do something in a flow run; return the state in which it ends, or raise what it raised."""
+    """Do something in a flow run; return its final state, or raise its error."""
     from prefect import flow
 
     errors: list[Exception] = []
@@ -37,7 +40,10 @@ def run_of(state: State[Any]) -> UUID:
 
 
 def artifacts_of(run: UUID) -> dict[str, Artifact]:
-    """The last artifact of each key. Prefect's client writes one again whose answer was long in coming."""
+    """Return the last artifact of each key.
+
+    Prefect's client writes an artifact again if the first answer took too long.
+    """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 
@@ -59,7 +65,10 @@ def task_runs_of(run: UUID) -> list[TaskRun]:
 
 
 def names_of_task_runs(state: State[Any], *awaited: str) -> list[str]:
-    """Names in order. The server hears of task runs by events, a moment after the flow run has ended."""
+    """Return the names of the task runs in order.
+
+    The server receives task runs by events, a moment after the flow run has ended.
+    """
     names: list[str] = []
     for _ in range(150):
         runs = sorted(

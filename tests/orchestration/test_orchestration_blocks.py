@@ -1,4 +1,4 @@
-"""Blocks: Prefect's own conformance suite, and what flows get of them."""
+"""Blocks: Prefect's own conformance suite, and the values that flows get."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ CHECKS = (
 
 
 class TestConformance:
-    """The suite opens the logo's address; here is no network, and the picture is one of ours."""
+    """Prefect's suite, with a local picture as the logo.
+
+    The suite opens the logo's address, and there is no network here.
+    """
 
     @pytest.fixture(autouse=True)
     def logo(self, monkeypatch: pytest.MonkeyPatch) -> None:

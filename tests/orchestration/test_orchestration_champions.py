@@ -1,4 +1,4 @@
-"""The watch over champions as a flow run: task runs, table, state, messages."""
+"""The measurement of champions as a flow run: task runs, table, state, messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def watched(scene: ChampionScene) -> State[Any]:
 
 
 def table(state: State[Any]) -> list[dict[str, str]]:
-    """Rows of the run's tables."""
+    """Return the rows of the run's tables."""
     return [
         row
         for artifact in artifacts_of(run_of(state)).values()

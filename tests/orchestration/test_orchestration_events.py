@@ -1,4 +1,7 @@
-"""Events at a real server: what arrives, once, from any process; and what happens without a server."""
+"""Events at a real server.
+
+Each arrives once, from any process. The tests also cover a missing server.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,12 @@ DONE = tuple(
 def events(
     resource: str, *, sequel: Notification | None = None, kinds: frozenset[str] = frozenset()
 ) -> list[dict[str, Any]]:
-    """Those of a resource, in the ledger's order; the server stores them a moment after it took them.
+    """Return the events of a resource, in the ledger's order.
 
-    All that was sent before the sequel is there once that is; without one, wait for an event of
-    each of these kinds.
+    The server stores events a moment after it has accepted them.
+
+    All events sent before the sequel are stored once the sequel is. Without a sequel, the function
+    waits for an event of each of these kinds.
     """
     from prefect.client.orchestration import get_client
 
@@ -66,7 +71,7 @@ def events(
 
 
 def rolled_out(endpoint: str) -> Scene:
-    """Version 2 went from its first step to the end at this endpoint."""
+    """Return a scene in which version 2 went from its first step to the end."""
     scene = Scene()
     scene.bind(endpoint, policy=CANARY)
     scene.serve(scene.publish("a"), endpoint)

@@ -1,4 +1,7 @@
-"""What Prefect's API shows of a run: a task run for every stage, its state, its edges, its attempts."""
+"""A run as Prefect's API shows it.
+
+Every stage has a task run with its state, its edges and its attempts.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,10 @@ PLAN = Plan(
 
 @dataclass
 class FakeHandler:
-    """Export is known already, train fails once, the quantizer's option is wrong, the fp32 gate fails."""
+    """A handler with a cached export and failing stages.
+
+    `train` fails one time, the quantizer's option is wrong, and the fp32 gate fails.
+    """
 
     known: frozenset[str] = frozenset({"export"})
     attempts: dict[str, int] = field(default_factory=dict)

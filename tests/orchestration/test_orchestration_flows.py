@@ -1,4 +1,4 @@
-"""The flows that Prefect deploys: their names and parameters, their ends, and the tables they leave."""
+"""The flows that Prefect deploys: their names, parameters, end states and tables."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def load(name: str) -> Flow[..., Any]:
 
 
 def end(name: str, **parameters: Any) -> State[Any]:
-    """The state in which a flow run with these parameters ends."""
+    """Return the state in which a flow run with these parameters ends."""
     return cast("State[Any]", load(name)(**parameters, return_state=True))
 
 
@@ -180,7 +180,7 @@ def test_pipeline_flow_with_invalid_file_fails_with_all_problems(
 
 @pytest.fixture
 def repository(empty_project: Path) -> Path:
-    """Two commits: a pipeline whose gates pass, then a file that is none of its own."""
+    """Make two commits: a pipeline whose gates pass, then a file that it does not use."""
     pipelines = empty_project / "configs" / "pipelines"
     pipelines.mkdir()
     (empty_project / "configs" / "targets" / "cpu-1t.yaml").write_text("name: cpu-1t\n")

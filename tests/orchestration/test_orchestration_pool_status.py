@@ -1,4 +1,7 @@
-"""What Prefect's server knows of pools: who works, what runs where, what waits and why."""
+"""Pools as Prefect's server shows them: workers, running and waiting stages.
+
+A waiting stage has a reason.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def pool(client: SyncPrefectClient) -> str:
-    """A pool that no other test has."""
+    """Return a pool that no other test uses."""
     from onnx_ops.orchestration.pool_worker import create_pool
 
     name = f"pool-{uuid.uuid4().hex[:8]}"
@@ -57,7 +60,7 @@ def ask_for(client: SyncPrefectClient, pool: str, title: str) -> FlowRun:
 
 
 def start_worker(client: SyncPrefectClient, pool: str, name: str, *kinds: StageKind) -> PoolWorker:
-    """A worker that has described itself and is not at work."""
+    """Return a worker that has registered its description and is idle."""
     from onnx_ops.orchestration.pool_worker import PoolWorker
 
     worker = PoolWorker(pool=pool, kinds=kinds or PLACEABLE, name=name)
@@ -159,7 +162,7 @@ def test_announcement_of_removed_worker_is_deleted_by_next_worker(
         }
 
     start_worker(client, pool, "first")
-    start_worker(client, pool, "first")  # again, as in a container
+    start_worker(client, pool, "first")  # the worker starts again, as in a container
     place = {"work_pool_name": pool, "name": "first"}
     client.request("DELETE", "/work_pools/{work_pool_name}/workers/{name}", path_params=place)
     assert announced() == {"first"}

@@ -1,4 +1,4 @@
-"""A rollout as a flow run: what Prefect shows of it, and how it ends."""
+"""A rollout as a flow run: its display in Prefect, and its end states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def promoted(policy: RolloutPolicy = CANARY) -> Scene:
-    """Version 1 serves, version 2 is wanted."""
+    """Return a scene in which version 1 serves and version 2 is requested."""
     scene = Scene()
     scene.bind(policy=policy)
     scene.serve(scene.publish("a"))
@@ -31,7 +31,10 @@ def promoted(policy: RolloutPolicy = CANARY) -> Scene:
 
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, *deeds: Callable[[], object]) -> None:
-    """What happens between the looks, one deed in each pause; pauses of other threads are their own."""
+    """Call one of `deeds` in each pause between two checks of the rollout.
+
+    Pauses of other threads are not affected.
+    """
     from onnx_ops.orchestration import rollouts
 
     left = list(deeds)
@@ -49,7 +52,7 @@ def driven(scene: Scene, limit: str = "1 d") -> State[Any]:
 
 
 def page_of(state: State[Any]) -> str:
-    """The last page that the run published."""
+    """Return the last page that the run published."""
     return str(artifacts_of(run_of(state))["digits-rollout"].data)
 
 

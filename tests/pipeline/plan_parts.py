@@ -1,4 +1,4 @@
-"""A small pipeline, a probe that answers from a table, and a handler that counts what it is asked to do."""
+"""A small pipeline, a table-driven probe, and a handler that counts its calls."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ PIPELINE = Pipeline(
 
 @dataclass(frozen=True)
 class TableProbe(ProjectProbe):
-    """What the world says; change a field to change the world."""
+    """A probe with the state of the world in its fields, which a test can change."""
 
     context: Any = None
     world: dict[str, str] = field(default_factory=dict)
@@ -115,7 +115,10 @@ class TableProbe(ProjectProbe):
 
 @dataclass
 class CountingHandler:
-    """Results depend on the stage's key and nothing else. `errors` are raised instead, one after another."""
+    """A handler whose results depend on the stage's key only.
+
+    It raises the `errors` instead, one after another.
+    """
 
     results: dict[Digest, Manifest] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
@@ -133,7 +136,10 @@ class CountingHandler:
         return self.refusals.get(stage.id, "")
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
-        """Between the two looks of a run another one may have done it."""
+        """Store the result that another run has made since the first cache check.
+
+        `elsewhere` holds such results by stage.
+        """
         if stage.id in self.elsewhere:
             self.results[key] = self.elsewhere[stage.id]
         return nullcontext()

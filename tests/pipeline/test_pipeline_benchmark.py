@@ -1,4 +1,4 @@
-"""Which task metrics are measured where no gate asks for one, and which a gate cannot judge."""
+"""Task metrics that no gate needs, and those that a gate cannot judge."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_gated_metric_with_different_variant_output_is_measured(tmp_path: Path) 
 
 
 def measured(root: Path, export: str, label: Any, *judged: str) -> list[tuple[str, bool]]:
-    """Each metric of `model.onnx` alone, and whether it has no value."""
+    """Return each metric of `model.onnx` alone, and whether it has no value."""
     settings: Any = {"metrics": [{"definition": codec.to_json(ACCURACY)}]}
     stage = Stage(
         id="benchmark", kind=StageKind.BENCHMARK, settings=settings, hints={"judged": judged}

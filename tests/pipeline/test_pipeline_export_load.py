@@ -1,4 +1,7 @@
-"""A file that the runtime cannot load ends in the stage that wrote it, with the node's name."""
+"""A file that the runtime cannot load fails the stage that wrote it.
+
+The error names the node.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ def test_require_loadable_with_invalid_file_names_node(
 
 
 class BrokenOptimizer:
-    """Writes a variant with a node whose input does not exist."""
+    """An optimizer that writes a variant with a node whose input does not exist."""
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         model = onnx.load(request.source)
@@ -81,7 +84,10 @@ class BrokenOptimizer:
 
 
 def quantize_with_a_lost_input(tmp_path: Path, family: str) -> Manifest:
-    """Run the stage of a variant for one kind of machine, whose optimizer writes what does not load."""
+    """Run the stage of a variant for one kind of machine.
+
+    Its optimizer writes a file that does not load.
+    """
     context = replace(open_context(tmp_path), optimizer=lambda *_: cast("Any", BrokenOptimizer()))
     (tmp_path / "onnx").mkdir()
     write_perceptron(tmp_path / "onnx" / "model.onnx")

@@ -1,4 +1,4 @@
-"""The gate stage: what the signed record says of a decision."""
+"""The gate stage: the signed record of its decision."""
 
 from __future__ import annotations
 

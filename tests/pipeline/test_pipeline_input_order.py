@@ -1,4 +1,7 @@
-"""Order of inputs and columns: from the pipeline file through plan and store to training, export and scoring."""
+"""Order of inputs and columns in every stage.
+
+It is kept from the pipeline file through plan and store to training, export and scoring.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ def planned(*sections: DataSection) -> dict[str, Stage]:
 
 
 def load(root: Path, section: FileData) -> tuple[Manifest, Dataset]:
-    """The data set as a stage stores it that another process read from canonical JSON, which sorts keys."""
+    """Return the data set as a stage stores it.
+
+    Its settings are canonical JSON from another process, in which keys are sorted.
+    """
     world = context(root)
     stage = planned(section)["data/test"]
     settings = {
@@ -108,7 +114,7 @@ def test_export_is_ordered_only_if_all_data_sets_list_same_order(
 
 
 def test_arrange_features_restores_column_order_of_training(tmp_path: Path) -> None:
-    """Two tables whose columns stand in other orders give the same matrix."""
+    """Two tables with different column orders give the same matrix."""
     (tmp_path / "train.csv").write_text("income,age,label\n1.5,2.5,0\n")
     (tmp_path / "test.csv").write_text("label,age,income\n0,2.5,1.5\n")
     matrices = {}

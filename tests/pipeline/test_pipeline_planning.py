@@ -1,4 +1,4 @@
-"""From a pipeline to stages: which, in which order, and what their keys depend on."""
+"""From a pipeline to its stages: their selection, their order, and their keys."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def planned(
 
 
 def keys(some: Plan) -> dict[str, Digest]:
-    """The key of every stage of a run from scratch."""
+    """Return the key of every stage of a run without cached results."""
     result = run(
         some,
         handler=CountingHandler(),

@@ -1,4 +1,4 @@
-"""Running a plan: what runs, what is known, what a failure stops."""
+"""Execution of a plan: executed stages, cached stages, effects of a failure."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_failed_stage_skips_only_dependent_stages() -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
 def test_run_with_unusable_disk_raises_storage_error(number: int) -> None:
-    """The release would leave out a variant that is not to blame."""
+    """Without the error, the release would lack a variant that is not the cause."""
     handler = CountingHandler(
         errors={"quantize/int8-static": [OSError(number, os.strerror(number))]}
     )
@@ -242,7 +242,7 @@ TIMEOUT_S = 30.0
 
 @dataclass
 class Busy(CountingHandler):
-    """A handler that notes who is at work beside whom. `failing` stages fail."""
+    """A handler that records which stages run concurrently; `failing` stages fail."""
 
     failing: frozenset[str] = frozenset()
     done: list[str] = field(default_factory=list)
@@ -283,7 +283,7 @@ def test_parallel_run_has_same_outcomes_as_sequential_run(failing: tuple[str, ..
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Stages that need, or tolerate, any of those before them."""
+    """Return stages that need, or tolerate, any of those before them."""
     stages: list[Stage] = []
     for number in range(draw(st.integers(0, 12))):
         before = [stage.id for stage in stages]

@@ -1,4 +1,4 @@
-"""Training code is the user's: its failures are reported as such."""
+"""Training code belongs to the user, and its failures are reported as such."""
 
 from __future__ import annotations
 

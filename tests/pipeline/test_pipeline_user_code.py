@@ -50,7 +50,7 @@ def project(tmp_path: Path) -> Path:
 def edited(
     project: Path, name: str, reference: str = "model:train", depends: tuple[str, ...] = ()
 ) -> bool:
-    """Whether editing a file changes the digest."""
+    """Return whether editing a file changes the digest."""
     before = collect_user_code((reference,), project, depends).digest()
     (project / name).write_text(SOURCES[name] + "\n# edited\n")
     return collect_user_code((reference,), project, depends).digest() != before
@@ -73,8 +73,8 @@ def edited(
         (
             "tools.deep.inner",
             {"tools/__init__", "tools/deep/__init__"},
-        ),  # which run when it is imported
-        ("space.code", {"space/code", "helper"}),  # in a folder without __init__, within a function
+        ),  # the `__init__` files run when the module is imported
+        ("space.code", {"space/code", "helper"}),  # without __init__, in a function
     ],
 )
 def test_collect_user_code_includes_imported_modules(
@@ -144,7 +144,7 @@ def test_collect_user_code_with_circular_import_succeeds(project: Path) -> None:
 
 @pytest.fixture
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A project whose module is on the path, as it is where a stage runs."""
+    """Yield a project whose module is on the path, as it is where a stage runs."""
     (tmp_path / "shop_nets").mkdir()
     (tmp_path / "shop_nets" / "__init__.py").write_text("")
     (tmp_path / "shop_nets" / "scaled.py").write_text("class Scaled:\n    factor = 2\n")
@@ -206,7 +206,10 @@ def test_find_referenced_modules_with_name_in_any_bytes_returns_it(
 def library(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
-    """Source outside the project that is on the path, as an editable installation puts it there."""
+    """Write source outside the project, and put it on the path.
+
+    An editable installation does the same.
+    """
     folder = tmp_path_factory.mktemp("library")
     (folder / "shop_library").mkdir()
     (folder / "shop_library" / "__init__.py").write_text("from .layers import Layer\n")

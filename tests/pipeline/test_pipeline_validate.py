@@ -1,4 +1,4 @@
-"""The validate stage: what it stores about an export."""
+"""The validate stage: its stored findings about an export."""
 
 from __future__ import annotations
 

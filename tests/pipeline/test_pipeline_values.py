@@ -1,4 +1,4 @@
-"""A pipeline of a model with a state on another axis and a scalar input: from the data to the gates."""
+"""A model with a state on another axis and a scalar input, from data to gates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holders of leases: which process is one, and whether it still runs."""
+"""Holders of leases: how a process is identified, and whether it still runs."""
 
 from __future__ import annotations
 

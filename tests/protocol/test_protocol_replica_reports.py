@@ -1,4 +1,4 @@
-"""Which counts of a replica can be true."""
+"""Plausibility of the counts that a replica reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Signed tables of replicas: what counts, what follows what, and how traffic reaches a new version."""
+"""Signed tables of replicas: which are valid, and which can follow another.
+
+The tests also check how traffic moves to a new version.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ def plan(
 
 @st.composite
 def splits(draw: st.DrawFn) -> dict[str, int]:
-    """Weights of one to three deployments of four."""
+    """Return weights of one to three deployments out of four."""
     names = draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True))
     cuts = sorted(
         draw(st.lists(st.integers(0, 100), min_size=len(names) - 1, max_size=len(names) - 1))
@@ -193,7 +196,7 @@ def test_decode_table_of_arbitrary_bytes_raises_typed_error(data: bytes) -> None
 
 
 class TestFindNewest:
-    """Over a store with five tables: a, then b from a tenth to all, then c to a tenth."""
+    """A store with five tables: a, then b from a tenth to all, then c to a tenth."""
 
     @pytest.fixture
     def stored(self) -> dict[TableNumber, StoredTable]:

@@ -78,7 +78,7 @@ def test_read_start_time_of_live_process_identifies_it() -> None:
         assert read_start_time(other.pid) not in (None, read_start_time(os.getpid()))
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        assert read_start_time(other.pid) is None  # a zombie does not live
+        assert read_start_time(other.pid) is None  # a zombie counts as ended
     assert read_start_time(other.pid) is None
 
 
@@ -86,11 +86,15 @@ FIRST_THREAD_ENDS = """
 import ctypes, os, platform, threading
 threading.Thread(target=lambda: os._exit(len(os.read(0, 1)))).start()
 ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit(2), of this thread alone
-"""
+"""  # noqa: E501
 
 
 def test_read_start_time_without_first_thread_is_unchanged_until_last_ends() -> None:
-    """As for a moment after a SIGKILL, when its threads end one by one; its port is taken until then."""
+    """The first thread has ended while another one still runs.
+
+    This state lasts a moment after a SIGKILL, when the threads end one by one. The port is in use
+    until the last one ends.
+    """
     with subprocess.Popen(
         [sys.executable, "-c", FIRST_THREAD_ENDS], stdin=subprocess.PIPE
     ) as process:
@@ -106,7 +110,7 @@ def test_list_workers_removes_files_of_ended_workers(tmp_path: Path) -> None:
     assert list_workers(tmp_path) == ()
     mine = register_worker(tmp_path)
     reused = tmp_path / WORKERS_FOLDER / str(os.getppid())
-    reused.write_text("17")  # the number belongs to another process by now
+    reused.write_text("17")  # the number now belongs to another process
     assert list_workers(tmp_path) == (os.getpid(),)
     assert mine.exists()
     assert not reused.exists()

@@ -1,4 +1,4 @@
-"""Deliveries of webhooks: what is believed, and what is not."""
+"""Deliveries of webhooks: those that are accepted and those that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A release beside the champion and beside its base branch."""
+"""The comparison of a release with the champion and with its base branch."""
 
 from __future__ import annotations
 

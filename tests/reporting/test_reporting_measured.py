@@ -1,4 +1,4 @@
-"""Which task metric stands for a release, and its figure."""
+"""The task metric that represents a release, and its value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The page about a commit: the worst first, no user mentioned, never too long."""
+"""The page about a commit: worst result first, no mentions, bounded length.
+
+A mention would notify a user.
+"""
 
 from __future__ import annotations
 

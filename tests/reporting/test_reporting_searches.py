@@ -1,4 +1,4 @@
-"""The section of a search in the report: its plot, contributions of nodes, everything tried."""
+"""The section of a search in the report: plot, contributions of nodes, all trials."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.golden import Golden
 
 
 def drawn(svg: str) -> None:
-    """It is one element, closed, and holds no figure that is not a number."""
+    """Assert that the plot is one closed element, and that all its values are numbers."""
     assert svg.startswith("<svg")
     assert svg.rstrip().endswith("</svg>")
     assert "nan" not in svg.lower().replace("dominant", "")

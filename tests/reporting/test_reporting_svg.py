@@ -25,7 +25,7 @@ positive = st.floats(min_value=1e-9, max_value=1e12)
 
 
 def told_apart(low: float, high: float) -> bool:
-    """Whether the extent is large enough for ticks of 16 digits."""
+    """Return whether the extent is large enough for ticks of 16 digits."""
     return high - low > 1e-6 * max(abs(low), abs(high), 1e-6)
 
 

@@ -17,7 +17,10 @@ from tests.support.server import scaled
 
 @pytest.fixture
 def build(tmp_path: Path) -> Callable[..., Deployment]:
-    """Builds a model from nodes, inputs, outputs and weights, and gives its deployment."""
+    """Return a function that builds a model and returns its deployment.
+
+    It takes the nodes, inputs, outputs and weights of the model.
+    """
 
     def make(*graph: Any) -> Deployment:
         return deploy(save_graph(tmp_path / "built", *graph).parent)
@@ -43,7 +46,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def two_workers(tmp_path: Path, blue: Deployment) -> Iterator[Server]:
-    """A server with two workers, which serves blue."""
+    """Yield a server with two workers, which serves blue."""
     with Server(folder=tmp_path / "state", options=("--workers=2", "--drain=5 s")) as server:
         assert server.publish(state_of(blue, blue=100), 1).status == 200
         yield server

@@ -1,4 +1,4 @@
-"""Small models, and a real server of them."""
+"""Small models, and a real server process that serves them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from tests.support.server import MAIN, Answer, ServerFamily, scaled
 INFER = "/v2/models/m/infer"
 X: Mapping[str, Any] = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
 ODD = {"x-odd": "1\r\nx-odd: 2"}
-"""A header that is there twice means nothing, but makes the request unusual: it takes the slow way.
+"""A header with a repeated value, which has no meaning.
+
+It makes the request unusual, so that the server takes its slow path.
 """
 TYPES = {
     "fp32": TensorProto.FLOAT,
@@ -79,7 +81,7 @@ def save_graph(
 
 
 def deploy(folder: Path, *, name: str = "blue", version: str = "1", model: str = "m") -> Deployment:
-    """The deployment of whatever files a folder holds."""
+    """Return the deployment of the files in a folder."""
     files = {
         p.relative_to(folder).as_posix(): digest_file(p) for p in folder.rglob("*") if p.is_file()
     }
@@ -101,7 +103,7 @@ def load_once(deployment: Deployment, cache: PackedModelCache | None = None) -> 
 
 
 def build_identity_model() -> onnx.ModelProto:
-    """A model of many types that returns each input as `<name>_out`."""
+    """Return a model of many types that returns each input as `<name>_out`."""
     graph = helper.make_graph(
         [helper.make_node("Identity", [name], [f"{name}_out"]) for name in TYPES],
         "m",
@@ -115,7 +117,7 @@ def build_identity_model() -> onnx.ModelProto:
 
 
 def mirrored(serving: Deployment, *shadows: Deployment, **split: Any) -> EndpointState:
-    """Everything to one deployment, and all of it mirrored to the others."""
+    """Return a state with all traffic on one deployment, mirrored to the others."""
     shadow = {shadow.name: 100 for shadow in shadows}
     return EndpointState(
         deployments=(serving, *shadows),
@@ -126,7 +128,7 @@ def mirrored(serving: Deployment, *shadows: Deployment, **split: Any) -> Endpoin
 def deploy_loop(
     folder: Path, *, name: str = "blue", version: str = "1", factor: int = 1
 ) -> Deployment:
-    """The deployment of a model that adds one to `x`, `n` times `factor`."""
+    """Return the deployment of a model that adds one to `x`, `n * factor` times."""
     text = f"""<ir_version: 10, opset_import: ["" : 18]>
     m (int64[1] n, float[b, 2] x) => (float[b, 2] y) {{
       zero = Constant<value = int64[1] {{0}}>()
@@ -139,34 +141,34 @@ def deploy_loop(
         one = Constant<value = float {{1.0}}>()
         w = Add(v, one)
       }}>
-    }}"""
+    }}"""  # noqa: E501
     folder.mkdir()
     onnx.save_model(onnx.parser.parse_model(text), folder / "model.onnx")
     return deploy(folder, name=name, version=version)
 
 
 def loop_body(n: int) -> bytes:
-    """A v2 request for a row of ones and `n` passes."""
+    """Return a v2 request for a row of ones and `n` iterations."""
     trips = {"name": "n", "datatype": "INT64", "shape": [1], "data": [n]}
     return json.dumps({"inputs": [trips, {**X, "data": [1, 1]}]}).encode()
 
 
 FOREVER = 1 << 40
-"""Passes of a loop that take days."""
+"""Iterations of a loop that take days."""
 
 
 def infer_body(*rows: Sequence[object]) -> bytes:
-    """A v2 request for rows of two numbers."""
+    """Return a v2 request for rows of two numbers."""
     data = [value for row in rows for value in row]
     return json.dumps({"inputs": [{**X, "shape": [len(rows), 2], "data": data}]}).encode()
 
 
 @dataclass(slots=True, kw_only=True)
 class Server(ServerFamily):
-    """A server of model `m`, called as its clients do."""
+    """A server of model `m`, called as its clients call it."""
 
     def workers(self) -> list[int]:
-        """All registered workers, those of a supervisor that died too."""
+        """Return all registered workers, including those of a dead supervisor."""
         return list(server_process.list_workers(self.folder))
 
     def infer(
@@ -175,7 +177,7 @@ class Server(ServerFamily):
         return self.call("POST", path, infer_body(x), headers)
 
     def generation(self) -> int:
-        """Of what is published; 0 before the first time."""
+        """Return the published generation; 0 before the first publication."""
         state = self.state()
         return 0 if state is None else state.generation
 
@@ -187,7 +189,7 @@ class Server(ServerFamily):
 def serving(
     root: Path, *options: str, program: Sequence[str] = MAIN, **weights: int
 ) -> Iterator[Server]:
-    """A server below `root` that has published deployments with these weights."""
+    """Yield a server below `root` that has published deployments with these weights."""
     with Server(folder=root / "state", options=options, program=program) as server:
         deployments = [scaled(root, name) for name in weights]
         assert server.publish(state_of(*deployments, **weights), 1).status == 200
@@ -196,7 +198,7 @@ def serving(
 
 @contextmanager
 def serving_model(root: Path, model: onnx.ModelProto, *options: str) -> Iterator[Server]:
-    """A server below `root` that has published one model."""
+    """Yield a server below `root` that has published one model."""
     (root / "model").mkdir()
     onnx.save_model(model, root / "model" / "model.onnx")
     with Server(folder=root / "state", options=options) as server:
@@ -205,5 +207,5 @@ def serving_model(root: Path, model: onnx.ModelProto, *options: str) -> Iterator
 
 
 def after(preamble: str) -> Sequence[str]:
-    """The program of a server in whose process this code runs first."""
+    """Return the command of a server in whose process this code runs first."""
     return "-c", f"{preamble}\nimport sys\nfrom onnx_ops.serving.main import main\nsys.exit(main())"

@@ -1,4 +1,7 @@
-"""A worker's parts in a thread of this process: real sockets, real models, and a look inside."""
+"""A worker's parts in a thread of this process, with access to its internals.
+
+Sockets and models are real.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ MAX_BODY = 1 << 20
 
 @dataclass
 class Gate:
-    """Holds runs of a model until it is opened, and remembers the rows of each."""
+    """A gate that holds runs of a model until it is opened.
+
+    It records the rows of each run.
+    """
 
     open: threading.Event = field(default_factory=threading.Event)
     entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -111,7 +117,10 @@ class Worker:
         self.shared.header[REVISION] = revision
 
     def _start_shadow(self, deployment: Deployment, slot: int) -> None:
-        """Answer mirrored requests to a deployment in a thread, until the other end of its control socket is closed."""
+        """Answer mirrored requests to a deployment in a thread.
+
+        It ends when the other end of its control socket is closed.
+        """
         if slot in self.shadows:
             return
         loaded = load_once(deployment)
@@ -135,9 +144,8 @@ class Worker:
 
     def _connect_shadow(self, slot: int) -> socket.socket:
         client = connect_unix(self._shadow_path(slot), timeout_s=0)
-        client.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDBUF, 1
-        )  # raised to the least that the kernel allows
+        # The kernel raises the size to the smallest one that it allows.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         return client
 
     def metrics(self) -> str:
@@ -154,9 +162,8 @@ class Worker:
             try:
                 yield self
             finally:
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # the test has stopped it, and its loop is closed
+                # The test has stopped the worker and closed its loop.
+                with contextlib.suppress(RuntimeError):
                     self.loop.call_soon_threadsafe(self.stop.set)
                 thread.join()
                 for control, shadow in self.shadows.values():
@@ -164,7 +171,7 @@ class Worker:
                     shadow.join()
 
     def assemble(self) -> None:
-        """Make all parts. Needs an event loop."""
+        """Make all parts; this needs an event loop."""
         self.loop = asyncio.get_running_loop()
         self.shared = SharedMetrics(1)
         self.slots = SlotAllocator(self.shared)
@@ -241,7 +248,10 @@ class Worker:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
 
     def send(self, *pieces: bytes) -> bytes:
-        """What the server sends until it closes the connection, or has answered and is silent."""
+        """Send bytes and return what the server sends.
+
+        Return when it closes the connection, or when it has answered and is silent.
+        """
         with self.connect() as client:
             for piece in pieces:
                 client.sendall(piece)
@@ -256,7 +266,7 @@ def post(
     method: str = "POST",
     version: str = "1.1",
 ) -> bytes:
-    """The bytes of a request."""
+    """Return the bytes of a request."""
     lines = [f"{method} {path} HTTP/{version}", "host: x", f"content-length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body

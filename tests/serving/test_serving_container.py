@@ -1,4 +1,7 @@
-"""The image's entrypoint as each cloud starts it: its variables, its model folder, its first requests."""
+"""The image's entrypoint as each cloud starts it.
+
+The tests cover its variables, its model folder and its first requests.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ BODY = json.dumps({"inputs": {"x": [[1.0, 2.0]]}}).encode()
 
 
 class Container:
-    """The entrypoint in an environment that holds nothing but what a cloud sets."""
+    """The entrypoint in an environment with only the variables that a cloud sets."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
@@ -75,7 +78,10 @@ def container(tmp_path: Path) -> Iterator[Container]:
 
 
 def released(folder: Path) -> Deployment:
-    """A model folder as a release leaves it in a container, whose record names a place on another machine."""
+    """Write a model folder as a release leaves it in a container.
+
+    Its record names a location on another machine.
+    """
     deployment = scaling_deployment(folder / MODEL_FOLDER, name="v7", version="7", scale=2.0)
     (folder / DEPLOYMENT_FILE).write_bytes(codec.dumps(deployment))
     shutil.move(folder, moved := folder.with_name("moved"))

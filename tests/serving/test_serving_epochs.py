@@ -1,4 +1,4 @@
-"""A split that is drawn anew in each epoch, on real servers."""
+"""A split that is drawn again in each epoch, on real servers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def both(blue: Deployment, green: Deployment) -> EndpointState:
 
 @pytest.fixture
 def server(tmp_path: Path, both: EndpointState) -> Iterator[ServerFamily]:
-    """Two workers, whose users are counted by now."""
+    """Yield a server with two workers, which already count by user."""
     with ServerFamily(folder=tmp_path / "state", options=("--workers", "2")) as server:
         assert server.publish(both, 1).status == 200
         begin_counting(server)
@@ -49,19 +49,19 @@ def server(tmp_path: Path, both: EndpointState) -> Iterator[ServerFamily]:
 
 
 def begin_counting(server: ServerFamily) -> None:
-    """Until an epoch is counted from its beginning."""
+    """Wait until an epoch is counted from its beginning."""
     wait_until(lambda: server.counts(WATCH).open_epoch is not None)
 
 
 def ask(server: ServerFamily, **headers: str) -> str:
-    """The deployment that answered."""
+    """Send a request; return the deployment that answered."""
     answer = server.call("POST", INFER, BODY, {"content-type": "application/json", **headers})
     assert answer.status == 200
     return answer.headers["x-onnx-ops-deployment"]
 
 
 def read_closed(server: ServerFamily) -> Counts:
-    """The counts once all epochs until now are closed."""
+    """Return the counts once all epochs until now are closed."""
     last = int(CLOCK.now() / EPOCH_S)
     return wait_until(
         lambda: counts if (counts := server.counts(WATCH)).closed_through >= last else None
@@ -69,7 +69,7 @@ def read_closed(server: ServerFamily) -> Counts:
 
 
 def count_requests(counts: Counts) -> Counter[tuple[int, str, int]]:
-    """Requests by epoch, deployment and cell."""
+    """Return the requests by epoch, deployment and cell."""
     requests: Counter[tuple[int, str, int]] = Counter()
     for each in counts.epochs:
         for name, text in each.cells.items():
@@ -122,7 +122,10 @@ def test_requests_not_assigned_by_split_are_not_judged(server: ServerFamily) -> 
 
 
 def test_feedback_by_id_or_key_counts_for_version_that_answered(server: ServerFamily) -> None:
-    """By request id, and by key about the user's last answer, though its version changes from epoch to epoch."""
+    """Feedback names the request id, or the key of the user's last answer.
+
+    The user's version changes from epoch to epoch.
+    """
     expected: Counter[str] = Counter()
     for number in range(6):
         name = ask(server, **{"x-user-key": "u", "x-request-id": f"r-{number}"})

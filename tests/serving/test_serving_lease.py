@@ -46,7 +46,7 @@ def set_lease(server: ServerFamily, seconds: float) -> Lease:
 
 
 def ask(server: ServerFamily, count: int, **headers: str) -> Counter[str]:
-    """The deployments that answered."""
+    """Send requests; return the deployments that answered, with their counts."""
     body = {"inputs": {"x": [[1.0, 1.0]]}}
     answers = [server.call("POST", "/invocations", body, headers) for _ in range(count)]
     assert {answer.status for answer in answers} == {200}
@@ -96,7 +96,7 @@ def test_pushed_state_without_lease_serves_candidate(server: ServerFamily, tmp_p
 
 
 class TestServingLease:
-    """A table that needs a lease for any request."""
+    """A table that needs a lease for every request."""
 
     @pytest.fixture
     def leased(self, server: ServerFamily, tmp_path: Path) -> ServerFamily:

@@ -1,4 +1,7 @@
-"""The counts that a rollout is judged by: by generation of the table, by epoch, and by cell of users."""
+"""The counts that a rollout is judged by.
+
+They are divided by generation of the table, by epoch, and by cell of users.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ START = 1_000
 
 
 class Site:
-    """The counts of a supervisor with two workers, on a clock that the test sets, without processes."""
+    """The counts of a supervisor with two workers, without processes.
+
+    The test sets their clock.
+    """
 
     def __init__(self, *, is_fresh: bool = False) -> None:
         self.shared = SharedMetrics(2)
@@ -61,7 +67,7 @@ class Site:
     def publish(
         self, generation: int, *, candidate: int = 10, epoch_s: float = EPOCH_S
     ) -> TrafficRouter:
-        """Publish another generation in the middle of the present epoch."""
+        """Publish another generation in the middle of the current epoch."""
         split = TrafficSplit(weights={"old": 100 - candidate, "new": candidate}, epoch_s=epoch_s)
         deployments = tuple(map(fileless_deployment, split.weights))
         table = build_next_table(
@@ -85,12 +91,12 @@ class Site:
             self.counts.turn_epoch((self.epoch + 1) * EPOCH_S, is_complete=is_complete)
 
     def watch(self) -> None:
-        """Begin to count by user, and end the epoch in which that begins."""
+        """Begin to count by user, and end the epoch in which the count begins."""
         self.counts.collect(WATCH)
         self.turn()
 
     def closed(self) -> dict[tuple[int, int], Counter[str]]:
-        """Requests of the closed epochs, by deployment."""
+        """Return the requests of the closed epochs, by deployment."""
         epochs = self.counts.collect(WATCH).epochs
         return {
             (each.generation, each.epoch - START): total(each, CELL_REQUESTS) for each in epochs
@@ -98,7 +104,7 @@ class Site:
 
 
 def fields_of(text: str) -> dict[int, list[int]]:
-    """The counts of each cell."""
+    """Return the counts of each cell."""
     return dict(zip(*(each.tolist() for each in decode_cells(text)), strict=True))
 
 
@@ -110,7 +116,7 @@ def total(epoch: EpochCounts, field: int) -> Counter[str]:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Epochs are closed as soon as they are over and no request is in progress."""
+    """Close epochs as soon as they are over and no request is in progress."""
     monkeypatch.setattr(rollout_counts, "_SETTLE_S", 0.0)
 
 
@@ -146,7 +152,8 @@ def test_request_results_are_counted_by_field() -> None:
         (499, 0.0),
     ):
         site.workers[0].count(site.draw, 2, KEYLESS_CELL, status, seconds)
-    site.workers[0].count(site.draw, 3, 7, 200, 0.0)  # of a deployment that is not watched
+    # A request of a deployment that is not watched.
+    site.workers[0].count(site.draw, 3, 7, 200, 0.0)
     site.turn()
     (epoch,) = site.counts.collect(UserCountsRequest(limits_s=limits)).epochs
     assert fields_of(epoch.cells["old"]) == {}
@@ -170,7 +177,7 @@ def test_request_that_outlasts_its_epoch_memory_counts_once_as_error() -> None:
     site.turn()
     closed = site.counts.collect(WATCH).epochs
     assert [total(each, CELL_ERRORS)["new"] for each in closed] == [1, 0, 0]
-    site.workers[0].count(site.draw, 2, 5, 200, 0.0)  # resets the memory
+    site.workers[0].count(site.draw, 2, 5, 200, 0.0)  # this resets the memory
     site.workers[0].finish(place, 200, 0.0)
     site.turn(3)
     again = site.counts.collect(WATCH).epochs
@@ -181,7 +188,7 @@ def test_request_that_outlasts_its_epoch_memory_counts_once_as_error() -> None:
 def test_collect_returns_only_epochs_with_unchanged_table_and_watch() -> None:
     site = Site()
     site.turn()  # without a watch
-    site.watch()  # counts begin in this one
+    site.watch()  # counts begin in this epoch
     site.turn()
     site.turn(is_complete=False)  # a deployment was not loaded
     site.publish(2)
@@ -417,14 +424,14 @@ def test_decode_cells_of_encoded_cells_returns_same_values() -> None:
 
 @pytest.fixture
 def server(tmp_path: Path, blue: Deployment, green: Deployment) -> Iterator[ServerFamily]:
-    """Two workers; blue and green share the traffic."""
+    """Yield a server with two workers; blue and green share the traffic."""
     with ServerFamily(folder=tmp_path / "state", options=("--workers", "2")) as server:
         assert server.publish(state_of(blue, green, blue=50, green=50), 1).status == 200
         yield server
 
 
 def ask(server: ServerFamily, **headers: str) -> str:
-    """The deployment that answered."""
+    """Send a request; return the deployment that answered."""
     answer = server.call("POST", INFER, BODY, {"content-type": "application/json", **headers})
     assert answer.status == 200
     return answer.headers["x-onnx-ops-deployment"]
@@ -487,10 +494,8 @@ def test_watched_deployment_without_traffic_gets_cold_start_samples(
 ) -> None:
     asked = UserCountsRequest(limits_s={"blue": (), "green": ()})
     assert server.counts(asked).cold_s == {}
-    for generation in (
-        2,
-        3,
-    ):  # the second publication ends the loads that the first watch has begun
+    # The second publication ends the loads that the first watch has begun.
+    for generation in (2, 3):
         assert server.publish(state_of(blue, green, blue=100, green=0), generation).status == 200
         server.counts(asked)
     loads: list[tuple[float, ...]] = [()]

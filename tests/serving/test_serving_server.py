@@ -31,14 +31,14 @@ from tests.support.server import MAIN
 
 @pytest.fixture(scope="module")
 def steady(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all tests that publish nothing."""
+    """Yield one server for all tests that publish nothing."""
     with serving(tmp_path_factory.mktemp("steady"), blue=70, green=30) as server:
         yield server
 
 
 @pytest.fixture
 def published(server: Server, blue: Deployment, green: Deployment) -> Server:
-    """A server that holds blue at 70 % and green at 30 %."""
+    """Return a server that holds blue at 70 % and green at 30 %."""
     assert server.publish(state_of(blue, blue=100), 1).status == 200
     assert server.publish(state_of(blue, green, blue=70, green=30), 2).status == 200
     return server
@@ -203,7 +203,7 @@ def test_server_with_torn_table_restores_previous_table(
 
 
 def started(folder: Path, port: int = 0) -> tuple[int, str]:
-    """Exit code and standard error of a server that cannot start."""
+    """Return exit code and standard error of a server that cannot start."""
     command = Server(folder=folder, port=port).command()
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in found.stderr

@@ -1,4 +1,4 @@
-"""What has become of a variant since it was decided."""
+"""The change of a variant since its decision."""
 
 from __future__ import annotations
 
@@ -137,7 +137,10 @@ def test_judge_drift_of_float_champion_with_changed_outputs_fails() -> None:
 
 
 def test_judge_drift_of_initial_failure_against_export_is_advisory(golden: Golden) -> None:
-    """Chosen for its size, slower than its export: it passed against the champion of then, which it replaced."""
+    """The variant was chosen for its size, although it was slower than its export.
+
+    It passed against the champion at that time, and replaced it.
+    """
     then = replace(INT8, comparisons=(against("fp32", 1.5), against("champion", 0.9)))
     found = judge_drift(GATES, then, relative(1.5))
     drift_result = result(found, "ratio vs fp32")
@@ -172,7 +175,7 @@ def test_list_environment_changes_names_runtime_and_hardware(golden: Golden) -> 
 
 @given(st.floats(0.01, 100), st.floats(0.01, 100))
 def test_judge_drift_of_slower_champion_never_improves_verdict(one: float, other: float) -> None:
-    """Verdicts of the movement are ordered as the ratios are."""
+    """The verdicts have the same order as the ratios."""
     ranks = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.FAIL: 2}
     low, high = sorted((one, other))
     found = [

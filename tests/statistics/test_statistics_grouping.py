@@ -1,4 +1,4 @@
-"""Rows that belong together: their numbers, what they cost in evidence, and the signs of them."""
+"""Rows that belong together: their counts, cost in evidence, and signs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from onnx_ops.statistics.intervals import (
 
 
 def drawn(groups: int, rows: int, rho: float, lost: float, seed: int) -> Any:
-    """Changes of rows; each takes that of its group with probability sqrt(rho)."""
+    """Return changes of rows; each has its group's change with probability sqrt(rho)."""
     rng = np.random.default_rng(seed)
     shares = [lost, 1 - lost - 0.01, 0.01]
     own, shared = (rng.choice([-1.0, 0.0, 1.0], (groups, size), p=shares) for size in (rows, 1))
@@ -113,7 +113,10 @@ class TestDesignEffect:
     def test_change_interval_with_true_drop_at_limit_rarely_passes_or_fails(
         self, groups: int, rows: int, rho: float
     ) -> None:
-        """5.5 % are promised: so many of 200 trials make it in all but one of two hundred tests like this."""
+        """The promised error rate is 5.5 %.
+
+        With it, at most 20 of 200 trials are wrong in all but one of 200 tests like this one.
+        """
         group = np.arange(groups * rows) // rows
         found = [counts(drawn(groups, rows, rho, 0.03, seed), group) for seed in range(200)]
         assert sum(change_interval(one).low > -0.02 for one in found) <= 20
@@ -141,7 +144,10 @@ class TestDesignEffect:
 
 class TestSigns:
     def test_detect_grouping_of_independent_rows_rarely_alarms(self) -> None:
-        """2 % are promised; more than six of a hundred are seen in one of two hundred tests like this."""
+        """The promised rate is 2 %.
+
+        With it, more than six alarms in a hundred occur in one of 200 tests like this one.
+        """
         alarms = [
             detect_grouping({}, {}, [drawn(300, 1, 0.0, 0.05, seed)], None, seed)
             for seed in range(100)

@@ -167,7 +167,10 @@ def population(name: str, rng: np.random.Generator, shape: tuple[int, int]) -> A
 def test_ratio_interval_with_true_growth_at_limit_rarely_passes_or_fails(
     name: str, rows: int
 ) -> None:
-    """6 % are promised: at most 14 of 120 trials are wrong in all but one of two hundred tests like this."""
+    """The promised error rate is 6 %.
+
+    With it, at most 14 of 120 trials are wrong in all but one of 200 tests like this one.
+    """
     rng = np.random.default_rng(rows)
     base = population(name, rng, (120, rows))
     noise = population(name, rng, (120, rows)) * rng.choice([-1.0, 1.0], (120, rows))

@@ -1,4 +1,4 @@
-"""The judge: every rule with its reason, and the properties that make a verdict worth having."""
+"""The judge: every rule with its reason, and properties of every verdict."""
 
 from __future__ import annotations
 
@@ -121,9 +121,15 @@ INT8 = make_evidence(
     latency=timed(*[1_000_000] * 400),
 )
 FP32 = replace(
-    INT8, variant="fp32", quantized=False, parity=INT8.export_parity, weights=(), comparisons=(), baseline="",
+    INT8,
+    variant="fp32",
+    quantized=False,
+    parity=INT8.export_parity,
+    weights=(),
+    comparisons=(),
+    baseline="",
     metrics=(counts(""),),
-)  # fmt: skip
+)
 
 
 def only(decision: Decision, gate: str, metric: str) -> GateResult:
@@ -414,28 +420,32 @@ BIASED = against("champion", 1.15, self_log_ratios=((0.1,), (0.11,)) * 20)
 @pytest.mark.parametrize(
     ("gate", "evidence", "metric", "verdict", "reason"),
     [
-        (ParityGate(), replace(FP32, parity=(parity(mismatch="shape (1,)"), parity(9.0))), "outputs", FAIL, "(1,)"),
-        (ParityGate(noise_factor=1000), replace(FP32, parity=(parity(1e30, noise=0.0),)), "outputs", FAIL, "rounding"),
+        (ParityGate(), replace(FP32, parity=(parity(mismatch="shape (1,)"), parity(9.0))),
+         "outputs", FAIL, "(1,)"),
+        (ParityGate(noise_factor=1000), replace(FP32, parity=(parity(1e30, noise=0.0),)),
+         "outputs", FAIL, "rounding"),
         (ParityGate(), replace(FP32, parity=(one_row(),)), "outputs", FAIL, "50x"),
         (ParityGate(), replace(INT8, export_parity=(parity(11.0),)), "export", FAIL, "11x"),
         (ParityGate(), replace(INT8, weights=()), "weights", INCONCLUSIVE, "not measured"),
-        (DROP, replace(INT8, metrics=(counts("champion", b=80, c=5),)), "accuracy vs champion", FAIL,
-         "changes by -3.75%…limit -1%, n = 2000 (80 lost, 5 won)"),
-        (DROP, replace(INT8, baseline="fp32", metrics=(counts("fp32", n=100),)), "accuracy vs fp32", INCONCLUSIVE,
-         "expect INCONCLUSIVE below 500 samples"),
-        (SLOWER, replace(INT8, baseline="fp32", comparisons=(against("fp32", 1.2),)), "ratio vs fp32", FAIL, "1.2x"),
-        (SLOWER, replace(INT8, comparisons=(BIASED,)), "ratio vs champion", INCONCLUSIVE, "biased host"),
-        (LatencyGate(p99=0.002), replace(FP32, latency=timed(*[1_000_000] * 100)), "p99", INCONCLUSIVE,
-         "299 runs are needed"),
+        (DROP, replace(INT8, metrics=(counts("champion", b=80, c=5),)), "accuracy vs champion",
+         FAIL, "changes by -3.75%…limit -1%, n = 2000 (80 lost, 5 won)"),
+        (DROP, replace(INT8, baseline="fp32", metrics=(counts("fp32", n=100),)),
+         "accuracy vs fp32", INCONCLUSIVE, "expect INCONCLUSIVE below 500 samples"),
+        (SLOWER, replace(INT8, baseline="fp32", comparisons=(against("fp32", 1.2),)),
+         "ratio vs fp32", FAIL, "1.2x"),
+        (SLOWER, replace(INT8, comparisons=(BIASED,)), "ratio vs champion", INCONCLUSIVE,
+         "biased host"),
+        (LatencyGate(p99=0.002), replace(FP32, latency=timed(*[1_000_000] * 100)), "p99",
+         INCONCLUSIVE, "299 runs are needed"),
         (SIZE, replace(FP32, size_bytes=2_000_000), "", PASS, "2 MB"),
         (SIZE, replace(FP32, size_bytes=2_000_001), "", FAIL, "2 MB"),
         (SIZE, replace(FP32, size_bytes=0), "", INCONCLUSIVE, "not measured"),
     ],
     ids=[
-        "a mismatch whatever its ratio", "one wrong label", "a small batch", "a variant of a wrong export",
-        "no weights", "a lost metric", "few samples",
-        "a first release against the export", "a biased host", "too few runs", "size at the limit", "size above it",
-        "no size",
+        "a mismatch whatever its ratio", "one wrong label", "a small batch",
+        "a variant of a wrong export", "no weights", "a lost metric", "few samples",
+        "a first release against the export", "a biased host", "too few runs", "size at the limit",
+        "size above it", "no size",
     ],
 )  # fmt: skip
 def test_judge_with_single_gate_returns_verdict_and_reason(

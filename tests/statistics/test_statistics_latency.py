@@ -45,7 +45,10 @@ BLOCKS = 8
 
 
 def simulate(trials: int, ratio: float, seed: int, *, flagged: float = 1.0) -> Logs:
-    """Block logs of shape (trials, rounds, blocks, 3), made from raw runs on a noisy host."""
+    """Return block logs from runs on a noisy host.
+
+    The shape is (trials, rounds, blocks, 3).
+    """
     rng = np.random.default_rng(seed)
     shape = (trials * FULL_RUN, BLOCKS, 3, 10)
     nanoseconds = 1e5 * np.exp(
@@ -61,7 +64,10 @@ def simulate(trials: int, ratio: float, seed: int, *, flagged: float = 1.0) -> L
 
 
 def decide(logs: Logs, tolerance: float) -> tuple[Verdict, int]:
-    """One gate run as the benchmark stage does it: verdict and the session pairs it took."""
+    """Run one gate as the benchmark stage does.
+
+    Return the verdict and the number of session pairs that it took.
+    """
     own, itself = ((logs[..., model] - logs[..., 0]).tolist() for model in (2, 1))
     looks = (
         n for n in LOOKS if n == FULL_RUN or not should_continue(own[:n], itself[:n], [tolerance])
@@ -73,7 +79,10 @@ def decide(logs: Logs, tolerance: float) -> tuple[Verdict, int]:
 
 
 class Simulation:
-    """Trials of the gate: as many as are asked for where whole sweeps are made, else a quarter."""
+    """The number of trials of the gate.
+
+    It is the full number where the suite makes complete sweeps, and a quarter of that elsewhere.
+    """
 
     def __init__(self, whole: bool) -> None:
         self.whole = whole
@@ -99,7 +108,10 @@ NOISY = [[0.1], [-0.1], [0.05], [-0.2], [0.15]]
 
 class TestHodgesLehmann:
     def test_hodges_lehmann_of_depression_scores_matches_published_interval(self) -> None:
-        """Hollander, Wolfe and Chicken, examples 3.1 and 3.3-3.4: estimate -.46, 96 % interval (-.786, -.010)."""
+        """The source is Hollander, Wolfe and Chicken, examples 3.1 and 3.3-3.4.
+
+        Their estimate is -.46, and their 96 % interval is (-.786, -.010).
+        """
         before = np.array([1.83, 0.50, 1.62, 2.48, 1.68, 1.88, 1.55, 3.06, 1.30])
         after = np.array([0.878, 0.647, 0.598, 2.05, 1.06, 1.29, 1.06, 3.14, 1.29])
         estimate, low, high = hodges_lehmann(after - before, 0.02)
@@ -180,7 +192,10 @@ class TestErrorRates:
     def test_latency_decision_with_slowdown_at_limit_errs_in_at_most_five_percent(
         self, simulation: Simulation
     ) -> None:
-        """A true slow-down equal to the limit fails, and passes, in at most one of twenty cases each."""
+        """The true slow-down equals the limit.
+
+        At most one case of twenty fails, and at most one of twenty passes.
+        """
         found = simulation.rates(1.05, 7, trials=1000)
         assert found[Verdict.FAIL] <= 0.05
         assert found[Verdict.PASS] <= 0.05
@@ -191,7 +206,10 @@ class TestErrorRates:
 
 
 class TestUnsteadyHost:
-    """A host that halves its speed for milliseconds at a time, and a probe that shows it roughly."""
+    """A host that halves its speed for milliseconds at a time.
+
+    A probe shows the speed roughly.
+    """
 
     @staticmethod
     def decisions(
@@ -200,9 +218,8 @@ class TestUnsteadyHost:
         rng, decided = np.random.default_rng(seed), []
         for _ in range(simulation.trials(80)):
             looks = []
-            for rounds in np.diff(
-                (0, *(look for look in LOOKS if look <= FULL_RUN))
-            ):  # the looks one by one, as the stage has them
+            # The looks come one by one, as in the stage.
+            for rounds in np.diff((0, *(look for look in LOOKS if look <= FULL_RUN))):
                 shape = (int(rounds), BLOCKS, 3, 10)
                 slow = (rng.random(shape).ravel() < SPELL_ENDS).cumsum().reshape(shape) % 2
                 session = rng.normal(0, SESSION_SD / math.sqrt(2), (shape[0], 1, 3, 1))
@@ -288,7 +305,7 @@ class TestCompare:
 
 
 class TestRun:
-    """Pairs that follow one another on a machine with spells."""
+    """Successive pairs on a machine with slow spells."""
 
     @staticmethod
     def width(values: Logs) -> float:
@@ -429,7 +446,10 @@ class TestQuantileGate:
     def test_compute_samples_needed_matches_mlperf_counts(
         self, confidence: float, expected: tuple[int, ...]
     ) -> None:
-        """The early-stopping counts of MLPerf LoadGen at the 99th percentile for 0, 1 and 2 slow runs."""
+        """The source is MLPerf LoadGen's early stopping at the 99th percentile.
+
+        It has these counts for 0, 1 and 2 slow runs.
+        """
         found = tuple(
             compute_samples_needed(0.99, exceeding=k, confidence=confidence) for k in range(3)
         )
@@ -491,7 +511,10 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def race(seed: int, *, ratio: float = 1.0) -> tuple[Floats, Floats]:
-    """Runs and probes on a machine that is slow in spells; the last model takes `ratio` times as long."""
+    """Return the times of runs and probes on a machine with slow spells.
+
+    The last model takes `ratio` times as long.
+    """
     rng = np.random.default_rng(seed)
     slow = (rng.random(SHAPE).ravel() < 0.05).cumsum().reshape(SHAPE) % 2
     times = 1e5 * np.exp(math.log(SLOW) * slow + rng.normal(0, 0.03, SHAPE))
@@ -554,7 +577,7 @@ class TestProbe:
     def test_compute_block_logs_with_permuted_models_permutes_logs(
         self, seed: int, order: list[int]
     ) -> None:
-        """So that baseline and candidate exchanged negate the estimate."""
+        """In particular, exchanging baseline and candidate negates the estimate."""
         times, probe = race(seed)
         logs = compute_block_logs(times, NO_LOSS, probe)
         swapped = compute_block_logs(times[:, :, order], NO_LOSS, probe[:, :, order])
@@ -574,7 +597,7 @@ class TestProbe:
     def test_compute_block_logs_with_probe_slowed_by_model_returns_same_logs(
         self, seed: int, factor: float
     ) -> None:
-        """Cold caches or a lower clock that a model leaves behind are its own doing."""
+        """The model is charged for cold caches or a lower clock that it leaves behind."""
         times, probe = race(seed)
         disturbed = probe.copy()
         disturbed[:, :, 2] *= factor
@@ -588,7 +611,10 @@ class TestProbe:
     def test_compute_block_logs_with_random_slow_spells_favours_no_model(
         self, share: float
     ) -> None:
-        """On a machine that is nearly always slow, its few fast spells fall to one model more than to another."""
+        """The machine is nearly always slow.
+
+        Its few fast spells fall to one model more than to another.
+        """
         rng = np.random.default_rng(9)
         for _ in range(20):
             slow = (rng.random((*SHAPE[:2], 6)) < share).repeat(5, axis=-1).reshape(SHAPE)

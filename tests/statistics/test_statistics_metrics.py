@@ -1,4 +1,4 @@
-"""Task metrics against scikit-learn's, on rows as they are and weighted."""
+"""Task metrics against scikit-learn's, on plain and on weighted rows."""
 
 from __future__ import annotations
 
@@ -132,7 +132,10 @@ def test_token_rows_with_ignored_tokens_excludes_them() -> None:
 
 
 def level_of(values: Any) -> float:
-    """The level at which a plain BCa interval is that of Student's t with tails of .9 times 5 %."""
+    """Return the level at which a plain BCa interval equals one of Student's t.
+
+    The tails of the latter are .9 times 5 %.
+    """
     from scipy import stats
 
     squares = np.square(values - values.mean())

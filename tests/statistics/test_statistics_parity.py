@@ -48,7 +48,7 @@ def network(seed: int) -> list[Array]:
 
 
 def run(weights: list[Array], x: Array, dtype: Any, *, reverse: bool = False) -> Array:
-    """A small MLP; `reverse` sums in another order, which is what a good export does."""
+    """Run a small MLP; `reverse` sums in another order, as a correct export does."""
     order = slice(None, None, -1) if reverse else slice(None)
     x = x.astype(dtype)
     for i, weight in enumerate(weights):
@@ -210,11 +210,14 @@ class TestLabels:
 
 
 HEADS = np.array([2e4, 15.0, 0.3])
-"""Sizes of three answers of one output."""
+"""Magnitudes of three columns of one output."""
 
 
 def answer_heads(rows: int = 256, *, seed: int = 0) -> tuple[Array, Array, Array]:
-    """Return a correct export's answer, and the source's in float32 and float64; each head has rounding of its own."""
+    """Return an export's output, and the source's in float32 and in float64.
+
+    The export is correct. Each column has a separate rounding error.
+    """
     rng = np.random.default_rng(seed)
     double = HEADS * rng.uniform(0.5, 1.5, (rows, 3))
     onnx, single = (double * (1 + rng.uniform(-1, 1, double.shape) * 2.0**-23) for _ in range(2))

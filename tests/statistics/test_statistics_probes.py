@@ -1,4 +1,4 @@
-"""Probe inputs: what they hold, and that those inside the domain stay there."""
+"""Probe inputs: their values, and that those inside the domain stay inside."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_make_probe_groups_gives_each_group_all_inputs_with_their_types() -> Non
 def test_make_range_inputs_reaches_ends_of_range_and_stays_within() -> None:
     made: dict[str, npt.NDArray[Any]] = {**make_range_inputs(SAMPLES, learn_domains(SAMPLES))}
     image = made["image"].astype(np.float64)
-    assert image.min() == 0  # never below what no row is below of
+    assert image.min() == 0  # never below the smallest value of all rows
     assert 16 < image.max() <= 24 + 1e-3
     assert made["tokens"].min() == TOKENS.min()
     assert made["tokens"].max() == TOKENS.max()
@@ -128,7 +128,7 @@ def test_make_probe_groups_puts_missing_values_inside_domain_if_seen_or_declared
     assert group.inside
     assert set(np.argwhere(np.isnan(group.inputs["x"]))[:, 1].tolist()) == {
         3
-    }  # where the rows hold some, only
+    }  # only where the rows contain some
     assert not np.isnan(group.inputs["y"]).any()
     plain = {"x": IMAGES}
     assert not groups_of(plain)["missing"].inside
@@ -274,7 +274,7 @@ def test_make_sized_inputs_without_free_axis_returns_no_groups() -> None:
 
 
 def test_make_sized_inputs_beyond_memory_limit_reduces_rows_or_omits_groups() -> None:
-    wide = np.zeros((1, 5_000_000), dtype=np.float32)  # 2 rows of twice the size would be 76 MiB
+    wide = np.zeros((1, 5_000_000), dtype=np.float32)  # two rows of twice the size would be 76 MiB
     groups = make_sized_inputs({"x": wide}, {"length": [("x", 1)]})
     assert {made["x"].shape for made in groups.values()} == {
         (32, 1),

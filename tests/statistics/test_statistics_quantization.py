@@ -1,4 +1,4 @@
-"""Noise, saturation and departure of a quantized activation."""
+"""Noise, saturation and deviation of a quantized activation."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_activation_statistics_of_clipping_returns_ratio_to_rounding_energy() ->
     found = look(x, quantize(x, 0.01, 0), step=0.01, zero=0)
     assert found.clipping == pytest.approx(0.01 * 0.995**2 / (0.01**2 / 12), rel=0.01)
     fine = look(x, x, step=0.01 / 256, zero=0)
-    assert fine.clipping > 100  # two fine bytes excuse nothing
+    assert fine.clipping > 100  # two fine bytes are no excuse for clipping
 
 
 def test_activation_statistics_with_one_fitting_end_returns_stretch_of_one() -> None:

@@ -1,4 +1,8 @@
-"""Evidence of rollouts: exact laws, expectations of 1, and what no order or amount of looking may change."""
+"""Statistical evidence of rollouts.
+
+The tests check exact distributions and expectations of 1. Neither order nor number of looks may
+change what is promised.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +103,10 @@ def test_measure_evidence_with_shuffled_intervals_is_unchanged(
 
 
 def test_measure_evidence_of_merged_intervals_mistakes_drift_for_regression() -> None:
-    """Both versions fail more in the second interval, in which the candidate has more of the traffic."""
+    """Both versions fail more in the second interval.
+
+    The candidate has more of the traffic in that interval.
+    """
     drifted = [(1, 100, 9, 900), (40, 400, 60, 600)]
     merged = [tuple(int(n) for n in np.sum(drifted, axis=0))]
     assert ev.measure_evidence(drifted, 1.0) < 0 < ev.measure_evidence(merged, 1.0)
@@ -143,7 +150,7 @@ def test_compute_log_likelihood_of_scaled_counts_is_weaker_than_exact_one(
 
 
 def test_measure_evidence_of_large_counts_ignores_order_of_intervals() -> None:
-    """A million requests in one interval, beside many small ones."""
+    """One interval has a million requests, and many have few."""
     table = [(600, 100_000, 4500, 900_000), *[(1, 20, 2, 180)] * 3000]
     assert ev.measure_evidence(table[:1], 1.0) > 1
     assert close(ev.measure_evidence(table, 1.0), ev.measure_evidence(table[::-1], 1.0))
@@ -286,7 +293,7 @@ blocks = st.lists(
 
 
 def in_blocks(n: Sequence[int], e: Sequence[int], keyless: tuple[int, int] = (0, 0)) -> UserBlocks:
-    """Users of one version, each in a block of its own."""
+    """Return the users of one version, each in a separate block."""
     rest = [0] * (USER_BLOCKS - len(n))
     return UserBlocks(requests=(*n, *rest, keyless[0]), events=(*e, *rest, keyless[1]))
 
@@ -335,7 +342,10 @@ def test_count_effective_users_with_heavy_user_returns_few() -> None:
 
 
 def test_estimate_error_effect_counts_interval_as_few_requests() -> None:
-    """An outage that was not seen fails 30 % of an interval."""
+    """The estimate assumes an outage that was not observed.
+
+    The outage fails 30 % of an interval.
+    """
     clean = [(0, 200, 0, 1800)]
     assert float(design_effect.estimate_error_effect(clean)) == pytest.approx(60)
     assert float(design_effect.estimate_error_effect(clean * 10)) == pytest.approx(60)

@@ -1,4 +1,4 @@
-"""Servers that end under a candidate more often than before."""
+"""Servers that end more often under a candidate than before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From counts to actions: what rolls back, what pauses, what is held, and what lets a step be left."""
+"""From counts to actions: rollback, pause, hold, or the end of a step."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def counted(
 
 
 def healthy() -> ObservationInterval:
-    """500 requests at 10 %."""
+    """Return an interval of 500 requests at 10 %."""
     return ObservationInterval(step=0, canary=counted(), stable=counted(450, 1, 225, 4))
 
 
@@ -141,7 +141,7 @@ def acts(found: Action | Wait, kind: ActionKind, *words: str) -> None:
 
 
 def with_broken_replica(observations: Observations) -> Observations:
-    """The observations, of which replica r3 has counted all errors."""
+    """Return the observations, all of whose errors replica r3 has counted."""
     tallies = [
         {"v1": counted(450), "v2": counted(500, 250 if number == 3 else 0)}
         for number in range(1, 4)
@@ -163,7 +163,7 @@ def test_judge_with_outlier_replica_names_it_without_deciding() -> None:
         "",
         without.guardrails,
     )
-    waits(due(observations), WaitKind.ANALYZING)  # without users by block, which these counts lack
+    waits(due(observations), WaitKind.ANALYZING)  # it needs users by block, which these counts lack
 
 
 def test_guardrail_abort_with_outlier_replica_names_it() -> None:
@@ -284,8 +284,11 @@ def test_latency_guardrail_with_slow_answers_aborts() -> None:
 
 
 def test_latency_guardrail_within_tolerated_odds_ratio_advances() -> None:
-    """Exceeding its own, raised thresholds more often than the stable version its lower ones is what counts; a policy
-    may tolerate that too."""
+    """The odds ratio compares how often each version exceeds its threshold.
+
+    The candidate has its own, raised thresholds, and the stable version its lower ones. A policy
+    can tolerate a higher ratio.
+    """
     slow = replace(healthy(), canary=counted(over_p50=27))
     acts(due(seen(*[slow] * 200)), ActionKind.ABORT)
     lenient = replace(CANARY, guardrails=(Guardrail(name="latency_p50", odds_ratio=1.2),))
@@ -375,7 +378,10 @@ AB = RolloutPolicy(ab_test=SplitTest(duration=7200.0), min_requests=(100,), step
 
 
 def reported(mine: int, theirs: int) -> list[ObservationInterval]:
-    """500 entries of feedback each, in five intervals: one alone cannot show a burst."""
+    """Return 500 entries of feedback of each version, in five intervals.
+
+    One interval alone cannot show a burst.
+    """
     part = ObservationInterval(
         step=0, canary=counted(100, good=mine // 5), stable=counted(100, good=theirs // 5)
     )

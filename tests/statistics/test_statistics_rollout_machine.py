@@ -1,4 +1,4 @@
-"""Rollouts that judge themselves as a machine: whatever is counted in whatever order, the promises hold.
+"""Self-judging rollouts as a state machine: the promises hold for any counts.
 
 Every entry goes through the codec, so that what a driver reads after a kill is what the one before
 it wrote.
@@ -66,7 +66,7 @@ VERSIONS = tuple(fileless_deployment(f"v{number}") for number in range(4))
 
 @st.composite
 def tallies(draw: st.DrawFn) -> RequestCounts:
-    """Any counts; some make no sense."""
+    """Return any counts; some are inconsistent."""
     requests = draw(st.sampled_from([0, 0, 20, 60, 200]))
     share = draw(st.sampled_from([0, 0, 0, 1, 5, 20, 21]))
     return RequestCounts(
@@ -96,7 +96,10 @@ def plus(one: RequestCounts, other: RequestCounts) -> RequestCounts:
 
 
 class JudgedRollouts(RuleBasedStateMachine):
-    """A source that counts anything, a driver that dies and is followed by another, and an operator."""
+    """A source that counts anything, an operator, and drivers.
+
+    A driver dies and is replaced by another one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +162,7 @@ class JudgedRollouts(RuleBasedStateMachine):
     def read(
         self, restarted: bool, mine: RequestCounts, theirs: RequestCounts, more: ShadowCounts
     ) -> None:
-        """As a source does: totals that grow, or begin anew."""
+        """Read counts as a source does: totals grow or restart at zero."""
         roles = self.state.roles
         if roles.candidate is None or roles.stable is None:
             return
@@ -201,7 +204,7 @@ class JudgedRollouts(RuleBasedStateMachine):
 
     @rule()
     def another_driver_takes_over(self) -> None:
-        """All that it knows is what was written."""
+        """Replace the driver; the new one knows only what was written."""
         assert fold("digits", self.entries) == self.state
         assert codec.loads(codec.dumps(self.state), ReleaseState) == self.state
 
@@ -222,7 +225,10 @@ class JudgedRollouts(RuleBasedStateMachine):
             self.wanted = None
 
     def check_that_it_was_shown(self, before: ReleaseState) -> None:
-        """Without a word, nothing moves on but what has its requests and nothing against it."""
+        """Assert that an automatic move has its requests and no evidence against it.
+
+        After an operator's command, only the evidence is checked.
+        """
         assert before.observations is not None
         judged = judge(before.observations, before.policy)
         assert not judged.abort_reason

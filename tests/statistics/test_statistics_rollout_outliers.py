@@ -14,7 +14,7 @@ from onnx_ops.statistics.rollout.outliers import MAX_OUTLIERS, OUTLIER_LIMIT, fi
 
 Numbers = npt.NDArray[np.int64]
 HONEST = ((100_000, 100, 1000), (90_000, 95, 880), (95_000, 90, 1010))
-"""Requests, errors and slow requests of three servers that are alike."""
+"""Requests, errors and slow requests of three similar servers."""
 
 
 def count(
@@ -91,7 +91,7 @@ def test_find_outliers_adds_starts_of_server_and_counts_repeated_start_once() ->
 
 
 def test_find_outliers_compares_within_generation() -> None:
-    """All servers failed under the first table, and one of them was not started yet."""
+    """All servers failed under the first table, and one of them had not started then."""
     before = [count(f"r{number}", 5000, 500, generation=1) for number in range(3)]
     after = [count(f"r{number}", 5000, 5, generation=2) for number in range(4)]
     assert not find_outliers([*before, *after])
@@ -111,7 +111,7 @@ def test_find_outliers_adds_evidence_of_generations() -> None:
 
 
 def test_find_outliers_raises_limit_by_number_of_comparisons() -> None:
-    """Four servers, errors and slow requests, both directions: sixteen comparisons."""
+    """Four servers, two metrics and two directions make sixteen comparisons."""
     strengths = [
         outlier.evidence
         for errors in range(100, 600)
@@ -200,7 +200,10 @@ class Fleet:
         self.table = np.zeros((len(self.weights), 3), dtype=np.int64)
 
     def answer(self, requests: float) -> list[GenerationCounts]:
-        """Answer so many more requests at each replica on average; return the counts until now."""
+        """Answer `requests` more requests at each replica on average.
+
+        Return the counts until now.
+        """
         added = self.random.poisson(requests * self.weights)
         columns = [added, *(self.random.binomial(added, share) for share in self.shares)]
         self.table += np.stack(columns, axis=1)

@@ -1,4 +1,7 @@
-"""Judgements of servers that count units: few clients, restarts, clocks, the epoch in progress, A/B tests by user."""
+"""Judgements of servers that count units.
+
+The tests cover few clients, restarts, clocks, the epoch in progress, and A/B tests by user.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ POLICY = RolloutPolicy(
     steps=(0.1, 0.5, 1.0), guardrails=(Guardrail(name="errors"),), min_requests=(300, 1000)
 )
 Clients = Sequence[tuple[int, int, bool]]
-"""Requests and errors of each client in an epoch, and whether the candidate answers."""
+"""Requests and errors of each client in an epoch.
+
+The last element shows whether the candidate answers.
+"""
 
 
 def count_units(clients: Clients) -> UnitCounts:
@@ -84,7 +90,10 @@ def add(observations: Observations, reading: MetricsReading) -> Observations:
 def run_clients(
     count: int, epochs: int, *, restarts: int = 0, failing: float = 1.0, seed: int = 5
 ) -> AnalysisResult:
-    """Judge clients who send 100 requests in each epoch, of which the candidate fails some."""
+    """Judge clients that send 100 requests in each epoch.
+
+    The candidate fails some of them.
+    """
     random, server, observations = np.random.default_rng(seed), Server(), begin()
     for number in range(epochs):
         mine = random.random(count) < 0.1
@@ -111,7 +120,7 @@ def test_judge_with_too_few_units_reports_unmet_target() -> None:
     assert "of 20 independent units" in judged.unmet_target
     assert not run_clients(10, 40, failing=0.0).unmet_target
     server, observations = Server(), begin()
-    for _ in range(40):  # latencies of no epoch were compared, as during warm-up
+    for _ in range(40):  # no epoch has compared latencies, as during warm-up
         observations = add(observations, server.serve([(100, 0, True), *[(100, 0, False)] * 9]))
     latency = replace(POLICY, guardrails=(Guardrail(name="latency_p50"),))
     assert judge(observations, latency).unmet_target.startswith(
@@ -148,7 +157,7 @@ def test_observations_count_epoch_once_and_only_in_generation_of_rollout() -> No
 
 @pytest.mark.parametrize("skew_s", [-7200.0, 7200.0])
 def test_observations_with_skewed_server_clock_are_unchanged(skew_s: float) -> None:
-    """The split was set at 0 by the judge's clock."""
+    """The split was set at time 0 of the judge's clock."""
     server, plain = Server(), Server()
     server.at = skew_s
     clients = [(100, 3, True), (100, 0, False)]
@@ -220,7 +229,10 @@ AB = RolloutPolicy(ab_test=SplitTest(duration=1e6), min_requests=(100,))
 
 
 def judge_users(successes: int, others: int, users: int) -> AnalysisResult:
-    """Judge results of so many users of each version, who report 100 results each."""
+    """Judge the feedback of `users` users of each version.
+
+    Each user reports 100 results.
+    """
     rest = [0] * (USER_BLOCKS - users)
     tallies, blocks = {}, {}
     for name, good in (("v2", successes), ("v1", others)):

@@ -1,4 +1,7 @@
-"""Metric gates over scores: each limit against the interval it is about, and what is never a PASS."""
+"""Metric gates over scores.
+
+Each limit is compared with its interval, and some findings never lead to a PASS.
+"""
 
 from __future__ import annotations
 

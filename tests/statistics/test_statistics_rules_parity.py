@@ -1,4 +1,4 @@
-"""What the parity gate says of trees, activations, int8 coverage and NaN."""
+"""Findings of the parity gate about trees, activations, int8 coverage and NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores with intervals: what they promise at the limit, and what never leads to a PASS."""
+"""Scores with intervals: error rates at the limit, and what never leads to PASS."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Rows = tuple[Any, Any, Any]
 
 
 def classes(n: int, rng: np.random.Generator) -> Rows:
-    """Both err where a row is hard; the candidate also in rows of its own."""
+    """Return rows; both models err in the hard ones, and the candidate in more."""
     label = rng.choice(3, n, p=[0.6, 0.3, 0.1])
     wrong, luck = (label + 1) % 3, rng.random(n)
     base = np.where(rng.random(n) < 0.06, wrong, label)
@@ -96,7 +96,10 @@ def verdict(entry: ScoreComparison, drop: float = 0.02, growth: float = 0.05) ->
 def test_score_with_true_change_at_limit_rarely_passes(
     definition: MetricDefinition, draw: World, rows: int, trials: int
 ) -> None:
-    """As few passes as 5.5 % of trials make in all but one of two hundred tests like this one."""
+    """The promised rate of passes is 5.5 %.
+
+    At that rate, only one of 200 tests like this one has too many passes.
+    """
     from scipy import stats
 
     rng = np.random.default_rng([rows, trials])
@@ -116,7 +119,10 @@ def test_score_with_true_change_at_limit_rarely_passes(
 def test_score_of_2000_rows_passes_wide_and_fails_narrow_limit(
     definition: MetricDefinition, draw: World
 ) -> None:
-    """Passes where the candidate is much better than the limit asks, fails where it is much worse."""
+    """The candidate passes where it is much better than the limit requires.
+
+    It fails where it is much worse.
+    """
     entry = compared(definition, draw(2000, np.random.default_rng(1)))
     assert verdict(entry, drop=0.2, growth=0.5) is Verdict.PASS
     assert verdict(entry, drop=0.0005, growth=0.001) is Verdict.FAIL
@@ -209,7 +215,8 @@ def test_score_of_rows_that_do_not_define_metric_is_undefined() -> None:
         (entry,) = score(definition, label, {CANDIDATE: said}, seed=0)
         assert entry.undefined
         assert entry.candidate is None
-        if definition is not MAE:  # it is defined here, though its interval is not
+        # The metric is defined here, though its interval is not.
+        if definition is not MAE:
             assert (
                 len(
                     score(
@@ -381,7 +388,7 @@ def test_score_gives_baseline_same_interval_as_candidate(
 
 
 class TestHeavyRows:
-    """A giant error that two models share hides what they do on all other rows."""
+    """A very large error that two models share hides all other rows."""
 
     @settings(max_examples=25)
     @given(

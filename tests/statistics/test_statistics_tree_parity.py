@@ -1,4 +1,4 @@
-"""The jitter envelope explains what rounding may do to a tree, and nothing else."""
+"""The jitter envelope explains what rounding can do to a tree, and nothing more."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def labels(onnx: Any, bounds: Any) -> Any:
 RANKED = np.array([[3, 1, 2, 0], [3, 1, 2, 0]])
 UNSURE = np.stack([RANKED, RANKED, RANKED])
 UNSURE[1, 0, :3], UNSURE[2, 0, :3] = (1, 3, 2), (1, 2, 3)
-"""Orders of the copies of two rows; in the first, three places are not sure."""
+"""Orders of the copies of two rows; in the first row, three places are uncertain."""
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_measure_within_envelope_explains_row_by_its_own_bounds_only(
 
 
 def test_measure_within_envelope_with_jump_in_float32_source_adds_no_noise() -> None:
-    """Else one row that flips would hide every fault of its group."""
+    """Otherwise one row that flips would hide every fault of its group."""
     single = EXACT.copy()
     single[1] = 0.6, 0.4
     found = measure_within_envelope(

@@ -1,4 +1,8 @@
-"""Bets on the assignment of units: a mean of at most 1, more failures never less evidence, and what few units show."""
+"""Bets on the assignment of units.
+
+Their mean is at most 1, and more failures never reduce the evidence. The tests also check the
+evidence of few units.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,10 @@ def units_at(bin_: int, count: int) -> Array:
 def test_make_log_factors_without_worse_units_has_mean_of_at_most_one(
     place: str, percent: int
 ) -> None:
-    """For each gambler and each pair of badnesses: the coin is the only thing that is random."""
+    """The test covers each gambler and each pair of badnesses.
+
+    Only the coin is random.
+    """
     for tolerated in (1.0, 1.2, 5.0):
         factors = np.exp(
             unit_evidence.make_log_factors(percent, tolerated, unit_evidence.choose_centers(place))
@@ -73,7 +80,10 @@ def test_make_log_factors_with_worse_candidate_units_increases(place: str) -> No
 
 
 def test_measure_unit_evidence_with_further_failure_never_falls() -> None:
-    """1,000 worlds of users with their own rates; one more request of the candidate fails in each."""
+    """A thousand simulated populations have users with their own error rates.
+
+    One more request of the candidate fails in each.
+    """
     random = np.random.default_rng(20_251_127)
     for _ in range(1000):
         percent = int(random.choice([1, 10, 50, 90]))
@@ -110,7 +120,7 @@ def test_measure_unit_evidence_adds_splits_of_same_share(percent: int, seed: int
     shown = unit_evidence.measure_unit_evidence([split(total[0], total[1], percent)], "errors", 1.0)
     factors = unit_evidence.make_log_factors(percent, 1.0, (0.0,))
     candidate, units = total.sum(axis=1)[0], total.sum()
-    if abs(candidate / units - percent / 100) < 0.05:  # else the units show another split
+    if abs(candidate / units - percent / 100) < 0.05:  # otherwise the units show another split
         logs = np.tensordot(factors, total, axes=([1, 2], [0, 1]))
         assert shown == pytest.approx(
             float(np.logaddexp.reduce(logs) - math.log(len(logs))) / math.log(10)
@@ -121,7 +131,7 @@ def test_measure_unit_evidence_adds_splits_of_same_share(percent: int, seed: int
 def test_measure_unit_evidence_of_few_failing_units_reaches_sixty_to_one(
     percent: int, failing: int
 ) -> None:
-    """However many requests a unit has: this is what few clients take."""
+    """This many failing clients suffice, however many requests a client has."""
     limit = math.log10(60)
     for count, expected in ((failing - 1, False), (failing, True)):
         stable = units_at(0, round(count * (100 - percent) / percent))
@@ -135,7 +145,7 @@ def test_measure_unit_evidence_of_clients_failing_in_both_versions_is_negative()
 
 
 def test_measure_unit_evidence_with_one_more_failing_unit_rises() -> None:
-    """Three errors in each of 10 users' 100 requests, and one user who fails altogether."""
+    """Ten users have three errors in 100 requests each, and one user fails completely."""
     candidate, stable = (
         units_at(find_badness_bin(3, 100), 100),
         units_at(0, 500) + units_at(find_badness_bin(1, 100), 400),
@@ -154,7 +164,7 @@ def test_find_badness_bin_separates_rare_errors_of_busy_units() -> None:
 
 
 def test_measure_unit_evidence_of_wrong_split_is_negative() -> None:
-    """Twice the candidate's share of units, and of their errors."""
+    """The candidate has twice its share of units, and of their errors."""
     alike = split(
         units_at(0, 360) + units_at(BINS - 1, 40), units_at(0, 1440) + units_at(BINS - 1, 160)
     )
@@ -164,7 +174,10 @@ def test_measure_unit_evidence_of_wrong_split_is_negative() -> None:
 
 
 def test_measure_unit_evidence_of_latency_compares_equal_shares() -> None:
-    """As many units of either version are compared, whatever the candidate's share is."""
+    """Equally many units of both versions are compared.
+
+    This does not depend on the candidate's share.
+    """
     assert unit_evidence.choose_percent("latency_p50", np.array([10, 90])).tolist() == [50, 50]
     assert unit_evidence.choose_percent("errors", np.array([10, 90])).tolist() == [10, 90]
     alike = split(units_at(20, 100), units_at(20, 100), 10, "latency_p50")

@@ -1,4 +1,4 @@
-"""Which variant a target gets."""
+"""The choice of a variant for a target."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_choose_keeps_export_unless_variant_is_faster_with_confidence(
 def gated(
     variant: str, p_value: float | None, *, verdict: Verdict = Verdict.PASS, ratio: float = 0.5
 ) -> Decision:
-    """A decision whose metric gate has a p-value."""
+    """Return a decision whose metric gate has a p-value."""
     found = decision(variant, Verdict.PASS, faster=True, ratio=ratio)
     result = GateResult(
         gate="metric",
@@ -152,9 +152,18 @@ class TestFamily:
 
     def test_estimate_prospects_returns_probabilities_for_good_and_bad_variant(self) -> None:
         result = GateResult(
-            gate="metric", metric="accuracy vs fp32", limit="", verdict=Verdict.PASS, reason="", estimate=0.0,
-            low=-0.005, high=0.005, bound=-0.01, n=1000, p_value=0.001,
-        )  # fmt: skip
+            gate="metric",
+            metric="accuracy vs fp32",
+            limit="",
+            verdict=Verdict.PASS,
+            reason="",
+            estimate=0.0,
+            low=-0.005,
+            high=0.005,
+            bound=-0.01,
+            n=1000,
+            p_value=0.001,
+        )
         good, wrongly, caught = estimate_prospects(result, 1) or (0, 0, 0)
         assert good == caught == pytest.approx(0.95, abs=0.001)
         assert wrongly < 1e-5
@@ -259,7 +268,7 @@ def test_choose_by_size_returns_smallest_variant_even_if_slower(golden: Golden) 
 
 
 def test_choose_by_accuracy_returns_most_accurate_variant(golden: Golden) -> None:
-    """fp32 and the small one cannot be told apart, and the small one has fewer bytes."""
+    """fp32 and the small variant are indistinguishable; the small one has fewer bytes."""
     found = choose([EXPORT_ROW, QUICK, SMALL], TargetObjective(objective="accuracy"))
     assert (found.variant, found.tied) == ("small", ("fp32",))
     golden("reasons", found.reason)

@@ -1,4 +1,7 @@
-"""The search for variants on landscapes that are made up: what it tries, when it ends, what it finds."""
+"""The search for variants on synthetic models.
+
+The tests check what it tries, when it ends and what it finds.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ RATIO = Interval(estimate=0.5, low=0.4, high=0.6)
 
 @dataclass(frozen=True)
 class Landscape:
-    """A model whose nodes each cost some metric in int8 and some time in float."""
+    """A synthetic model: each node costs some metric in int8 and some time in float."""
 
     loss: Mapping[str, Mapping[str, float]]
     base: Mapping[str, float]
@@ -132,7 +135,7 @@ def test_search_with_one_fragile_node_excludes_it_in_two_builds() -> None:
 
 
 class Misleading(Landscape):
-    """The error of the outputs puts nodes first that cost no metric."""
+    """A model whose output errors rank those nodes first that cost no metric."""
 
     def probe(self, action: ProbeNode) -> Sensitivity:
         return Sensitivity(recipe=action.recipe, node=action.node, error=-float(action.node[1:]))
@@ -152,7 +155,10 @@ def test_search_removes_exclusions_without_gain() -> None:
 
 
 def test_search_of_recipe_slower_than_float_tries_no_exclusions() -> None:
-    """As S8S8 is on x86: half of its operators stay in float, and the conversions come on top."""
+    """S8S8 is such a recipe on x86.
+
+    Half of its operators stay in float, and the conversions cost extra time.
+    """
     known, _ = searched(Landscape({"s8s8": nodes(0.2, 0.1)}, {"s8s8": 1.18}))
     assert len(known.trials) == 1
     assert [slot.trial for slot in assign_roles(known, "int8", ("fast",))] == [None]
@@ -294,7 +300,7 @@ def test_compute_pareto_front_keeps_budget_and_has_no_dominated_trial(landscape:
 
 @given(landscapes)
 def test_search_of_repaired_recipe_keeps_no_needless_exclusion(landscape: Landscape) -> None:
-    """With losses that add up: without any one of the nodes it keeps, the budget is broken."""
+    """The losses add up: without any of the excluded nodes, the budget is exceeded."""
     known, _ = searched(landscape)
     for recipe in known.recipes:
         kept = [

@@ -1,4 +1,4 @@
-"""compare reports a changed tree that no row shows, and what of a quantized file runs in int8."""
+"""`compare` reports changed trees that no row shows, and the int8 part of a file."""
 
 from __future__ import annotations
 
@@ -196,8 +196,9 @@ SAMPLE = {
     .splitlines()
     for name, _, operator in [line.partition(" ")]
 }
-"""Forty models that chance has chosen, and those of `TROUBLE`; with the module of the onnx package
-that makes them.
+"""Forty randomly chosen models, and those of `TROUBLE`, by name.
+
+The value is the module of the onnx package that makes the model.
 """
 
 
@@ -232,7 +233,7 @@ def test_compare_of_data_dependent_shapes_with_itself_raises_user_error(
 def test_outcomes_with_dying_process_report_crash_and_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here every process dies at once, since its interpreter ends with 3."""
+    """Every process dies immediately here, since its interpreter ends with 3."""
     dying = tmp_path / "python"
     dying.write_text("#!/bin/sh\nread line\nexit 3\n")
     dying.chmod(0o755)

@@ -1,4 +1,4 @@
-"""judge as a use case, on real sessions of ONNX Runtime."""
+"""`judge` as a use case, on real sessions of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def dataset_of(source: Path, count: int = 3000, *, labels: bool = True) -> Dataset:
-    """Rows with the answers of the source as labels, one in ten of which is wrong."""
+    """Return rows whose labels are the source's outputs; one in ten labels is wrong."""
     inputs = rows(count, seed=4)
     scores = OnnxRuntime().run(source, CPU, (inputs,))[0]["scores"]
     label = scores.argmax(axis=1)
@@ -107,9 +107,8 @@ def without_relu(path: Path) -> Path:
 def test_judge_of_sound_variant_passes_by_rules_of_its_kind(
     source: Path, method: str, options: dict[str, int], metrics: set[str]
 ) -> None:
-    lenient = build_metric_gate(
-        None, 0.05, lower_is_better=False
-    )  # its scores are near to one another
+    # Its scores are close to one another.
+    lenient = build_metric_gate(None, 0.05, lower_is_better=False)
     found = judged(source, derive(source, method, options), dataset_of(source), metric=lenient)
     assert found.verdict is Verdict.PASS, found.targets[0].decision.reason
     assert set(results_of(found)) - {"int8 coverage"} == metrics
@@ -178,7 +177,7 @@ EIGHT_BITS = {"reduce_range": False}
 
 
 class WithoutVnni(OnnxRuntime):
-    """Reports a processor whose int8 products saturate, whatever it runs on."""
+    """A runtime that reports a processor with saturating int8 products."""
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
         return replace(super().fingerprint(target), machine="x86_64", cpu_flags=("avx2",))
@@ -202,7 +201,10 @@ def test_judge_of_failing_quantized_variant_names_saturation(source: Path) -> No
 def test_judge_of_8_bit_weights_passes_unless_processor_saturates(
     tmp_path: Path, method: str
 ) -> None:
-    """Each class adds 64 inputs; those of the first are neighbours, and the sums of their products saturate."""
+    """Each class adds 64 inputs.
+
+    Those of the first class are neighbours, so that the sums of their products saturate.
+    """
     weight = np.zeros((128, 2), np.float32)
     weight[:64, 0] = weight[::2, 1] = 1
     text = "(float[batch,128] x) => (float[batch,2] scores) { [product] scores = MatMul(x, w) }"
@@ -259,7 +261,7 @@ def test_judge_of_latency_covers_each_batch_size_of_sweep(source: Path) -> None:
 
 
 def halve(source: Path, name: str, factor: float = 1.0) -> Path:
-    """The source with one weight in float16, with a Cast behind it."""
+    """Write the source with one weight in float16, followed by a Cast."""
     model = onnx.load(source)
     stored = next(tensor for tensor in model.graph.initializer if tensor.name == name)
     values = np.multiply(numpy_helper.to_array(stored), factor).astype(np.float16)
@@ -284,7 +286,10 @@ def test_judge_of_partly_float16_file_uses_noise_of_float16(
 
 
 def add_table(candidate: Path) -> Path:
-    """The candidate with a quantized constant that the source has none of, which leaves the answers as they are."""
+    """Add a quantized constant that the source lacks.
+
+    The outputs stay unchanged.
+    """
     model = onnx.load(candidate)
     model.graph.initializer.extend(
         [
@@ -306,7 +311,7 @@ def add_table(candidate: Path) -> Path:
 
 
 def rename_all(candidate: Path) -> Path:
-    """The candidate with names that say nothing, of nodes, values and constants alike."""
+    """Replace all names of nodes, values and constants by meaningless ones."""
     model = onnx.load(candidate)
     ends = {value.name for value in (*model.graph.input, *model.graph.output)}
     names = (
@@ -358,7 +363,7 @@ def test_judge_of_unpaired_weight_adds_note_and_decides_by_task_metric(source: P
 
 
 class WrongOptimizer(OnnxRuntime):
-    """A runtime with a fault in its graph optimization: other answers, or no session."""
+    """A runtime with a faulty graph optimization: wrong outputs, or no session."""
 
     def __init__(self, *, raises: bool) -> None:
         self.raises = raises

@@ -52,7 +52,10 @@ NETWORK = """
     y = MatMul(state, second)
 }}
 """
-"""Message passing over a graph. `before` computes what is read in place of an input."""
+"""A network of message passing over a graph.
+
+`before` computes the value that is read in place of an input.
+"""
 
 NETWORK_FAULTS = {
     "indices up to 1": ("index", "Min(edge_index, one)"),
@@ -275,7 +278,7 @@ def test_settle_samples_finds_dimension_that_is_sum_of_others(tmp_path: Path) ->
     text = """
         (float[batch,seq,4] x, float[batch,past,4] cache, float[batch,total] mask) => (float[a,b,4] y)
         { keys = Concat<axis = 1>(cache, x) weights = Unsqueeze(mask, last) y = Mul(keys, weights) }
-    """
+    """  # noqa: E501
     a = write_graph(tmp_path / "a.onnx", text, last=[2])
     samples = settle_samples(RUNTIME, REFERENCE, a, samples_of(a))
     sizes = {name: array.shape[1] for name, array in samples.rows.items()}

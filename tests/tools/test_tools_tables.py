@@ -1,4 +1,4 @@
-"""Tables from their file to an export, stage by stage."""
+"""Tables, from their file to an export, stage by stage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from sklearn.pipeline import make_pipeline
 def train(data):
     columns = ColumnTransformer([("numbers", SimpleImputer(), ["visits"])])
     return make_pipeline(columns, LogisticRegression()).fit(data["train"].frame(), data["train"].label)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -49,7 +49,10 @@ def context(tmp_path: Path) -> Context:
 
 
 def load(context: Context, text: str, *, later: str | None = None, **section: Any) -> Manifest:
-    """Load a table that was planned as `text`, and is `later` by now if that is given."""
+    """Load a table that was planned as `text`.
+
+    If `later` is given, it is the table's text by now.
+    """
     (context.root / "rows.csv").write_text(text, encoding="utf-8")
     rows = FileData(file="rows.csv", label="y", **section)
     settings: dict[str, Any] = {
@@ -120,7 +123,7 @@ def test_dataset_frame_of_matrix_raises_user_error() -> None:
 
 @pytest.fixture
 def exported(context: Context) -> Callable[[str, str], Manifest]:
-    """Trains on one table and exports with the rows of another."""
+    """Return a function that trains on one table and exports with the rows of another."""
 
     def make(trained: str, tested: str) -> Manifest:
         (context.root / "user_table.py").write_text(CODE, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""compare and bench as use cases, on real sessions of ONNX Runtime."""
+"""`compare` and `bench` as use cases, on real sessions of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ VOICE = (
     TensorSpec(name="x", dtype="float32", shape=("n", 4)),
     TensorSpec(name="rate", dtype="int64", shape=()),
 )
-"""Inputs of a model whose rate of samples is a scalar."""
+"""Inputs of a model whose sample rate is a scalar."""
 RELU = "(float[n,2] x) => (float[n,2] y) { y = Relu(x) }"
 
 
@@ -267,11 +267,16 @@ class TestCompare:
             factor = ParityGate().noise_factor
             measured = tuple(
                 ParityMeasurement(
-                    output=d.output, group=d.group, rows=d.rows, error=d.error, noise=d.limit / factor,
-                    ratio=d.ratio * factor, mismatch="",
+                    output=d.output,
+                    group=d.group,
+                    rows=d.rows,
+                    error=d.error,
+                    noise=d.limit / factor,
+                    ratio=d.ratio * factor,
+                    mismatch="",
                 )
                 for d in found.differences
-            )  # fmt: skip
+            )
             assert [r.verdict for r in judge_parity(ParityGate(), evidence(parity=measured))] == [
                 found.verdict
             ]

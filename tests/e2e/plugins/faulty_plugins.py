@@ -1,4 +1,7 @@
-"""Plugins with faults that the gates must find; installed by putting this folder on the path."""
+"""Plugins with faults that the gates must find.
+
+They are installed when this folder is put on the path.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from onnx_ops.ports import ExportRequest, OptimizeRequest
 
 
 class SwappedRowExporter(SklearnExporter):
-    """Exports correctly, then swaps two rows of the first weight matrix."""
+    """An exporter that swaps two rows of the first weight after a correct export."""
 
     def export(self, model: object, request: ExportRequest) -> None:
         super().export(model, request)
@@ -25,7 +28,10 @@ class SwappedRowExporter(SklearnExporter):
 
 
 class LossyQuantizer(DynamicQuantizer):
-    """Quantizes correctly, then reverses the columns of the last weight, so that classes change places."""
+    """A quantizer that reverses the columns of the last weight.
+
+    The quantization before that is correct. The reversed columns exchange the classes.
+    """
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         notes = super().optimize(request)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def types(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Every input comes back as `<name>_out`."""
+    """Yield a server of a model that returns every input as `<name>_out`."""
     with serving_model(tmp_path_factory.mktemp("types"), build_identity_model()) as server:
         yield server
 

@@ -1,4 +1,7 @@
-"""Calls of KServe's client, run by its own interpreter: kserve_calls.py URL. Fails with a traceback, or prints `ok`."""
+"""A program that calls a server by KServe's client: kserve_calls.py URL.
+
+KServe's own interpreter runs it. It fails with a traceback, or prints `ok`.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ async def infer(client: InferenceRESTClient, url: str, binary_in: bool, binary_o
     inputs, outputs = [], []
     for name, (datatype, array) in ARRAYS.items():
         tensor = InferInput(name, list(array.shape), datatype)
-        only_binary = name == "fp16"  # the client has no JSON for it
+        only_binary = name == "fp16"  # the client cannot send this type as JSON
         tensor.set_data_from_numpy(array, binary_data=binary_in or only_binary)
         inputs.append(tensor)
         outputs.append(RequestedOutput(f"{name}_out", {"binary_data": binary_out or only_binary}))

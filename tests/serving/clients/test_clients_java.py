@@ -1,4 +1,7 @@
-"""The HTTP client of the JDK, which offers to change to HTTP/2 with every request (`Upgrade: h2c`)."""
+"""The HTTP client of the JDK.
+
+With every request, it offers to change to HTTP/2 (`Upgrade: h2c`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""KServe's REST client, in an environment of its own that is built once and kept in pytest's cache."""
+"""KServe's REST client, in an isolated environment.
+
+The environment is built once and kept in pytest's cache.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ def interpreter(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.mark.services
-# a minute: KServe's packages conflict with ours and have an environment of their own
+# The test takes a minute. KServe's packages conflict with those of this project, so they have an
+# isolated environment.
 @pytest.mark.nightly
 def test_kserve_client_against_server_succeeds(types: Server, interpreter: Path) -> None:
     command = [str(interpreter), str(HERE / "kserve_calls.py"), f"http://127.0.0.1:{types.port}"]

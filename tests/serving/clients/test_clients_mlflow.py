@@ -1,4 +1,4 @@
-"""MLflow's own client of its scoring server, and boto3's of SageMaker."""
+"""MLflow's own client of its scoring server, and boto3's client of SageMaker."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ def test_mlflow_client_with_frames_and_arrays_returns_predictions(
 ) -> None:
     import pandas as pd
 
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # mlflow.pyfunc warns of its own type hints when it is imported
+    # mlflow.pyfunc warns about its own type hints when it is imported.
+    with warnings.catch_warnings(action="ignore"):
         from mlflow.pyfunc.scoring_server.client import ScoringServerClient
     model, rows = classifier
     client: Any = ScoringServerClient("127.0.0.1", iris.port)  # type: ignore[no-untyped-call]

@@ -10,7 +10,10 @@ import pytest
 
 from tests.serving.serving_process import Server
 
-CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,"
+    "response_schema_conformance"
+)
 
 
 @pytest.mark.nightly

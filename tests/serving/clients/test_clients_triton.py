@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import tritonclient.http as triton
 
 JSON_REFUSED = ("fp16",)
-"""Types for which the client itself has no JSON."""
+"""Types that the client cannot send as JSON."""
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def client(types: Server) -> Iterator[triton.InferenceServerClient]:
 
 
 def read_output(answer: triton.InferResult, name: str) -> np.ndarray:
-    """The array of an output; text as `str`, whatever its form was."""
+    """Return the array of an output; text is `str` in either form of the response."""
     array: np.ndarray = answer.as_numpy(name)
     if array.dtype != object:
         return array

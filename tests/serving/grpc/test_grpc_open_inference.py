@@ -1,4 +1,4 @@
-"""Messages over gRPC: their descriptors, and what becomes of typed contents."""
+"""Messages over gRPC: their descriptors, and the conversion of typed contents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def request(datatype: str, shape: list[int], **contents: Any) -> Any:
 
 
 def describe_fields(descriptor: Any) -> dict[str, Any]:
-    """Everything that decides what bytes a message has."""
+    """Return everything that determines the bytes of a message."""
     return {
         field.name: (
             field.number,

@@ -47,7 +47,7 @@ def port() -> int:
 
 @pytest.fixture(scope="module")
 def types(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[Server]:
-    """Every input comes back as `<name>_out`."""
+    """Yield a server of a model that returns every input as `<name>_out`."""
     options = (
         f"--grpc-port={port}",
         "--workers=2",
@@ -160,12 +160,12 @@ def test_grpc_port_survives_worker_kill_and_refuses_second_server(
         with pytest.raises(MeasurementError, match=f"127.0.0.1:{port}: the port cannot be used"):
             second.start()
         server.kill()
-        server.start()  # takes over from the worker that still answers
+        server.start()  # it takes over from the worker that still answers
         assert until(lambda: _infer(connect(port))).model_version == "1"
 
 
 def _infer(client: Any) -> Any:
-    """The response; None where gRPC ends the call as its worker ends."""
+    """Return the response; None if gRPC ends the call because its worker ends."""
     try:
         return client.call("ModelInfer", **ROW)
     except grpc.RpcError as error:

@@ -40,14 +40,14 @@ def worker(blue: Deployment, green: Deployment) -> Iterator[Worker]:
 
 
 def behind(gate: Gate, blue: Deployment, **more: Any) -> Any:
-    """A worker that queues its requests, whose model runs behind the gate."""
+    """Return a worker that queues its requests, and whose model runs behind the gate."""
     return Worker(
         state_of(blue, blue=100), wrap=gate.wrap, slow=True, grpc_port=free_port(), **more
     ).running()
 
 
 def count(worker: Worker, status: int) -> int:
-    """Requests with this status, of both deployments and of none."""
+    """Return the number of requests with this status, of both deployments and of none."""
     return sum(worker.shared.sum_slot(slot)[metrics.get_column(status)] for slot in range(3))
 
 

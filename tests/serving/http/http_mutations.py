@@ -1,4 +1,7 @@
-"""Streams of requests whose bytes were damaged on purpose, for the short test and for `benchmarks/fuzz_http.py`."""
+"""Streams of requests with deliberately damaged bytes.
+
+They serve the short test and `benchmarks/fuzz_http.py`.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +54,17 @@ _ABUSES: tuple[tuple[bytes, tuple[bytes, ...]], ...] = (
     (zlib.compress(BODY), (b"content-encoding: deflate",)),
     (BODY, (b"x-request-timeout-ms: " + b"9" * 5000,)),
 )
-"""Bodies that ask for much, with their headers; `tests/support/abuse.py` has larger ones."""
+"""Bodies that expand or take long, with their headers.
+
+`tests/support/abuse.py` has larger ones.
+"""
 STATUSES = frozenset(
     {200, 400, 403, 404, 405, 408, 411, 413, 414, 415, 417, 422, 429, 431, 501, 503, 505}
 )
-"""What may be answered: a 500 is a defect."""
+"""Statuses that are allowed; a 500 is a defect."""
 
 _REQUEST_LINE = re.compile(rb"[A-Z-]{3,} +[^ \r\n]+ +HTTP/1")
-"""The parser skips further spaces."""
+"""Pattern of a request line; the parser ignores further spaces."""
 _ID = b"x-request-id: "
 _HEADS = (
     *(
@@ -120,14 +126,17 @@ _BYTES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attack:
-    """Bytes for one connection, in packets, and the ids of the requests that stand inside of bodies."""
+    """Bytes for one connection, in packets, and the ids of requests inside of bodies."""
 
     packets: tuple[bytes, ...]
     inner: frozenset[str] = frozenset()
 
 
 def build_attack(draw: random.Random) -> Attack:
-    """Build some requests, most of them damaged. What frames those that hold another request is left whole."""
+    """Build some requests, most of them damaged.
+
+    If a request contains another one in its body, its framing is left intact.
+    """
     is_nested = draw.random() < 0.3
     requests = [
         _build_request(draw, number, is_nested=is_nested)
@@ -145,7 +154,7 @@ def build_attack(draw: random.Random) -> Attack:
 
 def _build_request(draw: random.Random, number: int, *, is_nested: bool) -> bytes:
     body = BODY
-    if is_nested:  # a request inside of a body must not be answered
+    if is_nested:  # a request inside a body must not be answered
         hidden = b"GET /v2 HTTP/1.1\r\nhost: x\r\n%binner-%d\r\n\r\n" % (_ID, number)
         body = draw.choice([hidden, BODY + b"\r\n\r\n" + hidden, hidden * 2])
     header: list[bytes] = []
@@ -210,22 +219,22 @@ def _damage(draw: random.Random, data: bytearray) -> None:
 def send_attack(attack: Attack, port: int) -> list[int]:
     """Send an attack and check all that is answered; return the statuses.
 
-    There is at most one answer for each request line, and one more for what is no request at all.
-    None has the id of a request inside of a body.
+    There is at most one answer for each request line, and one more for bytes that are no request.
+    No answer has the id of a request inside a body.
     """
     data = b""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with suppress(OSError):  # it was refused, and the connection has ended
+        # The attack can be refused, and the connection closed.
+        with suppress(OSError):
             for packet in attack.packets:
                 client.sendall(packet)
             client.shutdown(socket.SHUT_WR)
         with suppress(ConnectionResetError):
             while piece := client.recv(1 << 16):
                 data += piece
-    answers = [
-        answer for answer in parse_answers(data)[0] if answer.status != 100
-    ]  # one may be cut off by a reset
+    # A reset can cut off an answer.
+    answers = [answer for answer in parse_answers(data)[0] if answer.status != 100]
     statuses, ids = (
         [answer.status for answer in answers],
         {answer.headers.get("x-request-id") for answer in answers},

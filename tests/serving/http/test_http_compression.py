@@ -1,4 +1,7 @@
-"""Compressed requests and responses: every form of a body, hostile bodies, and what clients accept."""
+"""Compressed requests and responses.
+
+The tests cover every form of a body, hostile bodies, and what clients accept.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ CODINGS: Mapping[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]]
 }
 BODY = infer_body([1, 2])
 MANY = infer_body(*([n, 1] for n in range(20_000)))
-"""Its response has about 300 KB."""
+"""A request whose response has about 300 KB."""
 SOME = infer_body(*([n, 1] for n in range(3000)))
-"""Its response has about 30 KB."""
+"""A request whose response has about 30 KB."""
 ROWS, HEADER = binary(
     {"x": ("float32", np.arange(10_000, dtype=np.float32).reshape(-1, 2))},
     parameters={"binary_data_output": True},
@@ -66,7 +69,7 @@ def next_good_request_is_answered(worker: Worker) -> Iterator[None]:
 
 
 def parse(answer: bytes) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body as it was sent, of the first answer."""
+    """Return status, headers and transmitted body of the first response."""
     first = parse_answers(answer)[0][0]
     return (
         first.status,
@@ -130,9 +133,8 @@ def test_coding_header_in_several_lines_is_read_as_one_list(worker: Worker) -> N
 
 
 def test_response_that_compression_would_enlarge_is_sent_plain(worker: Worker) -> None:
-    noise = (
-        np.frombuffer(np.random.default_rng(7).bytes(32_000), np.uint32) & 0xBFFFFFFF
-    )  # no infinities, no NaN
+    # The body contains neither infinities nor NaN.
+    noise = np.frombuffer(np.random.default_rng(7).bytes(32_000), np.uint32) & 0xBFFFFFFF
     headers = {"inference-header-content-length": "0", "accept-encoding": "gzip"}
     status, answered, body = parse(worker.send(post(INFER, noise.tobytes(), headers)))
     assert (status, answered["vary"], "content-encoding" in answered) == (
@@ -189,8 +191,8 @@ def test_compressed_body_above_received_byte_limit_returns_413(worker: Worker) -
 
 @pytest.mark.parametrize(
     ("body", "coding", "status"),
-    # Named: gzip writes the time into its header, and workers of pytest-xdist must collect the same
-    # ids.
+    # The cases are named because gzip writes the time into its header, and all workers of
+    # pytest-xdist must collect the same ids.
     [
         pytest.param(gzip.compress(BODY)[:-1], "gzip", 400, id="without its last byte"),
         pytest.param(gzip.compress(b"") * 10_000, "gzip", 400, id="ten thousand empty streams"),
@@ -278,7 +280,6 @@ def test_shadow_of_compressed_request_receives_inflated_body(
         )
         assert parse(answer)[1]["content-encoding"] == "gzip"
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE])
-        assert (
-            worker.shared.sum_slot(2)[metrics.SHADOW_DIFFERING] == 1
-        )  # another factor; it did not fail
+        # The factor differs, which shows that the request did not fail.
+        assert worker.shared.sum_slot(2)[metrics.SHADOW_DIFFERING] == 1
         assert worker.shared.sum_slot(2)[metrics.SHADOW_FAILED] == 0

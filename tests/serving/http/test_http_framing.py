@@ -1,4 +1,7 @@
-"""Where a request ends: one answer for each request, whatever its headers and however its bytes arrive."""
+"""The framing of requests: each gets one answer.
+
+This holds for any headers, and however the bytes arrive.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ OFFERS = {
     "h2c": "connection: Upgrade, HTTP2-Settings\r\nupgrade: "
     "h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n",
     "websocket": "connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n",
-    "twice": "upgrade: h2c\r\nconnection: keep-alive\r\nconnection: upgrade\r\nupgrade: TLS/1.0\r\n",
+    "twice": "upgrade: h2c\r\nconnection: keep-alive\r\n"
+    "connection: upgrade\r\nupgrade: TLS/1.0\r\n",
 }
 DELIVERIES = ("one packet", "head and body apart", "byte by byte")
 Request = tuple[bytes, bytes]
-"""A head and a body."""
+"""The head and the body of a request."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,7 @@ def live(server: Worker, offer: str = "") -> Request:
 
 
 class Client:
-    """One connection, on which bytes are sent as they are."""
+    """One connection, on which bytes are sent unchanged."""
 
     def __init__(self, server: Worker) -> None:
         self._socket = server.connect()
@@ -74,12 +78,11 @@ class Client:
             packets = [bytes([byte]) for packet in packets for byte in packet]
         for packet in packets:
             self._socket.sendall(packet)
-            time.sleep(
-                0 if len(packet) == 1 else 0.002
-            )  # so that packets arrive as such; nothing depends on it
+            # Packets shall arrive separately, but nothing depends on it.
+            time.sleep(0 if len(packet) == 1 else 0.002)
 
     def answer(self) -> tuple[int, bytes]:
-        """Status and body of the next answer."""
+        """Return status and body of the next answer."""
         while not self._answers:
             piece = self._socket.recv(1 << 16)
             assert piece, self._data
@@ -88,7 +91,10 @@ class Client:
         return answer.status, answer.body
 
     def rest(self) -> bytes:
-        """What comes after the answers that were read, until the server has closed the connection."""
+        """Return the bytes that follow the answers read so far.
+
+        Wait until the server has closed the connection.
+        """
         assert not self._answers
         self._socket.shutdown(socket.SHUT_WR)
         while piece := self._socket.recv(1 << 16):
@@ -100,7 +106,7 @@ class Client:
 
 
 def product(answer: tuple[int, bytes]) -> float:
-    """What the model answered for the first number."""
+    """Return the model's output for the first number."""
     status, body = answer
     assert status == 200, body
     return float(json.loads(body)["outputs"][0]["data"][0])

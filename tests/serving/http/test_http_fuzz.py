@@ -1,4 +1,7 @@
-"""Damaged streams of requests: every answer is one, and belongs to a request. `benchmarks/fuzz_http.py` runs longer."""
+"""Damaged streams of requests: every answer is valid and belongs to a request.
+
+`benchmarks/fuzz_http.py` runs longer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host and Origin headers: no web page reaches a server on loopback."""
+"""Host and Origin headers: no web page reaches a server on a loopback address."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_allowed(
     hosts: str = "",
     origins: str = "",
 ) -> bool:
-    """Whether a server with these options answers."""
+    """Return whether a server with these options answers."""
     policy = HostPolicy.from_options(
         address, port, ServerOptions(allowed_hosts=hosts, allowed_origins=origins)
     )

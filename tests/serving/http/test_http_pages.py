@@ -1,4 +1,7 @@
-"""Pages for people: complete, without scripts, and safe with any names of models and tensors."""
+"""Pages for people: complete, without scripts, and safe with any names.
+
+The names are those of models and tensors.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ HOSTILE = (
 
 @dataclass
 class Page(HTMLParser):
-    """The elements and texts of a page."""
+    """A parser that collects the elements and texts of a page."""
 
     text: str
     tags: set[str] = field(default_factory=set)
@@ -117,7 +120,7 @@ class Page(HTMLParser):
 
 
 def split_by_shell(command: str) -> list[str]:
-    """The words of a command, as a shell passes them to its program."""
+    """Return the words of a command, as a shell passes them to its program."""
     done = subprocess.run(
         ["sh", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True
     )
@@ -131,7 +134,7 @@ def worker(blue: Deployment, green: Deployment) -> Iterator[Worker]:
 
 
 def get(worker: Worker, path: str, headers: dict[str, str] | None = None) -> tuple[bytes, bytes]:
-    """The head and the body of a response."""
+    """Return the head and the body of a response."""
     head, _, body = worker.send(post(path, b"", headers, method="GET")).partition(b"\r\n\r\n")
     return head, body
 
@@ -199,7 +202,10 @@ def test_pages_before_first_publication_report_nothing_published(worker: Worker)
 
 
 def make_snapshot(name: str) -> tuple[TableSnapshot, list[ServedVersion]]:
-    """Return a table whose model has this name, and which is at 10 % of a rollout, and the rows of its page."""
+    """Return a table at 10 % of a rollout, and the rows of its page.
+
+    Its model has this name.
+    """
     old, new = (make_deployment(version, name) for version in ("1", "2"))
     state = EndpointState(
         deployments=(old, new),

@@ -1,4 +1,7 @@
-"""However its bytes are altered and cut, each request gets one response, which does not depend on the cuts."""
+"""Each request gets one response, however its bytes are altered and split.
+
+The response does not depend on how the bytes are split.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ EDITS = st.lists(
 
 
 class Transport:
-    """Keeps what is written until the connection ends."""
+    """A transport that keeps what is written until the connection ends."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -82,7 +85,7 @@ class Transport:
 
 
 def respond(worker: Worker, parts: list[bytes]) -> list[bytes]:
-    """The responses to the parts of a connection, without their dates."""
+    """Return the responses to the parts of a connection, without their dates."""
     connection, transport = worker.build_connection(), Transport()
     connection.connection_made(transport)  # type: ignore[arg-type]
     for part in parts:

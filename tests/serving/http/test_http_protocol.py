@@ -1,4 +1,4 @@
-"""HTTP as clients speak it, well and badly, and the bounds."""
+"""HTTP as well-behaved and faulty clients use it, and the limits."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     root = tmp_path_factory.mktemp("models")
     state = state_of(scaled(root, "blue"), scaled(root, "green"), blue=70, green=30)
     with Worker(state, bounds={"max_connections": 50}).running() as running:
-        running.send(GOOD)  # the first request prepares what the others find
+        running.send(GOOD)  # the first request prepares what later requests use
         yield running
 
 
 @pytest.fixture
 def hasty(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Worker:
-    """Return the worker, which waits for no client longer than about half a second."""
+    """Return the worker, which waits at most about half a second for a client."""
     monkeypatch.setattr(worker.connections, "read_timeout_s", 0.5)
     monkeypatch.setattr(worker.connections, "keep_alive_s", 0.5)
     return worker
@@ -48,8 +48,7 @@ def next_good_request_is_answered(worker: Worker) -> Iterator[None]:
     answer = worker.send(GOOD)
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b'"data":[2.0,4.0]' in answer
-    # Requests whose clients have gone may still be on their way; connections are accepted in their
-    # order.
+    # Requests of disconnected clients can still arrive; connections are accepted in their order.
     wait_until(lambda: not worker.connections.open)
     assert worker.connections.body_bytes == 0
 
@@ -159,13 +158,13 @@ def test_requests_with_different_header_values_receive_their_own_answers(worker:
 
 
 def large(first: int, second: int, *, room: int) -> bytes:
-    """A request whose body is padded by so many spaces."""
+    """Return a request whose body is padded with `room` spaces."""
     body = infer_body([first, second])
     return post(INFER, body[:-1] + b" " * room + body[-1:], {"azureml-model-deployment": "blue"})
 
 
 def data_of(answers: bytes) -> list[bytes]:
-    """The start of the numbers in each answer."""
+    """Return the first numbers of each answer."""
     return [
         answer.partition(b'"data":')[2][:10] for answer in answers.split(b"HTTP/1.1 200 OK")[1:]
     ]
@@ -185,7 +184,8 @@ def test_large_bodies_in_pieces_with_small_requests_between_are_answered(
     sent = b"".join(requests)
     with worker.connect() as client:
         start = 0
-        while start < len(sent):  # what is left of a message after 50 small pieces comes as a whole
+        # After 50 small pieces, the rest of a message arrives as one piece.
+        while start < len(sent):
             size = piece if start % 500_000 < 50 * piece else 500_000 - start % 500_000
             client.sendall(sent[start : start + size])
             start += size
@@ -203,7 +203,10 @@ def test_large_bodies_in_pieces_with_small_requests_between_are_answered(
 
 @pytest.mark.parametrize("first", [0, 10, -1])
 def test_repeated_large_bodies_with_equal_head_are_answered(worker: Worker, first: int) -> None:
-    """The first piece of a request is its head and so many bytes; -1: it ends within the head."""
+    """The first piece of a request is its head and `first` bytes of its body.
+
+    With -1, it ends within the head.
+    """
     requests = [large(number, 7, room=400_000) for number in range(1, 6)]
     head = requests[0].index(b"\r\n\r\n") + 4
     with worker.connect() as client:
@@ -215,7 +218,8 @@ def test_repeated_large_bodies_with_equal_head_are_answered(worker: Worker, firs
                 (head + first + 100_000, None),
             ):
                 client.sendall(request[start:end])
-                time.sleep(0.005)  # so that pieces arrive as such; nothing depends on how many do
+                # This separates the pieces; the result does not depend on their number.
+                time.sleep(0.005)
             assert b'"data":[%d.0,14.0]' % (2 * number) in received(client)
             client.sendall(GOOD if number % 2 else request)
             assert b" 200 OK" in received(client)
@@ -348,7 +352,10 @@ def test_malformed_request_returns_error_status(
 
 
 def test_chunked_body_above_limit_closes_connection(worker: Worker) -> None:
-    """The refusal is the protocol's, which reads no more, and not that of the application behind it."""
+    """The protocol refuses the body and stops reading.
+
+    The application behind it does not see the request.
+    """
     chunk = b"10000\r\n" + b" " * (1 << 16) + b"\r\n"
     chunks = worker.connections.max_body // (1 << 16) + 1
     head = b"POST /invocations HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"

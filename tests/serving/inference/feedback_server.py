@@ -40,7 +40,7 @@ WATCH = UserCountsRequest(limits_s={"new": (), "old": ()})
 def make_table(
     generation: int = 3, key: str = KEY, epoch_s: float = 0.0, **weights: int
 ) -> RoutingTable:
-    """A table of both deployments, the newer one first."""
+    """Return a table of both deployments, the newer one first."""
     split = TrafficSplit(weights=weights or {"old": 50, "new": 50}, epoch_s=epoch_s)
     deployments = tuple(map(fileless_deployment, split.weights))
     stable = replace(split, weights={**dict.fromkeys(split.weights, 0), "old": 100})
@@ -101,18 +101,18 @@ class FeedbackServer:
         return self._workers[0].get_current().get_deployment(deployment).slot
 
     def read_table(self) -> TableCounts:
-        """The counts of the present generation."""
+        """Return the counts of the current generation."""
         return self.counts.collect(WATCH).tables[-1]
 
     def read_feedback(self) -> dict[str, tuple[int, int]]:
-        """Feedback and successes of the present generation, by deployment."""
+        """Return feedback and successes of the current generation, by deployment."""
         return {
             name: (one.feedback, one.successes)
             for name, one in self.read_table().deployments.items()
         }
 
     def read_cells(self, deployment: str) -> dict[int, tuple[int, int]]:
-        """Feedback and successes by cell of users."""
+        """Return feedback and successes by cell of users."""
         cells, counts = decode_cells(self.read_table().cells[deployment])
         fields = counts[:, [CELL_FEEDBACK, CELL_SUCCESSES]].tolist()
         return {
@@ -135,7 +135,7 @@ def load(deployment: Deployment, row: MetricsRow, _control: bool) -> LoadedDeplo
 
 
 def find_cell(table: RoutingTable, deployment: str) -> int:
-    """A cell of users that a sticky split gives to a deployment."""
+    """Return a cell of users that a sticky split gives to a deployment."""
     router = TrafficRouter.from_table(table)
     return next(
         cell

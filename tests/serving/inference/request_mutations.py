@@ -1,4 +1,4 @@
-"""Requests that were damaged on purpose, for the short test and for `benchmarks/fuzz_wire.py`."""
+"""Deliberately damaged requests for the short test and `benchmarks/fuzz_wire.py`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ _WORDS = (
 
 
 def seeds() -> list[Seed]:
-    """Good requests of every form: signature, body, length of the JSON, content type."""
+    """Return valid requests of every form.
+
+    Each has a signature, a body, the length of its JSON and a content type.
+    """
     kind = "application/json"
     image = np.zeros((1, 10, 30), np.float32)
     v2 = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1.5, 2]}
@@ -105,11 +108,14 @@ def seeds() -> list[Seed]:
         for name, body, _, kind in small
         if body[-1:] == b"}"
     ]
-    return small + padded  # large bodies take another path
+    return small + padded  # large bodies are read in another way
 
 
 def attack(draw: random.Random, corpus: list[Seed]) -> Literal["read", "refused"]:
-    """Damage one request and read it. Any error but a refusal with a status of 4xx goes through to the caller."""
+    """Damage one request and read it.
+
+    An error propagates to the caller unless it is a refusal with a status of 4xx.
+    """
     name, body, length, kind = draw.choice(corpus)
     if draw.random() < 0.1:
         name = draw.choice(list(SIGNATURES))
@@ -143,7 +149,7 @@ def attack(draw: random.Random, corpus: list[Seed]) -> Literal["read", "refused"
 
 
 def check(call: InferenceRequest, model: ModelSignature) -> None:
-    """What `Call` promises, and that an answer to it can be written."""
+    """Assert what `Call` promises, and that an answer to the call can be written."""
     assert model.required <= call.feed.keys() <= model.inputs.keys()
     for name, array in call.feed.items():
         reader = model.readers[name]
@@ -180,9 +186,8 @@ def _damaged(draw: random.Random, body: bytes, length: int | None) -> tuple[byte
         else:
             start = draw.randrange(len(data) + 1)
             data[at:at] = data[start : start + draw.randrange(1, 60)]
-        if (
-            length and at < length and draw.random() < 0.8
-        ):  # keep the boundary where it was meant to be
+        # Keep the intended boundary.
+        if length and at < length and draw.random() < 0.8:
             length = max(0, length + len(data) - before)
     if length is not None and draw.random() < 0.1:
         length = draw.randrange(len(data) + 10)

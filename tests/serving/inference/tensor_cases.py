@@ -45,7 +45,10 @@ def raw_bytes(array: np.ndarray[Any, Any]) -> bytes:
 def binary(
     tensors: Mapping[str, tuple[str, np.ndarray[Any, Any]]], **more: object
 ) -> tuple[bytes, int]:
-    """A body in the binary form, from dtype and array by name; and the length of its JSON."""
+    """Return a body in the binary form and the length of its JSON.
+
+    The tensors are given by dtype and array, by name.
+    """
     items = []
     tail = b""
     for name, (dtype, array) in tensors.items():
@@ -71,7 +74,7 @@ def headers_of(lines: bytes) -> dict[bytes, bytes]:
 
 
 def split_answer(body: bytes, lines: bytes) -> tuple[Any, bytes]:
-    """The JSON of an answer, and the bytes after it."""
+    """Return the JSON of an answer, and the bytes after it."""
     length = headers_of(lines).get(b"inference-header-content-length")
     size = len(body) if length is None else int(length)
     return json.loads(body[:size]), body[size:]

@@ -1,4 +1,4 @@
-"""Content codings: what is inflated, what is refused, and which one a client prefers."""
+"""Content codings: decompression, refusals, and the coding that a client prefers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_inflate_of_standard_library_stream_returns_body() -> None:
 
 @pytest.mark.parametrize(
     ("body", "coding"),
-    # Named: gzip writes the time into its header, and workers of pytest-xdist must collect the same
-    # ids.
+    # The cases are named because gzip writes the time into its header, and all workers of
+    # pytest-xdist must collect the same ids.
     [
         pytest.param(b"", b"gzip", id="empty"),
         pytest.param(BODY, b"gzip", id="plain as gzip"),

@@ -1,4 +1,4 @@
-"""Published tables: loaded deployments, routing, and what a restart keeps."""
+"""Published tables: loaded deployments, routing, and the state after a restart."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.serving.serving_process import load_once
 
 
 class Loads:
-    """Loads models, and remembers which."""
+    """A loader that records which models it loads."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -108,10 +108,10 @@ def test_prepare_loads_missing_deployments_and_keeps_previous_revision(
     server.publish(3, state_of(green, green=100))
     assert server.loads.names == ["blue", "green"]
     assert set(server.deployments.get_current().deployments) == {"green"}
-    server.publish(4, state_of(blue, blue=100))  # the way back needs no load
+    server.publish(4, state_of(blue, blue=100))  # a rollback needs no load
     assert server.loads.names == ["blue", "green"]
     assert server.deployments.get_current().deployments["blue"].deployment == blue
-    server.publish(5, state_of(blue, blue=100))  # green has been gone for two editions
+    server.publish(5, state_of(blue, blue=100))  # green was in none of the last two tables
     assert server.deployments.release() == []
     server.deployments.get_current()
     assert [r.deployment.name for r in server.deployments.release()] == ["green"]
@@ -194,7 +194,8 @@ def test_get_current_after_publication_returns_new_revision(
     assert server.deployments.get_current().revision == 2
     assert server.deployments.get_current() is server.deployments.get_current()
     (values,) = first.get_deployment("blue").run(("y",), {"x": np.ones((1, 2), np.float32)})
-    assert values.tolist() == [[2.0, 2.0]]  # who began with the old one ends with it
+    # A request that began with the old deployment ends with it.
+    assert values.tolist() == [[2.0, 2.0]]
 
 
 def test_publish_of_older_or_changed_generation_raises_conflict_error(

@@ -25,14 +25,14 @@ BODY = infer_body([1, 2])
 
 @pytest.fixture
 def server(tmp_path: Path, blue: Deployment, green: Deployment) -> Iterator[ServerFamily]:
-    """Two workers; blue and green share the traffic."""
+    """Yield a server with two workers; blue and green share the traffic."""
     with ServerFamily(folder=tmp_path / "state", options=("--workers", "2")) as server:
         assert server.publish(state_of(blue, green, blue=50, green=50), 1).status == 200
         yield server
 
 
 def ask(server: ServerFamily, **headers: str) -> str:
-    """The deployment that answered."""
+    """Send a request; return the deployment that answered."""
     answer = server.call("POST", INFER, BODY, {"content-type": "application/json", **headers})
     assert answer.status == 200
     return answer.headers["x-onnx-ops-deployment"]
@@ -126,7 +126,7 @@ def test_feedback_with_other_content_type_returns_415(server: ServerFamily) -> N
         assert answer.status == 415, kind
         assert "application/json" in answer.json()["error"]
         assert feedback_of(server) == {"blue": (0, 0), "green": (0, 0)}, kind
-    assert server.call("OPTIONS", "/feedback").status == 405  # a preflight
+    assert server.call("OPTIONS", "/feedback").status == 405  # a preflight request
     usual = {"content-type": "Application/JSON; charset=utf-8"}
     assert server.call("POST", "/feedback", body, usual).json() == {"counted": 1, "unknown": 0}
 
@@ -206,7 +206,7 @@ def test_feedback_by_key_counts_for_last_epoch_of_current_split() -> None:
 
 
 def find_user(table: RoutingTable, deployment: str, key: str = "") -> tuple[str, int]:
-    """A user whom a sticky split gives to a deployment, with the user's cell."""
+    """Return a user whom a sticky split gives to a deployment, and the user's cell."""
     router = TrafficRouter.from_table(table)
     keys = [key] if key else [f"user-{number}" for number in range(1000)]
     cells = ((each, router.get_cell(each.encode())) for each in keys)

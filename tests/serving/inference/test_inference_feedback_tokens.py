@@ -1,4 +1,7 @@
-"""Tokens of answers: what they say, to which table, and how often they count at each server of an endpoint."""
+"""Tokens of answers: their content, and the table that they belong to.
+
+At each server of an endpoint, a token counts at most once.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ from tests.support.server import Answer, ServerFamily
 
 
 def change_files(table: RoutingTable, name: str) -> RoutingTable:
-    """The table with other files of a deployment."""
+    """Return the table with other files of a deployment."""
     deployments = tuple(
         replace(d, manifest=digest_bytes(b"other files")) if d.name == name else d
         for d in table.state.deployments
@@ -152,7 +155,10 @@ def test_token_of_unloaded_deployment_counts_after_it_is_loaded() -> None:
 def test_repeated_token_after_memory_overflow_is_not_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A client must not repeat tokens until the memory has forgotten them: in no order do they count twice."""
+    """A client must not be able to repeat tokens until the memory has dropped them.
+
+    Repeated tokens do not count in any order.
+    """
     monkeypatch.setattr(metrics, "TOKEN_BUCKETS", 1)
     server = FeedbackServer(make_table())
     tokens = [server.answer("new") for _ in range(3 * BUCKET_TOKENS)]
@@ -170,7 +176,7 @@ def test_tokens_reported_after_100_000_others_are_mostly_counted() -> None:
         server.report(rest[start : start + 1000])
     counted, unknown = server.report(late)
     assert counted + unknown == 1000
-    assert unknown < 40  # a bucket of 8 has 3 on average: 1.2 % are full
+    assert unknown < 40  # with 3 of 8 tokens in a bucket on average, 1.2 % are full
 
 
 def test_token_of_earlier_split_is_counted_but_not_judged() -> None:
@@ -226,7 +232,10 @@ class TestProcess:
             yield server
 
     def test_routed_answers_have_distinct_tokens(self, server: ServerFamily) -> None:
-        """Those of memory that is bound to a text that came before, compressed ones and errors too."""
+        """Some answers use memory that is bound to an earlier text.
+
+        Compressed answers and errors are included.
+        """
         answers = [ask(server) for _ in range(20)]
         answers.append(ask(server, body=b"{", status=400))
         tokens = [answer.headers[FEEDBACK_HEADER] for answer in answers]

@@ -1,4 +1,4 @@
-"""Whatever comes, a request is read or refused with an error that becomes a 4xx."""
+"""Any input is read as a request, or refused with an error that becomes a 4xx."""
 
 from __future__ import annotations
 

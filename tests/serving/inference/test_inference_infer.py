@@ -1,4 +1,4 @@
-"""Open Inference v2: what is read, and what is refused."""
+"""Open Inference v2: accepted and refused requests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def typed_arrays(
 
 
 def mirror(dtype: str, array: np.ndarray[Any, Any]) -> ModelSignature:
-    """A model whose output is like its input."""
+    """Return the signature of a model whose output is like its input."""
     dims = [f"d{i}" for i in range(array.ndim)]
     return signature([spec("x", dtype, *dims)], [spec("y", dtype, *dims)])
 
@@ -116,7 +116,7 @@ def test_binary_round_trip_of_any_type_preserves_bits(
 def test_read_infer_of_large_json_body_returns_same_values(
     dtype: str, nested: bool, data: st.DataObject
 ) -> None:
-    """They take another path: simdjson, without Python objects."""
+    """Large bodies are parsed by simdjson, without Python objects."""
     array = data.draw(
         hnp.arrays(dtype, (3, 10, 30), elements=hnp.from_dtype(np.dtype(dtype), allow_nan=False))
     )
@@ -342,7 +342,7 @@ def test_binary_request_with_several_inputs_returns_mixed_outputs() -> None:
     assert headers_of(lines)[b"content-type"] == b"application/octet-stream"
     assert document["id"] == "7"
     assert [o["name"] for o in document["outputs"]] == ["t", "y"]
-    assert document["outputs"][1]["data"] == [None, None]  # JSON has neither
+    assert document["outputs"][1]["data"] == [None, None]  # JSON has neither infinities nor NaN
     assert tail == text_bytes(["é\0"])
 
 

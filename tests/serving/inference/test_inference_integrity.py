@@ -1,4 +1,4 @@
-"""Private copies of models: what was verified is what is loaded."""
+"""Private copies of models: the verified bytes are the loaded bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ APPROVED = 1.0
 
 
 def write_files(folder: Path, *, scale: float, weight: float, library: Path | None) -> None:
-    """Write a model of y = scale * softsign(x) + weight, its external data and, if given, its operator's library."""
+    """Write a model of y = scale * softsign(x) + weight with external data.
+
+    If a library is given, write it too; its operator computes the softsign.
+    """
     folder.mkdir()
     weights = TensorProto(name="w", data_type=FLOAT, dims=[1], data_location=TensorProto.EXTERNAL)
     weights.external_data.add(key="location", value="weights.bin")
@@ -91,7 +94,7 @@ class ReplacedFolder:
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """Replace files in a thread."""
+        """Replace files in a thread until the block ends."""
         stop = threading.Event()
 
         def replace_files() -> None:
@@ -154,7 +157,7 @@ def test_load_after_replacement_between_check_and_session_loads_verified_files(
 
     monkeypatch.setattr(models, "open_session", replace_and_open)
     assert run(deployment, tmp_path / "copies") == APPROVED
-    assert run(deployment, tmp_path / "copies") == APPROVED  # of the copy
+    assert run(deployment, tmp_path / "copies") == APPROVED  # from the copy
     with pytest.raises(DigestMismatchError):
         run(deployment, tmp_path / "no-copies")
 
@@ -202,7 +205,7 @@ def test_fetch_of_pipe_without_writer_raises_digest_mismatch_error(
 
 def test_retain_keeps_needed_copies_and_two_most_recently_used(tmp_path: Path) -> None:
     copies, deployments = ModelCopies(tmp_path / "copies"), []
-    copies.retain([])  # before there is any
+    copies.retain([])  # before any copy exists
     for number in range(5):
         write_files(tmp_path / str(number), scale=1.0 + number, weight=0.0, library=None)
         deployments.append(deploy(tmp_path / str(number)))

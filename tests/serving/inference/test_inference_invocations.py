@@ -1,4 +1,4 @@
-"""Bodies for `/invocations`: MLflow's forms, CSV, Open Inference."""
+"""Bodies for `/invocations`: MLflow's forms, CSV, and Open Inference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TABLE = signature([spec("age", "int64", "batch", 1), spec("city", "string", "bat
 
 
 def read(body: object, model: ModelSignature = PIXELS) -> InferenceRequest:
-    """Read CSV, or what becomes JSON."""
+    """Read a CSV text, or another body as JSON."""
     if isinstance(body, bytes):
         return read_invocation(body, "text/csv", None, model)
     return read_invocation(encode(body), "application/json", None, model)
@@ -132,8 +132,9 @@ def predictions(call: InferenceRequest, arrays: list[np.ndarray[Any, Any]]) -> A
 
 
 def test_predictions_are_returned_by_name_or_as_records() -> None:
+    # This is the runtime's own type for int64.
     values: list[np.ndarray[Any, Any]] = [
-        np.array([1, 0], np.longlong),  # the runtime's own int64
+        np.array([1, 0], np.longlong),
         np.array([[0.1, 0.75], [np.nan, 0.5]], np.float32),
         np.array([["a"], ["b"]], object),
         np.array([True, False]),
@@ -281,13 +282,16 @@ def test_read_invocation_with_deep_lists_beside_null_is_refused() -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ([{"age": 1, "visits": v, "city": "a"} for v in (2, None)], "'visits' of INT64 holds null in row 2"),
+        (
+            [{"age": 1, "visits": v, "city": "a"} for v in (2, None)],
+            "'visits' of INT64 holds null in row 2",
+        ),
         ([{"age": "x", "visits": 2, "city": "a"}], "'age' of FP32 holds text in row 1"),
         ([{"age": 1, "visits": 2, "city": None}], "'city' of BYTES holds null in row 1"),
         (b"age,visits,city\n1,2,a\n1,,a\n", "'visits' of INT64 holds '' in row 2"),
         (b"age,visits,city\nold,2,a\n", "'age' of FP32 holds 'old' in row 1"),
     ],
-)  # fmt: skip
+)
 def test_read_invocation_with_unfit_cell_names_column_and_row(body: object, words: str) -> None:
     with pytest.raises(UserError, match=words):
         read(body if isinstance(body, bytes) else {"dataframe_records": body}, COLUMNS)

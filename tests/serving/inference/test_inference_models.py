@@ -1,4 +1,4 @@
-"""Models: verified, loaded, warmed up, and cached packed."""
+"""Models: verification, loading, warm-up, and the cache of packed models."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_run_without_optional_inputs_uses_defaults(build: Callable[..., Deployme
             ],
         )
     )
-    assert list(loaded.signature.inputs) == ["x", "o", "scale"]  # weights are nobody's input
+    assert list(loaded.signature.inputs) == ["x", "o", "scale"]  # weights are no inputs
     assert loaded.signature.optional == {"o", "scale"}
     x = np.ones((1, 2), np.float32)
     y, has = loaded.run(("y", "has"), {"x": x})
@@ -213,7 +213,7 @@ def test_load_of_model_with_unsupported_datatype_raises_user_error(
 
 @pytest.fixture
 def network(build: Callable[..., Deployment]) -> Deployment:
-    """Convolution and matrix product, whose weights the runtime packs."""
+    """Return a model of a convolution and a product, whose weights the runtime packs."""
     random = np.random.default_rng(0)
 
     def weight(name: str, *shape: int) -> onnx.TensorProto:
@@ -246,7 +246,7 @@ def test_session_of_deployment_uses_settings_of_its_target(
     )
     for deployment in (network, replace(network, execution=Execution(session=measured))):
         wanted = deployment.execution.session
-        for prepacked in (None, cache):  # made, and then used
+        for prepacked in (None, cache):  # first without the cache, then with it
             options = load_once(deployment, prepacked).session.get_session_options()
             assert options.intra_op_num_threads == wanted.intra_op_threads
             assert options.inter_op_num_threads == wanted.inter_op_threads

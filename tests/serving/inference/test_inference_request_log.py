@@ -1,4 +1,4 @@
-"""Spans at a collector that speaks its protocol, and exemplars on the metrics page."""
+"""Spans at a collector of their protocol, and exemplars on the metrics page."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
-            """Say nothing."""
+            """Print nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -87,7 +87,7 @@ def test_request_with_traceparent_is_child_of_caller_span(
         accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
         page = server.call("GET", "/metrics", headers=accept)
         assert server.infer([1, 2], {"traceparent": SAMPLED, "x-request-id": "r5"}).status == 200
-        assert server.stop() == 0  # what is left is sent at the end
+        assert server.stop() == 0  # remaining spans are sent at the end
     spans = {attributes(span)["onnx_ops.request_id"]: span for span in collector.spans}
     assert sorted(spans) == ["r1", "r3", "r4", "r5"]
     assert collector.services == {"digits"}
@@ -105,13 +105,13 @@ def test_request_with_traceparent_is_child_of_caller_span(
     known = attributes(spans["r1"])
     assert (known["http.response.status_code"], known["onnx_ops.deployment"]) == (200, "blue")
     assert attributes(spans["r4"])["http.response.status_code"] == 400
-    assert spans["r4"].status.code == Status.STATUS_CODE_UNSET  # it is the caller's error
+    assert spans["r4"].status.code == Status.STATUS_CODE_UNSET  # the error is the client's
     assert page.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     assert exemplars(page.body.decode()) == {TRACE}
 
 
 def exemplars(page: str) -> set[str]:
-    """The traces on a page, each in the bucket of its latency."""
+    """Return the traces on a page, each with the bucket of its latency."""
     traces = set()
     for family in text_string_to_metric_families(page):  # type: ignore[no-untyped-call]
         lower = 0.0

@@ -1,4 +1,7 @@
-"""Queues of requests, their threads, and the estimate that keeps fast models on the event loop."""
+"""Queues of requests, their threads, and the latency estimate.
+
+The estimate keeps fast models on the event loop.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def row() -> MetricsRow:
 
 @dataclass
 class Work:
-    """Notes who does what, and holds on at the gate."""
+    """A run function that records its batches, and waits at the gate."""
 
     gate: threading.Event = field(default_factory=threading.Event)
     begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -44,11 +47,11 @@ class Work:
 
     @property
     def items(self) -> list[list[int]]:
-        """The items of each batch that is done."""
+        """Return the items of each finished batch."""
         return [items for items, _ in self.done]
 
     def wait(self, which: threading.Semaphore, count: int = 1) -> None:
-        """Wait until so many more batches have begun, or ended."""
+        """Wait until that many more batches have begun, or ended."""
         for _ in range(count):
             assert which.acquire(timeout=TIMEOUT_S)
 
@@ -222,7 +225,7 @@ def test_request_queue_under_load_runs_single_request_after_15_full_batches(
 
 def test_latency_estimator_after_repeated_slow_runs_is_not_fast() -> None:
     latency = LatencyEstimator(20e-6)
-    # At first, the system takes the processor away once.
+    # At first, the system preempts the process once.
     for seconds, runs, is_fast in (
         (5e-3, 1, True),
         (5e-3, 3, False),
@@ -298,7 +301,7 @@ def test_worker_threads_while_isolating_never_mix_batches_of_two_queues(
 
         return run
 
-    # A long mean keeps batches from being overdue, however busy the machine is.
+    # With a long mean, no batch becomes overdue, however busy the machine is.
     queues = [
         RequestQueue(
             threads, run_as(name), 600, 1, limit, row, LatencyEstimator(), batch_s=TIMEOUT_S
@@ -327,7 +330,7 @@ def test_worker_threads_while_isolating_start_all_waiting_batches_of_next_queue(
         other.put(item)
     assert not second.begun.acquire(timeout=0.05)
     first.gate.set()
-    second.wait(second.begun, 3)  # at once, though only one thread has become free
+    second.wait(second.begun, 3)  # it begins immediately, though only one thread has become free
     second.gate.set()
     second.wait(second.ended, 3)
     assert len(second.threads) == 3

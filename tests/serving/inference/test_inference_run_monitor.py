@@ -1,4 +1,4 @@
-"""The end of runs that take too long."""
+"""Runs that take too long are ended."""
 
 from __future__ import annotations
 

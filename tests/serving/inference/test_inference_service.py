@@ -1,4 +1,7 @@
-"""Lanes, batches, deadlines, shadows and counts, with models that run for real and as slowly as a test wants."""
+"""The service's lanes, batches, deadlines, shadows and counts.
+
+The models run for real, and as slowly as a test needs.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def batchable(blue: Deployment) -> Deployment:
 
 
 def behind(gate: Gate, deployment: Deployment, **more: Any) -> AbstractContextManager[Worker]:
-    """A worker that queues its requests, whose model runs behind the gate."""
+    """Return a worker that queues its requests, and whose model runs behind the gate."""
     return Worker(
         state_of(deployment, **{deployment.name: 100}), wrap=gate.wrap, slow=True, **more
     ).running()
@@ -130,7 +133,7 @@ def test_invalid_request_in_batch_fails_alone(gate: Gate, batchable: Deployment)
 def test_batch_with_inseparable_outputs_runs_one_by_one(
     gate: Gate, build: Callable[..., Deployment]
 ) -> None:
-    """The model leaves out rows that occur twice: of two equal requests one row comes back."""
+    """The model drops duplicate rows, so that two equal requests give one row."""
     unique = helper.make_node("Unique", ["x"], ["y"], axis=0)
     model = build(
         [unique], [("x", TensorProto.FLOAT, ["b", 2])], [("y", TensorProto.FLOAT, ["c", 2])]
@@ -194,7 +197,7 @@ def test_drain_of_worker_answers_running_and_partly_read_requests(
 ) -> None:
     with behind(gate, blue) as worker:
         (waits,) = queue_up(worker, gate, REQUEST)
-        worker.publish(state_of(green, green=100))  # drops the deployment that runs
+        worker.publish(state_of(green, green=100))  # removes the deployment that is running
         reads, idle = worker.connect(), worker.connect()
         reads.sendall(REQUEST[:-5])
         wait_until(lambda: len(worker.connections.open) == 3)
@@ -214,7 +217,10 @@ def test_drain_of_worker_answers_running_and_partly_read_requests(
 def test_repeated_request_with_other_output_shape_is_answered(
     build: Callable[..., Deployment],
 ) -> None:
-    """The model leaves out rows that occur twice, so the memory that is bound for its output does not always fit."""
+    """The model drops duplicate rows.
+
+    Its output does not always fit the memory that is bound for it.
+    """
     unique = helper.make_node("Unique", ["x"], ["y"], axis=0)
     model = build(
         [unique], [("x", TensorProto.FLOAT, ["b", 2])], [("y", TensorProto.FLOAT, ["c", 2])]
@@ -271,7 +277,10 @@ WATCHED = UserCountsRequest(limits_s={"blue": (), "green": ()})
 def judged(
     request: pytest.FixtureRequest, tmp_path: Path, blue: Deployment
 ) -> Iterator[tuple[Worker, RolloutCounts]]:
-    """A worker whose candidate takes fewer inputs than blue, which keeps all of a user's requests on one version."""
+    """Yield a worker, and its counts by user.
+
+    Its candidate accepts fewer inputs than blue. All requests of a user stay on one version.
+    """
     node = helper.make_node("Mul", ["x", "x"], ["y"])
     fields = ("x", TensorProto.FLOAT, [1, 2]), ("y", TensorProto.FLOAT, [1, 2])
     path = save_graph(tmp_path / "narrow", [node], [fields[0]], [fields[1]])
@@ -378,7 +387,7 @@ def test_model_after_long_run_on_event_loop_moves_to_thread(
     with Worker(
         state_of(deploy_loop(tmp_path / "loop"), blue=100), run_timeout=0.2
     ).running() as worker:
-        for _ in range(3):  # the third one is bound to its memory
+        for _ in range(3):  # the third request is bound to its memory
             assert status(worker.send(post(INFER, loop_body(2)))) == 200
         assert worker.shared.sum_slot(1)[metrics.RUN_NANOSECONDS] == 0  # no run on a thread
         assert status(worker.send(post(INFER, loop_body(FOREVER)))) == 504
@@ -425,11 +434,11 @@ def test_shadow_receives_copies_and_its_answers_reach_no_client(
             assert b'"data":[%.1f,2.0]' % (2 * number) in answer
         assert (
             status(worker.send(post(INFER, b"{"))) == 400
-        )  # not copied: it says nothing about the shadow
+        )  # it is not mirrored, since it shows nothing about the shadow
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == 20)
         totals = worker.shared.sum_slot(2)
     assert totals[metrics.SHADOW_SENT] == 20
-    assert totals[metrics.SHADOW_DIFFERING] == 20  # it triples what blue doubles
+    assert totals[metrics.SHADOW_DIFFERING] == 20  # green triples what blue doubles
     assert totals[metrics.get_column(200)] == 0
 
 
@@ -503,7 +512,7 @@ def test_unexpected_error_in_model_returns_500_without_details(
 def test_invocation_that_model_rejects_returns_500(
     build: Callable[..., Deployment], slow: bool
 ) -> None:
-    """SageMaker counts 4xx as the caller's errors, so that no rollout would see them."""
+    """SageMaker counts 4xx as the client's errors, so no rollout would see them."""
     table = helper.make_tensor("t", TensorProto.FLOAT, [4], [1.0, 2.0, 3.0, 4.0])
     constant = helper.make_node("Constant", [], ["t"], value=table)
     gather = helper.make_node("Gather", ["t", "x"], ["y"])
@@ -556,7 +565,11 @@ def test_metrics_after_mixed_requests_have_exact_counts(
 def test_service_latency_compares_equal_shares_of_both_versions(
     blue: Deployment, green: Deployment, slow: bool
 ) -> None:
-    """The version with most of the traffic by those that its replica answers, which counts as the version does."""
+    """The version with most of the traffic is compared by the requests of its replica.
+
+    That control replica answers as many requests as the other version. Its requests also count for
+    the version.
+    """
     with Worker(
         state_of(blue, green, blue=80, green=20), slow=slow, queue=1000
     ).running() as worker:
@@ -623,7 +636,10 @@ def test_user_latencies_are_counted_only_in_warm_comparable_slots(
 
 
 def in_binary(rows: int, *, json_bytes: int = 0) -> tuple[bytes, dict[str, str]]:
-    """A body of so many rows in the binary form, its JSON padded to so many bytes; and its headers."""
+    """Return a binary body of `rows` rows, and its headers.
+
+    Its JSON is padded to `json_bytes` bytes.
+    """
     tensor = {
         "name": "x",
         "datatype": "FP32",
@@ -660,7 +676,10 @@ def test_long_json_body_is_decoded_on_thread(
 
 
 def test_long_binary_text_is_decoded_on_thread(build: Callable[..., Deployment]) -> None:
-    """An element of text is an object of its own: a megabyte of them takes as long as a megabyte of JSON."""
+    """Each text element is a separate object.
+
+    A megabyte of text elements takes as long as a megabyte of JSON.
+    """
     same = helper.make_node("Identity", ["x"], ["y"])
     model = build([same], [("x", TensorProto.STRING, ["b"])], [("y", TensorProto.STRING, ["b"])])
     with Worker(state_of(model, blue=100)).running() as worker:

@@ -1,4 +1,4 @@
-"""When do two answers differ? Both forms of Open Inference, and MLflow's."""
+"""Comparison of two answers, in both forms of Open Inference and in MLflow's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Mirrored requests between a worker and a shadow process: messages, a full queue, a connection that ends."""
+"""Mirrored requests between a worker and a shadow process.
+
+The tests cover messages, a full queue, and a connection that ends.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ def in_event_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..
 
 @pytest.fixture
 def sockets() -> Iterator[Sockets]:
-    """Makes pairs of a worker's end, which does not block, and a process's end."""
+    """Yield the function that makes pairs: a worker's end and a process's end.
+
+    The worker's end does not block.
+    """
     with ExitStack() as stack:
 
         def make() -> tuple[socket.socket, socket.socket]:
@@ -60,7 +66,7 @@ def sockets() -> Iterator[Sockets]:
 
 
 def build_shadow() -> LoadedDeployment:
-    """What the queue needs of a deployment: its slot and its row."""
+    """Return what the queue needs of a deployment: its slot and its row."""
     loaded = object.__new__(LoadedDeployment)
     loaded.slot, loaded.row = 1, metrics.SharedMetrics(1).get_row(0, 1)
     return loaded

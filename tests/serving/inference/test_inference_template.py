@@ -1,4 +1,7 @@
-"""Bodies that differ in their data alone: what is read off them is what is read off them for the first time."""
+"""Bodies that differ only in their data.
+
+A body read by a template gives the same result as one that is read without it.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ ODD: st.SearchStrategy[Any] = st.sampled_from(
 
 @st.composite
 def sessions(draw: st.DrawFn) -> tuple[str, list[bytes]]:
-    """A datatype, and bodies for it from one template, some of them damaged."""
+    """Return a datatype, and bodies for it from one template, some of them damaged."""
     datatype = draw(st.sampled_from(sorted(KINDS)))
     value = KINDS[datatype][1]
     rows = draw(st.integers(1, 3))
@@ -81,7 +84,7 @@ def body_of(*data: object, **more: object) -> bytes:
 
 
 class Served:
-    """A model whose inputs are its outputs, answering as a deployment does on the event loop."""
+    """A model whose outputs are its inputs, called as on the event loop."""
 
     def __init__(self, datatype: str = "FP32", *, inputs: int = 1) -> None:
         names = ("x", "z")[:inputs]
@@ -98,7 +101,7 @@ class Served:
         return self.bound[-1]
 
     def read(self, body: bytes, length: int | None = None) -> object:
-        """What a body holds, in terms that can be compared."""
+        """Return what a body holds, in a form that can be compared."""
         bound = self.runs.load(body, length)
         try:
             request = read_infer(body, length, self.signature) if bound is None else bound.request

@@ -68,7 +68,8 @@ def test_parse_document_of_large_body_equals_small_body(tree: dict[str, object])
 def test_parse_document_keeps_only_rectangular_numbers_as_lazy_array(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tensors, "_parsers", {})  # a parser refuses while one of its blocks lives
+    # A parser refuses reuse while one of its blocks lives.
+    monkeypatch.setattr(tensors, "_parsers", {})
     found, _ = parse_document(encode({"data": [[1, 2], [3, 4]], **PAD}))
     assert isinstance(found["data"], LazyArray)
     assert found["data"].shape == (2, 2)
@@ -225,7 +226,7 @@ def test_parse_document_with_too_many_keys_is_refused_on_both_paths(inner: str) 
 
 
 def test_parse_document_with_wide_object_looks_up_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each lookup of simdjson passes all keys before it: quadratic work."""
+    """Each lookup of simdjson passes all keys before it, which takes quadratic time."""
     looked_up: list[str] = []
     convert = tensors._LazyWalk.convert
 

@@ -1,4 +1,4 @@
-"""The split of traffic: shares, users that stay, and epochs that are drawn anew."""
+"""The split of traffic: shares, sticky users, and epochs with new draws."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def route(router: TrafficRouter, key: bytes, epoch: int = 0) -> str:
 
 
 def new_cells(router: TrafficRouter, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which cells of users the candidate gets."""
+    """Return which cells of users the candidate gets."""
     draw = router.get_draw(epoch)
     return np.array([router.route_cell(draw, cell) == "new" for cell in range(USER_CELLS)])
 
@@ -97,7 +97,10 @@ def test_get_draw_of_epoch_is_stable_and_meets_weight_exactly() -> None:
 
 
 def test_draws_of_epochs_generations_and_experiments_are_independent() -> None:
-    """Of a tenth, a tenth is drawn again; and each cell is drawn as often as any other."""
+    """Two draws of a tenth of the cells have a tenth of their cells in common.
+
+    Each cell is drawn equally often.
+    """
     routers = {
         "epoch": (split(10, epoch_s=60.0), split(10, epoch_s=60.0), 1),
         "generation": (split(10, epoch_s=60.0), split(10, epoch_s=60.0, generation=2), 0),

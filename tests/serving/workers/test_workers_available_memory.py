@@ -1,4 +1,4 @@
-"""What is read of the available memory: of control groups of both versions, the machine, and GPUs."""
+"""The available memory: of control groups of both versions, the machine, and GPUs."""
 
 from __future__ import annotations
 
@@ -159,8 +159,11 @@ int nvmlDeviceGetMemoryInfo(void *device, unsigned long long *memory) {
     *(unsigned long long *)device -= 10;
     return 0;
 }
+"""  # noqa: E501
+"""A library with the calls of NVML that are used.
+
+Each reading finds 10 bytes less.
 """
-"""A library with the calls of NVML that are used. Each reading finds 10 bytes less."""
 
 
 @pytest.fixture

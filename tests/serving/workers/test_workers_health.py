@@ -1,4 +1,7 @@
-"""Workers that die or stand still: what is charged with it, and what is taken out of service."""
+"""Workers that die or hang: the deployment that is blamed, and what is taken out.
+
+A blamed deployment is taken out of service.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,10 @@ class Site:
             assert state[HEARTBEAT] == state[place + RUN_SLOT] == 0
 
     def die_on_threads(self, *runs: tuple[int, int], worker: int = 1) -> str:
-        """Let a worker die while its threads run requests: of a slot, and routed by the split or selected."""
+        """Let a worker die while its threads run requests.
+
+        A run has a slot, and was routed by the split or selected by the client.
+        """
         counts = self.shared.get_thread_runs(worker)
         for slot, kind in runs:
             counts[RUN_KINDS * slot + kind] += 1
@@ -257,7 +263,9 @@ def test_record_death_of_several_deployments_twice_isolates_new_workers() -> Non
 def count_deaths_until_out(
     site: Site, random: Random, threads: int, percent: int, killers: set[int]
 ) -> int | None:
-    """Return the deaths after which the new deployment is out of service; None if it is not after 40.
+    """Return the number of deaths that take the new deployment out of service.
+
+    Return None if it is still in service after 40 deaths.
 
     All threads run requests by the split, and those of `killers` end the worker. Isolated workers
     run one deployment.
@@ -319,7 +327,10 @@ def test_share_death_sums_to_share_of_routed_runs(runs: dict[int, RunCounts]) ->
 def test_is_deadlier_with_deaths_in_proportion_to_traffic_returns_false(
     threads: int, percent: int, deaths: int
 ) -> None:
-    """The expected shares: any run ends the worker, and the threads run as the traffic is split."""
+    """Any run ends the worker, and the threads run as the traffic is split.
+
+    The deaths have the expected shares then.
+    """
     new = Fraction(percent, 100)
     charged = deaths * new, deaths * (1 - new)
     requests = 1000 * threads * percent, 1000 * threads * (100 - percent)
@@ -351,7 +362,7 @@ def hang(self, *arguments):
         time.sleep(3600)
     return answer(self, *arguments)
 deployments.LoadedDeployment.answer_inline = hang
-"""
+"""  # noqa: E501
 HANG_ON_THREAD = """
 import time
 from onnx_ops.serving.inference import deployments, run_monitor
@@ -368,7 +379,7 @@ deployments.LoadedDeployment.answer = hang
 
 @pytest.fixture(params=[HANG_INLINE, HANG_ON_THREAD], ids=["event loop", "thread"])
 def hanging(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A server whose workers stand still in runs of green."""
+    """Yield a server whose workers hang in runs of green."""
     options = "--workers=2", "--run-timeout=200 ms"
     with serving(tmp_path, *options, program=after(request.param), blue=90, green=10) as server:
         yield server
@@ -397,9 +408,8 @@ def test_version_that_hangs_workers_goes_out_of_service(hanging: Server) -> None
         with pytest.raises((ConnectionError, http.client.HTTPException)):
             hanging.infer([1, 2], green)
         assert hanging.infer([1, 2], blue).status == 200
-    wait_until(
-        lambda: list_out_of_service(hanging) == {"green"}
-    )  # the client sees the death a little earlier
+    # The client sees the death a little earlier than the supervisor.
+    wait_until(lambda: list_out_of_service(hanging) == {"green"})
     answer = hanging.infer([1, 2], green)
     assert answer.status == 503
     assert "out of service" in answer.json()["error"]
@@ -463,7 +473,7 @@ def test_version_that_ends_workers_beside_other_goes_out_of_service(tmp_path: Pa
             with suppress(ConnectionError, http.client.HTTPException):
                 server.infer([1, 2], headers)
 
-        for _ in range(2):  # both run
+        for _ in range(2):  # both requests run
             slow.touch()
             beside = threading.Thread(target=infer_lost, args=(blue,))
             beside.start()

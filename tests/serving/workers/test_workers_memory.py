@@ -22,7 +22,7 @@ ROWS = 8000
 
 
 def build_square() -> onnx.ModelProto:
-    """A model that multiplies a column by its transpose, and returns the sum of each row."""
+    """Return a model that multiplies a column by its transpose, and sums each row."""
     return onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 18]>
     m (float[b, 1] x) => (float[b, 1] y) {
       turned = Transpose(x)
@@ -64,9 +64,8 @@ def test_memory_trimmer_check_after_large_run_frees_memory(tmp_path: Path) -> No
     before = read_resident_bytes()
     trimmer = MemoryTrimmer(lambda: [loaded], rest_s=0.0)
     assert not trimmer.check()
-    rows = max(
-        ROWS, math.isqrt(int(before * 0.1))
-    )  # a product of four tenths of what this process has
+    # The product needs four tenths of this process's memory.
+    rows = max(ROWS, math.isqrt(int(before * 0.1)))
     model.run(("y",), {"x": np.ones((rows, 1), np.float32)})
     assert read_resident_bytes() > TRIM_RATIO * before
     assert trimmer.check()

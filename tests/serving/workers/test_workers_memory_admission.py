@@ -1,4 +1,7 @@
-"""Admission by memory: what new deployments need in all, and how a process that loads them is measured."""
+"""Admission of new deployments by their total memory.
+
+The tests also measure the process that loads them.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,7 @@ def test_check_memory_without_enough_memory_names_need_and_workers() -> None:
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[str]]:
-    """A process with 200 MiB of private memory."""
+    """Yield a process with 200 MiB of private memory."""
     command = [sys.executable, "-c", ALLOCATE, str(200 * MIB)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -141,7 +144,7 @@ def test_memory_meter_sample_within_memory_keeps_process_running(
 def test_compute_peak_includes_private_memory_between_samples(
     samples: list[tuple[int, int]], between: int
 ) -> None:
-    """At the peak between samples, as many files are mapped as ever."""
+    """At the peak between samples, as many files are mapped as before."""
     meter = build_meter(1 << 50)
     meter._private, meter._shared = (max(values) for values in zip(*samples, strict=True))
     resident = max(private + shared for private, shared in [*samples, (between, meter._shared)])

@@ -1,4 +1,7 @@
-"""Several processes behind one port: what survives when one of them is killed, and how counts add up."""
+"""Several processes behind one port.
+
+The tests kill one of them, and check what survives and how counts add up.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def test_publication_to_several_workers_under_load_is_never_stale(
     assert len(seen.records.by_deployment()) > 10, (
         "too few publications were seen by a request to prove anything"
     )
-    # As if each had returned before it began: the detector sees it.
+    # Shift each publication so that it returned before it began; the check must find that.
     early = tuple(
         replace(p, returned_ns=p.begun_ns - 10**9, begun_ns=p.begun_ns - 10**9)
         for p in seen.publications
@@ -118,7 +121,8 @@ def test_server_with_table_that_kills_workers_accepts_next_publication(
 def test_admin_socket_admits_owner_without_token_and_audits_changes(
     tmp_path: Path, blue: Deployment
 ) -> None:
-    folder = tmp_path / ("deep" * 30) / "state"  # longer than the address of a Unix socket may be
+    # Longer than the path of a Unix socket is allowed to be.
+    folder = tmp_path / ("deep" * 30) / "state"
     folder.mkdir(parents=True)
     address = folder / "admin.sock"
     with Server(folder=folder, options=[f"--admin-socket={address}"]) as server:
@@ -168,7 +172,7 @@ def test_access_log_of_several_workers_has_whole_lines(tmp_path: Path) -> None:
             )
         text = server.call("GET", "/metrics").body.decode()
         assert 'onnx_ops_generation{endpoint="digits"} 1\n' in text
-        assert server.stop() == 0  # what is left is written at the end
+        assert server.stop() == 0  # remaining entries are written at the end
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert sorted(line["request_id"] for line in lines) == sorted(
         f"r{number}" for number in range(60)

@@ -1,4 +1,7 @@
-"""Shadow processes: what clients, counts and publications see when one is killed, fails or is replaced."""
+"""Shadow processes that are killed, fail or are replaced.
+
+The tests check the effects on clients, counts and publications.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,7 @@ def send_until_answered(server: Server, more: int = 1) -> None:
 def shadowing(
     root: Path, blue: Deployment, green: Deployment, *options: str, preamble: str = ""
 ) -> Iterator[Server]:
-    """A server below `root` that mirrors all requests from blue to green."""
+    """Yield a server below `root` that mirrors all requests from blue to green."""
     with Server(folder=root / "state", options=options, program=after(preamble)) as server:
         assert server.publish(mirrored(blue), 1).status == 200
         assert shadow_processes(server) == []
@@ -130,7 +133,7 @@ def test_large_body_is_mirrored_to_shadow_process(
     with shadowing(tmp_path, blue, green) as server:
         assert send_large(server) == 200
         wait_until(lambda: counts(server).shadow_answered == 1)
-        assert counts(server).shadow_differing == 0  # zeros, however often they are tripled
+        assert counts(server).shadow_differing == 0  # zeros stay equal, whatever the factor is
 
 
 def test_shadow_process_that_hangs_delays_neither_clients_nor_publications(
@@ -198,9 +201,8 @@ def test_shadow_that_cannot_be_loaded_is_reported_as_failed(
         )
         assert shadow_processes(server) == []
         assert (counts(server).shadow_answered, counts(server).shadow_failed) == (0, 0)
-        assert (
-            server.who_answers({"azureml-model-deployment": "green"}) == "green"
-        )  # the workers have loaded it
+        # The workers have loaded it.
+        assert server.who_answers({"azureml-model-deployment": "green"}) == "green"
         assert server.publish(mirrored(blue), 3).status == 200
         assert server.admin("GET").json()["failed"] == {}
 

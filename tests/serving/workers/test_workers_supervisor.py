@@ -1,4 +1,4 @@
-"""Background tasks of the supervisor: what an error in each of their calls leaves behind."""
+"""Background tasks of the supervisor: the effect of errors in their calls."""
 
 from __future__ import annotations
 
@@ -65,13 +65,16 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr(supervisor_module, "_EPOCH_RETRY_S", EPOCH_S / 4)
     monkeypatch.setattr(rollout_counts, "_SETTLE_S", 0.0)
     site = Site(tmp_path)
-    site.read()  # counts by user from now on
+    site.read()  # counts by user begin here
     yield site
     site.close()
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, times: int | None) -> None:
-    """Make a task's calls of a method fail, from the second on; `times` of them, or all. Readers' calls succeed."""
+    """Make a task's calls of a method fail, from the second call on.
+
+    `times` calls fail, or all of them if it is None. Calls of readers succeed.
+    """
     calls, original = itertools.count(), getattr(owner, name)
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -85,7 +88,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, times: int |
 
 
 async def run_until(site: Site, is_reached: Callable[[], bool]) -> None:
-    """Turn epochs until a condition holds, which ends a test that it does not reach."""
+    """Turn epochs until a condition holds; fail if it never holds."""
 
     async def turn() -> None:
         in_task.set(True)
@@ -170,7 +173,7 @@ def test_publish_during_cold_start_waits_for_its_end_before_trial_load(
         try:
             await asyncio.sleep(3600)
         finally:
-            await asyncio.sleep(0.05)  # until its process has ended
+            await asyncio.sleep(0.05)  # wait until its process has ended
             ended.append("cold start")
 
     async def try_load(*_: object, **__: object) -> None:

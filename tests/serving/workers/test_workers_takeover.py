@@ -1,4 +1,4 @@
-"""Workers whose supervisor died, and the next one."""
+"""Workers of a dead supervisor, and the supervisor that follows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.serving.serving_process import Server, wait_until
 def test_publication_after_supervisor_kill_ends_orphaned_workers_first(
     two_workers: Server, blue: Deployment, green: Deployment
 ) -> None:
-    """That clients notice nothing of it is seen in `tests/chaos/test_chaos_kills.py`."""
+    """`tests/chaos/test_chaos_kills.py` shows that clients are not affected."""
     port = two_workers.port
     for number, weights in ((2, {"blue": 0, "green": 100}), (3, {"blue": 100, "green": 0})):
         orphans = set(two_workers.workers())
@@ -35,7 +35,7 @@ def test_server_after_repeated_supervisor_kills_during_takeover_answers(
     two_workers: Server, blue: Deployment
 ) -> None:
     two_workers.kill()
-    for _ in range(3):  # each dies while its workers start, or while the orphans drain
+    for _ in range(3):  # each supervisor dies while its workers start, or while the orphans drain
         before = two_workers.workers()
         two_workers.launch()
         wait_until(lambda before=before: two_workers.workers() != before)  # type: ignore[misc]
@@ -49,7 +49,8 @@ def test_server_after_repeated_supervisor_kills_during_takeover_answers(
 
 def test_start_on_port_of_other_process_with_handover_file_is_refused(two_workers: Server) -> None:
     two_workers.destroy()
-    wait_until(lambda: not two_workers.workers())  # they hold the port until their last thread ends
+    # The orphans hold the port until their last thread ends.
+    wait_until(lambda: not two_workers.workers())
     assert (two_workers.folder / HANDOVER_SOCKET).exists()
     with socket.socket() as stranger:
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,7 @@
-"""Models that kill who loads them: the publication is refused, and no live request notices."""
+"""Models that kill the process that loads them.
+
+The publication is refused, and live requests are not affected.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,10 @@ FATES = {
 
 
 def fatal(folder: Path, fate: str) -> Deployment:
-    """A model with a library of custom operators that does this as soon as it is loaded."""
+    """Return a model whose library of custom operators ends or hangs its process.
+
+    This happens as soon as the library is loaded; `fate` selects what happens.
+    """
     base = scaling_deployment(folder / "model", name=fate, version="2", scale=3.0, model="m")
     (folder / "ops.c").write_text(LIBRARY % FATES[fate])
     build_library(folder / "ops.c", folder / "model" / "ops.so")
@@ -72,7 +78,10 @@ def fatal(folder: Path, fate: str) -> Deployment:
 
 
 def large(folder: Path, size: int) -> Deployment:
-    """A small file whose model takes so many bytes: y = x + a constant that the runtime computes when it loads it."""
+    """Return the deployment of a small file whose model takes `size` bytes.
+
+    It computes y = x + a constant, which the runtime computes when it loads the model.
+    """
     node, tensor = helper.make_node, helper.make_tensor
     save_graph(
         folder,
@@ -94,7 +103,7 @@ def large(folder: Path, size: int) -> Deployment:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Start a server that serves blue."""
+    """Yield a function that starts a server that serves blue."""
     with ExitStack() as stack:
         yield lambda preamble="", *flags: stack.enter_context(
             serving(tmp_path, *flags, program=after(preamble), blue=100)
@@ -165,7 +174,7 @@ def test_publish_of_model_beyond_process_memory_limit_is_refused(
 
 
 def _is_removed(group: Path) -> bool:
-    """Remove a control group, which takes until its last process is gone."""
+    """Remove a control group, which is possible once its last process has ended."""
     with suppress(OSError):
         group.rmdir()
     return not group.exists()
@@ -173,7 +182,7 @@ def _is_removed(group: Path) -> bool:
 
 @pytest.fixture
 def memory_group() -> Iterator[tuple[Path, Path]]:
-    """A control group: its folder, and the file of its memory limit."""
+    """Yield a control group: its folder, and the file of its memory limit."""
     for root, name in (
         (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
         (Path("/sys/fs/cgroup"), "memory.max"),
@@ -216,7 +225,7 @@ def test_publish_of_model_beyond_memory_limit_of_all_workers_is_refused(
 
 
 def read_below(root: Path) -> str:
-    """Code after which a server reads the available memory below a folder."""
+    """Return code that makes a server read the available memory below a folder."""
     return (
         "from pathlib import Path\n"
         "from onnx_ops.serving.workers import available_memory\n"
@@ -226,7 +235,10 @@ def read_below(root: Path) -> str:
 
 @pytest.fixture
 def memory_root(tmp_path: Path) -> Path:
-    """A folder in which a server finds how much memory is available: as much as is set."""
+    """Return a folder from which a server reads the available memory.
+
+    The test sets its value.
+    """
     (tmp_path / "root" / "proc").mkdir(parents=True)
     set_available(tmp_path / "root", 4 * GIB)
     return tmp_path / "root"
@@ -306,9 +318,8 @@ def test_publish_of_deployment_and_shadow_checks_their_total_memory(
     first = large(tmp_path / "first", 64 * MIB)
     second = replace(large(tmp_path / "second", 64 * MIB), name="second", version="3")
     state = mirrored(first, second)
-    set_available(
-        memory_root, 210 * MIB
-    )  # enough for both in the worker, but not for the shadow process, too
+    # It is enough for both models in the worker, but not for the shadow process as well.
+    set_available(memory_root, 210 * MIB)
     answer = server.publish(state, 2)
     assert answer.status == 422
     assert (
@@ -322,7 +333,7 @@ def test_publish_of_deployment_and_shadow_checks_their_total_memory(
 
 
 def perceptron(folder: Path, *widths: int) -> Deployment:
-    """The deployment of a model with a matrix between any two of these layers."""
+    """Return the deployment of a perceptron with these widths of its layers."""
     random = np.random.default_rng(0)
     weights = [
         from_array(random.standard_normal(shape).astype(np.float32), f"w{number}")
@@ -359,14 +370,15 @@ def test_memory_need_counts_shared_packed_files_once(
     start: Callable[..., Server], tmp_path: Path, memory_root: Path
 ) -> None:
     server = start(read_below(memory_root), "--workers=4", "--prepack=1 MiB")
-    wide = perceptron(tmp_path / "wide", 2, 2048, 2048, 2048, 2)  # two matrices of 16 MiB
+    wide = perceptron(tmp_path / "wide", 2, 2048, 2048, 2048, 2)  # two matrices of 16 MiB each
     set_available(memory_root, 200 * MIB)
     assert server.publish(state_of(wide, wide=100), 2).status == 200
     again = replace(wide, name="again", version="3")
     assert server.publish(state_of(again, wide, again=50, wide=50), 3).status == 200
     peaks = re.findall(r"(wide|again) needs .* × (\d+) MiB at the peak", server.log())
     assert [name for name, _ in peaks] == ["wide", "again"]
-    assert all(int(peak) < 44 for _, peak in peaks), peaks  # 51 if no worker shared them
+    # 51 MiB if the workers did not share them
+    assert all(int(peak) < 44 for _, peak in peaks), peaks
 
 
 RECORDED = """
