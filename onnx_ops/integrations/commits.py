@@ -1,4 +1,7 @@
-"""The effect of a commit on the models of a repository, judged here and reported by the steps of a CI service."""
+"""Evaluation of a commit's effect on the models of a repository.
+
+This module judges the effect. The steps of a CI service report it.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,10 @@ RESULTS = "results.json"
 Lines = Iterator[str]
 
 _LARGEST = 16 << 20
-"""Bytes of results; a pipeline has some thousand per variant and target."""
+"""Maximum size of the results in bytes.
+
+A pipeline has some thousand bytes per variant and target.
+"""
 
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 
@@ -70,10 +76,10 @@ def parse_commit(text: object, where: str, *, remedy: str = "") -> str:
 def evaluate_change(
     folder: Path, base: str, *, hand_over: Path | None = None, figures: Path | None = None
 ) -> Lines:
-    """Run every pipeline that the change since `base` affects up to its gates; yield lines that report the outcome.
+    """Run every pipeline that the change since `base` affects, up to its gates.
 
-    The results for the step that publishes them are in `folder` afterwards, with a report of each
-    pipeline.
+    Yield lines that report the outcome. Afterwards, `folder` holds the results for the step that
+    publishes them, and a report of each pipeline.
 
     Args:
         base: the commit before; empty where there is none, so that every file counts as changed.
@@ -96,10 +102,10 @@ def release_change(
     hosted: bool | None = None,
     figures: Path | None = None,
 ) -> Lines:
-    """Sign, register and deploy what `evaluate_change` has evaluated; yield lines that report the outcome.
+    """Sign, register and deploy what `evaluate_change` has evaluated.
 
-    No code of the pipelines runs. Which pipelines are affected is found again, not taken from the
-    evaluation.
+    Yield lines that report the outcome. No code of the pipelines runs. The affected pipelines are
+    determined again, not taken from the evaluation.
 
     Args:
         folder: as of `evaluate_change`.
@@ -127,7 +133,10 @@ def release_change(
 
 
 def _share_figures(project: Project, pipelines: Iterable[str], figures: Path) -> Lines:
-    """Export the records of this commit; yield a line for each pipeline whose record could not be."""
+    """Export the records of this commit; yield a line for each failed export.
+
+    A failed export is that of the record of one pipeline.
+    """
     for name in pipelines:
         try:
             export_commit(project.settings.root, project.context.store, name, figures)
@@ -171,7 +180,11 @@ def release(
     *,
     hosted: bool | None = None,
 ) -> Checked:
-    """Release one pipeline as far as the runner allows, if it was evaluated; write its report beside the results."""
+    """Release one pipeline as far as the runner allows, if it was evaluated.
+
+    The report of the pipeline is written beside the results. A release that would be lost with the
+    job stops after the gates.
+    """
     place = evaluated / _name(one.file)
     if one.problem or not place.is_dir():
         return _describe_error(
@@ -255,10 +268,10 @@ def _execute(
 
 
 def lost_with_job(settings: Settings, pipeline: Pipeline, *, hosted: bool) -> str:
-    """Return why a release from this runner would be lost with the job; empty if it would be kept.
+    """Return why a release from this runner would be lost; empty if it would be kept.
 
-    A hosted runner keeps nothing. A self-hosted one keeps files outside the checkout; the checkout
-    is cleaned for each job.
+    A hosted runner keeps nothing after the job. A self-hosted one keeps files outside the checkout;
+    the checkout is cleaned for each job.
     """
     if pipeline.register is None:
         return ""
@@ -294,7 +307,7 @@ def lost_with_job(settings: Settings, pipeline: Pipeline, *, hosted: bool) -> st
 
 
 def _local(place: str) -> Path | None:
-    """Return the local path of a path, or of a URL of a file or SQLite; None for a service."""
+    """Return the local path of a path, or of a file or SQLite URL; None for a service."""
     parts = urlsplit(place)
     match parts.scheme.partition("+")[0]:
         case "":
@@ -308,7 +321,9 @@ def _local(place: str) -> Path | None:
 
 
 def read_results(folder: Path) -> tuple[Checked, ...]:
-    """Read the results of the other functions, which code of a pull request may have written in their place.
+    """Read the results of the other functions of this module.
+
+    Code of a pull request can have written other results in their place.
 
     Raises:
         UserError: there are none.

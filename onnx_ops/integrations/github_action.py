@@ -47,14 +47,21 @@ _CONCLUSIONS = {
     Verdict.ERROR: "action_required",
     Verdict.FAIL: "failure",
 }
-"""A model that could not be measured has not failed: a person has to find the cause."""
+"""Conclusion of the GitHub check by verdict.
+
+ERROR is not a failure: a model could not be measured, and a person has to find the cause.
+"""
 
 _NONE = re.compile(r"0+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """The event: `base` is the commit before, empty for a new branch; `pull_request` its number, or None."""
+    """The event of a workflow.
+
+    `base` is the commit before, empty for a new branch. `pull_request` is the number of the pull
+    request, or None.
+    """
 
     commit: str
     base: str
@@ -122,7 +129,10 @@ def run(
     since: str = "",
     figures: Path | None = None,
 ) -> int:
-    """Evaluate every pipeline that the change affects, or release what was `evaluated`; the results are in `folder`."""
+    """Evaluate every pipeline that the change affects, or release what was evaluated.
+
+    `evaluated` is the folder of an evaluation to release. The results are written into `folder`.
+    """
     root = open_project().settings.root
     # A force push leaves a commit that the checkout does not have, and a first push has none before
     # it.
@@ -136,8 +146,8 @@ def run(
     else:  # a pull request is never released
         hand_over = folder if event.pull_request is None else None
         lines = evaluate_change(folder, base, hand_over=hand_over, figures=figures)
-    # What code of the repository prints is no command of the runner; it does not know the word that
-    # ends this.
+    # Code of the repository must not give commands to the runner by what it prints. It does not
+    # know the word that makes the runner accept commands again.
     word = secrets.token_hex(16)
     _print_line(f"::stop-commands::{word}")
     try:
@@ -149,17 +159,21 @@ def run(
 
 
 def is_hosted(environ: Mapping[str, str]) -> bool | None:
-    """Return whether GitHub hosts this machine, which then ends with the job; None outside a job."""
+    """Return whether GitHub hosts this machine; None outside a job.
+
+    A machine that GitHub hosts ends with the job.
+    """
     if environ.get("GITHUB_ACTIONS") != "true":
         return None
     return environ.get("RUNNER_ENVIRONMENT") != "self-hosted"
 
 
 def publish(event: Event, folder: Path, environ: Mapping[str, str]) -> int:
-    """Write summary, comment and check. The summary lists the parts that GitHub does not permit this run to write.
+    """Write summary, comment and check.
 
-    Results that are missing or wrong are published as a commit that could not be judged: a required
-    check must not wait for a job that failed.
+    The summary lists the parts that GitHub does not permit this run to write. Results that are
+    missing or wrong are published as a commit that could not be judged: a required check must not
+    wait for a job that failed.
     """
     verdict: Verdict | None = Verdict.ERROR
     try:
@@ -225,7 +239,11 @@ def _describe_failure(error: OnnxOpsError) -> str:
 
 
 def _write_comment(repository: GitHubRepository, number: int, text: str, *, wanted: bool) -> None:
-    """Write one comment per pull request, updated for each commit; none if there was never anything to report."""
+    """Write one comment per pull request, which each commit updates.
+
+    Without `wanted`, only an existing comment is updated. If there is none, there was never
+    anything to report.
+    """
     body = {"body": f"{MARK}\n{text}"}
     for comment in repository.list_entries(f"issues/{number}/comments"):
         ours = (comment.get("user") or {}).get(
@@ -259,7 +277,7 @@ def _append(environ: Mapping[str, str], variable: str, text: str) -> None:
 
 
 def _print_line(line: str) -> None:
-    """Print at once: what child processes print must not come before."""
+    """Print a line immediately, before any output of child processes."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

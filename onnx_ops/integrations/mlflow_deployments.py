@@ -1,4 +1,6 @@
-"""MLflow's deployments target `onnx-ops`, for `mlflow deployments create -t onnx-ops …` and `get_deploy_client`.
+"""MLflow's deployments target `onnx-ops`.
+
+It implements `mlflow deployments create -t onnx-ops …` and `get_deploy_client`.
 
 A deployment is an endpoint, and all rules apply: a version is promoted as by `onnx-ops promote`,
 with its signed decision verified, and the reconciler moves the endpoint. Endpoints that serve the
@@ -63,16 +65,20 @@ Target onnx-ops: endpoints of an onnx-ops project.
   mlflow deployments create -t onnx-ops --name digits -m models:/digits-mlp/3 -C target=cpu-1t
   mlflow deployments update -t onnx-ops --name digits -m models:/digits-mlp@challenger-cpu-1t
 
-Target URI: `onnx-ops` for the project around the current folder, `onnx-ops:/path/to/project` for another one.
+Target URI: `onnx-ops` for the project around the current folder, \
+`onnx-ops:/path/to/project` for another one.
 
 Config of create and update (-C name=value):
   target    name of a file in configs/targets/; create needs it, update leaves it
   provider  endpoint plugin; default local
   reason    why, recorded in the ledger
-  others    settings of the endpoint, as under `deploy: … settings:` in a pipeline file, e.g. port=8080
+  others    settings of the endpoint, as under `deploy: … settings:` in a pipeline file, \
+e.g. port=8080
 
-A version is refused (PERMISSION_DENIED) unless it carries a passing, correctly signed decision for the target. Its
-files must have been registered by `onnx-ops run`. Endpoints of the same model and target follow the same alias, so that
+A version is refused (PERMISSION_DENIED) unless it carries a passing, correctly signed decision \
+for the target. Its
+files must have been registered by `onnx-ops run`. Endpoints of the same model and target follow \
+the same alias, so that
 an update moves all of them; each by the steps of its rollout policy.
 """
 
@@ -96,7 +102,7 @@ def run_local(
 
 
 def _translated(method: Callable[P, R]) -> Callable[P, R]:
-    """Raise errors of onnx-ops as MLflow's."""
+    """Return the method with errors of onnx-ops raised as errors of MLflow."""
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -131,7 +137,10 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         config: Mapping[str, str] | None = None,
         endpoint: str | None = None,
     ) -> dict[str, str]:
-        """Bind a new endpoint and serve the version there; a version that is refused binds nothing."""
+        """Bind a new endpoint and serve the version there.
+
+        A version that is refused binds no endpoint.
+        """
         _check_flavor(flavor)
         if name in list_bound_endpoints(self._context):
             raise UserError(
@@ -171,7 +180,10 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         config: Mapping[str, str] | None = None,
         endpoint: str | None = None,
     ) -> dict[str, str]:
-        """Promote another version for the endpoint's target; approval steps of its rollout still wait for a person."""
+        """Promote another version for the endpoint's target.
+
+        Approval steps of its rollout still wait for a person.
+        """
         _check_flavor(flavor)
         journal = Journal.open(self._context, name)
         bound, given = journal.config, dict(config or {})

@@ -66,7 +66,10 @@ def read_token(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminOperations:
-    """What the admin routes do: read, collect, set, publish. `publish` takes the client's name in the audit trail."""
+    """The operations behind the admin routes.
+
+    `publish` takes the client's name in the audit trail.
+    """
 
     report_state: Callable[[], AdminState]
     collect_counts: Callable[[UserCountsRequest | None], Counts]
@@ -75,7 +78,9 @@ class AdminOperations:
 
 
 class AdminApp(HttpApp):
-    """Handlers of the admin routes. Without a token, only the server's user can connect.
+    """Handlers of the admin routes.
+
+    Without a token, only the server's user can connect.
 
     `actor` is the name of clients of this listener in the audit trail.
     """
@@ -140,7 +145,10 @@ class AdminApp(HttpApp):
         return await self._publish(head, state)
 
     async def put_table(self, head: RequestHead, body: bytes) -> RawResponse:
-        """Publish a routing table, whose layout all servers of an endpoint share; answers as `put_state`."""
+        """Publish a routing table; answer as `put_state` does.
+
+        All servers of an endpoint share the layout of the table.
+        """
         try:
             table = codec.loads(body, RoutingTable)
         except CorruptStateError as error:

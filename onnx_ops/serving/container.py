@@ -44,7 +44,10 @@ _REPLICA_VARIABLES = {
 """Flags of the follower, and the variables that set them."""
 _ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 (the container's own network; the cloud calls from outside)
 _MAX_DEPTH = 3
-"""Azure ML mounts a model below `AZUREML_MODEL_DIR`, in a folder of its name or path."""
+"""Levels of folders that are searched for the model.
+
+Azure ML mounts a model below `AZUREML_MODEL_DIR`, in a folder of its name or path.
+"""
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -107,7 +110,10 @@ def _list_flags(folder: Path, environment: Mapping[str, str]) -> list[str]:
 
 
 def _follow(folder: Path, environment: Mapping[str, str]) -> NoReturn:
-    """Become the follower, which starts the server without the credentials of the store."""
+    """Become the follower, which starts the server.
+
+    The server does not get the credentials of the store.
+    """
     given = {flag: environment.get(name, "") for flag, name in _REPLICA_VARIABLES.items()}
     if not given["reports"]:
         raise UserError("a replica needs a place for its reports", remedy="Set ONNX_OPS_REPORTS.")
@@ -123,7 +129,10 @@ def _follow(folder: Path, environment: Mapping[str, str]) -> NoReturn:
 
 
 def find_deployment(root: Path, environment: Mapping[str, str]) -> Deployment:
-    """Return the deployment in a model folder; without `deployment.json`, derive it from the environment."""
+    """Return the deployment in a model folder.
+
+    Without `deployment.json`, it is derived from the environment.
+    """
     try:
         level = [root]
         for _ in range(_MAX_DEPTH + 1):

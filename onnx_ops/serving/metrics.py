@@ -51,14 +51,18 @@ EPOCH = 1
 before the revision.
 """
 WATCH = 2
-"""Place of the watch number in the header. Behind it, for each of two deployments: its slot, and its thresholds as
-places in `BOUNDS_S`."""
+"""Place of the watch number in the header.
+
+Behind it, for each of two deployments: its slot, and its thresholds as places in `BOUNDS_S`.
+"""
 OUT_OF_SERVICE = 60
 """Place in the header of the slots that get no requests, one bit each (see `worker_health`)."""
 ISOLATION = 61
 """Place in the header of whether new workers run one deployment at a time (see `worker_health`)."""
 LEASE = 62
-"""Place in the header of the end of the lease that a table with a fallback needs, in nanoseconds since boot; 0: none.
+"""Place in the header of the end of the lease that a table with a fallback needs.
+
+The end is in nanoseconds since boot; 0: none.
 """
 SERVING_LEASE = 63
 """Place in the header of the end of the lease that a leased table needs for any request, as
@@ -71,8 +75,11 @@ LAPSED = 1
 no lease.
 """
 INLINE_RUN, HUNG_RUN, LOST_RUN = 2, 4, 6
-"""Places of runs of a worker: on its event loop; the one that did not end; and the one on the event loop of the worker
-that died before it."""
+"""Places of recorded runs of a worker.
+
+In order: the run on its event loop; the run that did not end; and the run on the event loop of the
+worker that died before it.
+"""
 RUN_SLOT, RUN_CELL = 0, 1
 """Numbers of a run: its slot, and the user's cell from 1 on. No cell: a client has selected the
 deployment.
@@ -85,12 +92,17 @@ threads.
 """
 RUN_KINDS = 2
 ROUTED, SELECTED = 0, 1
-"""Kinds of runs: all of its requests were routed by the split; or a client has selected the
-deployment for any.
+"""Kinds of runs.
+
+All requests of a `ROUTED` run were routed by the split. For any request of a `SELECTED` run, a
+client has selected the deployment.
 """
 PROCESS_NUMBERS = THREAD_RUNS + RUN_KINDS * SLOTS
 RING = 3
-"""Epochs that are counted at once: the present one, and those of requests that still run."""
+"""Epochs that are counted at the same time.
+
+They are the present one, and those of requests that still run.
+"""
 BLOCKS = RING + 1
 """Blocks of counts by cell: one for each epoch of the ring, and one for a split without epochs."""
 BLOCK_CELLS = 2 * CELLS
@@ -119,8 +131,11 @@ TOKEN_BUCKETS, BUCKET_TOKENS = 32_749, 8
 stamps of any clock.
 """
 WARM_UP_REQUESTS = 64
-"""First requests to a deployment, whose latency is not compared: caches and memory are still cold. Workers divide
-them, but each has at least `MIN_WARM_UP_REQUESTS`."""
+"""First requests to a deployment, whose latency is not compared.
+
+Caches and memory are still cold. Workers divide these requests, but each has at least
+`MIN_WARM_UP_REQUESTS`.
+"""
 MIN_WARM_UP_REQUESTS = 16
 
 # Columns of a row. Requests that ran on the event loop and are comparable are counted in the INLINE
@@ -153,7 +168,7 @@ UNJUDGED_FEEDBACK, UNJUDGED_SUCCESSES = (
 WORKER_RESTARTS = UNJUDGED_SUCCESSES + 1
 UNJUDGED = (
     WORKER_RESTARTS + 1
-)  # by status: requests that say nothing about a version, also in the columns by status
+)  # by status: requests that show nothing about a version, also in the columns by status
 COLUMNS = UNJUDGED + OTHER_STATUS + 1
 _GAUGES = (QUEUED, IN_PROGRESS, CONNECTIONS)
 
@@ -194,7 +209,10 @@ def count_judged(row: Sequence[int]) -> Mapping[int | str, int]:
 
 
 def count_unjudged(row: Sequence[int]) -> Mapping[int | str, int]:
-    """Return by status the other requests: clients selected the version, or every version refuses them."""
+    """Return by status the requests of a slot by which its version is not judged.
+
+    Clients have selected the version, or every version refuses the requests.
+    """
     return {status: row[UNJUDGED + column] for status, column in _STATUS_COLUMNS}
 
 
@@ -227,7 +245,7 @@ class Exemplars:
     memory: memoryview
 
     def put(self, slot: int, trace_parent: bytes, latency_s: float) -> None:
-        """Remember a request if its trace is sampled; who reads it checks it."""
+        """Remember a request if its trace is sampled; `get` validates the trace context."""
         if len(trace_parent) == _TRACE_PARENT_BYTES and trace_parent[-1] in b"13579bdf":
             bucket = -(-bisect_left(BOUNDS_S, latency_s) // _SHOWN_STEPS)
             now = time.time()  # noqa: TID251 (for people)
@@ -235,7 +253,10 @@ class Exemplars:
             _EXEMPLAR.pack_into(self.memory, place, trace_parent, latency_s, now)
 
     def get(self, slot: int, bucket: int) -> tuple[float, float, str] | None:
-        """Return time, latency and trace of the last request in a shown bucket; None if there is none, or a new one."""
+        """Return time, latency and trace of the last request in a shown bucket.
+
+        The result is None if there is no request, or a new one is being written.
+        """
         start = (slot * _EXEMPLARS + bucket) * _EXEMPLAR.size
         found = bytes(self.memory[start : start + _EXEMPLAR.size])
         trace_parent, latency_s, at = _EXEMPLAR.unpack(found)
@@ -294,7 +315,10 @@ class SharedMetrics:
         return self.get_process_state(worker)[THREAD_RUNS:]
 
     def get_shadow_row(self, slot: int) -> MetricsRow:
-        """Return the numbers of the shadow process of a slot. Those of slot 0 are the supervisor's."""
+        """Return the numbers of the shadow process of a slot.
+
+        The numbers of slot 0 are those of the supervisor.
+        """
         return self.get_row(self.workers, slot)
 
     def get_request_ids(self, worker: int) -> MetricsRow:
@@ -302,7 +326,7 @@ class SharedMetrics:
         return self._request_ids[worker * REQUEST_IDS : (worker + 1) * REQUEST_IDS]
 
     def get_token_bucket(self, stamp: int) -> memoryview:
-        """Return the stamps of tokens that have counted, of those in one bucket with this stamp."""
+        """Return the stamps of counted tokens in the bucket of this stamp."""
         start = stamp % TOKEN_BUCKETS * BUCKET_TOKENS
         return self._tokens[start : start + BUCKET_TOKENS]
 
@@ -361,14 +385,14 @@ class SharedMetrics:
 
 
 class SlotAllocator:
-    """Assigns slots to deployments. One that returns gets its slot again."""
+    """Assigns slots to deployments. A deployment that returns gets its slot again."""
 
     def __init__(self, shared: SharedMetrics) -> None:
         self._shared = shared
         self._slots: dict[Deployment, int] = {}
 
     def assign(self, table: RoutingTable, previous: RoutingTable | None) -> Mapping[str, int]:
-        """Return slots by deployment name. If needed, the oldest one is reset."""
+        """Return slots by deployment name. If needed, the oldest slot is reset."""
         wanted = table.state.deployments
         in_use = {*wanted, *(previous.state.deployments if previous else ())}
         if len(in_use) >= SLOTS:
@@ -540,7 +564,10 @@ _FEEDBACK_FAMILIES = (
         UNJUDGED_SUCCESSES,
     ),
 )
-"""With the columns of those by which a version can be judged, and of the others."""
+"""Metrics of feedback.
+
+Each has the column of entries by which a version can be judged, and that of the other entries.
+"""
 _SERVER_FAMILIES = (
     ("connections", "Open connections.", "gauge", CONNECTIONS),
     ("connections_refused_total", "Connections over the limit.", "counter", CONNECTIONS_REFUSED),
@@ -672,7 +699,10 @@ class MetricsPage:
             yield from _render_family(name, text, "gauge", shares)
 
     def _list_exemplars(self, slot: int) -> list[str]:
-        """Return the texts of the last traced requests in the shown buckets; empty where there is none."""
+        """Return the texts of the last traced requests in the shown buckets.
+
+        The text of a bucket without such a request is empty.
+        """
         workers = [self._shared.get_exemplars(worker) for worker in range(self._shared.workers)]
         found = (
             max(filter(None, (one.get(slot, k) for one in workers)), default=None)

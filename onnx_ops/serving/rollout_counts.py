@@ -1,9 +1,11 @@
-"""Counts by which a rollout is judged: by generation of the routing table, by epoch, and by cell of users.
+"""Counts by which a rollout is judged.
+
+They are by generation of the routing table, by epoch, and by cell of users.
 
 In a split with epochs, all requests of a user go to one version for the length of an epoch, so a
 user in an epoch is one draw of the split, however many requests it sends. An epoch is reported once
 its requests are answered. Counts may begin in an epoch, and end in it, at a time that depends on
-neither version; an epoch in which the table or the watch changed is not reported.
+neither version. An epoch in which the table or the watch changed is not reported.
 """
 
 from __future__ import annotations
@@ -68,7 +70,10 @@ class _EndedEpoch:
 
 
 class RolloutCounts:
-    """Counts of a server by table and epoch, and the epochs themselves. It belongs to the supervisor."""
+    """Counts of a server by table and epoch, and the epochs themselves.
+
+    It belongs to the supervisor.
+    """
 
     def __init__(self, shared: SharedMetrics) -> None:
         self._shared = shared
@@ -86,7 +91,10 @@ class RolloutCounts:
         return 0.0 if self._table is None else self._table.revision.table.state.split.epoch_s
 
     def start_table(self, revision: TableRevision, now: float) -> None:
-        """Count for a revision, just before it is published; `now` is in seconds since the epoch."""
+        """Start counting for a revision, just before it is published.
+
+        `now` is in seconds since the epoch.
+        """
         is_first = self._table is None
         if self._table is not None:
             self._past.append(self._count_table(self._table))
@@ -111,7 +119,10 @@ class RolloutCounts:
         return min(self.epoch_s, max(0.0, (self._shared.header[EPOCH] + 1) * self.epoch_s - now))
 
     def turn_epoch(self, now: float, *, is_complete: bool = True) -> None:
-        """Begin the next epoch. The one that ends is not reported unless all deployments were loaded."""
+        """Begin the next epoch.
+
+        The epoch that ends is not reported unless all deployments were loaded (`is_complete`).
+        """
         if self._table is None or not self.epoch_s:
             return
         ending = self._shared.header[EPOCH]
@@ -137,7 +148,10 @@ class RolloutCounts:
         *,
         cold_s: Mapping[str, Sequence[float]] | None = None,
     ) -> Counts:
-        """Return the counts of the deployments of the present table by name; by user if requested."""
+        """Return the counts of the deployments of the present table by name.
+
+        They are also by user if `request` is given.
+        """
         if request is not None:
             self._set_watch(request)
         self._close_epochs()
@@ -188,7 +202,10 @@ class RolloutCounts:
         self._closed.clear()
 
     def _close_epochs(self, reused_by: int | None = None) -> None:
-        """Close epochs, in their order, that have no request in progress, or whose memory the next epoch reuses."""
+        """Close epochs, in their order.
+
+        An epoch is closed if it has no request in progress, or if the next epoch reuses its memory.
+        """
         settle_s = min(_SETTLE_S, self.epoch_s / 4)
         reused = [
             number

@@ -37,7 +37,10 @@ def judge_drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[G
 
 
 def _judge_again(gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterator[GateResult]:
-    """Yield the results of the present evidence; what the old evidence also fails is advisory."""
+    """Yield the results of the present evidence.
+
+    Results of gates that the old evidence also fails are advisory.
+    """
     old_results = judge(gates, replace(then, baseline=now.baseline)).results
     failed_before = {
         (result.gate, result.metric) for result in old_results if result.verdict is Verdict.FAIL
@@ -82,9 +85,10 @@ def _describe_environment(evidence: Evidence) -> dict[str, str]:
 def _judge_latency(
     limit: float, gates: Sequence[Gate], then: Evidence, now: Evidence
 ) -> Iterator[GateResult]:
-    """Judge the speed against the export, measured in pairs both times so that the host cancels out; and the median.
+    """Judge the speed against the export, and the median.
 
-    The median alone depends on other load where the machine is shared, and is then advisory.
+    The speed is measured in pairs both times, so that the host cancels out. The median alone
+    depends on other load where the machine is shared, and is then advisory.
     """
     yield from _judge_ratio_growth(limit, gates, then, now)
     if then.latency is None or now.latency is None:

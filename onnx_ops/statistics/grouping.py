@@ -25,7 +25,10 @@ It keeps groups that were missed by chance from leading to a PASS; chosen by sim
 (`benchmarks/truth/grouped.py`)."""
 
 _FEWEST_CARRYING = 20
-"""With fewer changed groups the score interval is wide enough, and no change at all is a pass."""
+"""Least degrees of freedom that groups with changes give.
+
+With fewer changed groups the score interval is wide enough, and no change at all is a pass.
+"""
 
 ALARM = 0.02
 """Share of data sets with independent rows whose neighbouring rows look alike by chance."""
@@ -100,7 +103,9 @@ def typical_size(group: Array) -> float:
 
 
 def compute_design_effect(values: Array, group: Array) -> float:
-    """Return how many times more rows the mean needs because rows depend on each other; at least 1.
+    """Return how many times more rows the mean needs because rows are dependent.
+
+    The result is at least 1.
 
     Args:
         values: one per row, between -1 and 1.
@@ -112,7 +117,7 @@ def compute_design_effect(values: Array, group: Array) -> float:
 
 
 def compute_effect_of_sums(sums: Array, sizes: Array, squares: Array) -> Array:
-    """Compute `compute_design_effect` for many data sets at once.
+    """Compute `compute_design_effect` for many data sets in one step.
 
     Includes `UNSEEN_GROUPS`, and the allowance for few groups: a quantile of Student's t in place
     of the normal one (Korn and Graubard 1998, Survey Methodology 24:193-201). Its degrees of
@@ -206,7 +211,10 @@ def _holds_measured_values(array: Array) -> bool:
 def _find_unused_groups(
     columns: Mapping[str, Array], permuted: Sequence[Array], rows: int
 ) -> Iterator[str]:
-    """Yield the arrays whose rows of equal value err together, and those whose name is that of an identifier."""
+    """Yield the arrays that seem to identify groups.
+
+    Their rows of equal value err together, or their name is that of an identifier.
+    """
     for name, numbers in columns.items():
         group = numbers[:rows]
         chance = _compute_chance(_compute_group_variances(permuted, group))
@@ -222,7 +230,10 @@ def _find_unused_groups(
 
 
 def _compute_group_variances(permuted: Sequence[Array], group: Array) -> list[Array]:
-    """Return squared sums over groups by their sizes, of shape (permutations, 1) for each signal."""
+    """Return the squared sum of each group over its size, added over the groups.
+
+    The shape is (permutations, 1) for each signal.
+    """
     sizes = np.maximum(np.bincount(group), 1)
     # One count for all permutations: each has its own numbers of the groups.
     places = (group + len(sizes) * np.arange(_PERMUTATIONS + 1)[:, None]).ravel()
@@ -270,7 +281,10 @@ def _are_neighbours_alike(
 
 
 def _list_number_columns(inputs: Mapping[str, Array], rows: int) -> Iterator[Array]:
-    """Yield evenly spaced values of each row of the inputs of numbers, with zero for what is not finite."""
+    """Yield evenly spaced values of each row of the inputs of numbers.
+
+    Values that are not finite are zero.
+    """
     for array in inputs.values():
         if array.dtype.kind in "fiub":
             flat = array[:rows].reshape(rows, -1)
@@ -279,7 +293,10 @@ def _list_number_columns(inputs: Mapping[str, Array], rows: int) -> Iterator[Arr
 
 
 def _window_variances(values: Array) -> Array:
-    """Return mean squared sums over windows of successive rows, of shape (permutations, lengths)."""
+    """Return mean squared sums over windows of successive rows.
+
+    The shape is (permutations, lengths).
+    """
     sums = np.cumsum(np.pad(values, ((0, 0), (1, 0))), axis=1)
     lengths = [length for length in _WINDOWS if 8 * length <= values.shape[1]] or [2]
     return np.stack([((sums[:, n:] - sums[:, :-n]) ** 2).mean(axis=1) for n in lengths], axis=1)

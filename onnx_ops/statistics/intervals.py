@@ -2,9 +2,9 @@
 
 `tango_interval` and `clopper_pearson` are for shares of right rows. The paired bootstrap
 (`replicate`, `bca_interval`) draws rows or groups once for all models, so that what they share
-cancels out; a statistic is a function of weights (how often each row counts), which lets it be
-computed for many resamples at once. `ratio_interval` is for the ratio of two sums of losses on the
-same rows, and holds where few rows carry most of the loss.
+cancels out. A statistic is a function of weights (how often each row counts), which lets it be
+computed for many resamples in one step. `ratio_interval` is for the ratio of two sums of losses on
+the same rows, and holds where few rows carry most of the loss.
 """
 
 from __future__ import annotations
@@ -24,24 +24,29 @@ from onnx_ops.domain.evidence import Interval, PairedCounts
 from onnx_ops.metric_formulas import Statistic
 
 CONFIDENCE = 0.90
-"""Of two-sided intervals: each bound has a one-sided error rate of 5 %."""
+"""Confidence of two-sided intervals: each bound has a one-sided error rate of 5 %."""
 
 FEW_SAMPLES = 500
 
 _EDGE = 1e-12
 
 RESAMPLES = 2000
-"""The 5 % quantile of so many has a standard error of 0.5 percentage points of probability."""
+"""Number of resamples.
+
+Their 5 % quantile has a standard error of 0.5 percentage points of probability.
+"""
 
 GROUPS = 200
 """Rows are left out in at most this many groups: the acceleration needs no finer jackknife."""
 
 _CELLS = 1 << 21
-"""Resamples times rows that are held in memory at once."""
+"""Resamples times rows that are held in memory at the same time."""
 
 _TAIL = 0.9
-"""Without it, with some hundred rows, the interval of auc errs on one side in up to 5.3 % instead
-of 5 %.
+"""Factor of the nominal size of the tails of `bca_interval`.
+
+Without it, with some hundred rows, the interval of auc errs on one side in up to 5.3 % instead of 5
+%.
 """
 
 _UNDEFINED_SHARE = 0.01
@@ -50,14 +55,20 @@ _UNDEFINED_SHARE = 0.01
 Losses: TypeAlias = npt.NDArray[np.float64]
 
 UNSEEN_CHANGES = 2.5
-"""For comparisons of two models; chosen by simulation."""
+"""`unseen` of `ratio_interval` for comparisons of two models.
+
+Chosen by simulation.
+"""
 
 _CUT = 0.9
 """Quantile of |u| at which the harmless side is cut."""
 
 _FAR, _HALVINGS = 2.0**60, 20
-"""A limit further away than `_FAR`, in units of its first estimate, counts as none. That estimate is very small where
-one row carries nearly all loss of both models."""
+"""Limits of the search for the ends of an interval.
+
+A limit further away than `_FAR`, in units of its first estimate, counts as none. That estimate is
+very small where one row carries nearly all loss of both models.
+"""
 
 
 def change_interval(counts: PairedCounts) -> Interval:
@@ -91,13 +102,13 @@ def value_p_value(counts: PairedCounts, bound: float) -> float:
 
 
 def _count_independent_right(counts: PairedCounts) -> tuple[float, float]:
-    """Return right rows, and rows, of as much evidence without groups."""
+    """Return the right rows, and the rows, of as much evidence without groups."""
     effect = min(counts.value_effect, max(1, counts.n))
     return (counts.both + counts.only_candidate) / effect, counts.n / effect
 
 
 def _count_independent(counts: PairedCounts) -> tuple[float, float, float]:
-    """Return rows, lost and won rows of as much evidence without groups."""
+    """Return the rows, lost rows and won rows of as much evidence without groups."""
     effect = min(counts.change_effect, max(1, counts.n))
     return counts.n / effect, counts.only_baseline / effect, counts.only_candidate / effect
 
@@ -137,7 +148,10 @@ def tango_interval(
 
 
 def _tango_score(n: float, b: float, c: float, difference: float) -> float:
-    """Return the standardised distance of (c - b) / n from `difference`, the variance estimated under it."""
+    """Return the standardised distance of (c - b) / n from `difference`.
+
+    The variance is estimated under `difference`.
+    """
     linear = (2 * n - c + b) * difference - b - c
     constant = -b * difference * (1 - difference)
     only_b = (math.sqrt(max(0.0, linear * linear - 8 * n * constant)) - linear) / (4 * n)
@@ -168,7 +182,10 @@ def clopper_pearson(
 
 
 def find_least(is_enough: Callable[[int], bool], above: int = 0) -> int:
-    """Return the least whole number above `above` that is enough; all larger numbers must be enough too."""
+    """Return the least whole number above `above` that is enough.
+
+    All larger numbers must be enough too.
+    """
     short, enough = above, above + 1
     while not is_enough(enough):
         short, enough = enough, 2 * enough
@@ -341,9 +358,10 @@ def _find_least_distance(beyond: Callable[[float], bool], step: float) -> float:
 
 
 def find_carrying_rows(losses: Losses, enough: float) -> npt.NDArray[np.bool_]:
-    """Return which rows are the heaviest ones without which the loss is carried by at least `enough` equally bad rows.
+    """Return which rows, the heaviest ones, keep the loss from being carried evenly.
 
-    None of them, if all rows carry it so evenly; all of them, if no part of the rows does.
+    Without them, the loss is carried by at least `enough` equally bad rows. The result has no row
+    if all rows carry the loss so evenly. It has all rows if no part of the rows does.
     """
     order = np.argsort(-losses, kind="stable")
     totals = np.cumsum(losses[order][::-1])[::-1]

@@ -111,7 +111,10 @@ def _find_largest_ratio(compared: Sequence[Comparison]) -> float | None:
 
 
 def _find_non_finite(evidence: Evidence) -> Iterator[GateResult]:
-    """Yield one ERROR for each kind of measurement with NaN or infinity, whether or not a gate needs it."""
+    """Yield one ERROR for each kind of measurement with NaN or infinity.
+
+    It makes no difference whether a gate needs the measurement.
+    """
     yield from _find_non_finite_parity(evidence)
     yield from _find_non_finite_performance(evidence)
 
@@ -159,7 +162,10 @@ def _find_non_finite_performance(evidence: Evidence) -> Iterator[GateResult]:
 
 
 def _is_sound(measured: object) -> bool:
-    """Return whether every figure of a measurement is a number; rates, times and sizes are positive, too."""
+    """Return whether every value of a measurement is a finite number.
+
+    Rates, times and sizes must be positive, too.
+    """
     figures: Iterable[float | None]
     match measured:
         case ParityMeasurement():
@@ -228,7 +234,10 @@ def _make_interval(compared: Comparison | QuantileComparison) -> Interval:
 
 
 def _find_change(evidence: Evidence, metric: str, *, lower: bool) -> Interval | None:
-    """Return how much better than the export a variant is by the task metric, in rows or as a score."""
+    """Return how much better than the export a variant is by the task metric.
+
+    The result is in rows or as a score.
+    """
     for counts in evidence.metrics:
         if (counts.metric, counts.against) == (metric, EXPORT):
             return _compute_change(counts)
@@ -247,7 +256,10 @@ def _compute_change(counts: PairedCounts) -> Interval | None:
 
 
 def _compute_gain(score: ScoreComparison, *, lower: bool) -> Interval | None:
-    """Return the difference of a score, or where less is better the share by which it falls."""
+    """Return the difference of a score.
+
+    Where less is better, it is the share by which the score falls.
+    """
     change = score.difference
     if lower and score.ratio is not None:
         change = Interval(

@@ -29,27 +29,39 @@ ALPHA = 0.05
 """One-sided error rate of a whole comparison."""
 
 _SHARE, _LATE_SHARE = 5, 8
-"""The error rate of each look is `ALPHA` / `_SHARE`, that from a full run on `ALPHA` / `_LATE_SHARE`. Looks at the same
-samples err together, and those before a full run carry `DRIFT`; `benchmarks.truth.latency` measures
-how often they err
-in total."""
+"""Divisors of `ALPHA` for the error rate of each look.
+
+The rate is `ALPHA` / `_SHARE`, and from a full run on `ALPHA` / `_LATE_SHARE`. Looks at the same
+samples err together, and those before a full run carry `DRIFT`. `benchmarks.truth.latency` measures
+how often they err in total.
+"""
 
 DRIFT = 0.035
 """How far the log ratio of the pairs that are not yet measured may be from that of the others."""
 
 LARGEST_CORRELATION = 0.75
-"""Of neighbouring pairs. Forty pairs cannot tell a larger one from a trend."""
+"""Largest correlation of neighbouring pairs.
+
+Forty pairs cannot distinguish a larger one from a trend.
+"""
 
 _FEWEST_CORRELATED = 7
 """Pairs from which on their correlation is estimated."""
 
 _ERRORS = 1.5
-"""Standard errors that are added to a measured correlation, times the correlation, so that independent pairs pay
-nothing. Without it, one limit in fifteen was missed where pairs vary by as much as it."""
+"""Standard errors that are added to a measured correlation.
+
+They are multiplied by the correlation, so that independent pairs pay nothing. Without them, one
+limit in fifteen was missed where pairs vary by as much as the limit.
+"""
 
 _USUAL_SD, _SPELLS_SD = 0.015, 0.028
-"""Memory layout makes sessions vary by 1 to 1.5 %, independently. A larger variation comes from slow spells of the
-machine, which last: pairs count as correlated until enough of them show whether they are."""
+"""Standard deviations of sessions without and with slow spells of the machine.
+
+Memory layout makes sessions vary by 1 to 1.5 %, independently. A larger variation comes from slow
+spells of the machine, which last. Pairs count as correlated until enough of them show whether they
+are.
+"""
 
 _TREND_ALPHA = 0.01
 
@@ -89,7 +101,10 @@ class QuantileComparison(Interval):
 
 
 def load_functions() -> None:
-    """Import SciPy's special functions, which takes .15 s and happens at their first use otherwise."""
+    """Import SciPy's special functions before their first use.
+
+    The import takes .15 s, and happens at their first use otherwise.
+    """
     scipy.special.ndtri(0.5)
 
 
@@ -177,7 +192,10 @@ def _take_medians(log_ratios: Sequence[Sequence[float]]) -> Floats:
 
 
 def _compute_widening(values: Floats, alpha: float) -> float:
-    """Return how many times too narrow an interval for independent values is for consecutive ones."""
+    """Return the factor by which the interval of consecutive values must be wider.
+
+    An interval for independent values is too narrow by this factor.
+    """
     n, centred = len(values), values - np.mean(values)
     squares = float(centred @ centred)
     if n < 2 or not squares > 0:
@@ -314,9 +332,10 @@ def should_continue(
 def _may_decide(log_ratios: Sequence[Sequence[float]], tolerance: float) -> bool:
     """Return whether the pairs up to the last look may decide.
 
-    They may if the estimate keeps its distance from the limit: the number of pairs needed is
-    uncertain by a factor of two. They also may if the true distance can still be that of two equal
-    models, since lasting noise moves the estimate by as much.
+    They may if the present estimate, should it not change, decides with at most twice as many
+    pairs: the number of pairs needed is uncertain by a factor of two. They also may if the true
+    distance can still be that of two equal models, since lasting noise moves the estimate by as
+    much.
     """
     needed = estimate_pairs_needed(log_ratios, tolerance)
     if needed is not None and needed <= 2 * LOOKS[-1]:
@@ -393,7 +412,10 @@ def compute_samples_needed(q: float, *, exceeding: int = 0, confidence: float = 
 
 
 def _exp(value: float) -> float:
-    """Return exp(value). NumPy's last digit differs with AVX-512; evidence is judged alike on every machine."""
+    """Return exp(value), with the same digits on every machine.
+
+    NumPy's last digit differs with AVX-512, and evidence is judged alike on every machine.
+    """
     try:
         return math.exp(value)
     except OverflowError:
@@ -436,12 +458,12 @@ def compute_block_logs(
 
 
 def _measure_slowness(probe: Floats) -> Floats | None:
-    """Return the log of each probe, less what is usual after that model; None if it has no information.
+    """Return the log of each probe, less what is usual after that model.
 
-    A model that leaves cold caches or a lower clock behind always slows the probes after it; that
-    must not excuse its own runs. The usual value comes from runs of the same round, most of which
-    meet the machine in the same state: over all runs, a slow spell that one model had slightly more
-    of would look like it.
+    The result is None if the probe has no information. A model that leaves cold caches or a lower
+    clock behind always slows the probes after it; that must not excuse its own runs. The usual
+    value comes from runs of the same round, most of which meet the machine in the same state. Over
+    all runs, a slow spell of which one model had slightly more would look like such an effect.
     """
     if not probe.size or not (np.isfinite(probe) & (probe > 0)).all():
         return None
@@ -451,10 +473,10 @@ def _measure_slowness(probe: Floats) -> Floats | None:
 
 
 def _explain_by_probe(logs: Floats, usable: Flags, slowness: Floats) -> Floats | float:
-    """Return the run time that the machine's slowness explains, as the mean over the models' curves.
+    """Return the run time that the machine's slowness explains.
 
-    A curve is a model's median run over its median probe in parts of equally many runs, linear in
-    between.
+    It is the mean over the models' curves. A curve is a model's median run over its median probe in
+    parts of equally many runs, linear in between.
     """
     curves = []
     for model in range(logs.shape[2]):

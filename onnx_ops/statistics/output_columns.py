@@ -29,9 +29,10 @@ _BFLOAT16_EPSILON = 2.0**-7
 _SINGLE_EPSILON = 2.0**-23
 
 _LARGEST_FLOOR = 1e-4
-"""Share of a column's largest answer above which only the source's own noise excuses an error: an estimate from the
-graph adds up worst cases, and would make a model with large terms that cancel pass whatever it
-answers.
+"""Share of a column's largest answer above which no floor excuses an error.
+
+Above it, only the source's own noise does. An estimate from the graph adds up worst cases, and
+would make a model with large terms that cancel pass whatever it answers.
 """
 
 _SHOWN_COLUMNS = 16
@@ -95,7 +96,7 @@ class Columns:
         return cls(array.shape, columns.axis, segments)
 
     def contain(self, segments: Array) -> bool:
-        """Return whether each column lies in one segment, so that segments part nothing."""
+        """Return whether each column lies in one segment: segments divide no column."""
         by_column = (
             segments.reshape(-1, 1) if self.axis is None else np.moveaxis(segments, self.axis, -1)
         )
@@ -123,7 +124,10 @@ class Columns:
         )
 
     def spread(self, by_column: Floats) -> Floats:
-        """Return the value of its column for each element, in a shape that broadcasts to the output's."""
+        """Return for each element the value of its column.
+
+        The shape broadcasts to that of the output.
+        """
         if self.axis is None and self.segments is None:
             return np.asarray(by_column[0])
         place = np.zeros((), dtype=np.intp)
@@ -149,7 +153,9 @@ class Columns:
 
 
 def measure_columns(single: Array, double: Array, rounding: Rounding) -> ColumnNoise | None:
-    """Return the columns of real rows, by which groups of few rows are measured; None if the answers are not floats.
+    """Return the columns of real rows; None if the answers are not floats.
+
+    Groups of few rows are measured by these columns.
 
     Args:
         double: the answer in float64; the same answer again, if there is only one.
@@ -168,8 +174,9 @@ def measure_columns(single: Array, double: Array, rounding: Rounding) -> ColumnN
 def compute_column_noises(
     own: ColumnNoise, floors: Floats, known: ColumnNoise | None = None
 ) -> Floats:
-    """Return the noise of each column: its floor, or what two correct answers differ by in columns of its scale.
+    """Return the noise of each column.
 
+    It is the larger of its floor and what two correct answers differ by in columns of its scale.
     Few rows show the noise of a single column by luck only; columns of one scale are a larger
     sample. So are `known` columns, those of real rows. Above `MAX_COLUMNS` columns, those of one
     scale share their largest floor too.
@@ -200,10 +207,11 @@ def _share_largest(places: Floats, of_values: Floats, values: Floats) -> Floats:
 
 
 def find_floors(scales: Floats, columns: Columns, rounding: Rounding, unit: float) -> Floats:
-    """Return the least noise of each column: its floor in float32, and twice the spacing `unit` of the output.
+    """Return the least noise of each column.
 
-    A floor is at most `_LARGEST_FLOOR` of the column's largest answer, or twice the spacing of
-    float32 at 1, which is what kernels err by.
+    It is the larger of its floor in float32 and twice the spacing `unit` of the output. A floor is
+    at most `_LARGEST_FLOOR` of the column's largest answer, or twice the spacing of float32 at 1,
+    which is what kernels err by.
     """
     floor = rounding.floor
     if floor is None or floor.shape != columns.shape:
@@ -218,7 +226,11 @@ def find_floors(scales: Floats, columns: Columns, rounding: Rounding, unit: floa
 def report_columns(
     blank: ParityMeasurement, columns: Columns, errors: Floats, noises: Floats, scales: Floats
 ) -> ParityMeasurement:
-    """Return the measurement of the worst column, and on real rows the columns in which the least is visible."""
+    """Return the measurement of the worst column.
+
+    On real rows, it lists the columns in which the smallest part of an error is visible: those with
+    the most noise for their scale.
+    """
     ratios = np.array(
         [compute_ratio(float(e), float(n)) for e, n in zip(errors, noises, strict=True)]
     )
@@ -273,7 +285,7 @@ def is_text(array: Array) -> bool:
 
 
 def any_by_row(wrong: Bools) -> Bools:
-    """Return for each row whether any of its elements is."""
+    """Return for each row whether any of its elements is wrong."""
     return np.asarray(
         wrong.reshape(len(wrong), -1).any(axis=1) if wrong.ndim else np.atleast_1d(wrong),
         dtype=np.bool_,

@@ -37,8 +37,10 @@ _RTOL_DEFAULT = 1e-3
 _ATOL_OF_RTOL = 1e-2
 
 DIVERGENCE_FACTOR = 16.0
-"""Error / noise above which a value diverges. With 16, 153 of 189 injected faults show at the faulty node or its
-successor."""
+"""Error / noise above which a value diverges.
+
+With 16, 153 of 189 injected faults show at the faulty node or its successor.
+"""
 
 
 def measure_output(
@@ -115,7 +117,10 @@ def _measure_floats(
     rounding: Rounding,
     known: ColumnNoise | None,
 ) -> ParityMeasurement:
-    """Measure the values that are finite in all answers; the source's most exact answer comes first."""
+    """Measure the values that are finite in all answers.
+
+    The source's most exact answer is the first of `references`.
+    """
     answer = onnx.astype(np.float64)
     exact, *others = (reference.astype(np.float64) for reference in references)
     if mismatch := _describe_non_finite_mismatch(answer, [exact, *others]):
@@ -160,7 +165,10 @@ def _measure_in_tolerance(
     rounding: Rounding,
     known: ColumnNoise | None,
 ) -> ParityMeasurement:
-    """Measure an answer in tenths of a fixed tolerance, or in the floor of its column where that is larger."""
+    """Measure an answer in tenths of a fixed tolerance.
+
+    The unit is the floor of the column where that is larger.
+    """
     rtol = _RTOL.get(kind, _RTOL_DEFAULT)
     atol = rtol * _ATOL_OF_RTOL
     columns = Columns.of(expected, rounding)
@@ -228,11 +236,12 @@ def is_divergent(measurement: ParityMeasurement, factor: float = DIVERGENCE_FACT
 def find_first_divergence(
     names: Iterable[str], onnx: Tensors, single: Tensors, double: Tensors | None = None
 ) -> tuple[str, float] | None:
-    """Return the first value whose error exceeds `DIVERGENCE_FACTOR` times its own noise, and that ratio.
+    """Return the first value that diverges, and its error / noise.
 
-    The ratio is `LARGEST` for another shape. Only floats are compared: integers and booleans change
-    on a tie as soon as their inputs round differently, and a real fault shows at the next float.
-    Values that one side lacks are skipped.
+    It diverges if its error exceeds `DIVERGENCE_FACTOR` times its own noise. The ratio is `LARGEST`
+    for another shape. Only floats are compared: integers and booleans change on a tie as soon as
+    their inputs round differently, and a real fault shows at the next float. Values that one side
+    lacks are skipped.
 
     Args:
         names: names of the values in topological order.
@@ -319,7 +328,10 @@ def measure_batch_invariance(
 
 
 def _are_rows_of(rows: Sequence[Array], together: Array) -> bool:
-    """Return whether a batch has as many rows, and each of them the same shape as the row that was run alone."""
+    """Return whether a batch consists of rows like those that were run alone.
+
+    It must have as many rows, and each of them the shape of the row that was run alone.
+    """
     if not rows or together.ndim == 0 or len(together) != len(rows):
         return False
     return all(row.shape == (1, *together.shape[1:]) for row in rows)

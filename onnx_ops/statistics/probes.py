@@ -22,8 +22,10 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 MARGIN = 0.5
-"""Share of its width by which a range of real numbers is widened at each end: rows are a sample of what callers
-send."""
+"""Share of its width by which a range of real numbers is widened at each end.
+
+Rows are only a sample of what callers send.
+"""
 
 _MOST_CATEGORIES = 64
 _MOST_PLACES = 1 << 16
@@ -34,7 +36,10 @@ REAL = "real"
 """Name of the group of unchanged real samples."""
 
 LENGTHS = "lengths:"
-"""Begin of the names of groups at other sizes of free axes, as in `lengths:height=1,width=1`."""
+"""Prefix of the names of groups at other sizes of free axes.
+
+For example: `lengths:height=1,width=1`.
+"""
 
 RANGE = "range"
 """Name of the group of rows that are made up within the domain."""
@@ -166,7 +171,10 @@ def _find_range(
 
 
 def _widen_range(low: Floats, high: Floats, whole: Bools) -> tuple[Floats, Floats]:
-    """Widen ranges of real numbers at each end, but not across zero: counts and pixels have one sign."""
+    """Widen ranges of real numbers at each end, but not across zero.
+
+    Counts and pixels have one sign.
+    """
     room = np.where(whole, 0.0, (high - low) * MARGIN)
     return (
         np.where(low >= 0, np.maximum(low - room, 0.0), low - room),
@@ -181,7 +189,10 @@ def _apply_declared_range(
     bound: tuple[int, int] | None,
     categories: Array | None,
 ) -> tuple[Floats, Floats]:
-    """Replace learned bounds. What the pipeline declares overrides the graph, and listed values a range."""
+    """Replace learned bounds by declared ones.
+
+    What the pipeline declares overrides the graph, and listed values override a range.
+    """
     if bound is not None:
         low, high = np.full_like(low, bound[0]), np.full_like(high, bound[1])
     if declared.min is not None:
@@ -198,7 +209,10 @@ def _has_declared_range(declared: InputValues, bound: tuple[int, int] | None) ->
 
 
 def _find_listed(values: Floats, whole: Bools) -> Bools:
-    """Return which columns of a table may hold categories: few whole numbers, most of which repeat."""
+    """Return which columns of a table can hold categories.
+
+    Their values are few whole numbers, most of which repeat.
+    """
     if whole.ndim != 1:  # one range for all places: no table, or too wide a one
         return np.zeros_like(whole)
     distinct = 1 + (np.diff(np.sort(values, axis=0), axis=0) != 0).sum(axis=0)
@@ -329,7 +343,10 @@ def _make_non_finite(
 
 
 def _insert_texts(samples: Tensors, rows: Rows, domains: Mapping[str, InputDomain]) -> Tensors:
-    """Make rows with an empty, an unseen and the real text in turn, where texts are no categories."""
+    """Make rows with an empty, an unseen and the real text in turn.
+
+    Inputs whose texts are categories do not change.
+    """
     inputs = {name: array[rows] for name, array in samples.items()}
     for name, chosen in inputs.items():
         if chosen.dtype.kind in "UO" and domains[name].categories is None:
@@ -431,13 +448,16 @@ def _insert_values(
 
 
 def choose_other_sizes(size: int) -> tuple[int, ...]:
-    """Return other sizes of an axis: 1, the half, a smaller odd size, the next odd size, and twice the size."""
+    """Return other sizes of an axis.
+
+    They are 1, the half, a smaller odd size, the next odd size, and twice the size.
+    """
     half, larger = size // 2, size + 1 + size % 2
     return tuple(sorted({1, half, half | 1, larger, 2 * size} - {0, size}))
 
 
 def make_sized_inputs(samples: Tensors, axes: Axes) -> dict[str, Tensors]:
-    """Make 32 real rows at other sizes of each free axis, and of all of them at once.
+    """Make 32 real rows at other sizes of each free axis, and of all axes together.
 
     Rows are cut or repeated to fit. A symbol that several inputs share has one size in all of them.
     Groups have as many rows as 64 MiB hold, and are left out if those are fewer than 2.
@@ -455,7 +475,11 @@ def make_sized_inputs(samples: Tensors, axes: Axes) -> dict[str, Tensors]:
 
 
 def _combine_sizes(present: Mapping[str, int]) -> list[dict[str, int]]:
-    """Return other sizes of each axis alone; then the smallest, the largest and unequal sizes of all axes at once."""
+    """Return combinations of other sizes of the axes.
+
+    First come other sizes of each axis alone. Then come the smallest, the largest and unequal sizes
+    of all axes together.
+    """
     ranked = {symbol: choose_other_sizes(size) for symbol, size in present.items()}
     combined = [{symbol: size} for symbol, sizes in ranked.items() for size in sizes]
     if len(ranked) > 1:

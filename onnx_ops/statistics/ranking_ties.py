@@ -1,4 +1,7 @@
-"""Ties of a ranking: indices and classes that differ although rounding may exchange their scores."""
+"""Ties of a ranking.
+
+A tie is an index or class that differs although rounding may exchange the scores.
+"""
 
 from __future__ import annotations
 
@@ -70,11 +73,11 @@ def _has_duplicates(indices: Array, axis: int) -> Bools:
 
 
 def is_ranked_by_scores(single: Array, double: Array, rounding: Rounding) -> bool:
-    """Return whether the scores of real rows rank anything, so that their ties explain a difference.
+    """Return whether the scores of real rows rank anything.
 
-    A wrong export may give all classes the same score. Where that is so, its ties count only if the
-    source is often unsure too, or gives practically one answer, while the scores are not the same
-    in all rows.
+    If so, their ties explain a difference. A wrong export may give all classes the same score.
+    Where that is so, its ties count only if the source is often unsure too, or gives practically
+    one answer, while the scores are not the same in all rows.
     """
     ranking = _read_scores(rounding)
     if ranking is None:

@@ -57,12 +57,18 @@ UNSEEN_ROWS = -math.log((1 - CONFIDENCE) / 2)
 """Unseen rows that may be missing by chance: the upper 95 % bound of a Poisson count of 0."""
 
 _FEW_EFFECTIVE = 10
-"""Equally bad rows that must carry the losses of two models, but at most a fifth of all rows. Chosen by simulation: of
-models that differ little, as many pass at 20 to 2,000 rows as without this rule."""
+"""Equally bad rows that must carry the losses of two models.
+
+At most a fifth of all rows must do so. The number was chosen by simulation: of models that differ
+little, as many pass at 20 to 2,000 rows as without this rule.
+"""
 
 _UNSEEN_LOSSES = 4
-"""Same as `UNSEEN_ROWS`, for the mean loss of one model: rows worse than any that was seen may be missing. Chosen by
-simulation."""
+"""Rows that may be missing by chance, for the mean loss of one model.
+
+It corresponds to `UNSEEN_ROWS`: the missing rows may be worse than any that was seen. Chosen by
+simulation.
+"""
 
 
 def score(
@@ -178,7 +184,10 @@ def _sort_rows(definition: MetricDefinition, label: Array, answers: Mapping[str,
 def _restore_rows(
     entries: Mapping[str, ScoreComparison], order: Array, groups: Array | None
 ) -> dict[str, ScoreComparison]:
-    """Return entries with row numbers of the data, not of the sorted rows, and with the number of groups."""
+    """Return entries with row numbers of the data, and with the number of groups.
+
+    The row numbers in `entries` are those of the sorted rows.
+    """
     count = 0 if groups is None else int(groups.max()) + 1
     return {
         name: replace(entry, heavy=tuple(int(order[row]) for row in entry.heavy), groups=count)
@@ -203,7 +212,10 @@ def _find_equal(
 def _make_equal(
     definition: MetricDefinition, mine: ScoreComparison, name: str, value: float
 ) -> ScoreComparison:
-    """Return the comparison of two models with equal answers, both of which have this value of the metric."""
+    """Return the comparison of two models with equal answers.
+
+    Both of them have this value of the metric.
+    """
     better = definition.higher_is_better
     return ScoreComparison(
         metric=definition.label,
@@ -317,7 +329,10 @@ def _compare_replicates(
     sides: Mapping[str, MetricStatistic],
     replicates: Mapping[str, Replicates],
 ) -> ScoreComparison:
-    """Compare the candidate with the model that the entry is against, by difference, ratio or both."""
+    """Compare the candidate with the model that the entry is against.
+
+    The comparison is by difference, ratio or both.
+    """
     name = entry.against
     own, other = replicates[CANDIDATE], replicates[name]
     difference = ratio = None
@@ -345,14 +360,17 @@ def _compare_losses(
     units: Array,
     equal: Collection[str],
 ) -> dict[str, ScoreComparison]:
-    """Compare the means of a loss per row; an explained share divides it by the label's variance."""
+    """Compare the means of a loss per row.
+
+    An explained share divides the loss by the label's variance.
+    """
     losses: dict[str, Array] = {
         name: method.loss(label, predictions) for name, predictions in answers.items()
     }
     sums: dict[str, Array] = {
         name: np.bincount(units, weights=loss) for name, loss in losses.items()
     }
-    # By unit, what its loss is divided by: its rows, or for an explained share their share of the
+    # The divisor of each unit's loss: its rows, or for an explained share their share of the
     # variance.
     weights = np.square(label - label.mean()) if method.explained else None
     share = np.bincount(units, weights=weights).astype(float)
@@ -400,7 +418,11 @@ def _explain_undefined_mean(
 
 
 def _count_effective_units(method: MeanLoss, sums: Array, share: Array) -> float:
-    """Return how many equally bad units carry the losses, or the variance that an explained share divides them by."""
+    """Return how many equally bad units carry the losses.
+
+    For an explained share, the units that carry the variance count if they are fewer. It divides
+    the losses by that variance.
+    """
     of_losses = find_heavy_rows(sums)[0]
     return min(of_losses, find_heavy_rows(share)[0]) if method.explained else of_losses
 
@@ -446,10 +468,10 @@ def _compare_two_losses(
 def _compare_rest(
     method: MeanLoss, entry: ScoreComparison, sums: tuple[Array, Array], label: Array, units: Array
 ) -> ScoreComparison:
-    """Compare two models on the rows (or groups) that are left without the few that carry the losses, if few do.
+    """Compare two models without the few rows (or groups) that carry the losses.
 
-    For an explained share, the labels' variance counts as a loss: it carries the metric just as
-    much.
+    The entry does not change if many rows carry them. For an explained share, the labels' variance
+    counts as a loss: it carries the metric just as much.
     """
     if entry.difference is None and entry.ratio is None:
         return entry

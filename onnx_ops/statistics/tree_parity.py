@@ -103,8 +103,7 @@ def compute_envelope(answers: Sequence[Tensors], wide: Sequence[Tensors] = ()) -
 
     Returns:
         Floats: (2, n, …), the smallest and largest answer. Other types: (k, n, …), the distinct
-            answers; the first one
-        is repeated where a row has fewer than k.
+        answers; the first one is repeated where a row has fewer than k.
     """
     bounds: dict[str, Array] = {}
     for name, first in answers[0].items():
@@ -159,8 +158,8 @@ def measure_within_envelope(
 
     Args:
         bounds: of this output, from `compute_envelope`.
-        made_up: whether the rows are generated, so that their ties are no ties of use: there, any
-            order of a row with ties is explained.
+        made_up: whether the rows are generated. Any order of such a row with ties is explained,
+            since its ties do not occur in use.
     """
     plain = measure_output(
         group=group, output=output, onnx=onnx, single=single, double=double, rounding=rounding
@@ -198,7 +197,11 @@ def _measure_labels(
 
 
 def _find_exchanged(onnx: Array, bounds: Array, *, made_up: bool) -> Bools:
-    """Return the places where the source is not sure, and the answer is one of another such place of the row."""
+    """Return the places whose answer is one of another unsure place of the row.
+
+    A place is unsure if the source has several answers there. In a made-up row with an unsure
+    place, every place counts.
+    """
     unsure = (bounds != bounds[:1]).any(axis=0)
     rows = onnx.reshape(len(onnx), -1)
     unsure_rows = unsure.reshape(rows.shape)

@@ -13,7 +13,10 @@ from onnx_ops.ports.data import DataSource
 
 
 class DataSourceSuite:
-    """Conformance of a data source. Subclass it, and define the fixtures `source`, `section` and `root`."""
+    """Conformance of a data source.
+
+    Subclass it, and define the fixtures `source`, `section` and `root`.
+    """
 
     def test_load_returns_named_arrays_of_equal_length(
         self, source: DataSource, section: DataSection, root: Path

@@ -55,16 +55,19 @@ Disturbance = Literal["none", "error", "lost answer", "kill"]
 
 
 class Killed(BaseException):
-    """Simulated death of the process. Like a signal, it passes handlers of ordinary errors."""
+    """Simulated death of the process.
+
+    Like a signal, it passes handlers of ordinary errors.
+    """
 
 
 @contextmanager
 def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
-    """Disturb requests of `http.client`, the base of urllib, requests, boto3 and azure-core, from number `at` on.
+    """Disturb requests of `http.client` from number `at` on.
 
-    Yields the requests made. `error`: the service cannot be reached. Otherwise the first disturbed
-    request takes effect. Then its answer and all later requests are lost (`lost answer`), or the
-    client is killed (`kill`).
+    It is the base of urllib, requests, boto3 and azure-core. Yields the requests made. `error`: the
+    service cannot be reached. Otherwise the first disturbed request takes effect. Then its answer
+    and all later requests are lost (`lost answer`), or the client is killed (`kill`).
     """
     client, own, hosts = http.client.HTTPConnection, threading.get_ident(), list[str]()
     send, receive = client.endheaders, client.getresponse
@@ -97,14 +100,18 @@ def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
 
 
 class EndpointProviderSuite:
-    """Conformance of an endpoint provider. Subclass it, and define the fixtures `provider` and `config`.
+    """Conformance of an endpoint provider.
 
-    A provider with another protocol overrides `scale`, one that loads models from elsewhere
-    `deployments`, one that reaches its service without `http.client` `disturbed`.
+    Subclass it, and define the fixtures `provider` and `config`. A provider with another protocol
+    overrides `scale`, one that loads models from elsewhere `deployments`, one that reaches its
+    service without `http.client` `disturbed`.
     """
 
     def disturbed(self, fault: Disturbance, at: int = 0) -> AbstractContextManager[Sized]:
-        """Disturb the provider's requests to its service from number `at` on; yield the requests made."""
+        """Disturb the provider's requests to its service from number `at` on.
+
+        Yield the requests made.
+        """
         return disturbed_http(fault, at)
 
     @pytest.fixture
@@ -203,7 +210,7 @@ class EndpointProviderSuite:
         config: EndpointConfig,
         deployments: tuple[Deployment, Deployment],
     ) -> None:
-        """First deployment, shift, clean-up, and rollback to a deployment that was dropped."""
+        """Check first deployment, shift, clean-up, and rollback to a dropped deployment."""
         blue, green = deployments
         steps = (
             (state_of(blue, blue=100), 2.0),
@@ -223,7 +230,7 @@ class EndpointProviderSuite:
         config: EndpointConfig,
         deployments: tuple[Deployment, Deployment],
     ) -> None:
-        """A deployment that is already loaded gets all traffic by a change of weights."""
+        """Check that a loaded deployment gets all traffic by a change of weights."""
         blue, green = deployments
         if "split" not in provider.capabilities(config.settings):
             return
@@ -255,7 +262,11 @@ class EndpointProviderSuite:
         chosen: Callable[[Iterable[int]], Sequence[int]],
         fault: Disturbance,
     ) -> None:
-        """After a failure at any request, a reconciler observes, gives the traffic back, and cleans up."""
+        """Check that a rollback succeeds when it is repeated after a failed request.
+
+        After a failure at any request, a reconciler observes, gives the traffic back, and cleans
+        up.
+        """
         blue, green = deployments
         split = "split" in provider.capabilities(config.settings)
         bad = state_of(blue, green, blue=90, green=10) if split else state_of(green, green=100)

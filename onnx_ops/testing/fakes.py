@@ -66,7 +66,10 @@ class FakeClock:
 
 
 class FakeHost:
-    """One process of a machine. `dead` is shared by the machine's processes and holds those that have ended."""
+    """One process of a machine.
+
+    `dead` is shared by the machine's processes and holds those that have ended.
+    """
 
     def __init__(self, name: str = "process-1", dead: set[str] | None = None) -> None:
         self._name = name
@@ -107,7 +110,10 @@ class FakeSigner:
         )
 
     def private_pem(self) -> bytes:
-        """Return the private key, PKCS 8 in PEM, for projects whose commands are to sign with it."""
+        """Return the private key, PKCS 8 in PEM.
+
+        It is for projects whose commands are to sign with it.
+        """
         from cryptography.hazmat.primitives.serialization import (
             Encoding,
             NoEncryption,
@@ -180,7 +186,7 @@ class FakeProvider(EndpointProvider):
             raise UserError("auth cannot be changed", where=after.endpoint)
 
     def confirm_rollout(self, config: EndpointConfig) -> None:
-        """Record it."""
+        """Record that the rollout of the endpoint was confirmed."""
         self.confirmed.append(config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
@@ -258,10 +264,10 @@ class FakeProvider(EndpointProvider):
 
 
 class FakeMetrics(MetricsSource):
-    """Counts that a test writes, of requests without keys. While `down`, they cannot be read; `clock` dates readings.
+    """Counts that a test writes, of requests without keys.
 
-    What was counted since the last reading belongs to the present generation of the endpoint, and
-    is a closed epoch.
+    While `down`, they cannot be read; `clock` dates readings. What was counted since the last
+    reading belongs to the present generation of the endpoint, and is a closed epoch.
     """
 
     def __init__(self, generations: Mapping[str, int]) -> None:
@@ -486,7 +492,7 @@ class FakeRegistry:
         }
 
     def tamper(self, record: VersionRecord, name: str) -> None:
-        """Change a stored file behind the registry's back."""
+        """Change a stored file without the registry."""
         files = self._version(record.model, record.version).files
         files[name] = bytes([files[name][0] ^ 1]) + files[name][1:]
 
@@ -549,7 +555,10 @@ class FakeModelFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeWorld:
-    """Services and machine that outlive a process. `context` gives a process its view of them."""
+    """Services and machine that outlive a process.
+
+    `context` gives a process its view of them.
+    """
 
     registry: FakeRegistry = field(default_factory=FakeRegistry)
     provider: FakeProvider = field(default_factory=FakeProvider)

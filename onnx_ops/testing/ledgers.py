@@ -236,7 +236,11 @@ class LedgerSuite:
         assert opener().read(ENDPOINT) == opener().read_intact(ENDPOINT) == written
 
     def test_state_equals_fold_of_all_entries(self, ledger: Ledger, opener: Opener) -> None:
-        """Check after every entry; in the first round also in a new process, and after each round."""
+        """Check the state after every entry.
+
+        In the first round, a newly opened ledger is checked too. After each round, it is checked
+        again.
+        """
         written: list[LedgerEntry] = []
         for number in range(3):
             for body in one_of_each():
@@ -325,7 +329,10 @@ class LedgerSuite:
 
 
 def _context() -> Any:
-    """Return a context whose processes are forked from a small server, safe beside threads of the tests."""
+    """Return a context whose processes are forked from a small server.
+
+    This is safe beside threads of the tests.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["onnx_ops.testing.ledgers", "onnx_ops.adapters.ledgers.log"])
     return context

@@ -28,10 +28,11 @@ def images(count: int, *, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
 def write_perceptron(
     path: Path, *, batch: int | str = "batch", opset: int = 18, ir_version: int = 10
 ) -> Path:
-    """Write three layers, `x` (batch, FEATURES) to `scores` (batch, CLASSES), with layouts that are hard to rewrite.
+    """Write a perceptron of three layers with layouts that are hard to rewrite.
 
-    `first` is a MatMul and an Add whose bias is a row (1, HIDDEN); `second` and `third` are Gemms
-    with transposed weights, of which that of `second` is square.
+    It maps `x` (batch, FEATURES) to `scores` (batch, CLASSES). `first` is a MatMul and an Add whose
+    bias is a row (1, HIDDEN); `second` and `third` are Gemms with transposed weights, of which that
+    of `second` is square.
     """
     nodes = [
         helper.make_node("MatMul", ["x", "first.weight"], ["first.product"], name="first"),

@@ -1,4 +1,6 @@
-"""Conformance suite for HTTP notifiers. Subclass `NotifierSuite` with a `notifier` fixture.
+"""Conformance suite for HTTP notifiers.
+
+Subclass `NotifierSuite` with a `notifier` fixture.
 
 class TestMyChat(NotifierSuite):
     secret = "never in a message"

@@ -38,7 +38,10 @@ class OptimizerSuite:
 
     @pytest.fixture
     def request_(self, section: Quantize, tmp_path: Path) -> OptimizeRequest:
-        """Return a request for a perceptron and this CPU, with calibration rows whose number no batch size divides."""
+        """Return a request for a perceptron and this CPU.
+
+        No batch size divides the number of its calibration rows.
+        """
         source = tmp_path / "source.onnx"
         write_perceptron(source)
         target = Target(name="cpu")

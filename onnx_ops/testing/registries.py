@@ -1,4 +1,6 @@
-"""Conformance suite for registries. Subclass `RegistrySuite` with a `registry` fixture and a `tamper` method.
+"""Conformance suite for registries.
+
+Subclass `RegistrySuite` with a `registry` fixture and a `tamper` method.
 
 class TestMyRegistry(RegistrySuite):
     @pytest.fixture
@@ -118,10 +120,13 @@ def _record(
 
 
 class RegistrySuite:
-    """Conformance of a Registry. Each test has its own model, so that tests can run in parallel."""
+    """Conformance of a Registry.
+
+    Each test has its own model, so that tests can run in parallel.
+    """
 
     def tamper(self, registry: Registry, record: VersionRecord, name: str) -> None:
-        """Change the stored content of one of the version's files behind the registry's back."""
+        """Change the stored content of one of the version's files without the registry."""
         raise NotImplementedError
 
     def test_publish_registers_version_of_each_variant(

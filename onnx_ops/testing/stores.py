@@ -1,4 +1,6 @@
-"""Conformance suite for stores. Subclass `StoreSuite` with the fixtures `store` and `reopen`.
+"""Conformance suite for stores.
+
+Subclass `StoreSuite` with the fixtures `store` and `reopen`.
 
 class TestMyStore(StoreSuite):
     @pytest.fixture
@@ -29,7 +31,7 @@ class StoreSuite:
     """Conformance of a Store."""
 
     def spoil(self, digest: Digest, content: bytes | None) -> None:
-        """Change the content stored under a digest behind the store's back; None deletes it."""
+        """Change the content stored under a digest without the store; None deletes it."""
         raise NotImplementedError
 
     def spoil_record(self, key: Digest, content: bytes) -> None:

@@ -1,4 +1,6 @@
-"""Runs inside `mlflow server --app-name onnx-ops` and refuses changes that no signed decision allows, for UI and API.
+"""The MLflow app that refuses changes without a signed decision that allows them.
+
+It runs inside `mlflow server --app-name onnx-ops`, and checks changes from the UI and the API.
 
 MLflow looks up `create_app` before it starts its workers, and again in each worker. A worker that
 cannot start is restarted forever, so a wrong configuration must end the first look-up, with one

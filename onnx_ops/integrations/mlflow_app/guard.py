@@ -1,4 +1,7 @@
-"""Checks of requests to the MLflow server. Each raises RefusedError with a message for the UI, or returns."""
+"""Checks of requests to the MLflow server.
+
+Each check raises RefusedError with a message for the UI, or returns.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,10 @@ def read_configuration(environ: Mapping[str, str]) -> Configuration:
 
 
 class Guard:
-    """The rules, applied to the server's store. `user` is empty if the server does not authenticate users."""
+    """The rules for changes, applied to the server's store.
+
+    `user` is empty if the server does not authenticate users.
+    """
 
     def __init__(self, configuration: Configuration, versions: ServerStore, clock: Clock) -> None:
         self._configuration = configuration
@@ -230,7 +236,10 @@ class Guard:
         )
 
     def _permit(self, user: str, model: str, alias: str, done: str) -> None:
-        """Check the policy, which decides last: an alias that no rule names cannot be moved."""
+        """Check the policy as the last rule.
+
+        An alias that no rule of the policy names cannot be moved.
+        """
         located, target = self._configuration.policy, guarded(alias)
         if located is None:
             return
@@ -311,7 +320,10 @@ class Guard:
     def _sign_override(
         self, user: str, found: StoredVersion, record: VersionRecord, key: str, reason: str
     ) -> None:
-        """Sign the user's override before the tag with the reason is set; the record alone allows nothing."""
+        """Sign the user's override before the tag with the reason is set.
+
+        The signed record alone allows nothing.
+        """
         target = self._permit_override(user, key)
         signer, keys = self._configuration.signer, self._configuration.keys
         if signer is None:
@@ -330,7 +342,7 @@ class Guard:
         self._versions.annotate(found, override_record_tag(target), codec.dumps(envelope).decode())
 
     def _advise_override(self, user: str, target: str) -> str:
-        """Return how this user can get the version to serve nevertheless."""
+        """Return advice on how this user can override the refusal of the version."""
         located = self._configuration.policy
         if self._configuration.signer is None or located is None or not located.policy.overrides:
             return "Or promote a version that passed."
@@ -342,7 +354,9 @@ class Guard:
         return f"Or ask {' or '.join(located.policy.overrides)} to override it, with a reason."
 
     def _permit_override(self, user: str, key: str) -> str:
-        """Return the target of a reason tag that the user is allowed to set and delete; the signed record stays.
+        """Return the target of a reason tag that the user is allowed to set and delete.
+
+        The signed record stays when the tag is deleted.
 
         Raises:
             RefusedError: the user is not allowed to override, or the tag is no reason tag.
@@ -365,7 +379,10 @@ class Guard:
 
 @contextmanager
 def _prefix_refusals(done: str) -> Iterator[None]:
-    """Put the refused change in front of the reason; a change that cannot be checked is refused."""
+    """Put the refused change in front of the reason of a refusal in the block.
+
+    A change that cannot be checked is refused.
+    """
     try:
         yield
     except OnnxOpsError as error:
@@ -373,7 +390,10 @@ def _prefix_refusals(done: str) -> Iterator[None]:
 
 
 def is_guarded_tag(folded_key: str) -> bool:
-    """Return whether a tag is a decision, an override, or part of what a version was registered as."""
+    """Return whether the guard protects a tag.
+
+    It protects a decision, an override, and each part of what a version was registered as.
+    """
     return folded_key.startswith((DECISION, OVERRIDE_TAG_PREFIX)) or folded_key in _IDENTITY
 
 
@@ -392,7 +412,10 @@ class GuardedAlias:
 
 
 def guarded(alias: str) -> GuardedAlias | None:
-    """Return the target's alias that a database can treat as equal to this name; None for any other alias."""
+    """Return the target's alias that this name stands for; None for any other alias.
+
+    A database can treat the name and the alias as equal although their spelling differs.
+    """
     match = _GUARDED.fullmatch(folded(alias))
     return None if match is None else GuardedAlias(name=match[0], role=match[1], target=match[2])
 

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def create_app() -> FastAPI | Flask:
-    """Return MLflow's application with the guard, and with basic-auth if the environment configures it.
+    """Return MLflow's application with the guard.
 
-    A Flask application under WSGI servers, a FastAPI one around it under uvicorn, as in MLflow
-    itself.
+    It has basic-auth if the environment configures it. As in MLflow itself, it is a Flask
+    application under WSGI servers. Under uvicorn it is a FastAPI application around the Flask
+    application.
     """
     from mlflow.environment_variables import _MLFLOW_SGI_NAME
     from mlflow.server import app
@@ -76,7 +77,7 @@ CHECKS: Mapping[str, Check] = {
     "_delete_registered_model": lambda guard, _, message: guard.delete_model(message.name),
     "_rename_registered_model": lambda guard, _, message: guard.rename_model(message.name),
 }
-"""Checks of the messages of MLflow's handlers."""
+"""The check of a request by the name of MLflow's handler."""
 
 
 def install(app: Flask, guard: Guard) -> None:
@@ -106,11 +107,11 @@ def install(app: Flask, guard: Guard) -> None:
             return
         kind = getattr(
             model_registry_pb2, handler.title().replace("_", "")
-        )  # as `SetModelVersionTag`
+        )  # for example `SetModelVersionTag`
         message = handlers._get_request_message(kind())  # type: ignore[no-untyped-call] # noqa: SLF001 (see above)
         user = str(
             g.get("mlflow_authenticated_user", "")
-        )  # as basic-auth, or what replaces it, has recognized
+        )  # the user that basic-auth, or what replaces it, has identified
         try:
             check(guard, user, message)
         except RefusedError as error:

@@ -1,4 +1,7 @@
-"""The server's own store, read in process: its current state, independent of the request."""
+"""The server's own store, read in process.
+
+The state that it returns is current, and independent of the request.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ class ServerStore:
     """The versions in the MLflow server of this process."""
 
     def find(self, model: str, version: str) -> StoredVersion | None:
-        """Return a version with its tags; None if it does not exist, which the request itself reports."""
+        """Return a version with its tags; None if it does not exist.
+
+        The request itself reports a version that does not exist.
+        """
         stored = _unless_absent(lambda: _store().get_model_version(model, version))
         if stored is None:
             return None

@@ -1,4 +1,6 @@
-"""Messages of the Open Inference Protocol over gRPC, and their translation to the binary form of HTTP.
+"""Messages of the Open Inference Protocol over gRPC.
+
+The module also translates them to the binary form of HTTP.
 
 The descriptors are built from the table below: generated code would have to match the version of
 protobuf. It would also register names in the default pool that a client in the same process (such
@@ -141,7 +143,10 @@ _CONTENTS: Mapping[str, tuple[str, str]] = {
 _WIDE: Mapping[str, str] = {"int_contents": "int32", "uint_contents": "uint32"}
 """Numpy's type of the fields that smaller types share."""
 _MAX_TEXTS = 1 << 16
-"""Elements of typed contents of BYTES: they are read one by one, on the event loop."""
+"""Maximum number of elements in typed contents of BYTES.
+
+They are read one by one, on the event loop.
+"""
 
 
 def _build_file() -> descriptor_pb2.FileDescriptorProto:
@@ -223,7 +228,9 @@ def decode_request(data: bytes) -> Any:
 
 
 def _list_fields(data: bytes, place: int, end: int, limit: int) -> list[tuple[int, int, int]]:
-    """Return number, start and end of each field between two places. Raises DecodeError or IndexError.
+    """Return number, start and end of each field between two places.
+
+    Raises DecodeError, IndexError or TooLargeError.
 
     https://protobuf.dev/programming-guides/encoding has the wire types.
     """

@@ -66,7 +66,10 @@ _MAX_STREAMED = 64
 _HEALTH_PAUSE_S = 1.0
 _DRAIN_PAUSE_S = 0.05
 _DRAIN_IDLE_S = 1.0
-"""Time for the last responses to be sent, and after which a stream without a request is ended."""
+"""Seconds for the last responses to be sent while the server drains.
+
+A stream that has had no request for this time is ended.
+"""
 
 for _file in (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
     POOL.AddSerializedFile(_file.serialized_pb)  # so that reflection finds them
@@ -249,7 +252,10 @@ class InferenceServicer:
 
 
 def _get_codec(method: str) -> Mapping[str, Any]:
-    """Return the codec of a method. An inference request stays bytes: see `decode_request`."""
+    """Return the codec of a method.
+
+    An inference request stays bytes: see `decode_request`.
+    """
     request, response = map(get_message_class, METHODS[method])
     is_inference = METHODS[method][0] == "ModelInferRequest"
     return {
@@ -328,10 +334,12 @@ class ReadinessServicer(health.aio.HealthServicer):  # type: ignore[misc]
 
 
 class GrpcServer:
-    """The gRPC listener of one worker. The system spreads connections over the workers, which share the port.
+    """The gRPC listener of one worker.
 
-    Web pages cannot call it: browsers have no HTTP/2 without TLS. So it checks neither `Host` nor
-    `Origin`.
+    The system spreads connections over the workers, which share the port.
+
+    Web pages cannot call this listener: browsers have no HTTP/2 without TLS. So it checks neither
+    `Host` nor `Origin`.
     """
 
     def __init__(

@@ -45,8 +45,9 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Handler = Callable[[RequestHead, bytes], RawResponse | Awaitable[RawResponse]]
-"""Returns the response to a request with this head and body, now or later (also if the client has
-gone meanwhile).
+"""Returns the response to a request with this head and body, immediately or later.
+
+A later response is also returned if the client has gone meanwhile.
 """
 
 _MAX_FEEDBACK_BYTES = 1 << 20
@@ -72,7 +73,7 @@ Infer = Callable[
 ]
 
 Methods = Mapping[bytes, InferenceRoute | Handler]
-"""Who answers a path, by method."""
+"""The route or handler of a path, by method."""
 
 
 class HttpApp:
@@ -115,7 +116,10 @@ class HttpApp:
         body: bytes,
         deliver: Callable[[RawResponse], None],
     ) -> RawResponse | PendingResponse:
-        """Return the response of a handler, or its error; an awaitable one is delivered later."""
+        """Return the response of a handler, or to its error.
+
+        An awaitable response is delivered later.
+        """
         result = self.call(handler, head, body)
         if isinstance(result, RawResponse):
             return result
@@ -193,7 +197,7 @@ class PublicApp(HttpApp):
         return read_by(lambda head, _: get(model, number, head))
 
     async def get_start_page(self, _head: RequestHead, _body: bytes) -> RawResponse:
-        """Return the page with what the endpoint serves, and links to the other ones."""
+        """Return the start page: what the endpoint serves, and links to the other pages."""
         snapshot, shared = self._deployments.get_published(), self._deployments.shared
         served = (
             []
@@ -203,7 +207,10 @@ class PublicApp(HttpApp):
         return await asyncio.to_thread(build_start_page, snapshot, served)
 
     async def get_docs_page(self, head: RequestHead, _body: bytes) -> RawResponse:
-        """Return the page that describes the API, rendered on a thread to keep the event loop free."""
+        """Return the page that describes the API.
+
+        It is rendered on a thread, to keep the event loop free.
+        """
         return await asyncio.to_thread(build_docs_page, self._list_signatures(), head)
 
     def get_server(self, _head: RequestHead, _body: bytes) -> RawResponse:
@@ -213,7 +220,11 @@ class PublicApp(HttpApp):
         )
 
     def get_readiness(self, _head: RequestHead, _body: bytes) -> RawResponse:
-        """Return whether every deployment with traffic is loaded, and may answer for a while."""
+        """Return whether the server is ready for requests.
+
+        Every deployment with traffic must be loaded. If the table is leased, the lease must last
+        for `NOTICE_S` seconds.
+        """
         snapshot = self._deployments.get_published()
         ready = snapshot is not None and snapshot.is_ready()
         if ready and snapshot is not None and snapshot.table.is_leased:
@@ -318,7 +329,10 @@ class PublicApp(HttpApp):
         )
 
     def get_metrics(self, head: RequestHead, _body: bytes) -> RawResponse:
-        """Return the metrics in Prometheus' text format, or in that of OpenMetrics for clients that accept it."""
+        """Return the metrics in Prometheus' text format.
+
+        Clients that accept the OpenMetrics format get the metrics in that format.
+        """
         snapshot = self._deployments.get_published()
         open_metrics = b"application/openmetrics-text" in head.get(b"accept", b"")
         text = self._metrics.render(
@@ -340,7 +354,7 @@ def _respond_to_error(error: Exception) -> RawResponse:
 
 
 def read_by(handler: Handler) -> Methods:
-    """Return the methods that read what a handler returns."""
+    """Return the handler for the methods that only read, GET and HEAD."""
     return {b"GET": handler, b"HEAD": handler}
 
 

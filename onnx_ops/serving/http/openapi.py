@@ -38,7 +38,10 @@ _BINARY: Schema = {"application/octet-stream": {"schema": {"type": "string", "fo
 
 
 def build_openapi(signatures: Sequence[ModelSignature]) -> Schema:
-    """Return the OpenAPI 3.1 document of an endpoint. All signatures are of one model; equal ones share schemas."""
+    """Return the OpenAPI 3.1 document of an endpoint.
+
+    All signatures must be of one model. Equal signatures share schemas.
+    """
     model = signatures[0].model
     error = {"application/json": {"schema": _ref("Error")}}
     return {
@@ -134,7 +137,8 @@ def _build_inference(content: Schema, schema: Schema) -> Schema:
     """Return parameters, body and responses of an inference operation."""
     token: Schema = {"type": "string", "pattern": "^[A-Za-z0-9-]{1,64}$"}
     texts = {
-        messages.USER_KEY_HEADER: "Requests with the same key go to one deployment, in a canary step for an epoch.",
+        messages.USER_KEY_HEADER: "Requests with the same key go to one deployment, "
+        "in a canary step for an epoch.",
         messages.REQUEST_ID_HEADER: "Copied to the response.",
         **dict.fromkeys(messages.PIN_HEADERS, "Selects a deployment by name."),
     }
@@ -183,7 +187,7 @@ def _respond(schema: Schema, *errors: str) -> Schema:
 
 
 def _list_errors(*statuses: str) -> Schema:
-    """Return the errors of an operation, with those of every operation."""
+    """Return the errors of an operation, and the errors that every operation has."""
     return {status: {"$ref": f"#/components/responses/{status}"} for status in ("403", *statuses)}
 
 

@@ -1,4 +1,6 @@
-"""HTML pages of an endpoint: the start page, and the description of its API from its OpenAPI document.
+"""HTML pages of an endpoint: the start page, and the description of its API.
+
+The description is made from the OpenAPI document of the endpoint.
 
 The pages have no script and load nothing. Names of models and tensors can be any text, so the
 template escapes every value.
@@ -156,12 +158,15 @@ are those of this server since it started.</p>
 {% endif %}
 </body>
 </html>
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedVersion:
-    """A row of the start page: a version of the routing table, and the requests that it has answered."""
+    """A row of the start page: a version, and the requests that it has answered.
+
+    The version is one of the routing table.
+    """
 
     version: str
     variant: str
@@ -217,12 +222,15 @@ def _describe_state(loaded: LoadedDeployment | None, failure: str, out_of_servic
 
 
 def _count_statuses(counts: Sequence[int], first: int) -> int:
-    """Return the number of answers with the statuses from `first` on, of one hundred."""
+    """Return the number of answers with a status from `first` to `first` + 99."""
     return sum(counts[get_column(status)] for status in STATUSES if first <= status < first + 100)
 
 
 def _describe_rollout(snapshot: TableSnapshot) -> str:
-    """Return the step of the rollout as the shares show it; the ledger has its number and its verdict."""
+    """Return the step of the rollout as the traffic shares show it.
+
+    The ledger has the number and the verdict of the step.
+    """
     newest, _ = snapshot.table.get_experiment()
     share = snapshot.table.state.split.weights.get(newest, 0)
     version = next(d.version for d in snapshot.table.state.deployments if d.name == newest)
@@ -234,7 +242,10 @@ def _describe_rollout(snapshot: TableSnapshot) -> str:
 def build_start_page(
     snapshot: TableSnapshot | None, served: Sequence[ServedVersion] = ()
 ) -> RawResponse:
-    """Return the page with what the endpoint serves, and links; `snapshot` is None before the first publication."""
+    """Return the page with what the endpoint serves, and links.
+
+    `snapshot` is None before the first publication.
+    """
     model = None if snapshot is None else snapshot.model
     links = [
         ("v2/health/ready", "Readiness"),
@@ -276,8 +287,9 @@ def build_docs_page(signatures: Sequence[ModelSignature], head: RequestHead) -> 
 
 
 def build_example(signature: ModelSignature, host: bytes) -> tuple[str, str]:
-    """Return a curl command that calls the model, and the one that writes the file that it sends for large inputs.
+    """Return a curl command that calls the model, and a command that writes its file.
 
+    The curl command sends the file if the inputs are large. Otherwise the second command is empty.
     Both are empty if JSON cannot represent an input.
     """
     specs = [spec for name, spec in signature.inputs.items() if name in signature.required]
@@ -306,7 +318,10 @@ def build_example(signature: ModelSignature, host: bytes) -> tuple[str, str]:
 
 
 def _write_request(document: Mapping[str, Any]) -> str:
-    """Return a command that writes a request whose inputs repeat the one value that they have here."""
+    """Return a command that writes a request.
+
+    In `document`, each input has one value. The command repeats it to fill the shape of the input.
+    """
     code = f"import json; r = {dict(document)!a}\n"
     code += (
         "for t in r['inputs']: "

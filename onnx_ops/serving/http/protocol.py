@@ -1,4 +1,6 @@
-"""The protocol of one connection: HTTP/1.1 by httptools, within limits, and the responses in the order of requests.
+"""The protocol of one connection: HTTP/1.1 by httptools, within limits.
+
+Responses are sent in the order of the requests.
 
 A request is answered from the parser's callbacks, without a task or an object for it: its head is a
 dictionary, its body bytes. Only an inference that is queued is answered later. Requests behind it
@@ -51,11 +53,17 @@ _BACKLOG = 2048
 _LARGE_BODY = 1 << 16
 """Missing bytes of a body from which it is read without the parser, which would copy each part."""
 _ALIGNMENT = 8
-"""Of the tensor behind a header, in bytes: the runtime reads whole elements."""
+"""Alignment in bytes of the tensor behind a header.
+
+The runtime reads whole elements.
+"""
 _BINARY_LENGTH = BINARY_LENGTH_HEADER.encode()
 _MIN_COMPRESSED = 1 << 14
-"""Bytes of a response from which it is compressed for clients that accept it, on a thread. It takes about 0.2 ms, which
-smaller ones would not win back; and many clients accept it without being asked."""
+"""Bytes from which a response is compressed for clients that accept it.
+
+Compression runs on a thread. It takes about 0.2 ms, which smaller responses would not win back.
+Many clients accept it by default.
+"""
 _UNIQUE_HEADERS = (b"host", b"origin")
 """Headers that may occur once at most, as they decide whether a request is allowed."""
 _LIST_HEADERS = (
@@ -77,7 +85,10 @@ _BETWEEN, _IN_HEAD, _IN_BODY = range(3)
 """Where the parser is. Plain numbers, as the lookup of an enumeration's member takes longer."""
 
 Answer = InferenceRoute | Handler | RawResponse
-"""Who answers a request. A response is an error that does not need the body."""
+"""What answers a request.
+
+A response is an error that does not need the body.
+"""
 Body = RequestBody | bytearray
 """A body that is being received."""
 
@@ -207,7 +218,7 @@ class HttpProtocol(TimedConnection):
             self._check_part(data)
 
     def _check_part(self, data: bytes) -> None:
-        """Check the limits of a message of which more is to come."""
+        """Check the limits of a message that is not complete yet."""
         if self.stage is REJECTED:
             return
         if self.stage is IDLE:
@@ -229,7 +240,11 @@ class HttpProtocol(TimedConnection):
                 )
 
     def _set_reader(self, reader: LargeBodyReader | None) -> None:
-        """Let `reader` receive the data, or this object. The transport asks who does when it starts to read."""
+        """Let `reader` receive the data, or this object without a reader.
+
+        The transport looks up the receiver when it starts to read, so reading is paused and
+        resumed.
+        """
         self._reader = reader
         self.transport.pause_reading()
         self.transport.set_protocol(reader or self)
@@ -246,7 +261,10 @@ class HttpProtocol(TimedConnection):
             self.on_message_complete()
 
     def _hold(self, size: int) -> bool:
-        """Count the bytes of bodies that this connection keeps in memory; return whether all do not have too many."""
+        """Record the bytes of bodies that this connection keeps in memory.
+
+        Return whether the bodies of all connections are within their limit.
+        """
         if self._pending is not None:
             size += len(self._pending.body)
         limits = self._limits
@@ -267,7 +285,11 @@ class HttpProtocol(TimedConnection):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Add a header; the first of several with the same name counts, and trailers after the body are ignored."""
+        """Add a header; ignore trailers after the body.
+
+        The first of several headers with the same name counts. `_LIST_HEADERS` and
+        `_UNIQUE_HEADERS` are exceptions.
+        """
         if self._place is _IN_BODY:
             return
         name = name.lower()
@@ -311,7 +333,7 @@ class HttpProtocol(TimedConnection):
         self._head_bytes = 0
 
     def _check_head(self, head: dict[bytes, bytes], length: bytes | None) -> None:
-        """Check a head and find who answers. Raises RequestRejectedError."""
+        """Check a head, and find what answers the request. Raises RequestRejectedError."""
         size = self._head_bytes + self._packet_bytes  # with bytes that are no part of the head
         if (
             size > _MAX_HEAD_BYTES
@@ -349,7 +371,7 @@ class HttpProtocol(TimedConnection):
     def _find_answer(
         self, method: bytes, head: dict[bytes, bytes], length: bytes | None, *, expects: bool
     ) -> None:
-        """Find who answers; respond at once if the body does not matter."""
+        """Find what answers a request; respond immediately if the body does not matter."""
         answer = self._app.find(method, self._url)
         coding = head.get(b"content-encoding", b"identity").strip().lower()
         if method == b"HEAD":
@@ -455,7 +477,10 @@ class HttpProtocol(TimedConnection):
         self._send_pending(response)
 
     def _compress(self, response: RawResponse, head: RequestHead) -> RawResponse | PendingResponse:
-        """Return a response for clients that accept no coding; others get theirs later, compressed."""
+        """Return the response, or compress it if the client accepts a coding.
+
+        A compressed response is sent later.
+        """
         varying = RawResponse(
             response.status, response.lines + b"vary: accept-encoding\r\n", response.body
         )
@@ -497,9 +522,10 @@ class HttpProtocol(TimedConnection):
         self.since = limits.now
 
     def _end(self, *, linger: bool = False) -> None:
-        """End the connection behind the last response; with `linger`, once the client could read it.
+        """End the connection behind the last response.
 
-        A client that still sends would lose the response if the connection was closed at once.
+        With `linger`, end it once the client could read the response. A client that still sends
+        would lose the response if the connection was closed immediately.
         """
         self.stage = REJECTED
         self.since = self._limits.now
@@ -514,9 +540,10 @@ class HttpProtocol(TimedConnection):
     def _enqueue(
         self, answer: Answer, head: dict[bytes, bytes], body: Body, keep_alive: bool
     ) -> None:
-        """Keep a request waiting, and further data in the socket.
+        """Keep a request waiting, and leave further data in the socket.
 
-        Before, the client is read, so that its end is noticed while its request is queued.
+        Until a request has to wait, the connection is read. So the end of the client is noticed
+        while its request is queued.
         """
         self._backlog.append((answer, head, body, keep_alive))
         if not self._read_paused:
@@ -524,7 +551,7 @@ class HttpProtocol(TimedConnection):
             self.transport.pause_reading()
 
     def _resume(self) -> None:
-        """Answer the requests that wait, and read on."""
+        """Answer the requests that wait, and continue to read."""
         if self._pending is not None or self._write_paused or self.stage is REJECTED:
             return
         self._blocked = False

@@ -1,4 +1,6 @@
-"""Runs of small models on dedicated memory, for requests that differ from earlier ones only in their data.
+"""Runs of small models on dedicated memory.
+
+They are for requests that differ from earlier ones only in their data.
 
 The text before and after the data determines names, types, shapes and outputs. A text that arrives
 twice gets memory to which the session's inputs and outputs are bound, which saves a third of the
@@ -91,7 +93,10 @@ class BoundRun:
         )
 
     def load_json(self, data: bytes) -> bool:
-        """Take the numbers of JSON; return whether all fit, as flat list or as the only row."""
+        """Take the numbers of JSON; return whether all of them fit.
+
+        The JSON is a flat list, or a list with one row.
+        """
         if may_contain_literals(data):
             return False
         try:
@@ -123,7 +128,7 @@ class BoundRuns:
         self._signature = signature
         self._bind = bind
         self._known: dict[object, BoundRun | None] = {}
-        """None for texts that cannot be known."""
+        """Bound runs by text; None for texts that cannot have one."""
         self._seen: set[int] = set()
         """Hashes of texts that came once."""
 
@@ -186,9 +191,10 @@ class BoundRuns:
             run.learn_response(response)
 
     def _is_data(self, start: bytes, end: bytes, request: InferenceRequest) -> bool:
-        """Return whether the data of the only input, and nothing else, stands between two texts.
+        """Return whether only the data of the only input stands between two texts.
 
-        Whatever JSON stands there, it has the same place in the document. Other numbers show which.
+        The request is read again with other numbers in that place. If the input then has these
+        numbers, the place holds its data.
         """
         if len(request.feed) != 1:
             return False
@@ -202,7 +208,10 @@ class BoundRuns:
 
 
 def _can_be_bound(tensors: Sequence[Array]) -> bool:
-    """Return whether all tensors are of numbers, none is empty, and together they are small enough."""
+    """Return whether tensors can be bound to dedicated memory.
+
+    All of them must be of numbers and not empty. Together they must be small enough.
+    """
     size_bytes = 0
     for tensor in tensors:
         if tensor.dtype.kind not in "fiu" or not tensor.size:

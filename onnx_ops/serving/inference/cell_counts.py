@@ -3,7 +3,8 @@
 The judge of a rollout sets a watch: which two deployments are counted, and which latencies count as
 slow. A request counts in the epoch in which it was routed, whenever it is answered. Each worker has
 a ring of blocks of memory. A block belongs to one epoch of one generation of the routing table,
-under one watch; its tag says which. The next epoch with the same place in the ring resets it.
+under one watch. The block's tag names all three. The next epoch with the same place in the ring
+resets the block.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ _NO_BOUND = len(BOUNDS_S)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OpenBlock:
-    """A block of this worker, and the deployments that are counted in it: slot to first cell and thresholds."""
+    """A block of this worker, and the deployments that are counted in it.
+
+    `sides` has the first cell and the thresholds of each deployment, by slot.
+    """
 
     memory: CellBlock
     draw: CellDraw
@@ -128,12 +132,15 @@ class CellCounter:
             _count(block.memory, place.at, place.limits_s, status, seconds)
 
     def cancel(self, place: CellPlace) -> None:
-        """Count a request that was in progress as none, unless its epoch was closed long ago."""
+        """Withdraw a request that was in progress, unless its epoch was closed long ago."""
         if self._ring[_find_place(place.block.draw.epoch)] is place.block:
             place.block.memory.counts[place.at + _IN_PROGRESS] -= 1
 
     def count_feedback(self, draw: CellDraw, slot: int, cell: int, success: bool) -> None:
-        """Count an entry of feedback. Of a split with epochs, it may come too late for the epoch of the answer."""
+        """Count an entry of feedback.
+
+        In a split with epochs, it can come too late for the epoch of the answer.
+        """
         block = self._block
         if block is None or block.draw is not draw or block.watch != self._header[WATCH]:
             block = self._open_block(draw)
@@ -147,7 +154,10 @@ class CellCounter:
             counts[at + CELL_SUCCESSES] += success
 
     def _count_lost(self, slot: int, cell: int) -> None:
-        """Count the request that the worker before this one ran on its event loop when it died: as an error."""
+        """Count the request that the worker before this one lost, as an error.
+
+        That worker ran the request on its event loop when it died.
+        """
         side = _read_sides(self._header).get(slot)
         blocks = [
             memory
@@ -159,7 +169,10 @@ class CellCounter:
             _count(last, (side[0] + cell - 1) * CELL_NUMBERS, side[1], 500, 0.0)
 
     def _open_block(self, draw: CellDraw) -> _OpenBlock:
-        """Make the block of a draw the present one. Its counts continue if a worker before this one has begun them."""
+        """Make the block of a draw the present one, and return it.
+
+        Its counts continue if a worker before this one has begun them.
+        """
         watch, place = self._header[WATCH], _find_place(draw.epoch)
         memory = self._memory[place]
         if memory.tag.tolist()[:_LENGTH] != [draw.generation, draw.epoch, watch]:
@@ -175,7 +188,10 @@ class CellCounter:
 
 
 def _find_place(epoch: int) -> int:
-    """Return the block of an epoch; the last one is of splits without epochs, that is of epoch 0."""
+    """Return the place of the block of an epoch.
+
+    The last block is that of splits without epochs, which have epoch 0.
+    """
     return epoch % RING if epoch else RING
 
 
@@ -204,7 +220,10 @@ def _list_cell(memory: CellBlock, at: int) -> None:
 
 
 def _read_sides(header: memoryview) -> dict[int, tuple[int, Sequence[float]]]:
-    """Return the slots that the watch names, with their first cell and their thresholds in seconds."""
+    """Return the slots that the watch names.
+
+    Each slot has its first cell, and its thresholds in seconds.
+    """
     sides: dict[int, tuple[int, Sequence[float]]] = {}
     for side in range(2):
         begin = WATCH + 1 + side * (1 + MAX_USER_THRESHOLDS)
@@ -215,7 +234,10 @@ def _read_sides(header: memoryview) -> dict[int, tuple[int, Sequence[float]]]:
 
 
 def _view(memory: CellBlock) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """Return the numbers of the listed cells, shape (n,), and the counts of all cells, (`BLOCK_CELLS`, numbers)."""
+    """Return the numbers of the listed cells, and the counts of all cells.
+
+    The shapes are (n,) and (`BLOCK_CELLS`, `CELL_NUMBERS`).
+    """
     listed = np.unique(np.frombuffer(memory.listed, np.uint32)[: memory.tag[_LENGTH]])
     return listed, np.frombuffer(memory.counts, np.uint32).reshape(BLOCK_CELLS, CELL_NUMBERS)
 
@@ -230,7 +252,10 @@ def _reset(memory: CellBlock) -> None:
 
 
 def _take_over(memory: CellBlock) -> None:
-    """Count what a worker that died has not answered as errors: its clients' connections were closed."""
+    """Count the requests that a worker left unanswered when it died, as errors.
+
+    The connections of its clients were closed.
+    """
     listed, counts = _view(memory)
     lost = counts[listed, _IN_PROGRESS]
     counts[listed, CELL_REQUESTS] += lost
@@ -241,9 +266,10 @@ def _take_over(memory: CellBlock) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CellTotals:
-    """Counts of all workers by cell: numbers of the cells, shape (n,), and fields, (n, `CELL_FIELDS`).
+    """Counts of all workers by cell.
 
-    Cells of the second deployment follow those of the first.
+    The numbers of the cells have shape (n,), their fields (n, `CELL_FIELDS`). Cells of the second
+    deployment follow those of the first.
     """
 
     cells: npt.NDArray[np.int64]
@@ -251,7 +277,7 @@ class CellTotals:
     in_progress: npt.NDArray[np.int64]
 
     def with_requests_in_progress(self, *, are_errors: bool) -> CellTotals:
-        """Return the counts with requests in progress as errors, or as answered well."""
+        """Return the counts with requests in progress as errors, or as successes."""
         counts = self.counts.copy()
         counts[:, CELL_REQUESTS] += self.in_progress
         if are_errors:

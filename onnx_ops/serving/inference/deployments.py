@@ -43,9 +43,14 @@ _BINARY_LENGTH = BINARY_LENGTH_HEADER.encode()
 _MAX_INLINE_TEXT = 1 << 16
 """Longer text is read on a thread: on the event loop it would delay other requests."""
 _MAX_INLINE_BODY = 1 << 20
-"""So are larger bodies in the binary form, of which only the header is text."""
+"""Longer bodies in the binary form are read on a thread too.
+
+Only their header is text.
+"""
 _MAX_REPLICA_BYTES = 64 << 20
-"""Larger models are out of the processor's caches at any share of the traffic, and memory may be
+"""Bytes of a model above which there is no control replica.
+
+Larger models are out of the processor's caches at any share of the traffic, and memory can be
 short.
 """
 
@@ -180,7 +185,10 @@ class LoadedDeployment(DeployedModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceRoute:
-    """The selection by the path of a request, and the content coding of its body. Without a model: any."""
+    """The selection by the path of a request, and the content coding of its body.
+
+    Without a model, the path selects any model.
+    """
 
     invocation: bool = False
     model: str | None = None
@@ -305,7 +313,10 @@ class TableSnapshot:
         return serving[max(names, key=weights.__getitem__)] if names else previous
 
     def queue_unbounded(self) -> None:
-        """Run no request on the event loop if any deployment with traffic must not: all of them run alike."""
+        """Run no request on the event loop if any deployment with traffic must not.
+
+        All deployments then run alike.
+        """
         serving = [
             loaded
             for loaded in self.list_loaded()
@@ -386,7 +397,7 @@ class LoadedDeployments:
     ) -> None:
         self.endpoint = endpoint
         self.routes: Mapping[bytes, InferenceRoute] = {}
-        """Paths of the snapshot that answered last. A hint: a newer one may be published."""
+        """Paths of the snapshot that answered last; a newer snapshot can be published."""
         self.leader = LatencyEstimator()
         self.shared = shared
         self.worker = worker
@@ -453,7 +464,10 @@ class LoadedDeployments:
         return failed
 
     def prepare(self, revision: TableRevision) -> None:
-        """Load the deployments of a table, so that switching to it takes no time. Raises as `load_model`."""
+        """Load the deployments of a table, so that switching to it takes no time.
+
+        Raises what `load_model` raises.
+        """
         loaded = {
             d.deployment: d
             for snapshot in self._list_snapshots()

@@ -154,9 +154,8 @@ class FeedbackCounter:
     def _admit(self, stamp: int) -> bool:
         """Return whether a token has not counted yet, and remember it.
 
-        A bucket keeps the last stamps. Of those before its least it is not known whether they have
-        counted, so they count no more. Two workers that get a token in the same microsecond can
-        both count it.
+        A bucket keeps the last stamps. Whether an older token has counted is unknown, so it does
+        not count any more. Two workers that get a token in the same microsecond can both count it.
         """
         bucket = self._shared.get_token_bucket(stamp)
         stamps = bucket.tolist()
@@ -169,8 +168,8 @@ class FeedbackCounter:
     def _find_answer(self, key: bytes) -> _Subject | None:
         """Return which deployment answered a user's cell last.
 
-        If this server has not answered it, and users do not change with the epoch, that is the one
-        that would; but under which split the user was answered is unknown.
+        If this server has not answered the cell, and users do not change with the epoch, it is the
+        deployment that would answer. The split of the answer is unknown in that case.
         """
         snapshot = self._deployments.get_current()
         cell = snapshot.router.get_cell(key)
@@ -188,7 +187,10 @@ class FeedbackCounter:
 
 
 def _find_sticky_slot(snapshot: TableSnapshot, cell: int) -> int:
-    """Return the slot of the deployment of a cell. Raises ServiceUnavailableError if that is not loaded."""
+    """Return the slot of the deployment of a cell.
+
+    Raises ServiceUnavailableError if the deployment is not loaded.
+    """
     router = snapshot.router
     return snapshot.get_deployment(router.route_cell(router.get_draw(0), cell)).slot
 
@@ -219,5 +221,8 @@ def _read_entries(body: bytes) -> list[dict[str, Any]]:
 
 
 def _hash_id(request_id: bytes) -> int:
-    """Return 36 bits, never 0. Python's hash is the same in all processes that were forked from one."""
+    """Return 36 bits of the hash of a request id, never 0.
+
+    Python's hash is the same in all processes that were forked from one process.
+    """
     return (hash(request_id) & _HASH_MASK) >> _VALUE_BITS or 1

@@ -1,4 +1,7 @@
-"""Tokens of answers, by which any server of the endpoint counts feedback for the deployment that answered."""
+"""Tokens of answers, by which feedback finds the deployment that answered.
+
+Any server of the endpoint can count the feedback.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _LINE = b"%b: %%b\r\n" % FEEDBACK_HEADER.encode()
 
 @dataclass(frozen=True, slots=True)
 class FeedbackToken:
-    """What an authentic token says.
+    """The content of an authentic token.
 
     Attributes:
         stamp: nanoseconds since the epoch when it was sealed, another one for each token of a
@@ -75,7 +78,11 @@ class FeedbackTokens:
         return _LINE % self.seal(deployment, cell)
 
     def open(self, text: str) -> FeedbackToken | None:
-        """Return what a token says; None if it is of another endpoint, changed, or of a deployment that is gone."""
+        """Return the content of a token; None if it is not valid.
+
+        A token is not valid if it is of another endpoint, was changed, or is of a deployment that
+        is gone.
+        """
         if len(text) != _TOKEN_CHARACTERS or not text.isascii():
             return None
         try:

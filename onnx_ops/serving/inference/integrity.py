@@ -35,7 +35,10 @@ COPIES_FOLDER = "models"
 _BLOCK_BYTES = 1 << 20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MAX_UNUSED_COPIES = 2
-"""A rollback to the version before needs no new copy."""
+"""Maximum number of copies that no deployment uses.
+
+A rollback to the previous version needs no new copy.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,10 @@ class TrustPolicy:
         return cls(TrustedKeys.of(options.trusted_keys), folder) if options.trusted_keys else None
 
     def authorize(self, deployment: Deployment) -> Record:
-        """Return the signed record that permits loading the deployment here; raises RefusedError."""
+        """Return the signed record that permits loading the deployment here.
+
+        Raises RefusedError.
+        """
         record = verify_authority(deployment, self._keys)
         bound = self._read_binding()
         if bound is not None and bound != (
@@ -238,7 +244,10 @@ def _get_copy_name(path: Path) -> str:
 
 
 def _verify_libraries(deployment: Deployment, manifest: Manifest, record: Record | None) -> None:
-    """Verify that libraries of operators are in the manifest, and that the target of a signed record declares them."""
+    """Verify the libraries of custom operators of a deployment.
+
+    They must be in the manifest. The target of a signed record must declare them.
+    """
     for library in deployment.custom_ops:
         if library not in manifest:
             raise DigestMismatchError(

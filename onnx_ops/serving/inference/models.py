@@ -75,8 +75,10 @@ _ENTRY = "entry.json"
 _ENTRY_FORMAT = 2
 _MIN_WEIGHT_BYTES = 1024
 _MIN_ALIGNED_BYTES = (1 << 20) + 1
-"""Weights from which on the runtime aligns what it writes (github.com/microsoft/onnxruntime/pull/23069). It writes the
-packed form of smaller ones right behind them, and its kernels crash unless that is at a multiple of
+"""Bytes of a weight from which the runtime aligns what it writes.
+
+See github.com/microsoft/onnxruntime/pull/23069. The runtime writes the packed form of smaller
+weights right behind them. Its kernels crash unless the packed form is at a multiple of
 `_ALIGNMENT`.
 """
 _ALIGNMENT = 64
@@ -88,9 +90,9 @@ _MAX_ENTRIES = 8
 _LOOP_OPERATORS = (b'"\x04Loop', b'"\x04Scan')
 """The type of a node in a file: field 4, its length, its name.
 
-The bodies of loops allocate memory in every pass, and two threads that run such a model at once
-spend most of their
-time on the lock of the session's arena: runs of 380 µs took 800."""
+The bodies of loops allocate memory in every pass. Two threads that run such a model at the same
+time spend most of their time on the lock of the session's arena: runs of 380 µs took 800.
+"""
 _UNBOUNDED_OPERATORS = (
     *_LOOP_OPERATORS,
     b'"\x0bSequenceMap',
@@ -99,8 +101,9 @@ _UNBOUNDED_OPERATORS = (
     b'"\x0cGreedySearch',
     b'"\x08Sampling',
 )
-"""Operators that run graphs as often as their inputs say; those behind the loops become loops in
-the runtime.
+"""Operators that run graphs as often as their inputs determine.
+
+The runtime converts the operators after `_LOOP_OPERATORS` to loops.
 """
 _SEARCHED_BYTES = 1 << 20
 _WARM_UP_RUNS = 3
@@ -166,7 +169,7 @@ def _build_options(path: Path, settings: SessionSettings, *, optimize: bool) -> 
     options.intra_op_num_threads = settings.intra_op_threads
     options.inter_op_num_threads = settings.inter_op_threads
     options.graph_optimization_level = _LEVELS[settings.graph_level if optimize else "disabled"]
-    options.enable_cpu_mem_arena = not _has_operator(path, _LOOP_OPERATORS)  # see there
+    options.enable_cpu_mem_arena = not _has_operator(path, _LOOP_OPERATORS)  # see `_LOOP_OPERATORS`
     options.log_severity_level = (
         4  # errors are raised anyway; clients must not be able to fill the log
     )
@@ -180,7 +183,10 @@ def _build_options(path: Path, settings: SessionSettings, *, optimize: bool) -> 
 
 
 def _fill_cache(providers: Sequence[Provider], cache: Path | None) -> list[dict[str, str]]:
-    """Return the options of each provider with the cache's folder, which is made if one of them names it."""
+    """Return the options of each provider with the cache's folder.
+
+    The folder is made if an option names it.
+    """
     if cache is not None and any(
         "{cache}" in value for each in providers for value in each.options.values()
     ):
@@ -202,12 +208,15 @@ def _build_provider_error(wanted: Sequence[str], why: str) -> InfrastructureErro
 
 
 def _has_operator(path: Path, operators: Sequence[bytes]) -> bool:
-    """Return whether a model can have one of these operators, in any of its graphs and functions."""
+    """Return whether a model can have one of these operators.
+
+    All of its graphs and functions are searched.
+    """
     overlap, end = max(map(len, operators)), b""
     with path.open("rb") as file:
         while piece := file.read(
             _SEARCHED_BYTES
-        ):  # a search in 2 GB at once would block the interpreter for seconds
+        ):  # one search in 2 GB would block the interpreter for seconds
             text = end + piece
             if any(operator in text for operator in operators):
                 return True
@@ -237,7 +246,10 @@ class PackedModelCache:
     def open_session(
         self, path: Path, deployment: Deployment, libraries: Sequence[Path] = ()
     ) -> Any:
-        """Open a session of a model from its entry, which is made if needed; see `open_session`."""
+        """Open a session of a model from its entry; make the entry if needed.
+
+        See `open_session`.
+        """
         execution = deployment.execution
         entry = self._folder / hex_digits(_compute_key(deployment, libraries))
         open_model = partial(
@@ -318,7 +330,10 @@ class PackedModelCache:
 
 
 def _save_packed(path: Path, folder: Path, open_model: Callable[..., Any], least_bytes: int) -> Any:
-    """Open a session of a model, and write it with packed weights; those of at least so many bytes are in a file."""
+    """Open a session of a model, and write the model with packed weights.
+
+    Weights of at least `least_bytes` are in a separate file.
+    """
     return open_model(
         path,
         optimized_model_filepath=str(folder / _PACKED_MODEL),
@@ -329,7 +344,10 @@ def _save_packed(path: Path, folder: Path, open_model: Callable[..., Any], least
 
 
 def _is_aligned(model: Path) -> bool:
-    """Return whether the kernels can use all packed weights of a model where they are in the mapped file."""
+    """Return whether all packed weights of a model are aligned.
+
+    The kernels can use aligned weights where they are in the mapped file.
+    """
     return not any(int(place) % _ALIGNMENT for place in _PACKED_PLACE.findall(model.read_bytes()))
 
 
@@ -423,9 +441,11 @@ class LoadedModel:
     is_unbounded: bool = False
 
     def run(self, outputs: Sequence[str], feed: Tensors, options: Any = None) -> Sequence[Array]:
-        """Return the named outputs; raises InputsRejectedError, RunTimeoutError or InfrastructureError.
+        """Return the named outputs.
 
         `options` are those of a run on a thread (see `RunMonitor`).
+
+        Raises InputsRejectedError, RunTimeoutError or InfrastructureError.
         """
         options = options or self.options
         try:
@@ -447,9 +467,12 @@ class LoadedModel:
         return arrays
 
     def bind(self, request: InferenceRequest, arrays: Sequence[Array]) -> BoundRun | None:
-        """Return a bound run for requests like this one, which had these outputs; None if it returns other bits."""
-        # What `session.run_with_iobinding` calls after it looked for a graph of WebGPU, for ten
-        # times a small run.
+        """Return a bound run for requests like this one; None if there is none.
+
+        `arrays` are the outputs that the request had. A run that returns other bits is not used.
+        """
+        # `session.run_with_iobinding` first looks for a graph of WebGPU, which takes ten times as
+        # long as a small run. So the function that it calls next is called directly.
         native = getattr(getattr(self.session, "_sess", None), "run_with_iobinding", None)
         if native is None or self.session.get_providers() != [CPU]:
             return None
@@ -496,10 +519,10 @@ class LoadedModel:
         return arrays
 
     def warm_up(self) -> float:
-        """Run the model on zeros, with size 1 for every free dimension; return the seconds of the last run.
+        """Run the model on zeros; return the seconds of the last run.
 
-        They are 0 if the model does not run on such sizes or categories. If only the batch size and
-        numbers were assumed, it must run.
+        Every free dimension has size 1. The seconds are 0 if the model does not run on such sizes
+        or categories. If only the batch size and numbers were assumed, the model must run.
         """
         feed = self._build_least_feed()
         started_at = 0.0
@@ -533,7 +556,10 @@ class LoadedModel:
         }
 
     def release_memory(self) -> None:
-        """Return unused memory of the session's arena to the system, which it does only at the end of a run."""
+        """Return unused memory of the session's arena to the system.
+
+        The arena returns memory only at the end of a run, so the model runs once.
+        """
         if self.session.get_session_options().enable_cpu_mem_arena:
             options = ort.RunOptions()
             options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")

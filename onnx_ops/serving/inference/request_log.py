@@ -35,14 +35,20 @@ _SERVER_ERROR = 500
 
 
 RequestRecord = tuple[float, bytes | None, bytes | None, InferenceRoute, str, int, float, float]
-"""When the response was ready, in seconds since the epoch; request id; trace context; route; name of the deployment;
-status; seconds in the queue; seconds in all."""
+"""An answered request.
+
+In order: when the response was ready, in seconds since the epoch; request id; trace context; route;
+name of the deployment; status; seconds in the queue; seconds in all.
+"""
 Writer = Callable[[Sequence[RequestRecord]], object]
 """Writes records. May raise any exception."""
 
 
 class RequestLog:
-    """Passes answered requests to writers, in a thread, ten times per second. Overflow is dropped and counted."""
+    """Passes answered requests to writers, in a thread, ten times per second.
+
+    Requests beyond the capacity of the buffer are dropped and counted.
+    """
 
     def __init__(self, writers: Sequence[Writer], row: MetricsRow) -> None:
         self._writers = writers
@@ -142,7 +148,10 @@ def find_collector() -> str:
 
 
 class SpanWriter:
-    """Sends spans, children of the callers' spans. Spans that the collector does not accept in time are dropped."""
+    """Sends a span for each request, as a child of the caller's span.
+
+    Spans that the collector does not accept in time are dropped.
+    """
 
     def __init__(self, endpoint: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -192,7 +201,10 @@ class SpanWriter:
             span.end(end_time=int(at * 1e9))
 
     def close(self) -> None:
-        """Send the remaining spans, if the collector accepts them soon: it must not delay the end of this process."""
+        """Send the remaining spans, if the collector accepts them soon.
+
+        The collector must not delay the end of this process.
+        """
         last = threading.Thread(target=self._provider.shutdown, daemon=True)
         last.start()
         last.join(_LAST_S)

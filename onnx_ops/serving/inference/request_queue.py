@@ -1,10 +1,10 @@
 """Queues of requests, one for each deployment, and the threads that run them.
 
-A queue adds no delay: a thread takes what arrived while it was busy and runs it at once, as one
-batch if the model's rows are independent of each other, else one by one. Under light load no
-request waits; under heavy load batches grow. Requests that the event loop reads in one turn are
-queued together before a thread takes them: else the first one would run alone, for almost the time
-of a batch.
+A queue adds no delay: a thread takes what arrived while it was busy and runs it immediately. It
+runs one batch if the model's rows are independent of each other, else one request after the other.
+Under light load no request waits; under heavy load batches grow. Requests that the event loop reads
+in one turn are queued together before a thread takes them: else the first one would run alone, for
+almost the time of a batch.
 """
 
 from __future__ import annotations
@@ -26,15 +26,20 @@ T = TypeVar("T")
 MAX_BATCH = 64
 """Requests of one batch."""
 _SINGLE_EVERY = 16
-"""Every so many batches of a queue hold one request alone. Versions are compared by such requests, and under heavy load
-there might be none."""
+"""One in so many batches of a queue holds one request alone.
+
+Versions are compared by such requests. Under heavy load there might be none otherwise.
+"""
 _MAX_RETRY_S = 60
 _MIN_OVERDUE_S = 20e-3
 _OVERDUE_BATCHES = 4
 _WEIGHT = 1 / 8
 
 _LEAVE_INLINE_S = 1.25 * INLINE_S
-"""It leaves the event loop at this time, so that a model at the limit does not alternate."""
+"""Run time in seconds above which a model leaves the event loop.
+
+It is above `INLINE_S`, so that a model at the limit does not alternate.
+"""
 _FAR_SLOWER_S = 4 * INLINE_S
 _STALL_RATIO = 4
 _NO_STALL_S = 100e-3
@@ -86,18 +91,20 @@ class _Batch:
 
 
 class WorkerThreads:
-    """Threads of a worker that run batches, shared by all queues (docs/adr/0008-endpoint-server.md).
+    """Threads of a worker that run batches, shared by all queues.
+
+    See docs/adr/0008-endpoint-server.md.
 
     Requests start in the order of their arrival, across all queues. If each queue had its own turn,
     the version with most of the traffic would also have most of the waiting, and a rollout would
     see a difference where there is none. For the same reason, queues have no threads of their own:
-    a model was measured 45 % slower on one of two.
+    a model was measured 45 % slower on one of two threads.
 
-    A batch that takes far longer than those of the queue that waits for it is overdue: another
-    batch starts beside it, so that a model that hangs delays no other.
+    A batch that takes far longer than those of the queue that waits for it is overdue. Another
+    batch then starts beside it, so that a model that hangs delays no other.
 
-    While it is isolating, batches of only one queue run at the same time, except beside overdue
-    ones. So what ends the process then is known (see `worker_health`).
+    While `is_isolating`, batches of only one queue run at the same time, except beside overdue
+    ones. So the queue whose batch ends the process is known (see `worker_health`).
 
     Args:
         limit: batches at the same time, without overdue ones.

@@ -189,7 +189,10 @@ def _read_output_names(listed: Any, signature: ModelSignature) -> tuple[str, ...
 
 
 def _is_output_binary(item: dict[str, Any], *, default: bool) -> bool:
-    """Return whether a requested output is written as bytes. Raises UserError for what is not supported."""
+    """Return whether a requested output is written as bytes.
+
+    Raises UserError for parameters that are not supported.
+    """
     place = f"output {item['name']!r}"
     parameters = _check_parameters(item.get("parameters") or {}, place)
     if parameters.get("classification"):
@@ -281,7 +284,10 @@ def _read_mlflow(document: Any, signature: ModelSignature, literals: bool) -> In
 
 
 def _read_instances(content: Any, signature: ModelSignature) -> Mapping[str, object]:
-    """Return columns of instances by input: of objects with its names, or of values of the only input."""
+    """Return columns of instances by input.
+
+    Instances are objects with names of inputs, or values of the only input.
+    """
     if type(content) is list and content and type(content[0]) is dict:
         return _collect_columns(content, "instances")
     if isinstance(content, LazyArray) or (type(content) is list and content):

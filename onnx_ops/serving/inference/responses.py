@@ -51,7 +51,7 @@ class QueueFullError(ServiceUnavailableError):
 
 
 class LeaseLapsedError(ServiceUnavailableError):
-    """A request to a server whose table needs a lease for any request, and which has none (503)."""
+    """A request to a server that needs a lease for any request, and has none (503)."""
 
     def __init__(self) -> None:
         self.retry_after_s = 5

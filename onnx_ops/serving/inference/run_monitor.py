@@ -1,7 +1,8 @@
 """Ends runs of models that take too long.
 
 ONNX Runtime checks the flag `terminate` of a run's options before each node, inside of loops too. A
-run that does not end then is in a single node for long: it cannot be ended, so its process is.
+run that does not end then is in a single node for a long time. It cannot be ended, so its process
+is ended.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from onnx_ops.serving.metrics import ROUTED, RUN_KINDS, SELECTED, MetricsRow, ma
 _log = logging.getLogger(__name__)
 
 INLINE_LIMIT_S = 0.25
-"""Time of a run on the event loop, which answers no other request meanwhile. Then it is run again
-on a thread.
+"""Seconds after which a run on the event loop is ended, and repeated on a thread.
+
+The event loop answers no other request meanwhile.
 """
 GRACE_S = 5.0
-"""Time for a run to end."""
+"""Seconds for a run to end after its deadline."""
 _TICK_S = 0.1
 _NEVER = float("inf")
 
@@ -87,7 +89,9 @@ class RunMonitor:
 
     @contextmanager
     def limit(self, deadline: float, slot: int = 0, cell: int = 0) -> Iterator[Any]:
-        """Yield the options of runs on this thread, which are ended at a deadline. Raises RunTimeoutError.
+        """Yield the options of runs on this thread, which are ended at a deadline.
+
+        Raises RunTimeoutError.
 
         Args:
             deadline: on the clock of `time.perf_counter`.
@@ -164,7 +168,10 @@ class RunMonitor:
 
 
 def end_process(_slot: int, _cell: int) -> None:
-    """End this process, whose supervisor replaces it: a thread in native code cannot be ended alone."""
+    """End this process, whose supervisor replaces it.
+
+    A thread in native code cannot be ended alone.
+    """
     _log.error(
         "a run did not end within %.0f s after its deadline; process %d ends", GRACE_S, os.getpid()
     )

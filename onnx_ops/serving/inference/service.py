@@ -198,13 +198,16 @@ class InferenceService:
     def _has_lease(self) -> bool:
         """Return whether the server may give traffic to a candidate.
 
-        The clock is asked at each request: a process that was frozen has no other moment to notice
-        it.
+        The clock is read at each request: a process that was frozen has no other moment to notice
+        that its lease has ended.
         """
         return time.clock_gettime_ns(time.CLOCK_BOOTTIME) < self._header[LEASE]
 
     def _get_served(self) -> TableSnapshot:
-        """Return the present table. Raise LeaseLapsedError if it needs a lease, and the server has none."""
+        """Return the present table.
+
+        Raise LeaseLapsedError if the table needs a lease, and the server has none.
+        """
         snapshot = self.deployments.get_current()
         if snapshot.router.is_leased and not self.has_serving_lease():
             self._process[LAPSED] += 1
@@ -212,13 +215,19 @@ class InferenceService:
         return snapshot
 
     def has_serving_lease(self, ahead_s: float = 0.0) -> bool:
-        """Return whether a server whose table is leased may answer requests, now and in so many seconds."""
+        """Return whether a server whose table is leased may answer requests.
+
+        The lease must hold now and in `ahead_s` seconds.
+        """
         return (
             time.clock_gettime_ns(time.CLOCK_BOOTTIME) + ahead_s * 1e9 < self._header[SERVING_LEASE]
         )
 
     def _fall_back(self, snapshot: TableSnapshot) -> LoadedDeployment:
-        """Return the deployment that answers without a lease. Its request is no evidence: it is of no draw."""
+        """Return the deployment that answers without a lease.
+
+        The request is of no draw, so it is no evidence.
+        """
         self._process[LAPSED] += 1
         return snapshot.get_deployment(snapshot.router.fallback)
 
@@ -242,10 +251,11 @@ class InferenceService:
         head: RequestHead,
         body: RequestBody,
     ) -> bool:
-        """Return whether the error of a request that the split has routed counts against its version.
+        """Return whether the error of a routed request counts against its version.
 
-        A request that every version with traffic refuses is the fault of its client, who could
-        decide a rollout by sending many to one version. So the others read it, too.
+        A request that every version with traffic refuses is the fault of its client. A client could
+        decide a rollout by sending many such requests to one version. So the other versions read
+        the request, too.
         """
         is_refusal = isinstance(error, UserError) and not isinstance(error, InputsRejectedError)
         if not is_refusal or snapshot is None or loaded is None:
@@ -282,9 +292,10 @@ class InferenceService:
         body: RequestBody,
         drawn_cell: int,
     ) -> RawResponse | None:
-        """Return the response of a run on the event loop; None if it was ended, and the request must be queued.
+        """Return the response of a run on the event loop; None if the run was ended.
 
-        What is run is recorded before: 0.2 µs for a request (`benchmarks.serving.path`).
+        A request whose run was ended must be queued. The run is recorded before it starts, which
+        takes 0.2 µs for a request (`benchmarks.serving.path`).
         """
         process, monitor = self._process, self.monitor
         process[INLINE_RUN + RUN_CELL] = drawn_cell
@@ -323,7 +334,10 @@ class InferenceService:
         return int(value) / 1e3
 
     def choose(self, model: str, version: str | None, head: RequestHead) -> LoadedDeployment:
-        """Return the deployment that would answer a request; raises NotFoundError or ServiceUnavailableError."""
+        """Return the deployment that would answer a request.
+
+        Raises NotFoundError or ServiceUnavailableError.
+        """
         snapshot = self._get_served()
         requested = self._find_requested(
             snapshot, InferenceRoute(model=model, version=version), head
@@ -477,11 +491,14 @@ class InferenceService:
         seconds: float,
         queue_s: float = 0.0,
     ) -> None:
-        """Mirror and log a request whose response is ready and counted; remember it and add its token for feedback."""
+        """Mirror and log a request whose response is ready and counted.
+
+        The request is remembered for feedback, and the response gets the token for it.
+        """
         status = response.status
         if loaded is not None and snapshot is not None:
-            # Requests for which a client has selected the deployment decide neither an A/B test nor
-            # about a shadow.
+            # Requests for which a client has selected the deployment must decide neither about an
+            # A/B test nor about a shadow.
             if draw is not None:
                 request_id = head.get(_REQUEST_ID)
                 self.feedback.remember(
@@ -566,7 +583,10 @@ def run_requests(
 
 
 def _forget_frames(error: OnnxOpsError) -> OnnxOpsError:
-    """Return an error without the frames that raised it: they keep inflated bodies, and tensors."""
+    """Return an error without the frames that raised it.
+
+    The frames keep inflated bodies and tensors in memory.
+    """
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return error
 
@@ -597,7 +617,10 @@ def _run_together(
     runs: list[tuple[float, int]],
     options: Any,
 ) -> list[tuple[Array, ...]] | None:
-    """Return outputs by request; None if the run fails or rows do not match. Raises RunTimeoutError."""
+    """Return outputs by request; None if the run fails or rows do not match.
+
+    Raises RunTimeoutError.
+    """
     feed = {
         name: np.concatenate([request.feed[name] for request in requests])
         for name in requests[0].feed

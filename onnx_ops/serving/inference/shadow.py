@@ -51,19 +51,28 @@ process.
 _MAX_SEND_PAUSE_S = 0.08
 """While the process is busy, each attempt that sends nothing doubles the pause up to this."""
 _MAX_SENT_BYTES = 1 << 20
-"""Bytes that are sent at once, so that a large body does not delay other requests."""
+"""Maximum number of bytes that are sent in one step.
+
+So a large body does not delay other requests.
+"""
 _RECONNECT_PAUSE_S = 1.0
 _FLOATS: Mapping[str, str] = {"FP16": "<f2", "FP32": "<f4", "FP64": "<f8"}
 _CONTENT_TYPE, _BINARY_LENGTH = b"content-type", BINARY_LENGTH_HEADER.encode()
 _CODINGS = (b"", *CODINGS)
 _PREFIX = struct.Struct("<5Qd?B")
-"""Sizes of content type, binary length, header lines, request body and response body; tolerance; invocation; number of
-the content coding."""
+"""The fields before the buffers of a message.
+
+In order: sizes of content type, binary length, header lines, request body and response body;
+tolerance; invocation; number of the content coding.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirroredRequest:
-    """A request, and its response by the deployment that answered it. Of the head, only what matters for the run."""
+    """A request, and its response by the deployment that answered it.
+
+    The head has only what matters for the run.
+    """
 
     route: InferenceRoute
     head: RequestHead
@@ -117,9 +126,10 @@ def take_requests(data: bytearray) -> Iterator[MirroredRequest]:
 
 
 class ShadowQueue:
-    """The bounded queues of a worker to the shadow processes. Belongs to the event loop, and never blocks it.
+    """The bounded queues of a worker to the shadow processes.
 
-    Requests that do not fit into a queue are dropped and counted.
+    It belongs to the event loop, and never blocks it. Requests that do not fit into a queue are
+    dropped and counted.
 
     Args:
         connect: opens a non-blocking connection to the shadow process of a slot. Raises OSError.
@@ -169,9 +179,9 @@ class _ShadowLink:
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
         self._buffers: deque[tuple[RequestBody, bool]] = deque()
-        """Each with whether a message begins with it."""
+        """Buffers, each with whether a message begins with it."""
         self._sent_bytes = 0
-        """Of the first buffer."""
+        """Bytes of the first buffer that were sent."""
         self._queued_bytes = 0
         self._is_scheduled = False
         self._pause_s = _SEND_PAUSE_S
@@ -222,7 +232,10 @@ class _ShadowLink:
             self._schedule()
 
     def _send(self) -> None:
-        """Send a part of the queue. Raises BlockingIOError, or OSError if the connection is lost."""
+        """Send a part of the queue.
+
+        Raises BlockingIOError, or OSError if the connection is lost.
+        """
         end = self._queued_bytes - _MAX_SENT_BYTES
         while self._buffers and self._queued_bytes > end:
             if self._socket is None:

@@ -161,11 +161,14 @@ class ModelSignature:
         self.outputs_prefix = self.response_prefix + b',"outputs":['
 
     def check_feed(self, feed: dict[str, Array]) -> int:
-        """Check a feed for completeness, sizes and NaN; return its rows (see `InferenceRequest`)."""
+        """Check a feed for completeness, sizes and NaN; return its rows.
+
+        The rows are those of `InferenceRequest`.
+        """
         if len(feed) != len(self.readers) and (missing := self.required - feed.keys()):
             name = next(name for name in self.inputs if name in missing)
             raise UserError(f"input {name!r} is missing")
-        # Most models need neither check: asked here, they cost a request no call.
+        # Most models need neither check. With the conditions here, their requests cost no call.
         if self.refuses_nan:
             _check_nan(feed)
         if self.shared_dims:

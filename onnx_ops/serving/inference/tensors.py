@@ -66,17 +66,20 @@ _UNCHECKED_BYTES = 1 << 20
 """A smaller body cannot hold enough values to exceed the limits."""
 _CACHED_PARSER_BYTES = 2 << 20
 _LARGE_ARRAY_BYTES = 1 << 20
-"""Text of an array that is parsed in pieces."""
+"""Bytes of text from which an array is parsed in pieces."""
 _PIECE_BYTES = 1 << 18
-"""Text that is parsed in a millisecond."""
+"""Bytes of text that are parsed in a millisecond."""
 _LOOKED_AT = 64
-"""Arrays of a body that are looked at."""
+"""Maximum number of arrays of a body that are examined."""
 _LOOKED_UP = 64
 """Keys of an object that are looked up, which leaves arrays unparsed. Each lookup passes all keys
 before it.
 """
 _NOT_OF_NUMBERS = (b"{", b'"', b"l", b"r")
-"""null, true and false have one of the letters."""
+"""Bytes that no array of numbers has.
+
+null, true and false have one of the letters.
+"""
 _WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
 _R, _L = b"rl"
 _parsers: dict[int, simdjson.Parser] = {}
@@ -158,7 +161,10 @@ class LargeArray(LazyArray):
         self._body, self._start, self._end, self.shape = body, start, end, shape
 
     def to_numbers(self, kind: str) -> Array | None:
-        """Return flat numbers of numpy's `kind` (f, i or u); None if an element is not a number of that kind."""
+        """Return flat numbers of numpy's `kind` (f, i or u).
+
+        The result is None if an element is not a number of that kind.
+        """
         parser, numbers = simdjson.Parser(), []
         try:
             for piece in self._divide():
@@ -174,7 +180,10 @@ class LargeArray(LazyArray):
         return flat if flat.size == math.prod(self.shape) else None
 
     def _divide(self) -> Iterator[bytes]:
-        """Yield flat arrays of all elements. Spaces in place of brackets keep what they separate apart."""
+        """Yield flat arrays of all elements.
+
+        Spaces in place of brackets keep the elements on both sides apart.
+        """
         start, cut = self._start, 0
         while cut >= 0:
             is_last = self._end - start <= _PIECE_BYTES
@@ -194,10 +203,10 @@ class LargeArray(LazyArray):
 
 
 def _take_large_arrays(body: bytes) -> tuple[bytes, dict[str, LazyArray]]:
-    """Return a body with a text in place of each large array of numbers, and these arrays by that text.
+    """Return a body with a text in place of each large array of numbers.
 
-    Brackets in a text of the client's are no danger: the quotes of ours would end that text, and
-    the body is no JSON.
+    Also return these arrays by that text. Brackets in a text of the client are no danger: the
+    quotes of the inserted texts would end the client's text, and the body is no JSON.
     """
     taken: dict[str, LazyArray] = {}
     parts: list[bytes] = []
@@ -226,7 +235,10 @@ def _take_large_arrays(body: bytes) -> tuple[bytes, dict[str, LazyArray]]:
 
 
 def _measure(body: bytes, start: int, end: int, depth: int) -> tuple[int, ...]:
-    """Return the shape of an array of this depth by its brackets and commas; empty if it is not rectangular."""
+    """Return the shape of an array of this depth; empty if it is not rectangular.
+
+    The shape is determined by brackets and commas.
+    """
     pieces = []
     for place in range(start, end, _PIECE_BYTES):
         letters = np.frombuffer(body, np.uint8)[place : min(place + _PIECE_BYTES, end)]
@@ -339,7 +351,11 @@ def _parse_lazily(body: bytes) -> Any:
 
 @dataclass(slots=True, eq=False)
 class _LazyWalk:
-    """Converts a simdjson document. `brackets` counts its lists; `taken` are arrays that it has texts in place of."""
+    """Converts a simdjson document.
+
+    `brackets` counts the lists of the document. `taken` are the arrays that the document has texts
+    in place of.
+    """
 
     taken: dict[str, LazyArray]
     brackets: int = 0
@@ -520,7 +536,10 @@ class TensorReader:
             raise self.error(f" holds a number that is too large for {self.datatype}") from error
 
     def _flatten(self, shape: tuple[int, ...], data: object) -> list[Any]:
-        """Return the elements of nested lists, which must fit the shape. A flat list is returned as it is."""
+        """Return the elements of nested lists, which must fit the shape.
+
+        A flat list is returned as it is.
+        """
         if not isinstance(data, list):
             if shape != ():
                 raise self.error(": data must be a list")

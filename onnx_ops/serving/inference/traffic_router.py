@@ -1,4 +1,7 @@
-"""Which deployment answers a request: the split of a routing table, by user or by chance."""
+"""The choice of the deployment that answers a request.
+
+The split of a routing table decides, by user or by chance.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ _MASK = 0xFFFFFFFF
 
 @dataclass(slots=True, eq=False)
 class CellDraw:
-    """The assignment of all cells of users to deployments, for one epoch; epoch 0 lasts as long as the split.
+    """The assignment of all cells of users to deployments, for one epoch.
 
-    `slots` holds for each cell its place in `TrafficRouter.slots`. `is_timed` is whether latencies
-    are counted by cell: not for some requests of an epoch only, since those that are left out could
-    be of one version.
+    Epoch 0 lasts as long as the split. `slots` holds for each cell its place in
+    `TrafficRouter.slots`. `is_timed` is whether latencies are counted by cell. They are counted for
+    all requests of an epoch or for none, since those that are left out could be of one version.
     """
 
     generation: int
@@ -129,11 +132,11 @@ def mix_bits(value: int) -> int:
 
 
 def draw_slots(seed: str) -> bytes:
-    """Return a slot for each cell of users, every slot for as many cells: a permutation that the seed determines.
+    """Return a slot for each cell of users: a permutation that the seed determines.
 
-    Cells are sorted by a random number each, of SplitMix64 (Steele, Lea and Flood 2014, OOPSLA,
-    453-472). Unlike NumPy's generators, it is the same in all versions, and servers of different
-    versions must agree.
+    Every slot has as many cells. Cells are sorted by a random number each, of SplitMix64 (Steele,
+    Lea and Flood 2014, OOPSLA, 453-472). Unlike NumPy's generators, it is the same in all versions,
+    and servers of different versions must agree.
     """
     start = np.frombuffer(hashlib.sha256(seed.encode()).digest(), "<u8", 1)
     numbers = start + np.arange(1, USER_CELLS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

@@ -1,4 +1,7 @@
-"""Read the memory that is available to the server: of its control groups, the machine, and GPUs."""
+"""The memory that is available to the server.
+
+It is read from the control groups of the server, from the machine, and from GPUs.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ _NVML = "libnvidia-ml.so.1"
 
 
 def read_available_bytes(root: Path | None = None) -> int | None:
-    """Return the bytes that processes of this server can still allocate; None if that cannot be read.
+    """Return the bytes that processes of this server can still allocate.
 
-    That is the least of what the machine has and what each control group (version 1 or 2) leaves.
-    The page cache is available: the kernel gives it up before it ends a process. Swap is not
-    counted.
+    The result is None if that cannot be read. It is the least of what the machine has and what each
+    control group (version 1 or 2) leaves. The page cache is available: the kernel gives it up
+    before it ends a process. Swap is not counted.
 
     Args:
         root: where /proc and /sys are read.
@@ -92,7 +95,10 @@ def _read_numbers(path: Path) -> dict[str, int]:
 
 
 def list_gpus(deployments: Iterable[Deployment]) -> frozenset[str]:
-    """Return the GPUs that the execution providers of deployments name, as numbers among the visible ones."""
+    """Return the GPUs that the execution providers of deployments name.
+
+    Each is a number among the visible GPUs.
+    """
     providers = (
         provider for deployment in deployments for provider in deployment.execution.providers
     )
@@ -106,7 +112,10 @@ class _Memory(ctypes.Structure):
 
 
 class GpuMemory:
-    """Reads the free memory of GPUs by NVML. Without the library, or for an unknown GPU, there is no number."""
+    """Reads the free memory of GPUs by NVML.
+
+    Without the library, or for an unknown GPU, there is no number.
+    """
 
     def __init__(self, gpus: Iterable[str]) -> None:
         self._devices: dict[str, ctypes.c_void_p] = {}

@@ -76,7 +76,10 @@ def listen_unix(path: Path) -> socket.socket:
 
 
 def connect_unix(path: Path, *, timeout_s: float) -> socket.socket:
-    """Return a connection to a Unix socket; with a timeout of 0 it is non-blocking. Raises OSError."""
+    """Return a connection to a Unix socket.
+
+    With a timeout of 0 it is non-blocking. Raises OSError.
+    """
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     client.settimeout(timeout_s)
     try:
@@ -91,8 +94,8 @@ def connect_unix(path: Path, *, timeout_s: float) -> socket.socket:
 def get_shadow_path(folder: Path, origin: str, slot: int) -> Path:
     """Return the Unix socket of the shadow process of a slot.
 
-    Workers whose supervisor died have other slots: the origin of `SharedMetrics` keeps them from
-    the next processes.
+    Workers whose supervisor died have other slots. The origin of `SharedMetrics` in the path keeps
+    these workers from the next processes.
     """
     return folder / f"shadow-{origin}-{slot}.sock"
 

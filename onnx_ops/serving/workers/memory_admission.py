@@ -1,4 +1,6 @@
-"""Admission by memory: new deployments must fit beside the running ones, before any worker loads them.
+"""Admission of new deployments by memory.
+
+New deployments must fit beside the running ones, before any worker loads them.
 
 A separate process loads them first and is measured (see `trial_load`). A deployment that exceeds
 the memory of the server would otherwise end workers that have requests to answer.
@@ -26,7 +28,7 @@ _log = logging.getLogger(__name__)
 RESERVE = 8
 """An eighth of the need is kept free: requests need more memory than the trial run of one row."""
 _SAMPLE_S = 5e-3
-"""The kernel fills about 50 MB in this time."""
+"""Seconds between two samples; the kernel fills about 50 MB in this time."""
 _MIB = 1 << 20
 HOST = ""
 """Key of the machine's memory, beside the numbers of GPUs."""
@@ -50,12 +52,12 @@ class MemoryNeed:
 
     @property
     def reserve_bytes(self) -> int:
-        """What is kept free besides."""
+        """Bytes that are kept free in addition."""
         return -(-(self.workers * self.worker_bytes + self.shadow_bytes) // RESERVE)
 
     @property
     def total_bytes(self) -> int:
-        """All of it, with the reserve."""
+        """Bytes of all parts, with the reserve."""
         return (
             self.workers * self.worker_bytes
             + self.shadow_bytes
@@ -64,13 +66,15 @@ class MemoryNeed:
         )
 
     def fits(self, available_bytes: int) -> bool:
-        """Return whether so much memory suffices. What needs none always fits."""
+        """Return whether so much memory suffices. A need of 0 bytes always fits."""
         return self.worker_bytes <= 0 or self.total_bytes <= available_bytes
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class MemoryMeter:
-    """Measures the memory of a process that loads new deployments, and ends it before it exhausts the memory.
+    """Measures the memory of a process that loads new deployments.
+
+    It ends the process before the process exhausts the memory.
 
     Attributes:
         before_bytes: private memory of the process at its start.
@@ -113,7 +117,7 @@ class MemoryMeter:
             await asyncio.sleep(_SAMPLE_S)
 
     def sample(self, pid: int) -> None:
-        """Look at the memory of the process once."""
+        """Measure the memory of the process once."""
         private, shared = measure_memory(pid)
         self._private, self._shared = max(self._private, private), max(self._shared, shared)
         for gpu, free in self.gpu_memory.read_free_bytes().items():
@@ -126,8 +130,9 @@ class MemoryMeter:
     def compute_peak(self, private_bytes: int, resident_bytes: int) -> Mapping[str, int]:
         """Return the bytes that the process needed at its peak, by the kind of memory.
 
-        The kernel records the peak of resident memory, which contains mapped files. These are
-        counted at their most, so that the peak of private memory is between two samples, too.
+        The kernel records the peak of resident memory, which contains mapped files. The largest
+        sample of mapped files is subtracted. So a peak of private memory between two samples
+        counts, too.
 
         Args:
             private_bytes: at the end of the process.
@@ -145,25 +150,29 @@ class MemoryMeter:
 
 
 def measure_memory(pid: int) -> tuple[int, int]:
-    """Return the resident bytes that a process shares with no other, and those of files. Raises OSError."""
+    """Return the private resident bytes of a process, and its resident bytes of files.
+
+    It shares the private bytes with no other process. Raises OSError.
+    """
     _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()
     return (int(resident) - int(shared)) * mmap.PAGESIZE, int(shared) * mmap.PAGESIZE
 
 
 def estimate_restarts(pids: Collection[int], size: int, before_bytes: int) -> int:
-    """Return the bytes that missing workers of a pool of this size will use, by the median of the others.
+    """Return the bytes that missing workers of a pool of this size will use.
 
-    `before_bytes` is the private memory of a worker at its start.
+    The estimate is the median of the other workers. `before_bytes` is the private memory of a
+    worker at its start.
     """
     used = _measure_workers(pids, before_bytes)
     return (size - len(used)) * statistics.median_low(used) if used else 0
 
 
 def measure_server_memory(pids: Collection[int]) -> ServerMemory | None:
-    """Return the memory that running workers use, and what is available beside it; None if that cannot be read.
+    """Return the memory that running workers use, and what is available beside it.
 
-    Must run in the process that has forked the workers: its private memory is what they started
-    with.
+    The result is None if that cannot be read. This must run in the process that has forked the
+    workers: its private memory is what they started with.
     """
     available_bytes = read_available_bytes()
     used = _measure_workers(pids, measure_memory(os.getpid())[0])
@@ -215,7 +224,7 @@ def check_memory(
 def build_excess_error(
     deployments: Sequence[Deployment], workers: int, peak_bytes: int, available_bytes: int
 ) -> InfrastructureError:
-    """Return the error of deployments that exceed the memory before the workers load them."""
+    """Return the error of deployments that exceed the memory in the trial load."""
     need = MemoryNeed(workers=1, worker_bytes=peak_bytes)
     why = (
         f"the process that loads it before the {workers} workers needs more than "

@@ -1,9 +1,9 @@
-"""The shadow processes: one for each deployment that gets mirrored requests, forked by the supervisor.
+"""The shadow processes: one for each deployment that gets mirrored requests.
 
-A shadow process loads only its deployment and has no public socket. Workers send it copies of
-requests over a Unix socket (`ShadowQueue`). It runs at the lowest priority, so that it takes only
-time that no other process needs. The supervisor owns the listening socket: it outlives a process
-that dies, and the next process continues with it.
+The supervisor forks them. A shadow process loads only its deployment and has no public socket.
+Workers send it copies of requests over a Unix socket (`ShadowQueue`). It runs at the lowest
+priority, so that it takes only time that no other process needs. The supervisor owns the listening
+socket: it outlives a process that dies, and the next process continues with it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ _READ_BYTES = 1 << 18
 _KILLED_S = 1.0
 """Time in which a killed process usually ends. At shutdown, nothing depends on it any more."""
 _STABLE_S = 60.0
-"""A process that lived longer has not failed at once, so its successor starts without a pause."""
+"""Seconds after which a process counts as stable.
+
+The process that replaces it starts without a pause.
+"""
 
 
 def run_shadow_process(
@@ -77,7 +80,10 @@ def run_shadow_process(
     control: socket.socket,
     supervisor: int,
 ) -> None:
-    """Run a shadow process until its supervisor ends, or closes the other end of `control`. It counts in `row`."""
+    """Run a shadow process until its supervisor ends, or closes `control`.
+
+    The supervisor has the other end of `control`. The process counts in `row`.
+    """
     _end_with_parent(supervisor)
     prefer_for_oom_kill()
     gc.freeze()  # inherited objects live as long as the process
@@ -102,7 +108,10 @@ def run_shadow_process(
 
 
 def _end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process as soon as its parent ends, even if a model hangs (prctl(2))."""
+    """Let the kernel kill this process as soon as its parent ends (prctl(2)).
+
+    This works even if a model hangs.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended before the call
         os._exit(1)
@@ -124,7 +133,10 @@ def _lower_priority() -> None:
 def answer_mirrored_requests(
     model: DeployedModel, row: MetricsRow, listener: socket.socket, control: socket.socket
 ) -> None:
-    """Run requests from connections of `listener`, until `control` is closed and all received requests have run."""
+    """Run requests from connections of `listener`.
+
+    It returns when `control` is closed and all received requests have run.
+    """
     listener.setblocking(False)
     timeout_s: float | None = None
     received: dict[object, bytearray] = {}
@@ -187,7 +199,10 @@ class _Shadow:
             self.path.unlink(missing_ok=True)
 
     def fail(self, why: str) -> None:
-        """Record why the shadow has no process until the next publication. Requests to it are dropped."""
+        """Record why the shadow has no process until the next publication.
+
+        Requests to it are dropped.
+        """
         _log.error("the shadow %s has no process: %s", self.deployment.name, why)
         self.failed = why
         self.close_listener()
@@ -215,7 +230,10 @@ class ShadowProcesses:
         }
 
     def start(self, revision: TableRevision) -> None:
-        """Start the missing processes of a revision. Until they have loaded, requests wait for them."""
+        """Start the missing processes of a revision.
+
+        Requests wait until their process has loaded the deployment.
+        """
         for deployment in _list_shadows(revision):
             known = self._shadows.get(deployment)
             if known is not None and not known.failed:
@@ -239,7 +257,10 @@ class ShadowProcesses:
             self._shadows.pop(deployment).close()
 
     async def stop(self, timeout_s: float) -> None:
-        """Let all processes run the requests that they have received, and kill those that do not end in time."""
+        """Let all processes run the requests that they have received.
+
+        Processes that do not end in time are killed.
+        """
         self._stopping = True
         for shadow in self._shadows.values():
             if shadow.control is not None:
@@ -289,7 +310,11 @@ class ShadowProcesses:
     async def _run(
         self, shadow: _Shadow, listener: socket.socket
     ) -> tuple[WorkerReady | None, int]:
-        """Run one process; return its message, if it has loaded the deployment or failed to, and its wait status."""
+        """Run one process; return its message and its wait status.
+
+        The message reports whether the process has loaded the deployment. It is None if there is
+        none.
+        """
         ours, theirs = socket.socketpair()
         inherited = self._folder, self._options, shadow.row, listener, theirs, os.getpid()
         run = partial(run_shadow_process, shadow.deployment, *inherited)

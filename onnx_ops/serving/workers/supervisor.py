@@ -83,7 +83,7 @@ _ORPHAN_PAUSE_S = 0.02
 _KILL_MARGIN_S = 2
 _SHADOW_DRAIN_S = 1.0
 _EPOCH_RETRY_S = 1.0
-"""Rest after an error between epochs: a lasting one costs one attempt a second."""
+"""Pause after an error between epochs: a lasting error costs one attempt a second."""
 _MAX_ADMINS = 64
 _MAX_ADMIN_BODY = 1 << 20
 _ADMIN_DRAIN_S = 1
@@ -142,7 +142,10 @@ class TablePublisher:
         return self.current is not None and desired in (current, self.current.table)
 
     def build_revision(self, desired: EndpointState | RoutingTable) -> TableRevision:
-        """Return the revision that publishes a state or a table; only if `is_published` is false."""
+        """Return the revision that publishes a state or a table.
+
+        Call it only if `is_published` is false.
+        """
         if isinstance(desired, RoutingTable):
             return self._build_revision(desired)
         return self._build_revision(
@@ -237,7 +240,7 @@ class Supervisor:
         return replace(self.get_state(), memory=measure_server_memory(self._pool.pids))
 
     def set_lease(self, lease: Lease) -> Lease:
-        """Set the ends of the leases; return them with the requests that have met none."""
+        """Set the ends of the leases; return them with the count of lapsed requests."""
         self._shared.header[LEASE], self._shared.header[SERVING_LEASE] = (
             lease.until_ns,
             lease.serving_until_ns,
@@ -263,13 +266,16 @@ class Supervisor:
             request = None
         cold_s = {deployment.name: loads_s for deployment, loads_s in self._cold_s.items()}
         counts = self._publisher.counts.collect(request, cold_s=cold_s)
-        open_epoch = None if self.get_state().failed else counts.open_epoch  # as when it is turned
+        open_epoch = (
+            None if self.get_state().failed else counts.open_epoch
+        )  # such an epoch is no evidence
         return replace(counts, failure=self._describe_failures(), open_epoch=open_epoch)
 
     def _can_count_users(self, request: UserCountsRequest) -> bool:
-        """Return whether the watched deployments get requests; if not, measure their cold starts.
+        """Return whether the watched deployments get requests.
 
-        Users are counted from the first request on that the candidate may get.
+        If not, their cold starts are measured. Users are counted from the first request on that the
+        candidate may get.
         """
         if (current := self._publisher.current) is None:
             return True
@@ -331,7 +337,10 @@ class Supervisor:
                 await asyncio.sleep(_EPOCH_RETRY_S)
 
     def _record_failure(self, what: str, error: Exception) -> None:
-        """Keep the reason of a background task's error for readers of state and counts; log it unless it lasts."""
+        """Keep the reason of a background task's error for readers of state and counts.
+
+        The error is logged, unless it has the same reason as the last one of this task.
+        """
         reason = (
             str(error) if isinstance(error, OnnxOpsError) else f"{type(error).__name__}: {error}"
         )
@@ -340,7 +349,10 @@ class Supervisor:
         self._failures[what] = reason
 
     async def publish(self, desired: EndpointState | RoutingTable, actor: str) -> None:
-        """Serve a state or a table: on return every response is by it or by a later one. An error changes nothing."""
+        """Serve a state or a table.
+
+        On return, every response is by it or by a later one. An error changes nothing.
+        """
         state = desired.state if isinstance(desired, RoutingTable) else desired
         async with self._publishing:
             if self._cold_starts is not None:
@@ -383,7 +395,10 @@ class Supervisor:
                 _log.error("generation %d is published, but %s", state.generation, error)
 
     async def _try_new(self, state: EndpointState, before: EndpointState | None) -> None:
-        """Load the deployments that the workers do not have in a trial process, which may crash in their place."""
+        """Load the deployments that the workers do not have in a trial process.
+
+        The trial process may crash in place of the workers.
+        """
         failed = self.get_state().failed
         loaded = {d for d in _list_deployments(before, self._previous) if d.name not in failed}
         if new := [d for d in state.deployments if d not in loaded]:

@@ -50,7 +50,7 @@ _LIMITS = (
 _MAX_OUTPUT_BYTES = 1 << 16
 _SHOWN_LINES = 3
 _REPORT = b"report "
-"""Before the report of a process; an error has none."""
+"""Prefix of the report of a process; an error has no prefix."""
 _RAISE_LIMIT = (
     "Raise the memory limit of the server, or publish a smaller variant: "
     "see `onnx-ops docs variants`."
@@ -59,7 +59,7 @@ _RAISE_LIMIT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialReport:
-    """What a process that loaded deployments has found.
+    """Measurements of a process that loaded deployments.
 
     Attributes:
         seconds: until the models were verified, loaded and warm.
@@ -95,9 +95,10 @@ class LoadPlan:
 async def measure_cold_start(
     deployments: Sequence[Deployment], folder: Path, options: ServerOptions, *, limit_s: int
 ) -> float:
-    """Load and run deployments in a separate process; return the seconds until they were loaded and warm.
+    """Return the seconds until deployments are loaded and warm.
 
-    Raises as `run_trial_load`, but for admission: nothing is going to be loaded by the workers.
+    They are loaded and run in a separate process. Raises what `run_trial_load` raises, but no error
+    of admission: the workers are not going to load anything.
     """
     return (await _run_process(deployments, folder, options, None, limit_s=limit_s)).seconds
 
@@ -110,12 +111,13 @@ async def run_trial_load(
     *,
     limit_s: int,
 ) -> None:
-    """Load and run deployments in a separate process, as the workers will do, and check that the memory suffices.
+    """Load and run deployments in a separate process, as the workers will do.
 
-    If no available memory can be read, the process allocates as much as the other workers will.
+    It checks that the memory suffices. If no available memory can be read, the process allocates as
+    much as the other workers will.
 
-    Raises as `load_model`, and InfrastructureError if the process crashed, or ran out of time, or
-    if the deployments do not fit into the memory.
+    Raises what `load_model` raises, and InfrastructureError if the process crashed, or ran out of
+    time, or if the deployments do not fit into the memory.
 
     Args:
         limit_s: seconds after which the process is killed.

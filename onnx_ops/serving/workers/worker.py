@@ -91,7 +91,7 @@ several.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareRevision:
-    """To a worker: load what this revision needs, so that it can be published."""
+    """Message to a worker: load what this revision needs, so that it can be published."""
 
     revision: TableRevision
     kind: Literal["prepare"] = "prepare"
@@ -108,7 +108,10 @@ class FinishRevision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady:
-    """From a worker: it accepts connections. `failed` deployments have a reason."""
+    """Message from a worker: it accepts connections.
+
+    `failed` has the deployments that could not be loaded, with the reason.
+    """
 
     failed: Mapping[str, str] = field(default_factory=dict)
     kind: Literal["ready"] = "ready"
@@ -116,7 +119,10 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RevisionPrepared:
-    """From a worker: it has prepared a revision, or `error` (`error_to_bytes`)."""
+    """Message from a worker: it has prepared a revision.
+
+    If it has failed, `error` has the reason (`error_to_bytes`).
+    """
 
     number: int
     error: str = ""
@@ -307,7 +313,10 @@ class Worker:
         return () if snapshot is None else snapshot.list_loaded()
 
     def _set_isolation(self, *, is_isolating: bool) -> None:
-        """Run one deployment at a time, on the threads, or all of them where they belong."""
+        """Set whether one deployment at a time runs, on the threads.
+
+        Otherwise the deployments run at the same time, on the event loop or the threads.
+        """
         self._threads.is_isolating = self._service.must_queue = is_isolating
 
     def _give_up(self, slot: int, cell: int) -> None:
@@ -395,6 +404,9 @@ class Worker:
 
 
 def count_parallel_runs(deployment: Deployment, threads: int, workers: int) -> int:
-    """Return how many requests, or batches, of a deployment one of the workers runs at once on its threads."""
+    """Return how many requests of a deployment a worker runs at the same time.
+
+    It runs requests, or batches of them, on its threads.
+    """
     runs = max(1, threads // (deployment.execution.session.intra_op_threads or threads))
     return min(runs, math.ceil(deployment.threads / workers)) if deployment.threads else runs

@@ -1,11 +1,13 @@
-"""Which deployments end or block the workers, and which of them is taken out of service for that.
+"""Detection of deployments that end or block the workers.
 
-Workers write into shared memory what they run, before they run it. When one dies, or its event loop
-stands still, its death is charged to what it was running. Only requests that the split has routed
+Such a deployment is taken out of service.
+
+Workers write into shared memory what they run, before they run it. When a worker dies, or its event
+loop hangs, its death is charged to what it was running. Only requests that the split has routed
 decide: a client that selects a deployment could end any worker with it.
 
-Several deployments can run at once, and then each gets a share of the death. Under load that
-happens at every death, and shares alone hardly differ. So once it has happened twice, each new
+Several deployments can run at the same time, and then each gets a share of the death. Under load
+that happens at every death, and shares alone hardly differ. So once it has happened twice, each new
 worker runs one deployment at a time for a while: its death is that of one deployment.
 """
 
@@ -46,23 +48,31 @@ _log = logging.getLogger(__name__)
 MIN_DEATHS = 3
 """Deaths of workers after which a deployment can be taken out of service."""
 DEATH_RATIO = 5
-"""How many times as often as the stable deployment, by request, it must have ended workers: requests that end a worker
-whatever the version are evidence against no version."""
+"""How many times as often as the stable deployment it must have ended workers.
+
+The deaths are compared by request: requests that end a worker whatever the version are evidence
+against no version.
+"""
 MIN_SHARED_DEATHS = 2
-"""Deaths while several deployments ran, after which new workers run one at a time. A single one can be chance: an
-operator, or a lack of memory, ends a worker whatever it runs."""
+"""Deaths while several deployments ran, after which new workers run one at a time.
+
+A single such death can be chance: an operator, or a lack of memory, ends a worker whatever it runs.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RunCounts:
-    """Runs of a deployment that a worker had in progress: routed by the split, and selected by clients."""
+    """Runs of a deployment that a worker had in progress.
+
+    The split has routed them, or clients have selected the deployment.
+    """
 
     routed: int = 0
     selected: int = 0
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All runs."""
         return self.routed + self.selected
 
 
@@ -70,10 +80,10 @@ def share_death(runs: Mapping[int, RunCounts]) -> Mapping[int, Fraction]:
     """Return by slot the share of a worker's death that is charged to each deployment.
 
     Each run in progress is suspected alike. If requests end workers whatever the version, the
-    charges of versions are therefore as their running times, and a comparison by request sees no
-    difference. Equal shares for all deployments would charge one with a tenth of the traffic with
-    half of the deaths, once all of them run all the time. The share of a run that a client has
-    selected is charged to no deployment.
+    charges of versions are therefore proportional to their running times, and a comparison by
+    request shows no difference. With equal shares for all deployments, a deployment with a tenth of
+    the traffic would be charged with half of the deaths, once all deployments run all the time. The
+    share of a run that a client has selected is charged to no deployment.
     """
     total = sum(counts.total for counts in runs.values())
     return {slot: Fraction(counts.routed, total) for slot, counts in runs.items() if counts.routed}
@@ -82,7 +92,10 @@ def share_death(runs: Mapping[int, RunCounts]) -> Mapping[int, Fraction]:
 def is_deadlier(
     deaths: Fraction, requests: int, stable_deaths: Fraction, stable_requests: int
 ) -> bool:
-    """Return whether a deployment has ended workers far more often, by request, than the stable one."""
+    """Return whether a deployment ends workers far more often than the stable one.
+
+    The deaths are compared by request.
+    """
     if deaths < MIN_DEATHS:
         return False
     return deaths * (stable_requests + 1) > DEATH_RATIO * (stable_deaths + 1) * requests
@@ -113,12 +126,15 @@ class WorkerHealth:
         self._shared.header[OUT_OF_SERVICE] = self._shared.header[ISOLATION] = 0
 
     def get_silence_s(self, worker: int) -> float:
-        """Return the seconds since the last heartbeat of a worker's event loop; 0 before the first one."""
+        """Return the seconds since the last heartbeat of a worker's event loop.
+
+        They are 0 before the first heartbeat.
+        """
         beat = self._shared.get_process_state(worker)[HEARTBEAT]
         return max(0.0, time.monotonic() - beat / 1e9) if beat else 0.0
 
     def record_hang(self, worker: int) -> None:
-        """Record that the event loop of a worker stands still, before the worker is killed for it.
+        """Record that the event loop of a worker hangs, before the worker is killed.
 
         A run on the event loop is then the only one to be charged.
         """
@@ -128,7 +144,10 @@ class WorkerHealth:
             state[HUNG_RUN + RUN_SLOT] = state[INLINE_RUN + RUN_SLOT]
 
     def record_death(self, worker: int) -> str:
-        """Charge the death of a worker to what it was running; return these deployments, or empty if it ran none."""
+        """Charge the death of a worker to what it was running.
+
+        Return these deployments, or empty if it ran none.
+        """
         self._shared.get_shadow_row(0)[WORKER_RESTARTS] += 1
         runs, suspects = self._take_runs(worker)
         for slot, counts in runs.items():
@@ -160,9 +179,9 @@ class WorkerHealth:
         }
 
     def _take_runs(self, worker: int) -> tuple[Mapping[int, RunCounts], Mapping[int, RunCounts]]:
-        """Return by slot what a worker was running when it ended, and of that what is suspected; forget both.
+        """Return by slot what a worker was running when it ended, and its suspects.
 
-        A run that did not end is the only suspect.
+        Both are forgotten. A run that did not end is the only suspect.
         """
         state, threads = (
             self._shared.get_process_state(worker),
@@ -210,5 +229,8 @@ class WorkerHealth:
 
 
 def _add_run(counts: RunCounts, cell: int) -> RunCounts:
-    """Return the counts with one more run, of this user's cell; 0: a client has selected the deployment."""
+    """Return the counts with one more run, of this user's cell.
+
+    Cell 0 means that a client has selected the deployment.
+    """
     return RunCounts(counts.routed + bool(cell), counts.selected + (not cell))

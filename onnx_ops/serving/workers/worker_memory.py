@@ -24,8 +24,9 @@ TRIM_RATIO = 1.2
 """Growth of the resident memory above which it is trimmed."""
 CHECK_S = 2.0
 _REST_S = 10.0
-"""Least time between two trims. Large requests that go on arriving pay the page faults of one in
-this time.
+"""Least seconds between two trims.
+
+While large requests continue to arrive, they pay the page faults of one trim in this time.
 """
 _MAX_REST_S = 160.0
 """Each trim that does not return enough doubles the time until the next one, up to this."""
@@ -36,11 +37,11 @@ _M_ARENA_MAX = -8
 
 
 def use_one_arena() -> None:
-    """Let the threads of this process and of its forks share one arena of malloc; called before they start.
+    """Let the threads of this process and of its forks share one arena of malloc.
 
-    An arena returns memory only from its end. After large requests on several threads, workers kept
-    up to .8 of their size in arenas, against .2 in one. A request does not wait for another one's
-    allocations measurably.
+    Call it before they start. An arena returns memory only from its end. After large requests on
+    several threads, workers kept up to .8 of their size in arenas, against .2 in one arena. A
+    request does not wait measurably for the allocations of another one.
     """
     if "MALLOC_ARENA_MAX" not in os.environ:
         with suppress(AttributeError):  # another C library
@@ -70,7 +71,10 @@ class MemoryTrimmer:
         self._least_bytes += max(0, read_resident_bytes() - before)
 
     def check(self) -> bool:
-        """Trim the memory if it has grown since the models were loaded; return whether it was. Takes a thread."""
+        """Trim the memory if it has grown since the models were loaded.
+
+        Return whether it was trimmed. Call it on a thread.
+        """
         resident = read_resident_bytes()
         self._least_bytes = min(self._least_bytes, resident)
         now = time.monotonic()

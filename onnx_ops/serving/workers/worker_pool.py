@@ -38,19 +38,28 @@ _MAX_PAUSE_S = 5.0
 _FIRST_PAUSE_S = 0.1
 _ATTEMPTS_PER_REVISION = 2
 _HANG_S = 4.0
-"""Silence of an event loop after which its worker is killed, besides the time in which the largest
-body is parsed.
+"""Seconds of silence of an event loop after which its worker is killed.
+
+The time in which the largest body is parsed is added.
 """
 _PARSED_BYTES_PER_S = 100e6
-"""The parser blocks the interpreter. It is several times as fast (`benchmarks/wire.py`)."""
+"""Assumed speed of the parser, which blocks the interpreter.
+
+The parser is several times as fast (`benchmarks/wire.py`).
+"""
 _CHECK_S = 0.5
 _STABLE_S = 60.0
-"""A worker that died of a run is replaced at once if it lived longer, else after a pause."""
+"""Seconds that a worker must live to be replaced without a pause.
+
+A worker that died of a run is replaced immediately if it lived longer, else after a pause.
+"""
 _MAX_RUN_PAUSE_S = 2.0
 
 MAX_LOAD_FAILURES = 5
-"""A worker that died so often before it was ready is replaced by one that does not load the published table. It answers
-503, but another table can be published to it."""
+"""Deaths before readiness after which the next worker loads no published table.
+
+That worker answers 503, but another table can be published to it.
+"""
 
 RunWorker = Callable[[int, socket.socket, str], None]
 """Runs a worker, with its number, its end of the control socket, and why it must not load the
@@ -60,7 +69,9 @@ table.
 
 @dataclass(slots=True, eq=False)
 class WorkerProcess:
-    """One worker process, as the supervisor sees it. It is `ready` once it accepts connections.
+    """One worker process, as the supervisor sees it.
+
+    It is `ready` once it accepts connections.
 
     `responses` are to `PrepareRevision`, by number of the revision.
     """
@@ -235,13 +246,12 @@ class WorkerPool:
         task.add_done_callback(self._tasks.discard)
 
     async def _watch_heartbeats(self) -> None:
-        """Kill workers whose event loop stands still: they answer no request, and would for ever."""
+        """Kill workers whose event loop hangs: they would never answer a request again."""
         while not self._stopping:
             started_at = time.monotonic()
             await asyncio.sleep(_CHECK_S)
             if time.monotonic() - started_at > 2 * _CHECK_S:
-                # the whole machine was paused or is overloaded: the workers may not have had their
-                # turn
+                # The whole machine was paused or is overloaded: the workers possibly had no turn.
                 continue
             for worker in self._workers.values():
                 silence_s = self._health.get_silence_s(worker.number)
@@ -313,7 +323,9 @@ class WorkerPool:
 
 
 def fork_child(run: Callable[[], None], *, keep: Collection[int]) -> int:
-    """Fork a child that runs a function and exits; return its process id. Needs a single thread.
+    """Fork a child that runs a function and exits; return its process id.
+
+    Needs a single thread.
 
     The child ends with exit code 1 if `run` raises. It inherits the standard files and those to
     `keep`.
@@ -368,12 +380,18 @@ async def _wait_first(*futures: asyncio.Future[Any]) -> None:
 
 
 def compute_restart_pause_s(failures: int) -> float:
-    """Return the pause in seconds before a failed process is replaced; none after its first failure."""
+    """Return the pause in seconds before a failed process is replaced.
+
+    There is no pause after its first failure.
+    """
     return min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**failures) if failures > 1 else 0.0
 
 
 def prefer_for_oom_kill() -> None:
-    """Let the kernel kill this process first if memory runs out, not a worker (proc_pid_oom_score_adj(5))."""
+    """Let the kernel kill this process first if memory runs out, not a worker.
+
+    See proc_pid_oom_score_adj(5).
+    """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 

@@ -30,17 +30,19 @@ MIN_INTERVALS = 3
 _FEW = 2.0
 """Allowance for few intervals: a dispersion estimated from n of them counts 1 + 2 / n times."""
 OUTAGE_SHARE = 0.3
-"""Share of the requests of an interval that an outage not seen yet may fail: an interval counts as at most 1 / .3
-independent requests for a service level."""
+"""Share of the requests of an interval that an outage not seen yet may fail.
+
+For a service level, an interval counts as at most 1 / .3 independent requests.
+"""
 
 
 def compute_block_effect(blocks: Sequence[UserBlocks]) -> float:
-    """Return the design effect of events counted by block of users, one element for each version; at least 1.
+    """Return the design effect of events counted by block of users; at least 1.
 
-    With x = e - R n for each block and the pooled rate R, it is the sum of x squared over its
-    expectation if each request is a unit. A block's x is the sum of those of its users, which are
-    independent: blocks have the variance of users, and any server can continue to count them.
-    Requests without a key are units of their own.
+    `blocks` has one element for each version. With x = e - R n for each block and the pooled rate
+    R, the effect is the sum of x squared over its expectation if each request is a unit. A block's
+    x is the sum of those of its users, which are independent: blocks have the variance of users,
+    and any server can continue to count them. Each request without a key is a unit.
     """
     n, e = (
         np.array([values(one) for one in blocks], dtype=np.float64)
@@ -66,10 +68,10 @@ def count_effective_users(blocks: UserBlocks) -> float:
 
 
 def compute_split_effect(blocks: Sequence[UserBlocks]) -> float:
-    """Return the design effect of the split of requests by block of users, one element for each of two versions.
+    """Return the design effect of the split of requests by block of users.
 
-    It is the index of dispersion of the versions' shares of each block's requests, with the
-    observed share.
+    `blocks` has one element for each of two versions. The effect is the index of dispersion of the
+    versions' shares of each block's requests, with the observed share.
     """
     n = np.array([values.requests for values in blocks], dtype=np.float64)
     total = n.sum()

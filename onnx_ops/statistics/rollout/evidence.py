@@ -40,13 +40,16 @@ Array: TypeAlias = npt.NDArray[np.float64]
 Counts: TypeAlias = npt.NDArray[np.int64]
 
 GRID = np.geomspace(1.25, 12.0, 24)
-"""Odds ratios that a guardrail looks for, as multiples of the tolerated one, with equal weights. A wider grid would
-waste weight: ratios above 12 are found within a handful of events anyway."""
+"""Odds ratios that a guardrail looks for, as multiples of the tolerated one.
+
+They have equal weights. A wider grid would waste weight: ratios above 12 are found within a handful
+of events anyway.
+"""
 FINE_GRID = np.geomspace(1.02, 5.0, 24)
 """The same for success metrics, where small differences matter."""
 
 _CELLS = 1 << 20
-"""Numbers held in memory at once."""
+"""Numbers that are held in memory at the same time."""
 
 RISK = 0.05
 """Chance that a candidate that is no worse is ever rolled back, over all guardrails; and of a wrong

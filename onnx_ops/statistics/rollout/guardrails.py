@@ -28,7 +28,10 @@ from onnx_ops.domain.rollout_policy import (
 from onnx_ops.statistics.rollout.evidence import GRID, Array, log_mean_exp
 
 FEWEST_REQUESTS = 200
-"""Below this, the 99th percentile depends on one or two requests."""
+"""Fewest requests for latency thresholds.
+
+Below this, the 99th percentile depends on one or two requests.
+"""
 
 SLOWER_MARGIN = 1.1
 MIN_SIGN_REQUESTS: Mapping[GuardrailName, int] = {"latency_p50": 20, "latency_p99": 200}
@@ -47,8 +50,11 @@ active.
 BREAKER_REQUESTS = 20
 BREAKER_SHARE = 0.5
 BREAKER_TIMES = 5
-"""Half of 20 or more requests failed, and five times the stable version's share. In an A/B test, requests count by
-their design effect: twenty of one user are one."""
+"""Conditions of a gross failure.
+
+Half of 20 or more requests failed, and five times the stable version's share. In an A/B test,
+requests count by their design effect: twenty of one user are one.
+"""
 BREAKER_LIMIT = 3.0
 """log10 of the evidence for a gross failure by units, which is looked at within epochs, too."""
 ENDS_LIMIT = 3.0
@@ -200,13 +206,14 @@ def compute_sign_evidence(slower: int, compared: int) -> float:
 def evaluate_ends(
     before: Sequence[ServerUptime], now: Sequence[ServerUptime]
 ) -> GuardrailResult | None:
-    """Evaluate whether servers end more often than with the stable version alone; None if none ended.
+    """Evaluate whether servers end more often than with the stable version alone.
 
-    A server that ends takes both versions with it, so that the traffic split says nothing about it.
-    Where ends are a Poisson process of one rate, those of k that fall into this rollout are
-    binomial, with its share of the time. The evidence is that law's likelihood ratio, averaged over
-    `GRID`. It is looked at after each end, for which a higher limit makes up: simulated, it is
-    reached in 0.1 % of rollouts at most, whatever the rate and the time before.
+    The result is None if none ended. A server that ends takes both versions with it, so that the
+    traffic split shows nothing about it. Where ends are a Poisson process of one rate, those of k
+    that fall into this rollout are binomial, with its share of the time. The evidence is that law's
+    likelihood ratio, averaged over `GRID`. The evidence is evaluated after each end, for which a
+    higher limit makes up: simulated, it is reached in 0.1 % of rollouts at most, whatever the rate
+    and the time before.
     """
     ends_before, ends_now = (sum(each.ends for each in part) for part in (before, now))
     if not ends_now:

@@ -40,7 +40,10 @@ MAX_POINTS = 60
 def analyze(
     observations: Observations | None, roles: Roles, policy: RolloutPolicy
 ) -> AnalysisResult | None:
-    """Judge the counts of the rollout in progress; None where there are none of its candidate and step."""
+    """Judge the counts of the rollout in progress.
+
+    The result is None where there are no counts of its candidate and step.
+    """
     if observations is None or roles.candidate is None or not policy.is_analyzed:
         return None
     ours = observations.candidate == roles.candidate.manifest and observations.step == roles.step
@@ -97,7 +100,10 @@ def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
 
 
 def _list_traffic_rails(policy: RolloutPolicy) -> list[Guardrail]:
-    """Return the guardrails of the traffic; a cold start is measured before there is any."""
+    """Return the guardrails of the traffic.
+
+    A cold start is measured before there is any traffic.
+    """
     return [rail for rail in policy.guardrails if rail is not policy.cold]
 
 
@@ -113,7 +119,10 @@ def evaluate_guardrail(
     step: PlannedStep,
     policy: RolloutPolicy,
 ) -> GuardrailResult:
-    """Evaluate one guardrail over the whole rollout; `here` are the intervals of the present step."""
+    """Evaluate one guardrail over the whole rollout.
+
+    `here` are the intervals of the present step.
+    """
     limit, intervals = compute_firing_limit(policy), observations.intervals
     counted = {place: count_events(place, intervals) for place in rail.places}
     if not any(counted.values()) and any(each.canary_latency for each in intervals):
@@ -164,7 +173,10 @@ def _add_evidence(
 
 
 def count_events(place: str, intervals: Sequence[ObservationInterval]) -> list[Row]:
-    """Return events and requests of both versions by interval; `place` is a guardrail, or one of its places."""
+    """Return events and requests of both versions by interval.
+
+    `place` is a guardrail, or one of its places.
+    """
     rows = []
     for interval in intervals:
         mine, of_mine = _get_events(place, interval.canary)
@@ -177,7 +189,10 @@ def count_events(place: str, intervals: Sequence[ObservationInterval]) -> list[R
 def trace_guardrails(
     history: Sequence[Observations], policy: RolloutPolicy
 ) -> tuple[EvidencePath, ...]:
-    """Return the evidence after each of these observations, oldest first, for a plot of at most `MAX_POINTS` points."""
+    """Return the evidence after each of these observations, oldest first.
+
+    It is for a plot of at most `MAX_POINTS` points.
+    """
     step, last = max(1, math.ceil(len(history) / MAX_POINTS)), len(history) - 1
     points = [
         judge(each, policy)
@@ -204,10 +219,10 @@ def _trace_guardrail(name: str, points: Sequence[AnalysisResult], limit: float) 
 
 
 def _measure_place(place: str, tolerated: float, observations: Observations) -> tuple[float, float]:
-    """Return log10 of the evidence of the whole rollout, and the design effect of the counts that need one.
+    """Return log10 of the evidence of the whole rollout, and a design effect.
 
-    Evidence of units and that of an A/B test after them multiply: the latter is an e-process given
-    the former.
+    The design effect is that of the counts that need one. Evidence of units and that of an A/B test
+    after them multiply: the latter is an e-process given the former.
     """
     evidence, effect = measure_unit_evidence(observations.drawn, place, tolerated), 1.0
     steps = {split.step for split in observations.drawn}
@@ -220,14 +235,20 @@ def _measure_place(place: str, tolerated: float, observations: Observations) -> 
 
 
 def _is_drawn(observations: Observations) -> bool:
-    """Return whether users are assigned anew in each epoch of the present step, and the source counts units."""
+    """Return whether users are assigned anew in each epoch of the present step.
+
+    The source must also count units.
+    """
     return any(split.step == observations.step for split in observations.drawn)
 
 
 def _count_bad_units(
     observations: Observations, place: str
 ) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return the units of either version with any event, and all; None where none are counted."""
+    """Return for each version the units with any event, and all units.
+
+    The result is None where no units are counted.
+    """
     if not observations.drawn:
         return None
     counts = _sum_units(observations.drawn, place).astype(int)
@@ -286,7 +307,10 @@ def _find_shortage(
     step: PlannedStep,
     policy: RolloutPolicy,
 ) -> str:
-    """Return what the traffic of the step has not shown yet, guardrails apart; empty if nothing is missing."""
+    """Return what the traffic of the step has not shown yet, guardrails apart.
+
+    The text is empty if nothing is missing.
+    """
     if policy.slo is not None and (short := _explain_service_level(here, policy.slo.error_rate)):
         return short
     if _is_drawn(observations):
@@ -316,7 +340,10 @@ def _find_few_units(observations: Observations, step: PlannedStep, policy: Rollo
 
 
 def _count_units(observations: Observations, step: PlannedStep, place: str) -> tuple[int, int]:
-    """Return the candidate's units of a place in closed epochs of the present step, and those of both versions."""
+    """Return the candidate's units of a place, and those of both versions.
+
+    They are the units in closed epochs of the present step.
+    """
     splits = [
         s for s in observations.drawn if (s.step, s.percent) == (observations.step, step.percent)
     ]
@@ -325,7 +352,10 @@ def _count_units(observations: Observations, step: PlannedStep, place: str) -> t
 
 
 def _count_users(observations: Observations, place: str) -> float:
-    """Return the effective number of users of the version that has fewer of them, in the present step."""
+    """Return the effective number of users in the present step.
+
+    It is that of the version with fewer users.
+    """
     blocks = observations.sum_blocks(place)
     return min(map(design_effect.count_effective_users, blocks)) if len(blocks) > 1 else 0.0
 
@@ -344,7 +374,10 @@ def _explain_few_users(users: float, policy: RolloutPolicy) -> str:
 
 
 def _explain_service_level(here: Sequence[ObservationInterval], rate: float) -> str:
-    """Return why the service level is not shown yet; empty if it is. The statement covers the time of the intervals."""
+    """Return why the service level is not shown yet; empty if it is.
+
+    The statement covers the time of the intervals.
+    """
     rows = [row for row in count_events("errors", here) if row[1]]
     if not rows:
         return "no request to the candidate was counted, and its service level is not shown"
@@ -431,7 +464,10 @@ def judge_split_test(
 
 
 def _compute_effect(observations: Observations, place: str, rows: Sequence[Row]) -> float:
-    """Return the design effect of events: by block of users if the source counts those, else by interval."""
+    """Return the design effect of events.
+
+    It is by block of users if the source counts those, else by interval.
+    """
     if blocks := observations.sum_blocks(place):
         return design_effect.compute_block_effect(blocks)
     return float(design_effect.estimate_dispersion(rows)) if rows else 1.0
@@ -468,10 +504,10 @@ def _describe_failure(observations: Observations, here: Sequence[ObservationInte
 
 
 def _describe_failing_units(observations: Observations) -> str:
-    """Describe a gross failure by units, those of the epoch in progress included; empty if there is none.
+    """Describe a gross failure by units; empty if there is none.
 
-    Evidence is not valid within an epoch, where the same coins are looked at again. A higher limit
-    makes up for it.
+    Units of the epoch in progress are included. Evidence is not valid within an epoch, where the
+    same coins are evaluated again. A higher limit makes up for it.
     """
     latest, splits = observations.open_epoch, list(observations.drawn)
     if latest is not None:

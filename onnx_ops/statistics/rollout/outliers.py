@@ -30,8 +30,9 @@ from onnx_ops.statistics.rollout.evidence import (
 TOLERATED_RATIO = 2.0
 """Odds ratio up to which servers count as alike: machines and their clients differ a little."""
 OUTLIER_LIMIT = 6.0
-"""log10 of the evidence for one comparison. It is looked at often, and each further comparison
-raises it.
+"""log10 of the evidence for one comparison.
+
+The evidence is evaluated often, and each further comparison raises the limit.
 """
 MAX_OUTLIERS = 8
 """Outliers of one deployment and place. If more servers differ, there is no common share to differ
@@ -42,8 +43,11 @@ _PLACES: tuple[Literal["errors", "slow"], ...] = ("errors", "slow")
 _MAX_REQUESTS = 1 << 40
 """Larger counts of one server are scaled down, so that sums fit into 64 bits."""
 _SIDE_BAD, _SIDE_REQUESTS = 2_048, 1 << 29
-"""Larger counts of one side of a comparison are scaled down. Evidence shrinks as by a design effect, the likelihood of
-more events takes time and memory, and that of more requests loses its digits."""
+"""Larger counts of one side of a comparison are scaled down.
+
+Evidence shrinks as by a design effect. The likelihood of more events takes time and memory, and
+that of more requests loses its digits.
+"""
 
 _Counts: TypeAlias = npt.NDArray[np.int64]
 _Tallies: TypeAlias = Mapping[str, Mapping[int, RequestCounts]]
@@ -81,7 +85,10 @@ def find_outliers(counts: Iterable[GenerationCounts]) -> tuple[ServerOutlier, ..
 
 
 def _sum_starts(counts: Iterable[GenerationCounts]) -> Mapping[str, _Tallies]:
-    """Return the tallies by deployment, server and generation. A start that was reported twice counts once."""
+    """Return the tallies by deployment, server and generation.
+
+    A start that was reported twice counts once.
+    """
     latest: dict[tuple[str, str, int], GenerationCounts] = {}
     for each in counts:
         key = (each.server, each.origin, each.generation)
@@ -98,7 +105,10 @@ def _sum_starts(counts: Iterable[GenerationCounts]) -> Mapping[str, _Tallies]:
 
 
 def _tabulate(by_server: _Tallies, place: Literal["errors", "slow"]) -> tuple[list[str], _Counts]:
-    """Return the servers, and their bad requests and all by generation, shape (servers, generations, 2)."""
+    """Return the servers and their request counts.
+
+    The counts have shape (servers, generations, 2): bad requests, and all requests.
+    """
     servers = sorted(by_server)
     generations = sorted({generation for tallies in by_server.values() for generation in tallies})
     columns = {generation: column for column, generation in enumerate(generations)}
@@ -119,10 +129,10 @@ def _tabulate(by_server: _Tallies, place: Literal["errors", "slow"]) -> tuple[li
 def _select(
     servers: list[str], table: _Counts, limit: float
 ) -> Iterator[tuple[str, tuple[int, int], tuple[int, int], float]]:
-    """Yield the servers that differ most from the rest, each with its counts, those of the rest, and the evidence.
+    """Yield the servers that differ most from the rest.
 
-    Higher shares come first: a broken server makes the others look too good. One that was found is
-    left out of the rest.
+    Each has its counts, those of the rest, and the evidence. Higher shares come first: a broken
+    server makes the others look too good. A server that was found is left out of the rest.
     """
     left = np.arange(len(servers))
     while len(left) > max(1, len(servers) - MAX_OUTLIERS):
@@ -158,10 +168,10 @@ def _sum_pair(rows: _Counts) -> tuple[int, int]:
 
 
 def _measure(mine: _Counts, others: _Counts) -> Array:
-    """Return log10 of the evidence that the share of bad requests is higher in `mine`, for each server.
+    """Return log10 of the evidence of a higher share of bad requests in `mine`.
 
-    It is the mean of the evidence of each generation and of all together: a machine can break at
-    any time.
+    There is one value for each server. It is the mean of the evidence of each generation and of all
+    together: a machine can break at any time.
     """
     evidence = np.full(len(mine), -np.inf)
     chosen = np.flatnonzero(_can_be_higher(mine, others))
@@ -174,10 +184,11 @@ def _measure(mine: _Counts, others: _Counts) -> Array:
 
 
 def _can_be_higher(mine: _Counts, others: _Counts) -> npt.NDArray[np.bool_]:
-    """Return for which servers evidence can reach the limit, which is far cheaper than the evidence.
+    """Return for which servers evidence can reach the limit.
 
-    The likelihood favours none of the alternatives where no odds ratio is above the tolerated one,
-    and at most the largest of them by each bad request.
+    This is far cheaper than the evidence. The likelihood favours none of the alternatives where no
+    odds ratio is above the tolerated one. Each bad request multiplies the evidence by at most the
+    largest alternative.
     """
     bad, requests = np.moveaxis(mine.astype(np.float64), -1, 0)
     others_bad, others_requests = np.moveaxis(others.astype(np.float64), -1, 0)

@@ -49,10 +49,11 @@ _EDGES = np.array(BADNESS_EDGES)
 
 
 def choose_centers(place: str) -> tuple[float, ...]:
-    """Return the centers m of a place: 0, and for latency the share of slow requests of the stable version.
+    """Return the centers m of a place.
 
-    Units around the center hardly move the evidence, so that common events (half of all requests
-    exceed the median) add little noise. Evidence is valid for any fixed center.
+    They are 0, and for latency the share of slow requests of the stable version. Units around the
+    center hardly move the evidence, so that common events (half of all requests exceed the median)
+    add little noise. Evidence is valid for any fixed center.
     """
     quantile = {**LATENCY_QUANTILES, **LATENCY_PLACES}.get(place)
     return (0.0,) if quantile is None else (0.0, 1.0 - quantile)
@@ -99,10 +100,10 @@ def choose_percent(place: str, percents: Counts) -> Counts:
 def sum_log_factors(
     counts: npt.ArrayLike, place: str, percents: npt.ArrayLike, tolerated: float
 ) -> Array:
-    """Return the log of what units multiply each gambler's wealth by.
+    """Return the log of the factor by which units multiply each gambler's wealth.
 
-    Where units show that the split is not the requested one, the coin is the one that they show: a
-    split that went wrong is no fault of the candidate.
+    Where units show that the split is not the requested one, the coin has the share that they show:
+    a split that went wrong is no fault of the candidate.
 
     Args:
         counts: (n, 2, bins) units of the candidate and the stable version by bin of badness.
@@ -125,7 +126,10 @@ def sum_log_factors(
 
 
 def measure_unit_evidence(splits: Sequence[GenerationUnits], place: str, tolerated: float) -> float:
-    """Return log10 evidence that the candidate makes units worse than tolerated, over all splits."""
+    """Return log10 evidence that the candidate makes units worse than tolerated.
+
+    It is the evidence over all splits.
+    """
     used = [split for split in splits if place in split.units and 0 < split.percent < 100]
     if not used:
         return 0.0

@@ -1,4 +1,7 @@
-"""The rules of the gates. Importing the package registers the rule of every kind with `common.judge_gate`."""
+"""The rules of the gates.
+
+Importing the package registers the rule of every kind with `common.judge_gate`.
+"""
 
 from onnx_ops.statistics.rules import metric, parity, performance
 

@@ -23,7 +23,7 @@ def get_baseline(evidence: Evidence) -> str:
 
 
 def name_baseline(baseline: str) -> str:
-    """Return the name of a baseline in a sentence."""
+    """Return the name of a baseline for use in a sentence."""
     return "the champion" if baseline == "champion" else baseline
 
 

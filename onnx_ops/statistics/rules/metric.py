@@ -44,8 +44,9 @@ simulation.
 """
 
 _CONCENTRATED = 1 / 8
-"""Share of the rows: rows are named when fewer equally bad ones carry the error; about 1/3 for
-normal errors.
+"""Share of the rows below which the rows that carry the error are named.
+
+It is the share of equally bad rows that carry the error; about 1/3 for normal errors.
 """
 
 
@@ -178,7 +179,10 @@ def judge_independence(gates: Sequence[Gate], evidence: Evidence) -> Iterator[Ga
 
 
 def _judge_value(name: str, limit: MetricLimit, entries: Sequence[_Entry]) -> GateResult:
-    """Judge the candidate's value. Every entry has it; where they differ, the worst counts."""
+    """Judge the candidate's value.
+
+    Every entry has it; where they differ, the worst counts.
+    """
     if not entries:
         return make_unmeasured("metric", name, limit.text)
     valued = [
@@ -207,7 +211,10 @@ def _judge_changes(
 def _judge_missing_change(
     metric: str, name: str, limit: MetricLimit, entries: Sequence[_Entry]
 ) -> GateResult:
-    """Return why the candidate has no value that could be compared with the baseline's, if that is known."""
+    """Return why no value of the candidate can be compared with the baseline's.
+
+    The reason is given if it is known.
+    """
     unscored = next(
         (e for e in entries if isinstance(e, ScoreComparison) and e.candidate is None), None
     )
@@ -264,7 +271,10 @@ def _judge(name: str, limit: MetricLimit, entry: _Entry) -> GateResult:
 
 
 def _is_uneven(entry: _Entry) -> bool:
-    """Return whether so few rows carry the error that an unseen one may be as bad as all of them together."""
+    """Return whether few rows carry the error.
+
+    They are so few that an unseen row may be as bad as all of them together.
+    """
     return (
         isinstance(entry, ScoreComparison)
         and entry.effective is not None
@@ -273,7 +283,10 @@ def _is_uneven(entry: _Entry) -> bool:
 
 
 def _rests_on_few(limit: MetricLimit, entry: _Entry) -> bool:
-    """Return whether few rows carry the losses of both models, and the other rows do not keep the limit."""
+    """Return whether few rows carry the losses of both models.
+
+    The other rows must also not keep the limit.
+    """
     if not isinstance(entry, ScoreComparison) or not entry.carrying:
         return False
     rest = _get_rest(limit, entry)
@@ -281,14 +294,20 @@ def _rests_on_few(limit: MetricLimit, entry: _Entry) -> bool:
 
 
 def _get_rest(limit: MetricLimit, entry: ScoreComparison) -> float | None:
-    """Return the change in the rows that carry little of the losses, in the terms of the limit."""
+    """Return the change in the rows that carry little of the losses.
+
+    It is in the terms of the limit.
+    """
     if entry.rest is None:
         return None
     return entry.rest - 1 if limit.kind == "max_increase" else entry.rest
 
 
 def _p_value(limit: MetricLimit, entry: _Entry, interval: Interval) -> float:
-    """Return the p-value: exact for counts, otherwise as if the distance to the limit were normal."""
+    """Return the p-value of a limit.
+
+    It is exact for counts, otherwise as if the distance to the limit were normal.
+    """
     if isinstance(entry, PairedCounts):
         return (change_p_value if limit.of_change else value_p_value)(entry, limit.bound)
     safe = limit.bound - interval.estimate if limit.from_above else interval.estimate - limit.bound
@@ -301,7 +320,10 @@ def _p_value(limit: MetricLimit, entry: _Entry, interval: Interval) -> float:
 
 
 def _find_interval(limit: MetricLimit, entry: _Entry) -> Interval | None:
-    """Return the interval that the limit is compared with: of counts, Tango's of the change, Clopper's of the value."""
+    """Return the interval that the limit is compared with.
+
+    Of counts, it is Tango's interval of the change, or Clopper's of the value.
+    """
     if isinstance(entry, PairedCounts):
         if limit.kind == "max_drop":
             return change_interval(entry)
@@ -366,7 +388,10 @@ def _explain(
 
 
 def _describe_interval(name: str, limit: MetricLimit, entry: _Entry, interval: Interval) -> str:
-    """Return the value with its interval, or the change with its interval and the model that it is against."""
+    """Return the value with its interval, or the change with its interval.
+
+    The text of a change names the model that it is against.
+    """
     ends = f"[{limit.format(interval.low)}, {limit.format(interval.high)}]"
     value = f"{limit.format(interval.estimate)} {ends}"
     if not limit.of_change:

@@ -38,19 +38,23 @@ from onnx_ops.statistics.rules.parity_rules import (
 )
 
 COMPENSATED = 0.95
-"""Squared error of a layer's answers over that of plain rounding, below which a weight was moved on purpose. GPTQ-like
-rounding gave .02 to .73 in 25 layers, faults of the same size .99 and more:
-`benchmarks.truth.quantization`.
+"""Relative squared error below which a weight was moved on purpose.
+
+It is the squared error of a layer's answers over that of plain rounding. GPTQ-like rounding gave
+.02 to .73 in 25 layers, faults of the same size .99 and more: `benchmarks.truth.quantization`.
 """
 
 FURTHEST = 4.0
-"""Steps that such a weight may move. It bounds errors that real rows do not show, of inputs that are 0 in all of
-them."""
+"""Steps that a weight may move so that errors compensate.
+
+It bounds errors that real rows do not show, of inputs that are 0 in all of them.
+"""
 
 NEARLY_ROUNDED = (0.65, 1.15)
-"""Steps, and squared error over that of plain rounding, up to which a weight counts as rounded with a scale of another
-criterion, as k-quants are. A level that is off by one is up to 1.5 steps away; planted faults gave
-1.3 and more.
+"""Steps and relative squared error up to which a weight counts as rounded.
+
+The error is over that of plain rounding. Such a weight has a scale of another criterion, as
+k-quants do. A level that is off by one is up to 1.5 steps away; planted faults gave 1.3 and more.
 """
 
 SATURATION_WARNING = 0.03
@@ -59,7 +63,7 @@ SATURATION_WARNING = 0.03
 _NAMED = 3
 
 _RARE = 0.01
-"""Share of rows whose difference the advice on a slow source is about."""
+"""Share of differing rows that the advice on a slow source refers to."""
 
 
 @judge_gate.register
@@ -216,10 +220,11 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
 
 
 def _is_rounded(weight: WeightMeasurement, gate: ParityGate) -> bool:
-    """Return whether a weight was rounded, or moved further so that errors compensate, as GPTQ does.
+    """Return whether a weight was rounded, or moved further so that errors compensate.
 
-    No fault brings a layer's answers closer to the float export's than plain rounding does. A bias
-    that does so is corrected, however far it moves: it adds to every row alike.
+    GPTQ moves weights further. No fault brings a layer's answers closer to the float export's than
+    plain rounding does. A bias that does so is corrected, however far it moves: it adds to every
+    row alike.
     """
     steps, error = NEARLY_ROUNDED
     is_near = (
@@ -368,7 +373,10 @@ def judge_coverage(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]
 
 
 def judge_source(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Yield advisory lines on inputs without effect, and on a source that refuses NaN or is slow."""
+    """Yield advisory lines on the inputs and the source.
+
+    They are about inputs without effect, and a source that refuses NaN or is slow.
+    """
     if evidence.unused_inputs:
         names = ", ".join(evidence.unused_inputs[:_NAMED])
         more = (

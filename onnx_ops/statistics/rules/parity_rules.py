@@ -1,4 +1,7 @@
-"""The table of the parity gate's rules: name, limit, unit and force of each, without what they measure."""
+"""The table of the parity gate's rules.
+
+It has the name, limit, unit and force of each rule, without what the rule measures.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ class ParityRule:
         n: int = 0,
         passes: bool | None = None,
     ) -> GateResult:
-        """Return a result that passes if the estimate is at most the bound, unless `passes` is given."""
+        """Return a result that passes if the estimate is at most the bound.
+
+        `passes` replaces this comparison if it is given.
+        """
         bound = self.bound(gate)
         if passes is None:
             passes = estimate is not None and bound is not None and estimate <= bound

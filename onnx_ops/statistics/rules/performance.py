@@ -359,7 +359,10 @@ def judge_provider(evidence: Evidence) -> Iterator[GateResult]:
 
 
 def _describe_fallbacks(facts: RuntimeFacts, requested: str) -> str:
-    """Return how many nodes other providers took, but for computations of shapes, which belong on the CPU."""
+    """Return how many nodes other providers took.
+
+    Nodes that compute shapes do not count: they belong on the CPU.
+    """
     moved = Counter(facts.nodes) - Counter(facts.shape_nodes)
     others = sorted(name for name in moved if name != requested)
     return ", ".join(f"{moved[name]} nodes fell back on {name}" for name in others)

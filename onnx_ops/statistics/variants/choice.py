@@ -27,12 +27,18 @@ ERROR_LEVEL = 0.05
 """Chance that one variant exactly at the limit passes."""
 
 _FAMILY_LEVEL = 0.043
-"""Shared by several variants: `ERROR_LEVEL` times `_SURELY_WORSE`, less a tenth for targets that answer a few rows
-differently, each of which is a further chance (`benchmarks/truth/choice.py`)."""
+"""Level that several variants share.
+
+It is `ERROR_LEVEL` times `_SURELY_WORSE`, less a tenth for targets that answer a few rows
+differently. Each of them is a further chance (`benchmarks/truth/choice.py`).
+"""
 
 _SURELY_WORSE = 0.95
-"""Variants with larger p-values are not counted, as they cannot be chosen by mistake. The level is lowered by the same
-factor: Zhao, Small and Su 2019, Journal of the American Statistical Association 114:1291-1304."""
+"""Largest p-value of a variant that is counted.
+
+Variants with larger p-values cannot be chosen by mistake. The level is lowered by the same factor:
+Zhao, Small and Su 2019, Journal of the American Statistical Association 114:1291-1304.
+"""
 
 _AS_FAST = 0.9
 """Share of the highest rate from which a way to run requests counts as equally fast."""
@@ -134,7 +140,10 @@ def _refuse_all(
 
 
 def _were_loads_measured(decisions: Sequence[Decision]) -> bool:
-    """Return whether seconds per request are known under load; otherwise a cost is that of the latency."""
+    """Return whether seconds per request are known under load.
+
+    Otherwise a cost is that of the latency.
+    """
     return all(d.standing and d.standing.load for d in decisions)
 
 
@@ -162,7 +171,10 @@ def _beats_export(candidate: _Candidate, export: _Candidate, *, loaded: bool) ->
 
 
 def _find_tied(candidates: Sequence[_Candidate]) -> list[_Candidate]:
-    """Return the candidate with the best estimate and those whose intervals overlap with it, in their order."""
+    """Return the candidate with the best estimate, and those that are tied with it.
+
+    Their intervals overlap with that of the best. The candidates keep their order.
+    """
     best = min(candidates, key=_Candidate.rank_by_estimate)
 
     def is_tied(c: _Candidate) -> bool:
@@ -238,8 +250,7 @@ def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, fl
 
     Returns:
         (chance that a variant without a change passes as one of `tried`, the same chance for a
-        change of twice the
-            limit, chance that the latter fails).
+        change of twice the limit, chance that the latter fails).
     """
     if (
         result.p_value is None
@@ -254,7 +265,7 @@ def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, fl
     end = result.low if result.bound < 0 else result.high
     error = abs(result.estimate - end) / normal.inv_cdf(1 - ERROR_LEVEL)
     if error <= 0:
-        return None  # an exact change, as between equal models, says nothing of others
+        return None  # an exact change, as between equal models, shows nothing about others
     away = abs(result.bound) / error
     strict = normal.inv_cdf(1 - (ERROR_LEVEL if tried <= 1 else _FAMILY_LEVEL / tried))
     passes, wrongly = normal.cdf(away - strict), normal.cdf(-away - strict)
@@ -271,7 +282,10 @@ def _describe_undecided(undecided: Mapping[str, float]) -> str:
 
 
 def _compute_key(decision: Decision, policy: TargetObjective, *, loaded: bool) -> Interval | None:
-    """Return what the objective compares, smaller is better; None where it was not measured."""
+    """Return what the objective compares; None where it was not measured.
+
+    A smaller value is better.
+    """
     standing = decision.standing
     match policy.objective:
         case "size":
@@ -334,7 +348,10 @@ def _describe_accuracy(chosen: _Candidate) -> str:
 
 
 def _describe_cost(chosen: _Candidate, policy: TargetObjective, *, loaded: bool) -> str:
-    """Return the price of a million requests, if the time of one and the price of the machine are known."""
+    """Return the price of a million requests, if it is known.
+
+    It follows from the time of one request and the price of the machine.
+    """
     standing = chosen.decision.standing
     seconds = None if standing is None else standing.seconds
     if standing and standing.load and loaded:
@@ -354,10 +371,11 @@ def _describe_ratio(chosen: _Candidate) -> str:
 def choose_scheduling(
     measured: Sequence[SchedulingMeasurement], *, independent: bool
 ) -> tuple[int, bool]:
-    """Return how many requests a server should run at once (0: as many as it can), and whether in batches.
+    """Return how many requests a server should run in parallel, and if in batches.
 
-    Among the configurations that are as fast as the fastest one, the one with the most threads is
-    chosen: a thread reads and answers requests while the others run, which is not measured.
+    The number is 0 if the server should run as many as it can. Among the configurations that are as
+    fast as the fastest one, the one with the most threads is chosen: a thread reads and answers
+    requests while the others run, which is not measured.
 
     Args:
         measured: empty if the server runs the model on its event loop, or if it could not be

@@ -22,7 +22,7 @@ from onnx_ops.domain.quantization import (
 )
 
 SLACK = 1e-9
-"""Rounding of a drop that equals the budget."""
+"""Tolerance for the rounding of a drop that equals the budget."""
 
 SMALLER = 0.95
 """Largest share of the other variant's bytes that a second variant for size alone may have."""
@@ -131,7 +131,10 @@ def _build_whole(recipe: Recipe) -> BuildTrial:
 
 
 def _rank_failing_recipes(state: SearchState) -> list[tuple[Recipe, Trial]]:
-    """Return recipes that lose too much accuracy and have nodes to keep in float, the fastest first."""
+    """Return recipes that lose too much accuracy, the fastest first.
+
+    Each of them has nodes to keep in float.
+    """
     wholes = [(recipe, state.find(recipe.name, ())) for recipe in state.recipes if recipe.nodes]
     failing = [
         (r, t)
@@ -168,7 +171,10 @@ def compute_time_ratio(trial: Trial) -> float:
 
 
 def _is_surely_slower(trial: Trial, than: float) -> bool:
-    """Return whether every target needs more than `than` times the time of fp32, with confidence."""
+    """Return whether every target needs more than `than` times the time of fp32.
+
+    This must hold with confidence.
+    """
     return bool(trial.ratios) and all(one.low > than for one in trial.ratios.values())
 
 
@@ -239,9 +245,11 @@ def _find_fewest(
 def _double_nodes_in_float(
     state: SearchState, recipe: Recipe, ranked: Sequence[str]
 ) -> tuple[int, int | None, int | None]:
-    """Return a number of nodes that fails, a larger one that keeps the metric, and the one to try where none does.
+    """Return the bounds of the number of nodes in float, and the number to try next.
 
-    All nodes in float are not tried: that would be fp32.
+    The bounds are a number that fails, and a larger one that keeps the metric. The number to try is
+    given where none is known to keep the metric. All nodes in float are not tried: that would be
+    fp32.
     """
     low, count, high = 0, 1, len(ranked)
     while count < high:
@@ -259,9 +267,11 @@ def _double_nodes_in_float(
 def _try_back_in_int8(
     state: SearchState, recipe: Recipe, in_float: tuple[str, ...]
 ) -> Iterator[tuple[str, Trial, tuple[str, ...], Trial | None]]:
-    """Yield each node, the trial with it in float, what stays in float without it, and that trial.
+    """Yield each node with its trial in float and its trial back in int8.
 
-    The least sensitive node comes first. It ends at the first trial that is missing.
+    A tuple has the node, the trial with it in float, the nodes that stay in float without it, and
+    the trial of those. The least sensitive node comes first. The iteration ends at the first trial
+    that is missing.
     """
     current = state.find(recipe.name, in_float)
     for node in reversed(in_float):
@@ -277,7 +287,10 @@ def _try_back_in_int8(
 
 
 def _stays_in_int8(state: SearchState, current: Trial, without: Trial) -> bool:
-    """Return whether a node stays in int8: the metric is kept, and float was not faster with confidence."""
+    """Return whether a node stays in int8.
+
+    The metric must be kept, and float must not be faster with confidence.
+    """
     faster_in_float = bool(without.ratios) and all(
         name in current.ratios and current.ratios[name].high < one.low
         for name, one in without.ratios.items()
@@ -359,13 +372,16 @@ def _compute_loss(trial: Trial) -> float:
 
 
 def _get_costs(trial: Trial, targets: Sequence[str]) -> tuple[float, ...]:
-    """Return what a trial should have little of: loss, bytes and the time on each target."""
+    """Return the costs of a trial: loss, bytes and the time on each target."""
     times = (trial.ratios[name].estimate if name in trial.ratios else math.inf for name in targets)
     return (_compute_loss(trial), float(trial.size_bytes), *times)
 
 
 def _dominates(costs: tuple[float, ...], than: tuple[float, ...], *, is_earlier: bool) -> bool:
-    """Return whether costs are at most as high in everything, and lower in something or earlier."""
+    """Return whether the costs of a trial dominate those of another one.
+
+    Each cost must be at most as high. One of them must be lower, or the trial must be earlier.
+    """
     return all(a <= b for a, b in zip(costs, than, strict=True)) and (costs != than or is_earlier)
 
 
@@ -401,7 +417,10 @@ def _was_measured(trial: Trial) -> bool:
 
 
 def find_closest_trial(state: SearchState) -> int | None:
-    """Return the trial that loses the least of the metric, the faster of equal ones; None if none was measured."""
+    """Return the trial that loses the least of the metric.
+
+    Of equal trials it is the faster one; None if none was measured.
+    """
     measured = [n for n, trial in enumerate(state.trials) if _was_measured(trial)]
 
     def rank(place: int) -> tuple[float, float]:
@@ -414,7 +433,10 @@ def find_closest_trial(state: SearchState) -> int | None:
 def _find_trial(
     state: SearchState, role: Role, places: Sequence[int], fast: int, *, rival: bool
 ) -> tuple[int | None, str]:
-    """Return the trial for a role, or why there is none. `rival`: the fastest trial has its own role."""
+    """Return the trial for a role, or why there is none.
+
+    `rival` is whether the fastest trial has its own role.
+    """
     fastest = state.trials[fast]
     is_faster = any(ratio.high < 1 for ratio in fastest.ratios.values())
     beside = fast if is_faster and rival else None
@@ -434,7 +456,10 @@ def _find_trial(
 def _find_smallest(
     state: SearchState, places: Sequence[int], beside: int | None
 ) -> tuple[int | None, str]:
-    """Return the smallest trial, if it is notably smaller than fp32 and the trial that has the role of speed."""
+    """Return the smallest trial, if it is notably smaller than its rivals.
+
+    They are fp32, and the trial that has the role of speed.
+    """
     trials = state.trials
     least = min(places, key=lambda n: (trials[n].size_bytes, compute_time_ratio(trials[n]), n))
     rival_bytes = (
@@ -451,9 +476,10 @@ def _find_smallest(
 def _find_most_exact(
     state: SearchState, places: Sequence[int], beside: int | None
 ) -> tuple[int | None, str]:
-    """Return the most exact trial, if it loses notably less than the trial that has the role of speed.
+    """Return the most exact trial, if it is notably more exact than its rival.
 
-    Notable is a quarter of the drop that the budget allows.
+    The rival is the trial that has the role of speed. Notable is a quarter of the drop that the
+    budget allows.
     """
     trials = state.trials
     best = min(places, key=lambda n: (_compute_loss(trials[n]), compute_time_ratio(trials[n]), n))
