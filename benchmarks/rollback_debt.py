@@ -166,9 +166,8 @@ def follow_until_paid(
         slowest = [stack.enter_context(following(place, follower)) for _ in range(fault.followers)]
 
         def is_paid() -> bool:
-            seconds.extend(
-                seconds_of_one() for seconds_of_one in slowest
-            )  # unread reports would block the processes
+            # Unread reports would block the processes.
+            seconds.extend(seconds_of_one() for seconds_of_one in slowest)
             return place.is_paid()
 
         paid_at, repaired_at = 0.0, clock.now() + fault.broken_s

@@ -249,9 +249,8 @@ def show_progress(command: str, *places: object, quiet: bool) -> Iterator[Report
         shown: list[str] = []
 
         def report(text: str) -> None:
-            if (
-                not quiet and text not in shown[-1:]
-            ):  # a log has no line to redraw, so that repetitions are left out
+            # A log has no line to redraw, so that repetitions are left out.
+            if not quiet and text not in shown[-1:]:
                 shown.append(text)
                 console.print(markup("{}", text), soft_wrap=True)
 

@@ -63,9 +63,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         deployment = find_deployment(
             Path(_get_first(environment, _FOLDERS) or _SAGEMAKER_FOLDER), environment
         )
-        ModelCopies(folder / COPIES_FOLDER).fetch(
-            deployment
-        )  # the server verifies signatures when it loads it
+        # The server verifies signatures when it loads it.
+        ModelCopies(folder / COPIES_FOLDER).fetch(deployment)
         state = EndpointState(
             deployments=(deployment,),
             split=TrafficSplit(weights={deployment.name: 100}),
@@ -81,9 +80,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 def _make_folder(environment: Mapping[str, str]) -> Path:
     configured = environment.get("ONNX_OPS_STATE_DIR")
     try:
-        folder = Path(
-            configured or tempfile.mkdtemp(prefix="onnx-ops-")
-        )  # it need not outlive the container
+        # It need not outlive the container.
+        folder = Path(configured or tempfile.mkdtemp(prefix="onnx-ops-"))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise InfrastructureError(

@@ -389,9 +389,8 @@ def _draw_in_range(
     if array.dtype.kind == "f":
         made[~np.isfinite(chosen.astype(np.float64))] = np.nan
         return np.where(np.isnan(made), chosen.astype(np.float64), made).astype(array.dtype)
-    whole = np.clip(made, domain.low, domain.high).astype(
-        array.dtype
-    )  # float64 rounds 2**63 - 1 up
+    # Float64 rounds 2**63 - 1 up.
+    whole = np.clip(made, domain.low, domain.high).astype(array.dtype)
     if not domain.recombined:
         whole[2:] = chosen[2:]
     return whole

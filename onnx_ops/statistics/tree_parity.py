@@ -117,9 +117,8 @@ def compute_envelope(answers: Sequence[Tensors], wide: Sequence[Tensors] = ()) -
             with np.errstate(over="ignore", invalid="ignore"):  # infinite answers
                 followed = INNER_JITTER / JITTER * (near[1] - near[0])
                 jumps = reach[1] - reach[0] > 4 * followed
-                reach += np.stack(
-                    [-followed, followed]
-                )  # what was exchanged has followed the inputs too
+                # What was exchanged has followed the inputs too.
+                reach += np.stack([-followed, followed])
             bounds[name] = np.where(jumps, reach, near)
         else:
             bounds[name] = _find_distinct(every)

@@ -75,9 +75,8 @@ def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
     def fail(*parts: http.client.HTTPConnection | http.client.HTTPResponse) -> NoReturn:
         for part in parts:
             part.close()
-        dies = (
-            fault == "kill" and threading.get_ident() == own
-        )  # an error must not end a thread of the client
+        # An error must not end a thread of the client.
+        dies = fault == "kill" and threading.get_ident() == own
         raise Killed if dies else ConnectionResetError("injected")
 
     def endheaders(connection: http.client.HTTPConnection, *arguments: Any, **options: Any) -> None:

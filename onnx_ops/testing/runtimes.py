@@ -138,6 +138,5 @@ class RuntimeSuite:
         ):
             with pytest.raises(MeasurementError):
                 measure()
-        assert (
-            len(runtime.run(file, target, (rows(1),))) == 1
-        )  # the refused call has no side effects
+        # The refused call has no side effects.
+        assert len(runtime.run(file, target, (rows(1),))) == 1

@@ -27,9 +27,8 @@ NAMES = st.text("abcXYZ019-_ .é", min_size=1, max_size=60)
 
 def deployment(name: str, content: bytes = b"", **other: str | int) -> Deployment:
     given = {"model": "m", "version": "1", "variant": "fp32", "location": "/somewhere", **other}
-    return Deployment(
-        name=name, release=digest_bytes(b"r"), manifest=digest_bytes(content), **given
-    )  # type: ignore[arg-type]
+    manifest = digest_bytes(content)
+    return Deployment(name=name, release=digest_bytes(b"r"), manifest=manifest, **given)  # type: ignore[arg-type]
 
 
 @st.composite

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +143,14 @@ def exchange(storage: Storage) -> None:
     storage.path(9).write_bytes(one)
 
 
+def renumber(document: Any, number: int) -> None:
+    document["entry"].update(sequence=number)
+
+
 def exchange_and_renumber(storage: Storage) -> None:
     exchange(storage)
     for sequence in (6, 9):
-        storage.edit(
-            sequence, lambda document, number=sequence: document["entry"].update(sequence=number)
-        )  # type: ignore[misc]
+        storage.edit(sequence, partial(renumber, number=sequence))
 
 
 def repeat_last(storage: Storage) -> None:

@@ -26,6 +26,7 @@ from onnx_ops.testing.models import rows
 from onnx_ops.testing.runtimes import RuntimeSuite
 from tests.adapters.runtime_places import ended_in_the_middle, write_identity
 from tests.support.fixtures import fixed
+from tests.support.must import must
 
 PINNED = Environment(requirements=("onnxruntime==1.31.1",))
 APART = Target(name="apart", env=PINNED)
@@ -76,9 +77,10 @@ def test_isolated_runtime_returns_same_outputs_as_current_process(
 def test_isolated_runtime_after_kill_raises_error_and_restarts(
     runtime: TargetedRuntime, file: Path, do: str
 ) -> None:
-    with ended_in_the_middle(
-        lambda: os.kill(process_of(runtime)._process.pid, signal.SIGKILL)
-    ) as measure:  # type: ignore[union-attr]
+    def kill() -> None:
+        os.kill(must(process_of(runtime))._process.pid, signal.SIGKILL)
+
+    with ended_in_the_middle(kill) as measure:
         runtime.run(file, APART, (rows(1),))
         with pytest.raises(StageError, match=f"signal SIGKILL while it was to {do}") as killed:
             measure(runtime, do, file, APART)

@@ -183,9 +183,8 @@ def clients_that_report(site: ReplicatedSite, shares: Mapping[str, float]) -> It
             answers = [
                 ask_replica(first, user, f"/v2/models/{MODEL}/infer", body) for user in users
             ]
-            drawn = [
-                each for each in answers if FEEDBACK_HEADER in each
-            ]  # without a lease, no version is drawn
+            # Without a lease, no version is drawn.
+            drawn = [each for each in answers if FEEDBACK_HEADER in each]
             report_feedback(
                 second,
                 {each[FEEDBACK_HEADER]: next(shown[each[DEPLOYMENT_HEADER]]) for each in drawn},

@@ -126,9 +126,8 @@ def test_make_probe_groups_puts_missing_values_inside_domain_if_seen_or_declared
     holed["x"][::7, 3] = np.nan
     group = groups_of(holed)["missing"]
     assert group.inside
-    assert set(np.argwhere(np.isnan(group.inputs["x"]))[:, 1].tolist()) == {
-        3
-    }  # only where the rows contain some
+    # Only where the rows contain some.
+    assert set(np.argwhere(np.isnan(group.inputs["x"]))[:, 1].tolist()) == {3}
     assert not np.isnan(group.inputs["y"]).any()
     plain = {"x": IMAGES}
     assert not groups_of(plain)["missing"].inside

@@ -214,9 +214,8 @@ class PoolSite:
             "PREFECT_HOME": str(root / "prefect"),
             "PREFECT_CLI_COLORS": "false",
         }
-        (root / "tmp").mkdir(
-            exist_ok=True
-        )  # a separate lock for measurements, as on a separate machine
+        # A separate lock for measurements, as on a separate machine.
+        (root / "tmp").mkdir(exist_ok=True)
         client["TMPDIR"] = str(root / "tmp")
         if self.apart:
             number = self.networks[root]

@@ -189,9 +189,8 @@ class EndpointUpdate:
             variants = {
                 variant["VariantName"] for variant in description.get("ProductionVariants", ())
             }
-            if settings.guarded and variants == set(
-                layout.weights
-            ):  # no update that brings others is guarded
+            # No update that brings others is guarded.
+            if settings.guarded and variants == set(layout.weights):
                 request["DeploymentConfig"] = self._guard(layout)
             accepted = self._request(
                 "update_endpoint", EndpointConfigName=layout.config_name, **request

@@ -105,13 +105,11 @@ def install(app: Flask, guard: Guard) -> None:
         handler = request.endpoint or ""
         if (check := CHECKS.get(handler)) is None:
             return
-        kind = getattr(
-            model_registry_pb2, handler.title().replace("_", "")
-        )  # for example `SetModelVersionTag`
+        # For example `SetModelVersionTag`.
+        kind = getattr(model_registry_pb2, handler.title().replace("_", ""))
         message = handlers._get_request_message(kind())  # type: ignore[no-untyped-call] # noqa: SLF001 (see above)
-        user = str(
-            g.get("mlflow_authenticated_user", "")
-        )  # the user that basic-auth, or what replaces it, has identified
+        # The user that basic-auth, or what replaces it, has identified.
+        user = str(g.get("mlflow_authenticated_user", ""))
         try:
             check(guard, user, message)
         except RefusedError as error:

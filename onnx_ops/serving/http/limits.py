@@ -168,9 +168,8 @@ class ConnectionLimits:
         """Return whether there is room; if necessary, close an idle or slow connection."""
         if len(self.open) >= self.max_connections:
             victim = None
-            if (
-                self._full_at != self.now
-            ):  # a burst of connections must not search all of them each time
+            # A burst of connections must not search all of them each time.
+            if self._full_at != self.now:
                 late = self.now - _SLOW_S
                 is_late = (
                     c

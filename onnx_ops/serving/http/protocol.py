@@ -110,9 +110,8 @@ class HttpProtocol(TimedConnection):
         self._deployments = None if app.service is None else app.service.deployments
         self._limits = limits
         self._hosts = hosts
-        self._safe_digits = len(
-            str(limits.max_body)
-        )  # a length of fewer digits is within the limit
+        # A length of fewer digits is within the limit.
+        self._safe_digits = len(str(limits.max_body))
         self.stage = IDLE
         self.since = limits.now
         # The message that is being parsed
@@ -140,9 +139,8 @@ class HttpProtocol(TimedConnection):
     def _reset_parser(self) -> None:
         """Replace the parser by one that is between two messages."""
         self._parser = httptools.HttpRequestParser(self)
-        self._parser.set_dangerous_leniencies(
-            lenient_data_after_close=True
-        )  # it is ignored, and no error
+        # It is ignored, and no error.
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._feed = self._parser.feed_data
 
     # Events of the transport
@@ -225,9 +223,8 @@ class HttpProtocol(TimedConnection):
             self.stage = READING
             self.since = self._limits.now
         if self._place is _IN_HEAD:
-            self._head_bytes += len(data) - (
-                data.rfind(b"\r\n\r\n") + 1
-            )  # without requests before it
+            # Without requests before it.
+            self._head_bytes += len(data) - (data.rfind(b"\r\n\r\n") + 1)
             if self._head_bytes > _MAX_HEAD_BYTES:
                 self._reject_error(_build_head_error())
         elif not self._hold(len(self._body)):
@@ -301,9 +298,8 @@ class HttpProtocol(TimedConnection):
         elif name in _UNIQUE_HEADERS:
             self._repeated = name
         else:
-            head[b":%d" % len(head)] = (
-                name + value
-            )  # only to count its bytes: no header can have this name
+            # Only to count its bytes: no header can have this name.
+            head[b":%d" % len(head)] = name + value
 
     def on_headers_complete(self) -> None:
         """Find the handler of the request, and check its special headers."""
@@ -640,9 +636,8 @@ class LargeBodyReader(asyncio.BufferedProtocol):
             if header_length.isdigit() and len(header_length) < 16
             else 0
         )
-        self._body = np.empty(lead + size, np.uint8).data[
-            lead:
-        ]  # not initialized, unlike a bytearray
+        # Not initialized, unlike a bytearray.
+        self._body = np.empty(lead + size, np.uint8).data[lead:]
         self._body[: len(start)] = start
         self._size = len(start)
 

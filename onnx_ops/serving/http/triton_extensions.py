@@ -63,9 +63,8 @@ def build_statistics(
     row = [sum(column) for column in zip(*rows, strict=True)]
     successes = row[get_column(200)]
     failed_ns = row[FAILED_NANOSECONDS]
-    success_ns = max(
-        0, get_request_latency(row).nanoseconds - failed_ns
-    )  # workers write while they are read
+    # Workers write while they are read.
+    success_ns = max(0, get_request_latency(row).nanoseconds - failed_ns)
     return {
         "name": model,
         "version": version,

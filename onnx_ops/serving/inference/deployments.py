@@ -104,6 +104,7 @@ class DeployedModel:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
+# The shape of an output depends on the data, or the model rejects it.
 class LoadedDeployment(DeployedModel):
     """A loaded deployment of a worker, with what it needs to answer clients.
 
@@ -167,9 +168,7 @@ class LoadedDeployment(DeployedModel):
                 bound.run()
                 self.latency.observe(time.perf_counter() - started_at)
                 return bound.build_response() or self.encode(bound.request, bound.outputs)
-            except (
-                BOUND_ERRORS
-            ):  # the shape of an output depends on the data, or the model rejects it
+            except BOUND_ERRORS:
                 pass
         request = read_infer(body, length, self.signature)
         started_at = time.perf_counter()
@@ -427,9 +426,8 @@ class LoadedDeployments:
             self.routes = snapshot.routes
             self.leader = snapshot.get_leader(self.leader)
             snapshot.queue_unbounded()
-            for number in sorted(
-                n for n in self._prepared if n <= revision
-            ):  # some may have been published unnoticed
+            # Some may have been published unnoticed.
+            for number in sorted(n for n in self._prepared if n <= revision):
                 if self._previous is not None:
                     self._retired.append(self._previous)
                 self._snapshot, self._previous = self._prepared.pop(number), self._snapshot
@@ -563,10 +561,11 @@ class LoadedDeployments:
         except OnnxOpsError as error:
             _log.warning("%s has no control replica: %s", loaded.deployment.name, error)
             return None
+        # All counters but the gauges of its queue are shared.
         replica.row, replica.slot = (
             loaded.row,
             loaded.slot,
-        )  # all counters but the gauges of its queue are shared
+        )
         return ControlReplica(loaded, replica)
 
     def _load_counted(self, deployment: Deployment, slot: int) -> LoadedDeployment:

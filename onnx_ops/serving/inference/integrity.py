@@ -173,9 +173,8 @@ class ModelCopies:
         """Copy the files of a deployment, verify the copy, and return its manifest."""
         source = Path(deployment.location)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with hold_lock(
-            copy.with_name(f"{copy.name}.lock")
-        ):  # one process copies, and the others wait for it
+        # One process copies, and the others wait for it.
+        with hold_lock(copy.with_name(f"{copy.name}.lock")):
             if (present := _read_copy(copy, deployment.manifest)) is not None:
                 return present
             if not source.is_dir():
@@ -229,9 +228,8 @@ def _copy_file(path: Path, copy: Path) -> Digest:
         copy.open("xb") as stream,
     ):
         status = os.fstat(original.fileno())
-        rest = (
-            status.st_size if stat.S_ISREG(status.st_mode) else 0
-        )  # a file that grows meanwhile is cut
+        # A file that grows meanwhile is cut.
+        rest = status.st_size if stat.S_ISREG(status.st_mode) else 0
         while rest and (block := original.read(min(_BLOCK_BYTES, rest))):
             state.update(block)
             stream.write(block)

@@ -214,9 +214,8 @@ def _has_operator(path: Path, operators: Sequence[bytes]) -> bool:
     """
     overlap, end = max(map(len, operators)), b""
     with path.open("rb") as file:
-        while piece := file.read(
-            _SEARCHED_BYTES
-        ):  # one search in 2 GB would block the interpreter for seconds
+        # One search in 2 GB would block the interpreter for seconds.
+        while piece := file.read(_SEARCHED_BYTES):
             text = end + piece
             if any(operator in text for operator in operators):
                 return True
@@ -263,9 +262,8 @@ class PackedModelCache:
             return open_model(path)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with hold_lock(
-                self._folder / f"{entry.name}.lock"
-            ):  # one worker makes it, and the others wait
+            # One worker makes it, and the others wait.
+            with hold_lock(self._folder / f"{entry.name}.lock"):
                 return self._open_entry(entry, open_model) or self._make_entry(
                     path, entry, open_model
                 )
@@ -289,9 +287,8 @@ class PackedModelCache:
 
     def _make_entry(self, path: Path, entry: Path, open_model: Callable[..., Any]) -> Any:
         temporary = entry.with_name(f".tmp-{entry.name}")
-        shutil.rmtree(
-            temporary, ignore_errors=True
-        )  # of a process that was killed while it held the lock
+        # Of a process that was killed while it held the lock.
+        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(mode=0o700)
         try:
             original = _save_packed(path, temporary, open_model, _MIN_WEIGHT_BYTES)
@@ -377,9 +374,8 @@ def _build_sample(spec: TensorSpec, random: np.random.Generator | None = None) -
         return np.full(shape, "", dtype=object)
     if random is not None and spec.dtype.startswith("float"):
         return random.standard_normal(shape).astype(spec.dtype)
-    return np.zeros(
-        shape, get_numpy_dtype(spec.dtype)
-    )  # integers may be indices, which have a range
+    # Integers may be indices, which have a range.
+    return np.zeros(shape, get_numpy_dtype(spec.dtype))
 
 
 def get_first_line(error: Exception) -> str:
@@ -510,9 +506,8 @@ class LoadedModel:
             if self.signature.outputs[name].dtype == "bfloat16":
                 shape = tuple(value.shape())
                 size = int(np.prod(shape)) * 2
-                bits = (
-                    ctypes.string_at(value.data_ptr(), size) if size else b""
-                )  # a copy: the memory ends with `value`
+                # A copy: the memory ends with `value`.
+                bits = ctypes.string_at(value.data_ptr(), size) if size else b""
                 arrays.append(np.frombuffer(bits, np.uint16).reshape(shape))
             else:
                 arrays.append(value.numpy())

@@ -186,9 +186,8 @@ class WorkerThreads:
                     )
                     if (batch := self._take_batch()) is None:
                         self._idle.append(started)
-                    elif (
-                        self.is_isolating
-                    ):  # the other threads wait for the end of another queue's batch, too
+                    # The other threads wait for the end of another queue's batch, too.
+                    elif self.is_isolating:
                         self._start_batches()
 
     def _take_batch(self) -> _Batch | None:

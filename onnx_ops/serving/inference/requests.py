@@ -381,9 +381,8 @@ def _read_csv(body: bytes) -> tuple[list[str], list[list[str]]]:
         raise UserError("the body is not CSV in UTF-8", why=str(error)) from error
     names = table[0] if table else []
     if not names or all(map(_is_number, names)):
-        raise UserError(
-            "the first line of a table must name its columns"
-        )  # otherwise a row would be lost
+        # Otherwise a row would be lost.
+        raise UserError("the first line of a table must name its columns")
     if len(set(names)) != len(names):
         raise UserError("the table repeats a column")
     for number, row in enumerate(table[1:], start=1):

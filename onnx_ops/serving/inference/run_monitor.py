@@ -103,9 +103,8 @@ class RunMonitor:
         with self._changed:
             self._runs.append(run)
             self._thread_runs[place] += 1  # before the run begins: the process could die of it
-            if (
-                self._thread is None or deadline < self._wakes_at
-            ):  # waking it for each run would take 20 µs
+            # Waking it for each run would take 20 µs.
+            if self._thread is None or deadline < self._wakes_at:
                 self._wake()
         try:
             yield run.options

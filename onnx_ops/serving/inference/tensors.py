@@ -149,6 +149,7 @@ class LazyArray:
         return self._array.as_list()
 
 
+# Simdjson: an integer of more than 64 bits is a RuntimeError.
 class LargeArray(LazyArray):
     """The text of a rectangular array, of which only the brackets and commas are known.
 
@@ -174,7 +175,7 @@ class LargeArray(LazyArray):
             TypeError,
             ValueError,
             RuntimeError,
-        ):  # simdjson: an integer of more than 64 bits is a RuntimeError
+        ):
             return None
         flat = np.concatenate(numbers)
         return flat if flat.size == math.prod(self.shape) else None

@@ -43,9 +43,8 @@ def listen_tcp(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(
-            _BACKLOG
-        )  # without it, a second server could bind the same port and fail only later
+        # Without it, a second server could bind the same port and fail only later.
+        listener.listen(_BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
         raise ServiceUnavailableError(

@@ -158,9 +158,8 @@ class TablePublisher:
         Nothing may be awaited in between: a worker that starts then would not know the revision.
         """
         try:
-            self._tables.write(
-                replace(revision.table, feedback_key="")
-            )  # the follower gives it again after a restart
+            # The follower gives it again after a restart.
+            self._tables.write(replace(revision.table, feedback_key=""))
         except OSError as error:
             raise ServiceUnavailableError(
                 "the table could not be written", why=str(error)
@@ -266,9 +265,8 @@ class Supervisor:
             request = None
         cold_s = {deployment.name: loads_s for deployment, loads_s in self._cold_s.items()}
         counts = self._publisher.counts.collect(request, cold_s=cold_s)
-        open_epoch = (
-            None if self.get_state().failed else counts.open_epoch
-        )  # such an epoch is no evidence
+        # Such an epoch is no evidence.
+        open_epoch = None if self.get_state().failed else counts.open_epoch
         return replace(counts, failure=self._describe_failures(), open_epoch=open_epoch)
 
     def _can_count_users(self, request: UserCountsRequest) -> bool:
@@ -357,9 +355,8 @@ class Supervisor:
         async with self._publishing:
             if self._cold_starts is not None:
                 self._cold_starts.cancel()
-                await asyncio.wait(
-                    [self._cold_starts]
-                )  # what its process has used is available to the publication
+                # What its process has used is available to the publication.
+                await asyncio.wait([self._cold_starts])
             await self._orphans_ended.wait()
             if self._publisher.is_published(desired) and not self.get_state().failed:
                 return
@@ -570,9 +567,8 @@ def serve(
 def _lock_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which the system releases when the process ends."""
     with (folder / LOCK_FILE).open("a+", encoding="utf-8") as stream:
-        for _ in range(
-            _LOCK_ATTEMPTS
-        ):  # a client that checks whether the server runs holds it for a moment
+        # A client that checks whether the server runs holds it for a moment.
+        for _ in range(_LOCK_ATTEMPTS):
             if try_lock(stream.fileno()):
                 break
             time.sleep(_LOCK_PAUSE_S)

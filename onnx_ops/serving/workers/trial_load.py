@@ -194,9 +194,8 @@ async def _run_process(
         finally:
             if watching is not None:
                 watching.cancel()
-            os.kill(
-                pid, signal.SIGKILL
-            )  # it has ended unless this was cancelled, and is not reaped yet
+            # It has ended unless this was cancelled, and is not reaped yet.
+            os.kill(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
         message, text = _read_tail(report), _read_tail(output).decode("utf-8", "replace").strip()
     if plan is not None and meter is not None and meter.has_exceeded:
@@ -234,9 +233,8 @@ def _run_trial(
         others: number of other processes whose memory is allocated, too: they share a limit that
             cannot be read.
     """
-    signal.alarm(
-        limit_s
-    )  # the kernel enforces this limit even if the model hangs or the supervisor is gone
+    # The kernel enforces this limit even if the model hangs or the supervisor is gone.
+    signal.alarm(limit_s)
     os.dup2(output, 1)
     os.dup2(output, 2)
     prefer_for_oom_kill()
@@ -253,9 +251,8 @@ def _run_trial(
             model.run_random()
         private = _measure_private_bytes()
         if (size := others * (private - sizes[0])) > 0:
-            with suppress(
-                OSError
-            ):  # beyond the limit of one process, which is not a limit for several
+            # Beyond the limit of one process, which is not a limit for several.
+            with suppress(OSError):
                 mmap.mmap(
                     -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
                 ).close()

@@ -174,9 +174,8 @@ class WorkerPool:
         except TimeoutError as error:
             for worker in tuple(self._workers.values()):
                 if worker.pid not in prepared:
-                    kill_process(
-                        worker.pid, signal.SIGKILL
-                    )  # a load that hangs cannot be cancelled
+                    # A load that hangs cannot be cancelled.
+                    kill_process(worker.pid, signal.SIGKILL)
             raise ServiceUnavailableError(
                 f"the workers did not load the state within {limit_s:.0f} s",
                 why="the machine is too busy, or a model takes too long",
@@ -340,9 +339,8 @@ def fork_child(run: Callable[[], None], *, keep: Collection[int]) -> int:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # the terminal signals all processes; the supervisor decides
+        # The terminal signals all processes; the supervisor decides.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         # Other files are closed by number, and their objects are never used again: the parent's
         # event loop shares its selector with the child, and a clean-up here would unregister the
         # parent.

@@ -61,9 +61,8 @@ def _judge_ratio(
     noisy = explain_withheld_verdict(measured.log_ratios, measured.self_log_ratios, max_regression)
     limit = f"{1 + max_regression:.4g}x"
     reason = _describe_ratio(measured, comparison, limit)
-    if (
-        comparison.verdict is Verdict.INCONCLUSIVE
-    ):  # how many pairs, or which other limit, would decide
+    # How many pairs, or which other limit, would decide.
+    if comparison.verdict is Verdict.INCONCLUSIVE:
         needed = estimate_pairs_needed(measured.log_ratios, max_regression)
         if needed is None:
             reason += "; the ratio is too near to the limit for any number of pairs"

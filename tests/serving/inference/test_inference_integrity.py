@@ -195,9 +195,8 @@ def test_fetch_of_pipe_without_writer_raises_digest_mismatch_error(
     deployment = shared.deploy()
     (shared.folder / "weights.bin").unlink()
     os.mkfifo(shared.folder / "weights.bin")
-    monkeypatch.setattr(
-        Path, "is_file", lambda path: path.exists()
-    )  # it becomes a pipe after this check
+    # It becomes a pipe after this check.
+    monkeypatch.setattr(Path, "is_file", lambda path: path.exists())
     with pytest.raises(DigestMismatchError):
         ModelCopies(tmp_path / "copies").fetch(deployment)
     assert [path.name for path in (tmp_path / "copies").iterdir() if path.is_dir()] == []

@@ -432,9 +432,8 @@ def test_shadow_receives_copies_and_its_answers_reach_no_client(
             answer = worker.send(post(INFER, infer_body([number, 1])))
             assert b"x-onnx-ops-deployment: blue" in answer
             assert b'"data":[%.1f,2.0]' % (2 * number) in answer
-        assert (
-            status(worker.send(post(INFER, b"{"))) == 400
-        )  # it is not mirrored, since it shows nothing about the shadow
+        # It is not mirrored, since it shows nothing about the shadow.
+        assert status(worker.send(post(INFER, b"{"))) == 400
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == 20)
         totals = worker.shared.sum_slot(2)
     assert totals[metrics.SHADOW_SENT] == 20
@@ -463,9 +462,8 @@ def test_mirrored_requests_beyond_shadow_queue_are_dropped_and_counted(
         mirrored(blue, green), wrap=only("green", gate.wrap), shadow_queue=8
     ).running() as worker:
         sent = 0
-        while not worker.shared.sum_slot(2)[
-            metrics.SHADOW_DROPPED
-        ]:  # the socket and the process hold some
+        # The socket and the process hold some.
+        while not worker.shared.sum_slot(2)[metrics.SHADOW_DROPPED]:
             assert status(worker.send(REQUEST)) == 200
             sent += 1
         totals = worker.shared.sum_slot(2)

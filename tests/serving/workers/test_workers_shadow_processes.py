@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,10 @@ def send_large(server: Server) -> int:
 
 def shadow_processes(server: Server) -> list[int]:
     return [pid for pid in children_of(server.supervisor) if pid not in server.workers()]
+
+
+def has_shadow_processes(server: Server, number: int) -> bool:
+    return len(shadow_processes(server)) == number
 
 
 def counts(server: Server, name: str = "green") -> DeploymentCounts:
@@ -269,9 +274,7 @@ def test_publications_during_mirroring_replace_shadows_and_fail_no_request(
             for generation in range(3, 15):
                 state = states[generation % 4]
                 assert server.publish(state, generation).status == 200
-                wait_until(
-                    lambda state=state: len(shadow_processes(server)) == len(state.split.shadow)
-                )  # type: ignore[misc]
+                wait_until(partial(has_shadow_processes, server, len(state.split.shadow)))
         finally:
             stop.set()
             client.join()
