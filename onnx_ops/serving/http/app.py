@@ -15,10 +15,17 @@ import httptools
 import orjson
 
 from onnx_ops import codec
-from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.protocol.routing_table import NOTICE_S
 from onnx_ops.serving.http.openapi import build_openapi
 from onnx_ops.serving.http.pages import build_docs_page, build_start_page, list_served
+from onnx_ops.serving.http.sagemaker import (
+    CUSTOM_ATTRIBUTES,
+    FEEDBACK_TYPE,
+    INFERENCE_ID,
+    add_attributes,
+    read_attributes,
+)
 from onnx_ops.serving.http.triton_extensions import (
     EXTENSIONS,
     PLATFORM,
@@ -90,6 +97,7 @@ class HttpApp:
         self._routes = routes
         self.service = service
         self.infer: Infer = _cannot_infer if service is None else service.handle
+        self.invoke: Infer = self.infer
         self._tasks: set[asyncio.Task[None]] = set()
 
     def find(self, method: bytes, url: bytes) -> InferenceRoute | Handler | RawResponse:
@@ -178,6 +186,32 @@ class PublicApp(HttpApp):
             },
             service,
         )
+        self.invoke = self._invoke
+
+    def _invoke(
+        self,
+        route: InferenceRoute,
+        head: RequestHead,
+        body: RequestBody,
+        respond: Callable[[RawResponse], None],
+    ) -> RawResponse | PendingRequest:
+        """Answer an invocation, or feedback in the place of one.
+
+        SageMaker calls no other path, and hands only few headers on (see `sagemaker`).
+        """
+        if head.get(b"content-type") == FEEDBACK_TYPE:
+            return self.call(self.post_feedback, head, bytes(body))
+        has_attributes = CUSTOM_ATTRIBUTES in head
+        if not (has_attributes or INFERENCE_ID in head):
+            return self.infer(route, head, body, respond)
+        try:
+            head = read_attributes(head)
+        except UserError as error:
+            return build_error_from(error, invocation=True)
+        if not has_attributes:
+            return self.infer(route, head, body, respond)
+        response = self.infer(route, head, body, lambda late: respond(add_attributes(late)))
+        return add_attributes(response) if isinstance(response, RawResponse) else response
 
     def find_methods(self, path: str) -> Methods:
         """Return the handlers of an invocation or of a request about a model, by method."""
@@ -307,7 +341,8 @@ class PublicApp(HttpApp):
         it, which this server does not
         (https://fetch.spec.whatwg.org/#cors-safelisted-request-header).
         """
-        if head.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+        kind = head.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind not in (b"application/json", FEEDBACK_TYPE):
             return build_error(415, "feedback must be JSON: send `Content-Type: application/json`")
         if len(body) > _MAX_FEEDBACK_BYTES:
             return build_error(413, f"the body must not be larger than {_MAX_FEEDBACK_BYTES} bytes")

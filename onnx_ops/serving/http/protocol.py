@@ -106,7 +106,7 @@ class HttpProtocol(TimedConnection):
 
     def __init__(self, app: HttpApp, limits: ConnectionLimits, hosts: HostPolicy) -> None:
         self._app = app
-        self._infer = app.infer
+        self._infer, self._invoke = app.infer, app.invoke
         self._deployments = None if app.service is None else app.service.deployments
         self._limits = limits
         self._hosts = hosts
@@ -440,7 +440,8 @@ class HttpProtocol(TimedConnection):
         response: RawResponse | PendingRequest | PendingResponse
         if isinstance(answer, InferenceRoute):
             content = body if type(body) is memoryview else bytes(body)
-            response = self._infer(answer, head, content, self._deliver)
+            infer = self._invoke if answer.invocation else self._infer
+            response = infer(answer, head, content, self._deliver)
         elif isinstance(answer, RawResponse):
             response = answer
         else:

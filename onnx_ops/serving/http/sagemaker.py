@@ -1,0 +1,72 @@
+"""What passes SageMaker's front door: one header of the caller, one of the answer.
+
+SageMaker hands `CustomAttributes` and `InferenceId` to a container and drops the caller's other
+headers. Of the answer's headers only `CustomAttributes` comes back. So these carry the user and the
+selected deployment there, and the deployment that answered and its token for feedback back:
+`user=anna;pin=digits-cnn-2`, and `deployment=digits-cnn-2;token=…`.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import quote, unquote
+
+from onnx_ops.errors import UserError
+from onnx_ops.protocol.messages import (
+    DEPLOYMENT_HEADER,
+    FEEDBACK_HEADER,
+    PIN_HEADERS,
+    REQUEST_ID_HEADER,
+    USER_KEY_HEADER,
+)
+from onnx_ops.serving.inference.responses import RawResponse, RequestHead
+
+CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
+INFERENCE_ID = b"x-amzn-sagemaker-inference-id"
+FEEDBACK_TYPE = b"application/vnd.onnx-ops.feedback+json"
+"""Content type of feedback sent to `/invocations`, the only path that SageMaker calls."""
+
+_REQUEST_ID = REQUEST_ID_HEADER.encode()
+_REQUESTED = {"user": USER_KEY_HEADER.encode(), "pin": PIN_HEADERS[0].encode()}
+_ANSWERED = {DEPLOYMENT_HEADER.encode(): b"deployment", FEEDBACK_HEADER.encode(): b"token"}
+_MAX_BYTES = 1024
+"""Largest custom attributes, by the service's API."""
+
+
+def read_attributes(head: RequestHead) -> RequestHead:
+    """Return the head with the headers that SageMaker's two headers stand for.
+
+    Values of attributes are percent-encoded where they contain `;` or `%`, or no visible ASCII.
+
+    Raises:
+        UserError: an attribute is unknown or given twice, or all are too long.
+    """
+    text = head.get(CUSTOM_ATTRIBUTES, b"").decode("latin-1")
+    if len(text) > _MAX_BYTES:
+        raise _refuse(f"they are longer than {_MAX_BYTES} characters")
+    headers: dict[bytes, bytes] = {}
+    if (inference_id := head.get(INFERENCE_ID)) is not None:
+        headers[_REQUEST_ID] = inference_id
+    for part in filter(None, map(str.strip, text.split(";"))):
+        name, _, value = part.partition("=")
+        header = _REQUESTED.get(name.strip().lower())
+        if header is None or not value:
+            raise _refuse(f"{part!r} is neither user=… nor pin=…")
+        if header in headers:
+            raise _refuse(f"{name.strip()} is given twice")
+        headers[header] = unquote(value.strip()).encode()
+    return {**head, **headers}
+
+
+def add_attributes(response: RawResponse) -> RawResponse:
+    """Add the deployment that answered, and the token for feedback on its answer."""
+    headers = (line.partition(b": ") for line in response.lines.split(b"\r\n"))
+    found = {_ANSWERED[name]: value for name, _, value in headers if name in _ANSWERED}
+    if found:
+        text = ";".join(f"{name.decode()}={quote(value)}" for name, value in found.items())
+        response.lines += b"%b: %b\r\n" % (CUSTOM_ATTRIBUTES, text.encode())
+    return response
+
+
+def _refuse(why: str) -> UserError:
+    remedy = "For example: user=anna;pin=digits-cnn-2. Or send none."
+    return UserError("the custom attributes cannot be read", why=why, remedy=remedy)
