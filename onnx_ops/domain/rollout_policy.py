@@ -109,7 +109,7 @@ class Guardrail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLevel:
-    """An absolute target that the candidate must be shown to meet before it gets more traffic."""
+    """An absolute target that a candidate must be shown to meet to get more traffic."""
 
     error_rate: Annotated[Share, doc("Error rate that the candidate must be shown to stay below.")]
 
@@ -277,7 +277,10 @@ class RolloutPolicy:
         return _plan_steps(self)
 
     def needs(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the capabilities that a provider must have, with the keys that require them."""
+        """Return the capabilities that a provider must have.
+
+        Each comes with the keys that require it.
+        """
         needs: dict[str, tuple[str, ...]] = {}
         if any(rail.name in ("latency", "latency_p90", "latency_p95") for rail in self.guardrails):
             needs["exceedances"] = ("guardrails",)

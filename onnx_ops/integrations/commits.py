@@ -67,7 +67,11 @@ _FAILURES = {UserError.exit_code, InfrastructureError.exit_code, RefusedError.ex
 
 
 def parse_commit(text: object, where: str, *, remedy: str = "") -> str:
-    """Return the commit hash that a CI service reports; raise UserError if it is invalid."""
+    """Return the commit hash that a CI service reports.
+
+    Raises:
+        UserError: the hash is invalid.
+    """
     if isinstance(text, str) and _COMMIT.fullmatch(text):
         return text
     raise UserError(f"{str(text)[:80]!r} is not a commit", where=where, remedy=remedy)

@@ -223,7 +223,10 @@ def _write_to_github(
 
 
 def get_run_address(environ: Mapping[str, str]) -> str:
-    """Return the address of the workflow's run, which lists the reports; empty if it is unknown."""
+    """Return the address of the workflow's run, which lists the reports.
+
+    The text is empty if the address is unknown.
+    """
     server, run = environ.get("GITHUB_SERVER_URL", ""), environ.get("GITHUB_RUN_ID", "")
     repository = environ.get("GITHUB_REPOSITORY", "")
     return (

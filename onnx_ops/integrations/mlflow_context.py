@@ -1,7 +1,8 @@
-"""Tags of MLflow runs that are started inside a flow: `prefect.flow_run` and `git.sha`.
+"""Tags of MLflow runs that are started inside a flow.
 
-MLflow imports this during its own import. So this imports nothing heavy, and not MLflow, whose
-abstract class it implements without deriving from it.
+The tags are `prefect.flow_run` and `git.sha`. MLflow imports this module during its own import. So
+the module imports nothing heavy, and not MLflow, whose abstract class it implements without
+deriving from it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class RunContext:
 
 
 def _flow_run() -> str:
-    """Return the id of the current flow run, which Prefect's worker sets in the environment."""
+    """Return the id of the current flow run.
+
+    Prefect's worker sets it in the environment.
+    """
     if "prefect" not in sys.modules:
         return os.environ.get("PREFECT__FLOW_RUN_ID", "")
     return str(importlib.import_module("prefect.runtime").flow_run.id or "")

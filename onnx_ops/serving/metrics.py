@@ -193,7 +193,10 @@ def make_row() -> MetricsRow:
 
 
 def make_thread_runs() -> MetricsRow:
-    """Return numbers of runs that no other process sees (see `SharedMetrics.get_thread_runs`)."""
+    """Return numbers of runs that no other process sees.
+
+    See `SharedMetrics.get_thread_runs`.
+    """
     return memoryview(bytearray(RUN_KINDS * SLOTS * _NUMBER_BYTES)).cast("Q")
 
 
@@ -750,7 +753,10 @@ def _render_histogram(
     samples: Iterable[tuple[str, LatencyHistogram]],
     exemplars: Mapping[str, Sequence[str]],
 ) -> Iterator[str]:
-    """Yield the lines of a histogram; `exemplars` has a text for each shown bucket, by labels."""
+    """Yield the lines of a histogram.
+
+    `exemplars` has a text for each shown bucket, by labels.
+    """
     name = f"onnx_ops_{name}"
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} histogram"

@@ -54,7 +54,7 @@ by count.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PresentTable:
-    """The present generation, and the metrics of its deployments when it was published."""
+    """The present generation, and its deployments' metrics when it was published."""
 
     revision: TableRevision
     rows: Mapping[str, Sequence[int]]
@@ -62,7 +62,10 @@ class _PresentTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EndedEpoch:
-    """An epoch that is over but not closed; `ended_at` is on the clock of `time.monotonic`."""
+    """An epoch that is over but not closed.
+
+    `ended_at` is on the clock of `time.monotonic`.
+    """
 
     generation: int
     epoch: int
@@ -241,10 +244,10 @@ class RolloutCounts:
             size -= sum(map(len, self._closed.popleft().cells.values()))
 
     def _count_open_epoch(self) -> EpochCounts | None:
-        """Return the counts of the present epoch until now, unless it will not be reported.
+        """Return the counts of the present epoch until now.
 
-        Requests in progress count as answered well: if their server ends now, only fast answers
-        would count otherwise.
+        Return None if the epoch will not be reported. Requests in progress count as answered well:
+        if their server ends now, only fast answers would count otherwise.
         """
         epoch = self._shared.header[EPOCH]
         if self._table is None or not self.epoch_s or epoch < self._first_counted:

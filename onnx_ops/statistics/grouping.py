@@ -79,7 +79,10 @@ def _has_missing_values(flat: Array) -> bool:
 
 
 def find_group_columns(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Return, as numbers, the unused arrays that can identify groups: their values repeat."""
+    """Return the unused arrays that can identify groups, as numbers.
+
+    The values of such an array repeat.
+    """
     columns: dict[str, Array] = {}
     for name, array in arrays.items():
         numbers = (
@@ -262,7 +265,7 @@ def _centre_by_class(signal: Array, label: Array | None) -> Array:
 def _are_neighbours_alike(
     inputs: Mapping[str, Array], label: Array | None, rows: int, draw: np.random.Generator
 ) -> bool:
-    """Return whether successive rows have more similar inputs than rows in another order.
+    """Return whether successive rows have more similar inputs than reordered rows.
 
     An input that the rows are sorted by is left out: it names no group.
     """
@@ -303,10 +306,11 @@ def _window_variances(values: Array) -> Array:
 
 
 def _compute_chance(signals: Sequence[Array]) -> float:
-    """Return the chance of the first row's statistics among their permutations; 1 without signals.
+    """Return the chance of the first row's statistics among their permutations.
 
-    Of each signal the largest statistic counts, in standard deviations. The signals are combined by
-    Fisher's method; the permutations account for their dependence.
+    The chance is 1 without signals. Of each signal the largest statistic counts, in standard
+    deviations. The signals are combined by Fisher's method; the permutations account for their
+    dependence.
 
     Args:
         signals: of shape (permutations, statistics), permuted alike.

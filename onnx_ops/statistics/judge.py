@@ -1,4 +1,7 @@
-"""Judge evidence by gates: a pure function from gates and evidence to a decision with reasons."""
+"""Judgement of evidence by gates.
+
+It is a pure function from gates and evidence to a decision with reasons.
+"""
 
 from __future__ import annotations
 

@@ -134,7 +134,10 @@ def hodges_lehmann(x: npt.ArrayLike, alpha_one_sided: float) -> tuple[float, flo
 
 @functools.cache
 def _signed_rank_quantile(n: int, alpha: float) -> int:
-    """Return the largest c with P(T < c) <= alpha for Wilcoxon's signed-rank statistic T."""
+    """Return the lower quantile of Wilcoxon's signed-rank statistic T.
+
+    It is the largest c with P(T < c) <= alpha.
+    """
     if n > _EXACT_UP_TO:
         mean, variance = n * (n + 1) / 4, n * (n + 1) * (2 * n + 1) / 24
         return max(
@@ -232,8 +235,9 @@ def find_trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
 
 
 def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float) -> Comparison:
-    """Compare B with A: PASS with confidence below `1 + tolerance`, FAIL with confidence above.
+    """Compare B with A by the log ratios of their latencies.
 
+    The verdict is PASS with confidence below `1 + tolerance`, and FAIL with confidence above it.
     The bounds are those of `run_interval`. The first pairs of a run do not predict the rest: before
     `FULL_RUN` a verdict must also hold with each bound moved outwards by `DRIFT` times the missing
     share of it.
@@ -348,7 +352,10 @@ def _may_decide(log_ratios: Sequence[Sequence[float]], tolerance: float) -> bool
 def _measure_distance(
     log_ratios: Sequence[Sequence[float]], tolerance: float
 ) -> tuple[float, float]:
-    """Return the distance of the log ratio from its limit, and that of its bound on that side."""
+    """Return the distances of the log ratio from its limit and from its bound.
+
+    The bound is the one on the side of the limit.
+    """
     estimate, low, high = run_interval(log_ratios)
     distance = math.log1p(tolerance) - estimate
     return abs(distance), high - estimate if distance > 0 else estimate - low

@@ -40,7 +40,9 @@ _SHOWN_COLUMNS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """What the graph shows of one output: its columns, and how far rounding may move its elements.
+    """Columns of one output, and how far rounding may move its elements.
+
+    This is what the graph shows of the output.
 
     Args:
         floor: error of each element in float32, of the output's shape; None if it is unknown.

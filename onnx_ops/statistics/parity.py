@@ -197,7 +197,10 @@ def _measure_in_tolerance(
 def _measure_labels(
     blank: ParityMeasurement, onnx: Array, double: Array, single: Array, rounding: Rounding
 ) -> ParityMeasurement:
-    """Measure the share of rows whose labels differ although the source is sure of them."""
+    """Measure the share of rows whose labels differ.
+
+    Rows count as differing only where the source is sure of its labels.
+    """
     if not onnx.size:
         return blank
     if is_text(onnx):

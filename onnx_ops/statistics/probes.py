@@ -163,7 +163,10 @@ def _make_unordered_domain(array: Array, categories: Array | None) -> InputDomai
 def _find_range(
     values: Floats, finite: Bools, axes: int | tuple[int, ...]
 ) -> tuple[Floats, Floats]:
-    """Return the smallest and the largest finite value of each place; 0 where there is none."""
+    """Return the smallest and the largest finite value of each place.
+
+    Both are 0 where there is no finite value.
+    """
     known = finite.any(axis=axes)
     low = np.where(known, np.where(finite, values, np.inf).min(axis=axes, initial=np.inf), 0.0)
     high = np.where(known, np.where(finite, values, -np.inf).max(axis=axes, initial=-np.inf), 0.0)

@@ -114,7 +114,7 @@ class ActivationStatistics:
 
 
 def _read_comparable(values: Array | None, written: Array) -> npt.NDArray[np.float64] | None:
-    """Return values of the float export if they have the shape of those that were written."""
+    """Return the float export's values if they have the shape of the written ones."""
     return (
         values.astype(np.float64) if values is not None and values.shape == written.shape else None
     )

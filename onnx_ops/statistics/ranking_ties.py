@@ -25,9 +25,10 @@ to differ.
 
 
 def find_ties(onnx: Array, expected: Array, rounding: Rounding) -> Bools:
-    """Return where two indices or classes differ, and have scores that rounding can exchange.
+    """Return where two different indices or classes are tied.
 
-    An index that occurs twice is no tie, unless it does so in the expected answer.
+    Rounding can exchange the scores of a tie. An index that occurs twice is no tie, unless it does
+    so in the expected answer.
     """
     none = np.zeros(onnx.shape, dtype=bool)
     ranking = _read_scores(rounding)
@@ -95,7 +96,10 @@ def is_ranked_by_scores(single: Array, double: Array, rounding: Rounding) -> boo
 
 
 def _read_scores(rounding: Rounding) -> tuple[Floats, Floats] | None:
-    """Return the scores, and how far rounding may move each; None if the output ranks nothing."""
+    """Return the scores, and how far rounding may move each.
+
+    Return None if the output ranks nothing.
+    """
     scores, errors = rounding.scores, rounding.scores_error
     if scores is None or errors is None or errors.shape != scores.shape or not scores.size:
         return None

@@ -198,7 +198,10 @@ def _restore_rows(
 def _find_equal(
     definition: MetricDefinition, answers: Mapping[str, Array], alike: Collection[str]
 ) -> frozenset[str]:
-    """Return the models whose answers equal the candidate's, so that the change is exactly 0."""
+    """Return the models whose answers equal the candidate's.
+
+    The change from such a model is exactly 0.
+    """
     mine, method = answers[CANDIDATE], definition.method
     of_decisions = isinstance(method, Resampled) and method.of_decisions
     return frozenset(
@@ -587,7 +590,10 @@ def _score_alone(
 
 
 def _estimate(between: Replicates, step: float | None = None) -> Interval | None:
-    """Return the interval of a difference or ratio; None if it has neither spread nor a step."""
+    """Return the interval of a difference or ratio.
+
+    Return None if it has neither spread nor a step.
+    """
     if step is None and not between.spread:
         return None
     interval = bca_interval(between)

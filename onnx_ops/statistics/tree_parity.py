@@ -1,9 +1,9 @@
-"""Parity of models that jump: trees node by node, and trees and rankings within a jitter envelope.
+"""Parity of models that jump: trees and rankings.
 
-A correct export of a scaler with trees differs from its source in some rows, because a feature that
-is rounded differently falls on the other side of a split. Such a row is explained if the answers of
-the source to jittered copies of it, by a few times the rounding of float32, enclose the export's
-answer.
+Trees are compared node by node, and trees and rankings within a jitter envelope. A correct export
+of a scaler with trees differs from its source in some rows, because a feature that is rounded
+differently falls on the other side of a split. Such a row is explained if the answers of the source
+to jittered copies of it, by a few times the rounding of float32, enclose the export's answer.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def measure_within_envelope(
     rounding: Rounding = WHOLE,
     made_up: bool = False,
 ) -> ParityMeasurement:
-    """Measure how far an export's output lies outside the envelope of a model that jumps.
+    """Measure how far an export's output lies outside a jumping model's envelope.
 
     Floats: error = largest distance beyond the bounds; noise as in `parity.measure_output`, over
     the rows whose bounds are closer together than the noise. Other types: error = share of rows
@@ -253,7 +253,10 @@ def _as_column(by_row: Bools, like: Floats) -> Bools:
 
 
 def _find_distinct(stacked: Array) -> Array:
-    """Return the distinct entries along axis 0, place by place; k is the largest number of them."""
+    """Return the distinct entries along axis 0, place by place.
+
+    The result has length k along that axis: the largest number of distinct entries of a place.
+    """
     if stacked.dtype.kind == "O":
         stacked = stacked.astype(np.str_)
     ordered = np.sort(stacked, axis=0)

@@ -32,7 +32,10 @@ from onnx_ops.testing.registries import linear_model
 def scaling_deployment(
     folder: Path, *, name: str, version: str, scale: float, model: str = "scale"
 ) -> Deployment:
-    """Write a model to `folder` that computes y = scale * x on float32 of shape (batch, 2)."""
+    """Write a model to `folder` that computes y = scale * x.
+
+    It computes on float32 of shape (batch, 2).
+    """
     folder.mkdir(parents=True)
     linear_model(folder / "model.onnx", slope=scale)
     return Deployment(
@@ -47,7 +50,10 @@ def scaling_deployment(
 
 
 def state_of(*deployments: Deployment, **weights: int) -> EndpointState:
-    """Return a state with these deployments and the percentage of traffic of each, by name."""
+    """Return a state with these deployments and weights.
+
+    `weights` has the percentage of traffic of each deployment, by name.
+    """
     return EndpointState(deployments=deployments, split=TrafficSplit(weights=weights))
 
 
@@ -115,12 +121,18 @@ class EndpointProviderSuite:
 
     @pytest.fixture
     def chosen(self) -> Callable[[Iterable[int]], Sequence[int]]:
-        """Choose which requests of a rollback are disturbed, one at a time; by default all."""
+        """Choose which requests of a rollback are disturbed, by default all.
+
+        They are disturbed one at a time.
+        """
         return list
 
     @pytest.fixture
     def deployments(self, tmp_path: Path) -> tuple[Deployment, Deployment]:
-        """Return two real versions of one registered model: `blue` doubles, `green` triples."""
+        """Return two real versions of one registered model.
+
+        `blue` doubles its input, `green` triples it.
+        """
         blue = scaling_deployment(tmp_path / "models" / "blue", name="blue", version="1", scale=2.0)
         green = scaling_deployment(
             tmp_path / "models" / "green", name="green", version="2", scale=3.0
@@ -140,7 +152,10 @@ class EndpointProviderSuite:
     def serves(
         self, provider: EndpointProvider, config: EndpointConfig, one: Deployment, y: float
     ) -> EndpointState:
-        """Return the endpoint's state, after this deployment has all traffic and answers `y`."""
+        """Check that this deployment serves, and return the endpoint's state.
+
+        The deployment must have all traffic and answer `y`.
+        """
         observed, address = provider.observe(config), provider.address(config)
         assert observed is not None
         assert serves_only(observed, one)

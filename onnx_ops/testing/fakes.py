@@ -1,4 +1,4 @@
-"""Fakes of the ports: clock, host, signer, provider, metrics, registry and notifier."""
+"""Fakes of the ports: clock, host, signer, provider, metrics, registry, notifier."""
 
 from __future__ import annotations
 
@@ -138,7 +138,10 @@ class FakeSigner:
 
 
 def make_ledger_keys(signer: FakeSigner | None = None) -> LedgerKeys:
-    """Return keys with which one signer, by default the trusted one, grants and verifies."""
+    """Return keys with which one signer grants and verifies.
+
+    By default, that signer is the trusted one.
+    """
     signer = signer or FakeSigner()
     use = partial(_get_signer, signer)
     return LedgerKeys(use, use, partial(dict, {signer.key: signer.trusted_keys}))
@@ -257,7 +260,10 @@ class FakeProvider(EndpointProvider):
             raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
 
     def interfere(self, endpoint: str, state: EndpointState | None) -> None:
-        """Replace or lose the endpoint without an entry in the ledger; its generation stays."""
+        """Replace or lose the endpoint without an entry in the ledger.
+
+        The endpoint's generation stays.
+        """
         self._states.pop(endpoint, None)
         if state is not None:
             self._states[endpoint] = state

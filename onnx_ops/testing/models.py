@@ -21,7 +21,10 @@ def rows(count: int, *, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def images(count: int, *, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
-    """Return inputs of the convolution: `image`, float32 of shape (count, 1, SIDE, SIDE)."""
+    """Return inputs of the convolution.
+
+    `image` is float32 of shape (count, 1, SIDE, SIDE).
+    """
     return {"image": np.random.default_rng(seed).random((count, 1, SIDE, SIDE), dtype=np.float32)}
 
 

@@ -64,7 +64,10 @@ def publication(
     target: str = "cpu-1t",
     verdict: Verdict = Verdict.PASS,
 ) -> Publication:
-    """Write a release of tiny models to `folder`; `seed` determines its digest and content."""
+    """Write a release of tiny models to `folder`.
+
+    `seed` determines its digest and content.
+    """
     release = digest_bytes(seed.encode())
     lineage = Lineage(
         pipeline="linear",

@@ -1,4 +1,7 @@
-"""The Azure ML provider, through the real SDK, against the fake with real servers behind it."""
+"""The Azure ML provider, through the real SDK, against the fake.
+
+The fake has real servers behind it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Updates of a SageMaker endpoint: failures, alarms, concurrent clients, and whole rollouts."""
+"""Updates of a SageMaker endpoint.
+
+The tests cover failures, alarms, concurrent clients, and whole rollouts.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,10 @@ def pause(sequence: int) -> LedgerEntry:
 
 
 class Storage:
-    """The folder of a ledger in which every third entry is a pause, which needs no signature."""
+    """The folder of a ledger in which every third entry is a pause.
+
+    A pause needs no signature.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root, self.folder = root / "ledger", root / "ledger" / ENDPOINT

@@ -1,4 +1,7 @@
-"""ONNX Runtime as a runtime of targets, its plug-ins, and the folder that `{cache}` stands for."""
+"""ONNX Runtime as a runtime of targets, its plug-ins, and its cache folder.
+
+`{cache}` stands for that folder.
+"""
 
 from __future__ import annotations
 

@@ -129,7 +129,10 @@ def content(name: str, data: bytes) -> Change:
 
 
 def write_logarithm(root: Path) -> None:
-    """Let the model answer with the logarithm of its scores, some of which are negative."""
+    """Let the model answer with the logarithm of its scores.
+
+    Some scores are negative.
+    """
     model = onnx.load(root / "model.onnx")
     model.graph.node[-1].output[0] = "raw"
     model.graph.node.append(onnx.helper.make_node("Log", ["raw"], ["scores"], name="log"))

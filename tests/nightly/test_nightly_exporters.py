@@ -1,4 +1,7 @@
-"""Frameworks that run in environments of their own, over models trained there on bundled data."""
+"""Frameworks that run in separate environments.
+
+Their models are trained there on bundled data.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every test model of the onnx package: `inspect` and `judge` end in a verdict or a typed error."""
+"""Every test model of the onnx package.
+
+`inspect` and `judge` end in a verdict or a typed error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The provider of replicas over S3 and Azure Blob Storage, by real servers of their protocols."""
+"""The provider of replicas over S3 and Azure Blob Storage.
+
+Real servers implement the protocols of both.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Quantized weights are found with their originals, in the layouts that quantizers write."""
+"""Search for quantized weights and their originals.
+
+The weights are found in the layouts that quantizers write.
+"""
 
 from __future__ import annotations
 

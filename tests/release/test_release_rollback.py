@@ -186,7 +186,7 @@ def test_roll_back_without_previous_version_raises_not_found_error() -> None:
 
 @pytest.fixture
 def trial(scene: Scene) -> Scene:
-    """Return a scene in which version 4 has 10 % of the traffic, and version 3 the rest."""
+    """Return a scene in which version 4 has 10 % of the traffic, version 3 the rest."""
     scene.bind(policy=CANARY)
     scene.promote(scene.publish("d"))
     scene.reconcile()

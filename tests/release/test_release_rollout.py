@@ -138,7 +138,7 @@ def test_canary_advances_one_step_per_operator_command() -> None:
 
 @pytest.fixture
 def trial() -> Scene:
-    """Return a scene in which version 2 has 10 % of the traffic, and version 1 the rest."""
+    """Return a scene in which version 2 has 10 % of the traffic, version 1 the rest."""
     scene = serving("a")
     scene.bind(policy=CANARY)
     scene.promote(scene.publish("b"))

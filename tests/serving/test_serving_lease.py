@@ -1,4 +1,7 @@
-"""A table with a fallback: the candidate gets traffic only while the server has a lease."""
+"""A table with a fallback, on a server with a lease.
+
+The candidate gets traffic only while the server has a lease.
+"""
 
 from __future__ import annotations
 

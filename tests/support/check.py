@@ -207,7 +207,10 @@ def read_importers() -> dict[str, set[str]]:
 
 
 def count_child_cpu_s() -> float:
-    """Return the CPU seconds, user and system, of the processes that this one has waited for."""
+    """Return the CPU seconds of the processes that this one has waited for.
+
+    They include user and system time.
+    """
     times = os.times()
     return times.children_user + times.children_system
 
@@ -228,7 +231,10 @@ def run_step(name: str, command: Sequence[str]) -> bool:
 
 
 def run_tests(files: Sequence[str], cpu_s: float) -> bool:
-    """Run test files until they have used some seconds of CPU; return whether none failed."""
+    """Run test files until they have used some seconds of CPU.
+
+    Return whether none failed.
+    """
     if not files:
         _report("tests: none is near to the changed files")
         return True

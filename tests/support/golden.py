@@ -138,7 +138,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Golden:
-    """Compare texts with those stored in tests/golden, or store them with `--regenerate`."""
+    """Compare texts with those stored in tests/golden.
+
+    With `--regenerate`, store them instead.
+    """
     folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     return Golden(request.node.nodeid, pytestconfig.stash.get(_MADE, None), folder)
 

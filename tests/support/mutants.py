@@ -174,7 +174,10 @@ class LineMap:
         ]
 
     def expected_s(self, paths: Sequence[str]) -> float:
-        """Return the seconds that files, folders or single tests took when the map was recorded."""
+        """Return the seconds that tests took when the map was recorded.
+
+        `paths` can be files, folders or single tests.
+        """
         wanted = tuple(paths)
         return sum(seconds for test, seconds in self.seconds.items() if test.startswith(wanted))
 
@@ -283,7 +286,9 @@ class Tree:
         )
 
     def record(self, path: Path) -> int:
-        """Run tests under coverage, by any number of workers, and write the map of lines to tests.
+        """Run tests under coverage, and write the map of lines to tests.
+
+        Any number of workers can run them.
 
         Returns:
             pytest's exit code.

@@ -288,7 +288,10 @@ class PoolSite:
         no_cache: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[str]:
-        """Start the same run as a flow run of the flow `pipeline`, as Prefect's runner does."""
+        """Start the same run as a flow run of the flow `pipeline`.
+
+        Prefect's runner starts it in the same way.
+        """
         given = (
             f"{PIPELINE!r}, overrides={sets!r}, until={until!r}, "
             f"no_cache={tuple(no_cache)!r}, jobs=2"
@@ -339,7 +342,10 @@ class PoolSite:
         return found
 
     def marked(self, mark: str) -> dict[str, list[float]]:
-        """Return when trainings with this mark began and ended, in seconds since the epoch."""
+        """Return when trainings with this mark began and ended.
+
+        The times are in seconds since the epoch.
+        """
         lines = self.marks.read_text().splitlines() if self.marks.exists() else []
         found: dict[str, list[float]] = {"begins": [], "ends": []}
         for line in lines:

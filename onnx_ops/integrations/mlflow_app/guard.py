@@ -71,7 +71,9 @@ class Configuration:
 
 
 def read_configuration(environ: Mapping[str, str]) -> Configuration:
-    """Read the configuration from the environment; an empty variable counts as not set.
+    """Read the configuration from the environment.
+
+    An empty variable counts as not set.
 
     Raises:
         UserError: a value is invalid, or two of them contradict each other.
@@ -421,6 +423,6 @@ def guarded(alias: str) -> GuardedAlias | None:
 
 
 def folded(text: str) -> str:
-    """Return text without case, accents, compatibility forms and surrounding white space."""
+    """Return text without case, accents, compatibility forms and outer white space."""
     plain = unicodedata.normalize("NFKD", text)
     return "".join(c for c in plain if not unicodedata.combining(c)).casefold().strip()

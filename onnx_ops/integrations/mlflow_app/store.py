@@ -20,7 +20,10 @@ _PLAIN = re.compile(r"[A-Za-z0-9._ -]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredVersion:
-    """One version as stored by the server; `model` and `version` have the stored spelling."""
+    """One version as stored by the server.
+
+    `model` and `version` have the stored spelling.
+    """
 
     model: str
     version: str
@@ -71,7 +74,10 @@ class ServerStore:
         )
 
     def list_copies(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
-        """Yield decisions for the target on the model's other versions of the same content."""
+        """Yield decisions for the target on other versions of the same content.
+
+        All of them are versions of the record's model.
+        """
         query, search = f"tags.`{DIGEST}` = '{record.manifest}'", _store().search_model_versions
         for stored in read_pages(lambda token: search(query, max_results=100, page_token=token)):
             if str(stored.name) == record.model and str(stored.version) != record.version:
@@ -95,7 +101,10 @@ def _store() -> Any:
 
 
 def _unless_absent(ask: Any) -> Any:
-    """Return the answer, or None if the server has no such entry or the name is invalid."""
+    """Return the answer, or None if the server has no such entry.
+
+    The result is also None if the name is invalid.
+    """
     from mlflow.exceptions import MlflowException
 
     try:

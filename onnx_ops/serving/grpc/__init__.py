@@ -1,1 +1,4 @@
-"""gRPC for clients: the Open Inference Protocol, health and reflection (extra `grpc`)."""
+"""gRPC for clients: the Open Inference Protocol, health and reflection.
+
+It needs the extra `grpc`.
+"""

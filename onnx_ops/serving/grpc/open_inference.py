@@ -267,10 +267,10 @@ def _read_varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 def encode_request(message: Any) -> tuple[bytes, int]:
-    """Return a ModelInferRequest in the binary form of HTTP, and the length of its JSON.
+    """Return a ModelInferRequest in the binary form of HTTP.
 
-    All outputs are requested in the binary form. Raises UserError if the tensors and their data do
-    not match.
+    The second value is the length of its JSON. All outputs are requested in the binary form. Raises
+    UserError if the tensors and their data do not match.
     """
     inputs, data = message.inputs, message.raw_input_contents
     if not data:

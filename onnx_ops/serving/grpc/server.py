@@ -1,8 +1,8 @@
-"""A worker's gRPC server: the same requests as over HTTP, answered by the same service.
+"""A worker's gRPC server.
 
-Each message becomes a request in the binary form of HTTP, and its response becomes a message again.
-So the rules for tensors, errors and counts are implemented once. Metadata takes the place of
-headers.
+It takes the same requests as over HTTP, and the same service answers them. Each message becomes a
+request in the binary form of HTTP, and its response becomes a message again. So the rules for
+tensors, errors and counts are implemented once. Metadata takes the place of headers.
 """
 
 from __future__ import annotations
@@ -270,7 +270,10 @@ def is_ready(app: PublicApp) -> bool:
 
 
 def _read_head(context: Any) -> dict[bytes, bytes]:
-    """Return the metadata of a call as headers, with its deadline unless a header sets one."""
+    """Return the metadata of a call as headers, with its deadline.
+
+    A header that sets a deadline takes precedence.
+    """
     head: dict[bytes, bytes] = {}
     for name, value in context.invocation_metadata() or ():
         head.setdefault(name.encode(), value if isinstance(value, bytes) else value.encode())

@@ -314,7 +314,10 @@ class PublicApp(HttpApp):
         return _build_json({"model_stats": statistics})
 
     def post_repository_index(self, _head: RequestHead, body: bytes) -> RawResponse:
-        """Return the state of each version; with `{"ready": true}`, of those that are ready."""
+        """Return the state of each version.
+
+        With `{"ready": true}`, only versions that are ready are listed.
+        """
         if len(body) > _MAX_INDEX_BYTES:
             return build_error(413, f"the body must not be larger than {_MAX_INDEX_BYTES} bytes")
         try:

@@ -691,7 +691,10 @@ async def serve_connections(
     *,
     drain_s: float,
 ) -> None:
-    """Accept connections until `stop` is set, then wait at most `drain_s` for them to end."""
+    """Accept connections until `stop` is set, then wait for them to end.
+
+    The wait takes at most `drain_s`.
+    """
     loop = asyncio.get_running_loop()
     server = await loop.create_server(build, sock=listener, backlog=_BACKLOG)
     watch = loop.create_task(limits.watch())

@@ -1,5 +1,6 @@
-"""Documents of Triton's extensions: model configuration, statistics and model repository.
+"""Documents of Triton's extensions.
 
+The extensions are model configuration, statistics and model repository:
 https://github.com/triton-inference-server/server/tree/main/docs/protocol
 """
 

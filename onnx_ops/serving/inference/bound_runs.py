@@ -72,7 +72,10 @@ class BoundRun:
         self._start = self._end = self._lines = b""
 
     def learn_response(self, response: RawResponse) -> None:
-        """Learn the text before and after the data in the response with the current outputs."""
+        """Learn the text before and after the data in the response.
+
+        The response holds the current outputs.
+        """
         if len(self.outputs) == 1:
             self._start, _, self._end = response.body.rpartition(self._encode())
             self._lines = response.lines

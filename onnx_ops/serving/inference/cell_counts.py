@@ -110,7 +110,10 @@ class CellCounter:
             _count(block.memory, (side[0] + cell) * CELL_NUMBERS, side[1], status, seconds)
 
     def begin(self, draw: CellDraw, slot: int, cell: int) -> CellPlace | None:
-        """Count a request as in progress, until `finish`; None if its deployment is not watched."""
+        """Count a request as in progress, until `finish` is called.
+
+        Return None if the request's deployment is not watched.
+        """
         block = self._block
         if block is None or block.draw is not draw or block.watch != self._header[WATCH]:
             block = self._open_block(draw)

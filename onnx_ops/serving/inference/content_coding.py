@@ -1,4 +1,7 @@
-"""Content codings of request and response bodies: gzip and deflate (RFC 9110, 8.4.1)."""
+"""Content codings of request and response bodies: gzip and deflate.
+
+They are defined in RFC 9110, 8.4.1.
+"""
 
 from __future__ import annotations
 

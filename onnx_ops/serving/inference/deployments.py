@@ -60,7 +60,9 @@ Run = Callable[..., Sequence[Array]]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DeployedModel:
-    """A deployment with its loaded model: reads requests, runs the model, writes responses.
+    """A deployment with its loaded model.
+
+    It reads requests, runs the model, and writes responses.
 
     Args:
         run: returns outputs by name for a feed; thread-safe.
@@ -326,7 +328,10 @@ class TableSnapshot:
             loaded.must_queue = loaded.is_unbounded or must_queue
 
     def is_warm(self) -> bool:
-        """Return whether the latency of every deployment with traffic is compared from now on."""
+        """Return whether latency is compared from now on.
+
+        It must be compared for every deployment with traffic.
+        """
         serving = [
             self.deployments[name] for name in set(self.router.slots) if name in self.deployments
         ]

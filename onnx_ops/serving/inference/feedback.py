@@ -66,8 +66,9 @@ class FeedbackCounter:
     def remember(
         self, request_id: bytes | None, slot: int, split: int, epoch: int, cell: int
     ) -> None:
-        """Remember which deployment answered a request with this id, and the user's cell last.
+        """Remember which deployment answered a request.
 
+        The deployment is stored for the request's id, and as the last one for the user's cell.
         Later splits and epochs have higher numbers. One call does both, since every request makes
         it.
         """
@@ -79,9 +80,10 @@ class FeedbackCounter:
             self._request_ids[key % REQUEST_IDS] = key << _VALUE_BITS | value
 
     def count(self, body: bytes) -> tuple[int, int]:
-        """Count the feedback in a body; return the number of counted and of unknown entries.
+        """Count the feedback in a body.
 
-        If the body is invalid (UserError), nothing is counted.
+        Return the number of counted and of unknown entries. If the body is invalid (UserError),
+        nothing is counted.
         """
         entries = _read_entries(body)
         unknown = 0
@@ -100,9 +102,10 @@ class FeedbackCounter:
         return len(entries) - unknown, unknown
 
     def _count_cell(self, subject: _Subject, success: bool) -> None:
-        """Count feedback by user, if the present split is the one that has assigned the user.
+        """Count feedback by user.
 
-        Epochs have no feedback: they would be closed before it arrives.
+        It counts only if the present split is the one that has assigned the user. Epochs have no
+        feedback: they would be closed before it arrives.
         """
         try:
             snapshot = self._deployments.get_current()

@@ -114,9 +114,9 @@ class ModelCopies:
         self._trust = trust
 
     def fetch(self, deployment: Deployment) -> Path:
-        """Return the folder with the verified copy of a deployment's files; copy them if needed.
+        """Return the folder with the verified copy of a deployment's files.
 
-        Without a trust policy, no signature is required.
+        The files are copied if needed. Without a trust policy, no signature is required.
 
         Raises:
             RefusedError: no trusted key has signed these files, or a library of custom operators.

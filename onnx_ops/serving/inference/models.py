@@ -575,7 +575,9 @@ class LoadedModel:
 def load_model(
     deployment: Deployment, copies: ModelCopies, cache: PackedModelCache | None = None
 ) -> LoadedModel:
-    """Load a model from the verified copy of its files (see `ModelCopies.fetch`), and warm it up.
+    """Load a model from the verified copy of its files, and warm it up.
+
+    See `ModelCopies.fetch` for the copy.
 
     Raises:
         UserError: the protocol cannot represent an input or output of the model.

@@ -1,7 +1,8 @@
-"""Log of answered requests: lines of JSON, and spans for an OpenTelemetry collector (extra `otel`).
+"""Log of answered requests: lines of JSON, and OpenTelemetry spans.
 
-Requests are recorded when their responses are ready, and written on a thread. The standard
-variables configure the spans: the collector, the sampler, the limits of its queue
+The spans go to a collector and need the extra `otel`. Requests are recorded when their responses
+are ready, and written on a thread. The standard variables configure the spans: the collector, the
+sampler, the limits of its queue
 (https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/).
 """
 
@@ -99,9 +100,10 @@ class RequestLog:
 
 
 def open_access_log(path: str) -> Writer:
-    """Return a function that appends one JSON line per inference to a file; `-` is standard output.
+    """Return a function that appends one JSON line per inference to a file.
 
-    Whole lines are appended with one write, so that several workers can share a file.
+    The path `-` is standard output. Whole lines are appended with one write, so that several
+    workers can share a file.
     """
     file = (
         1

@@ -276,7 +276,10 @@ class InferenceService:
         return not others
 
     def check_in_service(self, loaded: LoadedDeployment) -> None:
-        """Raise ServiceUnavailableError if a deployment is out of service (see `worker_health`)."""
+        """Raise ServiceUnavailableError if a deployment is out of service.
+
+        See `worker_health`.
+        """
         if self._header[OUT_OF_SERVICE] >> loaded.slot & 1:
             raise ServiceUnavailableError(
                 f"deployment {loaded.deployment.name!r} is out of service",

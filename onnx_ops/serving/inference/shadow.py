@@ -1,4 +1,4 @@
-"""Shadow traffic: mirrored requests on their way to a shadow process, and how responses differ.
+"""Shadow traffic: requests mirrored to a shadow process, and how responses differ.
 
 A worker copies a request and its response into the queue of a socket, in 2 to 3 µs
 (`benchmarks.serving.shadow_cost`). A shadow process runs the request and compares the responses

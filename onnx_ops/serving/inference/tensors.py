@@ -151,9 +151,10 @@ class LazyArray:
 
 # Simdjson: an integer of more than 64 bits is a RuntimeError.
 class LargeArray(LazyArray):
-    """The text of a rectangular array, of which only the brackets and commas are known.
+    """The unparsed text of a rectangular array.
 
-    It is parsed in pieces: each occupies the interpreter, which answers other requests in between.
+    Only its brackets and commas are known. It is parsed in pieces: each occupies the interpreter,
+    which answers other requests in between.
     """
 
     __slots__ = ("_body", "_end", "_start")

@@ -40,7 +40,10 @@ def read_available_bytes(root: Path | None = None) -> int | None:
 
 
 def _list_group_bytes(root: Path) -> Iterator[int]:
-    """Yield what each memory group of this process leaves, up to the root of its hierarchy."""
+    """Yield the bytes that each memory group of this process leaves.
+
+    The groups reach up to the root of their hierarchy.
+    """
     base = root / "sys/fs/cgroup"
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")

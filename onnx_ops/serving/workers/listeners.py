@@ -100,7 +100,10 @@ def get_shadow_path(folder: Path, origin: str, slot: int) -> Path:
 
 
 def receive_sockets(folder: Path, host: str, port: int) -> ListenerSockets | None:
-    """Return the sockets of workers whose supervisor died, if they have this host and port."""
+    """Return the sockets of workers whose supervisor died.
+
+    Return None if the sockets do not have this host and port.
+    """
     try:
         with connect_unix(folder / HANDOVER_SOCKET, timeout_s=_HANDOVER_S) as client:
             _, descriptors, _, _ = socket.recv_fds(client, 1, 2)

@@ -193,7 +193,9 @@ def _measure_workers(pids: Collection[int], before_bytes: int) -> list[int]:
 
 
 def find_shortage(memory: ServerMemory, peak_bytes: int) -> str:
-    """Return why one more deployment does not fit beside the running ones; empty if it does.
+    """Return why one more deployment does not fit beside the running ones.
+
+    The text is empty if the deployment fits.
 
     Args:
         peak_bytes: of the deployment in one worker.

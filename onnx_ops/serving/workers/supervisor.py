@@ -153,9 +153,10 @@ class TablePublisher:
         )
 
     def publish(self, revision: TableRevision) -> None:
-        """Write a revision durably and publish it, as soon as every worker has prepared it.
+        """Write a revision durably and publish it.
 
-        Nothing may be awaited in between: a worker that starts then would not know the revision.
+        This happens as soon as every worker has prepared the revision. Nothing may be awaited in
+        between: a worker that starts then would not know the revision.
         """
         try:
             # The follower gives it again after a restart.
@@ -235,7 +236,7 @@ class Supervisor:
         )
 
     def report_state(self) -> AdminState:
-        """Return the state with the memory of the workers, and what is available beside it."""
+        """Return the state with the workers' memory, and what is available beside it."""
         return replace(self.get_state(), memory=measure_server_memory(self._pool.pids))
 
     def set_lease(self, lease: Lease) -> Lease:

@@ -128,11 +128,11 @@ def estimate_dispersion(table: npt.ArrayLike) -> Array:
 
 
 def estimate_error_effect(table: npt.ArrayLike) -> Array:
-    """Return the design effect of the candidate's errors for a service level; at least 1.
+    """Return the design effect of the candidate's errors for a service level.
 
-    It is the index of dispersion of the errors over intervals, of the candidate or of both
-    versions, whichever is larger. Since outages that were not seen may still come, the requests of
-    an interval count as at most 1 / `OUTAGE_SHARE`.
+    The effect is at least 1. It is the index of dispersion of the errors over intervals, of the
+    candidate or of both versions, whichever is larger. Since outages that were not seen may still
+    come, the requests of an interval count as at most 1 / `OUTAGE_SHARE`.
 
     The argument is that of `estimate_dispersion`.
     """

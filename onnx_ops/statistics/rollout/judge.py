@@ -327,7 +327,10 @@ def _find_shortage(
 
 
 def _find_few_units(observations: Observations, step: PlannedStep, policy: RolloutPolicy) -> str:
-    """Return the place with the fewest units, if those are too few; else an empty text."""
+    """Return the place with the fewest units, if those are too few.
+
+    Otherwise, the text is empty.
+    """
     places = ("errors", *(rail.places[0] for rail in _list_traffic_rails(policy)))
     counted = {place: _count_units(observations, step, place)[0] for place in places}
     place = min(counted, key=lambda place: counted[place])
@@ -395,7 +398,10 @@ def _explain_service_level(here: Sequence[ObservationInterval], rate: float) -> 
 
 
 def _compute_fewest_intervals(rate: float) -> int:
-    """Return how many intervals it takes at least to show a rate of errors, if no request fails."""
+    """Return the fewest intervals that can show a rate of errors.
+
+    The number applies if no request fails.
+    """
     return math.ceil(ev.compute_clean_requests(rate) * design_effect.OUTAGE_SHARE)
 
 

@@ -1,10 +1,11 @@
-"""Servers of one endpoint whose share of bad requests differs from that of the other servers.
+"""Servers of one endpoint with an outlying share of bad requests.
 
-Such a server is a broken machine, or reports invented counts. Each server is compared with the
-rest, in both directions, by the evidence of `evidence` against an odds ratio of at most
-`TOLERATED_RATIO`. Each generation of the routing table is an interval, so that servers are compared
-over the same time as far as the counts show it. Units are requests: one user whose requests all
-reach one server can make it an outlier. So the result is a hint.
+The share differs from that of the other servers. Such a server is a broken machine, or reports
+invented counts. Each server is compared with the rest, in both directions, by the evidence of
+`evidence` against an odds ratio of at most `TOLERATED_RATIO`. Each generation of the routing table
+is an interval, so that servers are compared over the same time as far as the counts show it. Units
+are requests: one user whose requests all reach one server can make it an outlier. So the result is
+a hint.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ _Tallies: TypeAlias = Mapping[str, Mapping[int, RequestCounts]]
 
 
 def find_outliers(counts: Iterable[GenerationCounts]) -> tuple[ServerOutlier, ...]:
-    """Return the servers that differ from the others by more than chance, by deployment and place.
+    """Return the servers that differ from the others by more than chance.
 
-    If all servers differ by at most `TOLERATED_RATIO`, and requests are independent, the chance
-    that any is returned is at most 1e-6 at each look. The counts of several starts of a server are
-    added. Counts without the name of a server, and those that cannot be counts of requests, are
-    ignored.
+    They are compared by deployment and place. If all servers differ by at most `TOLERATED_RATIO`,
+    and requests are independent, the chance that any is returned is at most 1e-6 at each look. The
+    counts of several starts of a server are added. Counts without the name of a server, and those
+    that cannot be counts of requests, are ignored.
     """
     comparisons = [
         (deployment, place, *_tabulate(by_server, place))

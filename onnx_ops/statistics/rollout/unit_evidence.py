@@ -1,10 +1,10 @@
-"""Evidence from units whose version is drawn anew in each epoch, valid at the end of every epoch.
+"""Evidence from units whose version is drawn anew in each epoch.
 
-In a canary step, a coin decides which version serves a unit: a cell of users in one epoch, or a
-request without a key. The coin is the only thing that is random here; users, bursts, outages and
-drift may be anything. A unit has a badness y in [0, 1], the share of its requests that were events.
-Under the null hypothesis, no unit is made worse by the candidate than tau times: y1 <= tau * y0,
-where y1 and y0 are its badness under either version.
+It is valid at the end of every epoch. In a canary step, a coin decides which version serves a unit:
+a cell of users in one epoch, or a request without a key. The coin is the only thing that is random
+here; users, bursts, outages and drift may be anything. A unit has a badness y in [0, 1], the share
+of its requests that were events. Under the null hypothesis, no unit is made worse by the candidate
+than tau times: y1 <= tau * y0, where y1 and y0 are its badness under either version.
 
 With the candidate's share p, the coin Z (1: candidate), an increasing score h with h(0) = 0, and a
 fixed center m,

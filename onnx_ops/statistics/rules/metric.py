@@ -415,7 +415,10 @@ def _explain_indecision(limit: MetricLimit, entry: _Entry, interval: Interval) -
 
 
 def _explain_few_rows(limit: MetricLimit, entry: ScoreComparison) -> str:
-    """Return how many rows carry the error, and which, where they are few; else an empty text."""
+    """Return how many rows carry the error, and which, where they are few.
+
+    Otherwise, the text is empty.
+    """
     units, kind = entry.groups or entry.n, "groups" if entry.groups else "rows"
     if limit.of_change and _rests_on_few(limit, entry):
         rest = _get_rest(limit, entry)

@@ -92,7 +92,10 @@ def _judge_outputs(
     measurements: Sequence[ParityMeasurement],
     divergence: Divergence | None,
 ) -> Iterator[GateResult]:
-    """Yield the verdict on inputs that callers can send, and one advisory line if others differ."""
+    """Yield the verdict on inputs that callers can send.
+
+    One advisory line follows if other inputs differ.
+    """
     binding = [m for m in measurements if gate.rule(m.group, inside=m.inside) == "fail"]
     outside = [m for m in measurements if gate.rule(m.group, inside=m.inside) == "advise"]
     yield _verdict(rule, gate, binding, divergence)
@@ -143,7 +146,7 @@ def _verdict(
 
 
 def _describe_limit(m: ParityMeasurement, gate: ParityGate) -> str:
-    """Describe the limit, and the smallest error that the gate sees in the worst column."""
+    """Describe the limit, and the smallest visible error in the worst column."""
     if m.mismatch or (m.noise == 0 and m.error > 0):
         return ""
     limit = f", limit {gate.noise_factor:.4g}x"
@@ -234,7 +237,7 @@ def _is_rounded(weight: WeightMeasurement, gate: ParityGate) -> bool:
 
 
 def is_compensating(weight: WeightMeasurement) -> bool:
-    """Return whether a weight or bias was moved so that the errors of rounding compensate."""
+    """Return whether a weight or bias was moved so that rounding errors compensate."""
     moved = weight.output_error is not None and weight.output_error <= COMPENSATED
     return moved and (weight.bias or weight.steps <= FURTHEST)
 
@@ -320,7 +323,7 @@ def _judge_clipping(
 
 
 def _judge_ranges(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge how much farther the ranges of activations and weights reach than their values."""
+    """Judge how far the ranges of activations and weights exceed their values."""
     ranges = [
         *(
             (a.stretch, f"activation {a.tensor!r}")

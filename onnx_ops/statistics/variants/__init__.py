@@ -1,1 +1,4 @@
-"""Choose variants: the next step of a search, and the variant that serves a target."""
+"""Choice of variants.
+
+It covers the next step of a search, and the variant that serves a target.
+"""

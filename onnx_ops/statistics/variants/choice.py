@@ -154,9 +154,10 @@ def _drop_beaten(
     *,
     loaded: bool,
 ) -> list[_Candidate]:
-    """Return the variants that beat a passing export with confidence, or the export if none does.
+    """Return the variants that beat a passing export with confidence.
 
-    Where size or accuracy is preferred, the export is a candidate like the others.
+    Return the export if no variant does. Where size or accuracy is preferred, the export is a
+    candidate like the others.
     """
     if policy.objective not in ("latency", "cost") or export is None:
         return candidates
@@ -191,11 +192,11 @@ def _describe_tie(chosen: _Candidate, others: Sequence[_Candidate]) -> str:
 
 
 def _correct_for_family(decisions: Sequence[Decision]) -> tuple[list[Decision], dict[str, float]]:
-    """Return the decisions that also pass as one of several, and the levels of those that do not.
+    """Return the decisions that also pass as one of several.
 
-    Of six variants exactly at the limit one passes by chance in a quarter of all releases. Their
-    p-values are therefore compared with the limits of Holm 1979 (Scandinavian Journal of Statistics
-    6:65-70).
+    The second value holds the levels of those that do not pass. Of six variants exactly at the
+    limit one passes by chance in a quarter of all releases. Their p-values are therefore compared
+    with the limits of Holm 1979 (Scandinavian Journal of Statistics 6:65-70).
     """
     p_values = _collect_family(decisions)
     family = sorted(
@@ -228,7 +229,7 @@ def _collect_family(decisions: Sequence[Decision]) -> dict[str, float]:
 
 
 def _apply_holm(family: Sequence[tuple[float, str]]) -> tuple[set[str], float]:
-    """Return the variants that pass, and the level at which the first of the others does not.
+    """Return the variants that pass, and the level of the first that fails.
 
     Args:
         family: p-values and variants, the smallest p-value first.

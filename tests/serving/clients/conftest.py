@@ -1,4 +1,7 @@
-"""Two real server processes: a model of many types, and a classifier from scikit-learn."""
+"""Two real server processes.
+
+One serves a model of many types, the other a classifier from scikit-learn.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Triton's extensions over HTTP: configuration, statistics and the index of versions."""
+"""Triton's extensions over HTTP.
+
+They are configuration, statistics and the index of versions.
+"""
 
 from __future__ import annotations
 

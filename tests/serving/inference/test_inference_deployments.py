@@ -66,7 +66,10 @@ class Loads:
 
 
 class Server:
-    """A supervisor's endpoint and one worker's deployments, without processes between them."""
+    """A supervisor's endpoint and one worker's deployments.
+
+    There are no processes between them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.loads = Loads()
