@@ -179,9 +179,10 @@ class Following:
         the last gap in the answers of the store. Otherwise the result is 0. A newer table that
         moves traffic ends the lease before it is adopted.
         """
+        end = self._compute_end()  # before the tables are read: see there
         timeout_s = 0.0 if self.adopted is None else self.adopted.judge_timeout_s
         is_judged = self._is_confirmed and (not timeout_s or now - self._beat_at < timeout_s)
-        return self._compute_end() if self._is_current() and is_judged else 0.0
+        return end if self._is_current() and is_judged else 0.0
 
     def renew_serving_end(self) -> float:
         """Return until when a server whose table is leased may answer requests.
@@ -196,9 +197,10 @@ class Following:
         return self._serving_end
 
     def _compute_end(self) -> float:
-        """Return until when the last list and the last report count.
+        """Return the end of the lease that the last listing and the last report give.
 
-        Call this before reading the tables: a list is noted after its tables are.
+        Call this before `_is_current`: another thread sets `newest` first, and `listed_at`
+        afterwards. In the other order, a new listing would extend the lease of an old table.
         """
         return max(0.0, min(self.listed_at, self.reported_at) + LEASE_S)
 

@@ -5,6 +5,7 @@ test_endpoint_replicas tests the process of a replica.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,6 +117,29 @@ def test_lease_end_after_gap_is_zero_until_later_heartbeat(following: Following,
 def test_lease_end_after_short_gap_is_extended(following: Following) -> None:
     following.see_beat(2, NOW + LEASE_S)
     assert following.compute_lease_end(NOW + LEASE_S) == NOW + LEASE_S
+
+
+class PolledMeanwhile(Following):
+    """Another thread lists a rollback right after the tables are compared."""
+
+    def _is_current(self) -> bool:
+        is_current = super()._is_current()
+        self.see(ABORT)
+        self.listed_at = self.reported_at = NOW + 20
+        return is_current
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [lambda polled: polled.compute_lease_end(NOW + 20), PolledMeanwhile.renew_serving_end],
+    ids=["lease", "serving lease"],
+)
+def test_listing_during_computation_extends_no_lease_of_older_table(
+    following: Following, compute: Callable[[Following], float]
+) -> None:
+    polled = PolledMeanwhile()
+    vars(polled).update(vars(following))
+    assert compute(polled) == NOW + LEASE_S
 
 
 def test_lease_end_of_new_replica_is_zero_until_second_heartbeat() -> None:

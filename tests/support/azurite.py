@@ -38,7 +38,12 @@ def azurite(packages: Path, container: str) -> Iterator[str]:
         str(port),
         "--inMemoryPersistence",
     )
-    with subprocess.Popen([program, *options], stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        [program, *options],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # no test that ends a group of processes reaches it
+    ) as process:
         try:
             account = f"AccountName={ACCOUNT};AccountKey={KEY}"
             opened = f"DefaultEndpointsProtocol=http;{account};BlobEndpoint=http://127.0.0.1:{port}/{ACCOUNT}"
@@ -47,5 +52,7 @@ def azurite(packages: Path, container: str) -> Iterator[str]:
             ) as client:
                 client.create_container(container)  # The client retries until the server answers.
             yield opened
+            if (code := process.poll()) is not None:
+                raise RuntimeError(f"Azurite ended with exit code {code} during the tests")
         finally:
             process.terminate()
