@@ -101,7 +101,7 @@ def timed(command: list[str | Path], place: Path, environ: dict[str, str]) -> fl
     done = subprocess.run(
         command,
         cwd=place,
-        env={**inherited, "PYTHONPATH": str(place), **environ},
+        env={**inherited, "PYTHONPATH": f"{place}{os.pathsep}{ROOT}", **environ},
         capture_output=True,
         text=True,
         check=False,
