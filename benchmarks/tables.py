@@ -101,11 +101,11 @@ fitted counts.
 
 KNOWN_WRONG = frozenset(
     {
-        "mixed, one-hot, unseen ones as infrequent",
+        "mixed, one-hot, unknown categories as infrequent",
         "HistGradientBoosting, categories",
         "HistGradientBoosting, Poisson",
-        "neighbours by distance, p = 1",
-        "SGD, modified Huber, three classes",
+        "KNeighborsClassifier weighted by distance, p = 1",
+        "SGDClassifier, modified Huber loss, three classes",
         "XGBoost, {'objective': 'reg:logistic'}",
         "XGBoost, {'objective': 'survival:cox'}",
         "XGBoost, {'objective': 'reg:quantileerror', 'quantile_alpha': [0.1, 0.9]}",
@@ -183,27 +183,27 @@ def cases() -> list[Case]:
     """Return all cases, unfitted."""
     logistic = linear_model.LogisticRegression(max_iter=500)
     found: list[Case] = [
-        ("numbers, one input a column, logistic regression", make_pipeline(StandardScaler(), logistic), NUMBERS, "class"),
+        ("numeric columns, one input for each column, logistic regression", make_pipeline(StandardScaler(), logistic), NUMBERS, "class"),
         ("mixed, logistic regression", mixed(logistic), MIXED, "class"),
         ("mixed, three classes as texts", mixed(logistic), MIXED, "text"),
-        ("mixed, truth values passed through", mixed(logistic, more=[("member", "passthrough", ["member"])]), MIXED, "class"),
-        ("mixed, truth values one-hot", mixed(logistic, more=[("member", OneHotEncoder(), ["member"])]), MIXED, "class"),
+        ("mixed, boolean column passed through", mixed(logistic, more=[("member", "passthrough", ["member"])]), MIXED, "class"),
+        ("mixed, boolean column one-hot", mixed(logistic, more=[("member", OneHotEncoder(), ["member"])]), MIXED, "class"),
         ("mixed, remainder passed through", Pipeline([("c", ColumnTransformer([("o", OneHotEncoder(handle_unknown="ignore"), ["city", "plan"])], remainder="passthrough")), ("m", ensemble.RandomForestClassifier(20, random_state=0))]), MIXED, "class"),
         ("mixed, ordinal encoder, random forest", mixed(ensemble.RandomForestClassifier(20, random_state=0), encoder=OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1)), MIXED, "class"),
-        ("mixed, one-hot, dropped first", mixed(logistic, encoder=OneHotEncoder(drop="first", handle_unknown="ignore")), MIXED, "class"),
-        ("mixed, one-hot, infrequent", mixed(logistic, encoder=OneHotEncoder(min_frequency=80, handle_unknown="ignore")), MIXED, "class"),
-        ("mixed, one-hot, unseen ones as infrequent", mixed(logistic, encoder=OneHotEncoder(min_frequency=80, handle_unknown="infrequent_if_exist")), MIXED, "class"),
-        ("mixed, one-hot, unseen ones refused", mixed(logistic, encoder=OneHotEncoder()), MIXED, "class"),
+        ("mixed, one-hot, first category dropped", mixed(logistic, encoder=OneHotEncoder(drop="first", handle_unknown="ignore")), MIXED, "class"),
+        ("mixed, one-hot, infrequent categories grouped", mixed(logistic, encoder=OneHotEncoder(min_frequency=80, handle_unknown="ignore")), MIXED, "class"),
+        ("mixed, one-hot, unknown categories as infrequent", mixed(logistic, encoder=OneHotEncoder(min_frequency=80, handle_unknown="infrequent_if_exist")), MIXED, "class"),
+        ("mixed, one-hot, unknown categories refused", mixed(logistic, encoder=OneHotEncoder()), MIXED, "class"),
         ("mixed, target encoder", mixed(logistic, encoder=TargetEncoder(random_state=0)), MIXED, "class"),
-        ("mixed, text imputed", mixed(logistic, encoder=make_pipeline(SimpleImputer(strategy="most_frequent", missing_values=""), OneHotEncoder(handle_unknown="ignore"))), MIXED, "class"),
-        ("mixed, whole numbers one-hot", mixed(logistic, more=[("visits", OneHotEncoder(handle_unknown="ignore"), ["visits"])]), MIXED, "class"),
+        ("mixed, empty texts imputed", mixed(logistic, encoder=make_pipeline(SimpleImputer(strategy="most_frequent", missing_values=""), OneHotEncoder(handle_unknown="ignore"))), MIXED, "class"),
+        ("mixed, integer column one-hot", mixed(logistic, more=[("visits", OneHotEncoder(handle_unknown="ignore"), ["visits"])]), MIXED, "class"),
         ("mixed and text, TF-IDF", mixed(logistic, text=TfidfVectorizer()), EVERYTHING, "class"),
-        ("mixed and text, counts", mixed(naive_bayes.MultinomialNB(), numbers=MinMaxScaler(clip=True), text=CountVectorizer()), EVERYTHING, "class"),
+        ("mixed and text, word counts", mixed(naive_bayes.MultinomialNB(), numbers=MinMaxScaler(clip=True), text=CountVectorizer()), EVERYTHING, "class"),
         ("mixed and text, TF-IDF of word pairs", mixed(logistic, text=TfidfVectorizer(ngram_range=(1, 2))), EVERYTHING, "class"),
         ("text only, TF-IDF", make_pipeline(TfidfVectorizer(), logistic), ("note",), "class"),
-        ("text only, counts, naive Bayes", make_pipeline(CountVectorizer(), naive_bayes.MultinomialNB()), ("note",), "class"),
+        ("text only, word counts, naive Bayes", make_pipeline(CountVectorizer(), naive_bayes.MultinomialNB()), ("note",), "class"),
         ("text only, TF-IDF, truncated SVD", make_pipeline(TfidfVectorizer(), TruncatedSVD(5, random_state=0), logistic), ("note",), "class"),
-        ("text only, characters", make_pipeline(TfidfVectorizer(analyzer="char"), logistic), ("note",), "class"),
+        ("text only, TF-IDF of characters", make_pipeline(TfidfVectorizer(analyzer="char"), logistic), ("note",), "class"),
         ("categories only, one-hot", make_pipeline(OneHotEncoder(handle_unknown="ignore"), logistic), ("city", "plan"), "class"),
     ]  # fmt: skip
     for scaler in (
@@ -216,9 +216,9 @@ def cases() -> list[Case]:
             (f"mixed, {type(scaler).__name__}", mixed(logistic, numbers=numbers), MIXED, "class")
         )
     found += [
-        ("mixed, missing marked", mixed(logistic, numbers=make_pipeline(SimpleImputer(add_indicator=True), StandardScaler())), MIXED, "class"),
+        ("mixed, missing values marked", mixed(logistic, numbers=make_pipeline(SimpleImputer(add_indicator=True), StandardScaler())), MIXED, "class"),
         ("mixed, FeatureUnion", mixed(logistic, numbers=make_pipeline(SimpleImputer(), FeatureUnion([("s", StandardScaler()), ("p", PCA(2))]))), MIXED, "class"),
-        ("mixed, function of the user", mixed(logistic, numbers=make_pipeline(SimpleImputer(), FunctionTransformer(np.log1p))), MIXED, "class"),
+        ("mixed, user-defined function", mixed(logistic, numbers=make_pipeline(SimpleImputer(), FunctionTransformer(np.log1p))), MIXED, "class"),
     ]  # fmt: skip
     for model in (
         tree.DecisionTreeClassifier(max_depth=5, random_state=0), ensemble.ExtraTreesClassifier(20, random_state=0),
@@ -243,12 +243,12 @@ def cases() -> list[Case]:
     found += [
         ("mixed, two targets, Ridge", mixed(linear_model.Ridge()), MIXED, "amounts"),
         ("mixed, two targets, MultiOutputRegressor", mixed(MultiOutputRegressor(tree.DecisionTreeRegressor(max_depth=4))), MIXED, "amounts"),
-        ("missing, HistGradientBoostingClassifier", ensemble.HistGradientBoostingClassifier(max_iter=20), NUMBERS, "class"),
+        ("numeric columns with missing values, HistGradientBoostingClassifier", ensemble.HistGradientBoostingClassifier(max_iter=20), NUMBERS, "class"),
         ("HistGradientBoosting, categories", ensemble.HistGradientBoostingClassifier(max_iter=20, categorical_features=[3]), NUMBERS, "class"),
         ("HistGradientBoosting, Poisson", ensemble.HistGradientBoostingRegressor(max_iter=20, loss="poisson"), NUMBERS, "amount"),
-        ("neighbours by distance, p = 1", mixed(neighbors.KNeighborsClassifier(weights="distance", p=1)), MIXED, "class"),
-        ("SGD, log loss, three classes", mixed(linear_model.SGDClassifier(loss="log_loss", random_state=0)), MIXED, "three"),
-        ("SGD, modified Huber, three classes", mixed(linear_model.SGDClassifier(loss="modified_huber", random_state=0)), MIXED, "three"),
+        ("KNeighborsClassifier weighted by distance, p = 1", mixed(neighbors.KNeighborsClassifier(weights="distance", p=1)), MIXED, "class"),
+        ("SGDClassifier, log loss, three classes", mixed(linear_model.SGDClassifier(loss="log_loss", random_state=0)), MIXED, "three"),
+        ("SGDClassifier, modified Huber loss, three classes", mixed(linear_model.SGDClassifier(loss="modified_huber", random_state=0)), MIXED, "three"),
         *boosted(),
     ]  # fmt: skip
     return [*found, *wrappers(), *others({name for name, *_ in found})]
@@ -264,55 +264,55 @@ def wrappers() -> Iterator[Case]:
     calibrated = calibration.CalibratedClassifierCV
     target = TransformedTargetRegressor
     around: list[tuple[str, Any, str]] = [
-        ("grid search", model_selection.GridSearchCV(mixed(logistic), {"model__C": [0.1, 1]}, cv=3), "class"),
-        ("random search", model_selection.RandomizedSearchCV(mixed(logistic), {"model__C": [0.1, 1]}, n_iter=2, cv=3), "class"),
-        ("grid search of a regressor", model_selection.GridSearchCV(mixed(ridge), {"model__alpha": [0.1, 1]}, cv=3), "amount"),
-        ("grid search of a calibration", model_selection.GridSearchCV(calibrated(mixed(logistic), cv=3), {"method": ["sigmoid", "isotonic"]}, cv=3), "class"),
-        ("calibration", calibrated(mixed(logistic), cv=3), "class"),
-        ("calibration, isotonic", calibrated(mixed(forest), cv=3, method="isotonic"), "class"),
-        ("calibration, one model", calibrated(mixed(logistic), cv=3, ensemble=False), "class"),
-        ("calibration, three classes", calibrated(mixed(logistic), cv=3), "three"),
-        ("calibration of a LinearSVC", calibrated(mixed(svm.LinearSVC()), cv=3), "class"),
-        ("target as it is", target(mixed(ridge)), "amount"),
-        ("target, scaled", target(mixed(ridge), transformer=StandardScaler()), "amount"),
-        ("target, logarithm of 1 + y", target(mixed(ridge), func=np.log1p, inverse_func=np.expm1), "amount"),
-        ("target, logarithm", target(mixed(ridge), func=np.log, inverse_func=np.exp), "amount"),
-        ("target, quantiles", target(mixed(ridge), transformer=QuantileTransformer(n_quantiles=50)), "amount"),
-        ("voting, soft", ensemble.VotingClassifier([("a", mixed(logistic)), ("b", mixed(forest))], voting="soft"), "class"),
-        ("voting, hard", ensemble.VotingClassifier([("a", mixed(logistic)), ("b", mixed(forest)), ("c", mixed(tree.DecisionTreeClassifier(max_depth=3)))]), "class"),
-        ("voting, regression", ensemble.VotingRegressor([("a", mixed(ridge)), ("b", mixed(ensemble.RandomForestRegressor(10, random_state=0)))]), "amount"),
-        ("stacking", ensemble.StackingClassifier([("a", mixed(logistic)), ("b", mixed(forest))], cv=3), "class"),
-        ("stacking, regression", ensemble.StackingRegressor([("a", mixed(ridge)), ("b", mixed(tree.DecisionTreeRegressor(max_depth=3)))], cv=3), "amount"),
-        ("one against the rest", OneVsRestClassifier(mixed(logistic)), "three"),
-        ("several targets", MultiOutputRegressor(mixed(ridge)), "amounts"),
-        ("threshold", model_selection.FixedThresholdClassifier(mixed(logistic), threshold=0.3), "class"),
+        ("GridSearchCV", model_selection.GridSearchCV(mixed(logistic), {"model__C": [0.1, 1]}, cv=3), "class"),
+        ("RandomizedSearchCV", model_selection.RandomizedSearchCV(mixed(logistic), {"model__C": [0.1, 1]}, n_iter=2, cv=3), "class"),
+        ("GridSearchCV with a regressor", model_selection.GridSearchCV(mixed(ridge), {"model__alpha": [0.1, 1]}, cv=3), "amount"),
+        ("GridSearchCV over CalibratedClassifierCV", model_selection.GridSearchCV(calibrated(mixed(logistic), cv=3), {"method": ["sigmoid", "isotonic"]}, cv=3), "class"),
+        ("CalibratedClassifierCV", calibrated(mixed(logistic), cv=3), "class"),
+        ("isotonic CalibratedClassifierCV", calibrated(mixed(forest), cv=3, method="isotonic"), "class"),
+        ("CalibratedClassifierCV with ensemble=False", calibrated(mixed(logistic), cv=3, ensemble=False), "class"),
+        ("CalibratedClassifierCV with three classes", calibrated(mixed(logistic), cv=3), "three"),
+        ("CalibratedClassifierCV with a LinearSVC", calibrated(mixed(svm.LinearSVC()), cv=3), "class"),
+        ("TransformedTargetRegressor without a transformation", target(mixed(ridge)), "amount"),
+        ("TransformedTargetRegressor with StandardScaler", target(mixed(ridge), transformer=StandardScaler()), "amount"),
+        ("TransformedTargetRegressor with log1p", target(mixed(ridge), func=np.log1p, inverse_func=np.expm1), "amount"),
+        ("TransformedTargetRegressor with log", target(mixed(ridge), func=np.log, inverse_func=np.exp), "amount"),
+        ("TransformedTargetRegressor with QuantileTransformer", target(mixed(ridge), transformer=QuantileTransformer(n_quantiles=50)), "amount"),
+        ("soft VotingClassifier", ensemble.VotingClassifier([("a", mixed(logistic)), ("b", mixed(forest))], voting="soft"), "class"),
+        ("hard VotingClassifier", ensemble.VotingClassifier([("a", mixed(logistic)), ("b", mixed(forest)), ("c", mixed(tree.DecisionTreeClassifier(max_depth=3)))]), "class"),
+        ("VotingRegressor", ensemble.VotingRegressor([("a", mixed(ridge)), ("b", mixed(ensemble.RandomForestRegressor(10, random_state=0)))]), "amount"),
+        ("StackingClassifier", ensemble.StackingClassifier([("a", mixed(logistic)), ("b", mixed(forest))], cv=3), "class"),
+        ("StackingRegressor", ensemble.StackingRegressor([("a", mixed(ridge)), ("b", mixed(tree.DecisionTreeRegressor(max_depth=3)))], cv=3), "amount"),
+        ("OneVsRestClassifier", OneVsRestClassifier(mixed(logistic)), "three"),
+        ("MultiOutputRegressor", MultiOutputRegressor(mixed(ridge)), "amounts"),
+        ("FixedThresholdClassifier", model_selection.FixedThresholdClassifier(mixed(logistic), threshold=0.3), "class"),
     ]  # fmt: skip
     yield from (
-        (f"around a mixed pipeline, {name}", model, MIXED, kind) for name, model, kind in around
+        (f"{name} around a mixed pipeline", model, MIXED, kind) for name, model, kind in around
     )
 
     def numbers(*steps: Any) -> Any:
         return make_pipeline(SimpleImputer(), StandardScaler(), *steps)
 
     yield (
-        "around numbers with missing ones, calibration",
+        "CalibratedClassifierCV around numeric columns with missing values",
         calibrated(numbers(logistic), cv=3),
         NUMBERS,
         "class",
     )
     yield (
-        "around numbers with missing ones, self-training",
+        "SelfTrainingClassifier around numeric columns with missing values",
         SelfTrainingClassifier(numbers(logistic)),
         NUMBERS,
         "class",
     )
     yield (
-        "around numbers, elimination of features",
+        "RFE around numeric columns",
         RFE(ridge, n_features_to_select=2),
         NUMBERS,
         "amount",
     )
-    yield "around numbers with missing ones, bagging", ensemble.BaggingClassifier(numbers(logistic), random_state=0), NUMBERS, "class"  # fmt: skip
+    yield "BaggingClassifier around numeric columns with missing values", ensemble.BaggingClassifier(numbers(logistic), random_state=0), NUMBERS, "class"  # fmt: skip
     last = (
         cluster.KMeans(3, random_state=0, n_init=1), cluster.MiniBatchKMeans(3, random_state=0, n_init=1), cluster.MeanShift(),
         cluster.AffinityPropagation(random_state=0), cluster.Birch(n_clusters=3), cluster.BisectingKMeans(3, random_state=0),
@@ -326,7 +326,12 @@ def wrappers() -> Iterator[Case]:
         QuantileTransformer(n_quantiles=20), Normalizer(), SplineTransformer(), SelectKBest(k=2),
     )  # fmt: skip
     for step in last:
-        yield f"numbers with missing ones, {step} as the last step", numbers(step), NUMBERS, "class"
+        yield (
+            f"numeric columns with missing values, {step} as the last step",
+            numbers(step),
+            NUMBERS,
+            "class",
+        )
     columns = mixed(
         cluster.KMeans(3, random_state=0, n_init=1), encoder=OneHotEncoder(sparse_output=False)
     )
@@ -337,9 +342,9 @@ def wrappers() -> Iterator[Case]:
         MIXED,
         "class",
     )
-    yield "mixed, the columns alone", Pipeline(columns.steps[:1]), MIXED, "class"
+    yield "mixed, only the ColumnTransformer", Pipeline(columns.steps[:1]), MIXED, "class"
     yield (
-        "numbers with missing ones, GaussianProcessClassifier",
+        "numeric columns with missing values, GaussianProcessClassifier",
         numbers(GaussianProcessClassifier()),
         NUMBERS,
         "class",
@@ -719,36 +724,40 @@ def main() -> None:
 
 HEAD = f"""# Tabular models, case by case
 
-Tabular models of scikit-learn, XGBoost and LightGBM, from export to endpoint. `benchmarks/tables.py` writes this page.
+This page lists tabular models of scikit-learn, XGBoost and LightGBM, and whether each works from export to endpoint.
+`benchmarks/tables.py` writes this page.
 
 - Each model is fitted on columns of a CSV file, exported at the default opset, and compared with its source on all
   [groups of inputs](parity.md#groups-of-inputs) of the parity gate.
-- It is then published to an endpoint server, which gets {ASKED} rows as records, as instances and as CSV, with missing
-  cells among them. Its answers are compared with the source's.
+- The model is then published to an endpoint server, which gets {ASKED} rows as records, as instances and as CSV. Some
+  cells are missing. The answers of the endpoint are compared with the source's.
+
+In the names of cases, *mixed* means a pipeline with separate steps for numeric and categorical columns. The name
+after *mixed* is an option of the pipeline, or one of its steps.
 """
 
 
 def report(folder: Path, endpoint: Endpoint) -> None:
     print(HEAD)
-    print("## Cases that converters should manage\n\n| case | outcome |\n|---|---|")
+    print("## Cases that the converters should support\n\n| case | outcome |\n|---|---|")
     known = [case for case in cases() if case[0] in KNOWN_WRONG]
     ordinary = Counter(
         run(case, folder, endpoint) for case in cases() if case[0] not in KNOWN_WRONG
     )
     print(
-        "\n## Conversions known to be wrong\n\nEach must be refused.\n\n| case | outcome "
+        "\n## Conversions known to be wrong\n\nThe export must refuse each of these cases.\n\n| case | outcome "
         "|\n|---|---|"
     )
     wrong = Counter(run(case, folder, endpoint) for case in known)
     print("\n## Counts\n")
     total = ordinary.total() - ordinary["not fitted"]
     print(
-        f"Of {total} cases that converters should manage, {100 * ordinary['works'] / total:.1f} "
+        f"Of {total} cases that the converters should support, {100 * ordinary['works'] / total:.1f} "
         "% work:"
     )
     print(", ".join(f"{count} {what}" for what, count in ordinary.most_common()) + ".")
     print(
-        f"Of {wrong.total()} known to be wrong: "
+        f"Of {wrong.total()} conversions known to be wrong: "
         + ", ".join(f"{n} {what}" for what, n in wrong.most_common())
         + "."
     )

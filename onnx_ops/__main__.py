@@ -1,6 +1,6 @@
 """`python -m onnx_ops`: the command line without its script.
 
-It is for an interpreter whose scripts are not on the path.
+Use it if the scripts of the interpreter are not on the path.
 """
 
 from onnx_ops.cli.main import main

@@ -7,8 +7,8 @@
     found.exit_code             # its exit code: 0 pass, 1 fail, 3 inconclusive …
     found                       # in a notebook: the command's screen
 
-Files, endpoints and settings are those of the project around the working directory. A command's
-refusal raises one of `onnx_ops.errors`, with place, cause and remedy. Progress goes to standard
+Files, endpoints and settings are those of the project around the working directory. A command that
+fails raises one of `onnx_ops.errors`, with place, cause and remedy. Progress goes to standard
 error.
 """
 
@@ -129,7 +129,7 @@ def judge(
 def check(*files: str | Path, overrides: Sequence[str] = ()) -> Result:
     """Validate pipeline files without running them; `onnx-ops check`.
 
-    Problems raise nothing: they are in the document, and the exit code is 2.
+    Problems raise no error: the document lists them, and the exit code is 2.
     """
     from onnx_ops.cli.pipelines import check as command
     from onnx_ops.errors import UserError
@@ -192,7 +192,7 @@ def promote(
 ) -> Result:
     """Make a version the challenger of a target; `onnx-ops promote`.
 
-    Its rollouts start.
+    The rollouts of the version start.
 
     Args:
         model: Registered model.
@@ -203,7 +203,7 @@ def promote(
         override: Override failed gates or a previous rollback.
 
     Raises:
-        RefusedError: the version is not allowed there.
+        RefusedError: the version is not allowed to serve the target.
     """
     from onnx_ops.cli.releases import promote as command
 
@@ -239,11 +239,11 @@ def rollback(
         model: Registered model.
         target: Name of a target.
         actor: User recorded in the audit log; user@host by default.
-        force: Allow a version that was rolled back itself.
+        force: Allow a target version that was itself rolled back before.
 
     Raises:
-        RefusedError: that version was rolled back itself.
-        StillPendingError: it could not be done yet, and is tried again in the background.
+        RefusedError: the target version was itself rolled back before.
+        StillPendingError: the rollback could not be done yet, and is tried again in the background.
         NotFoundError: there is no such endpoint, or no version to roll back to.
     """
     from onnx_ops.cli.rollouts import rollback as command

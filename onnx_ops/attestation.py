@@ -90,7 +90,8 @@ def verify_bytes(
     """Verify that a trusted key has signed a payload.
 
     Raises:
-        InvalidSignatureError: no trusted key has; the error is about the first signature.
+        InvalidSignatureError: no trusted key has signed the payload; the error is about the first
+            signature.
     """
     signed, refused = _pre_authentication(payload_type, payload), None
     for signature in signatures:
@@ -112,7 +113,7 @@ def read_envelope(data: bytes | Envelope, kind: type[_R], *, where: str = "") ->
         where: location for errors.
 
     Raises:
-        CorruptStateError: it is not a signed statement of this kind.
+        CorruptStateError: the data is not a signed statement of this kind.
     """
     envelope = data if isinstance(data, Envelope) else codec.loads(data, Envelope, where=where)
     payload = _decoded(envelope.payload, where)
@@ -139,7 +140,8 @@ def verify_envelope(
     """Return the record from the bytes that a trusted key has signed.
 
     Raises:
-        InvalidSignatureError: no trusted key has signed it, or it is not of this kind.
+        InvalidSignatureError: no trusted key has signed the envelope, or the record is not of this
+            kind.
     """
     try:
         record = read_envelope(envelope, kind, where=where).record
@@ -159,7 +161,8 @@ def verify_envelope(
 def is_about(about: Record, what: VersionRecord | Deployment, target: str) -> bool:
     """Return whether a record is about this version or deployment on this target.
 
-    It names the same model, variant, release, content and target; an override also the version.
+    Such a record names the same model, variant, release, content and target; an override also names
+    the same version.
     """
     expected = (what.model, what.variant, what.release, what.manifest, target)
     named = (about.model, about.variant, about.release, about.manifest, about.target) == expected
@@ -172,7 +175,8 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
     A decision must be a passing one.
 
     Raises:
-        RefusedError: there is none, it is about something else, or no trusted key has signed it.
+        RefusedError: there is no decision or override, it is about other files or another target,
+            or no trusted key has signed it.
     """
     where = f"{deployment.model}/{deployment.version}"
     if deployment.authority is None:
@@ -205,7 +209,9 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
         )
     if deployment.execution != about.execution:
         raise RefusedError(
-            f"it was not to run as target {about.target} runs it", where=where, remedy=_UNSIGNED
+            f"its execution settings are not those of target {about.target}",
+            where=where,
+            remedy=_UNSIGNED,
         )
     return about
 
@@ -213,7 +219,7 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
 def read_authority_target(deployment: Deployment) -> str:
     """Return the target that a deployment's authority names, unverified.
 
-    Empty if it has no authority.
+    The result is empty if the deployment has no authority.
     """
     if deployment.authority is None:
         return ""
@@ -223,7 +229,7 @@ def read_authority_target(deployment: Deployment) -> str:
 def _get_record_type(deployment: Deployment) -> type[Record]:
     """Return the type of a deployment's authority.
 
-    A deployment by a decision has evidence, a deployment by an override has none.
+    A deployment that a decision allows has evidence; a deployment that an override allows has none.
     """
     return OverrideRecord if deployment.evidence is None else DecisionRecord
 
@@ -247,13 +253,13 @@ KEY_FOLDERS: tuple[tuple[str, tuple[KeyRole, ...]], ...] = (
 class TrustedKeys:
     """The trusted public keys of one role.
 
-    Files are looked at for every signature, and parsed again if they changed, so that a removed key
-    is no longer trusted.
+    The files are checked for every signature, and parsed again if they changed, so that a removed
+    key is no longer trusted.
 
     Args:
         paths: PEM files of public keys, or folders with `*.pub.pem` files. A missing path adds no
-            key. Keys directly in a folder are trusted for both roles, those in its folders `gate`
-            and `release` for one.
+            key. Keys directly in a folder are trusted for both roles; keys in its folders `gate`
+            and `release` are trusted for that role only.
         encoded: further keys, see `encoded`.
     """
 
@@ -267,7 +273,7 @@ class TrustedKeys:
 
     @classmethod
     def of(cls, text: str) -> TrustedKeys:
-        """Return the keys of a setting: by a path, or encoded as by `encoded`."""
+        """Return the keys of a setting, which is a path or a text for `encoded`."""
         return cls((), encoded=text) if text.startswith(_ENCODED) else cls(Path(text))
 
     def encoded(self) -> str:
@@ -310,13 +316,13 @@ class TrustedKeys:
                 where=", ".join(map(str, self._paths[::2])),
                 why=f"trusted keys: {', '.join(map(short_digest, sorted(trusted))) or 'none'}",
                 remedy=f"If you trust its owner, put the public key (NAME{PUBLIC_SUFFIX}) "
-                "there; else judge again",
+                "there; otherwise judge again",
             )
         try:
             trusted[key].verify(base64.b64decode(signature, validate=True), data, ECDSA(SHA256()))
         except (InvalidSignature, ValueError) as error:
             raise InvalidSignatureError(
-                f"the signature by key {short_digest(key)} does not fit",
+                f"the signature by key {short_digest(key)} is not valid",
                 why="the record or the signature was changed after it was signed",
                 remedy="Judge the release again with `onnx-ops run`, and find out who changed it",
             ) from error
@@ -344,7 +350,7 @@ class TrustedKeys:
 
 
 def _list_files(path: Path) -> list[Path]:
-    """Return the files of public keys at a path: itself, or those in a folder."""
+    """Return the files of public keys at a path: the file, or the folder's files."""
     if path.is_dir():
         return sorted(path.glob(f"*{PUBLIC_SUFFIX}"))
     return [path] if path.is_file() else []

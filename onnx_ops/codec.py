@@ -1,7 +1,8 @@
 """Domain values to JSON and back, by cattrs.
 
-Unknown keys are refused, unions are distinguished by `kind`, and equal values have equal bytes.
-cattrs is imported with the first value: commands that only show text start sooner without it.
+Unknown keys are refused, members of a union are distinguished by `kind`, and equal values have
+equal bytes. cattrs is imported when the first value is converted, so that commands that only show
+text start sooner.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _LONGEST = 300
 def union_members(kind: Any) -> tuple[Any, ...]:
     """Return the members of a union, or of a family that a table lists.
 
-    Other types have none.
+    For other types, the result is empty.
     """
     if is_family(kind):
         return tuple(kind.members().values())
@@ -67,7 +68,7 @@ def is_json(kind: Any) -> bool:
 def tag_of(kind: Any) -> str | None:
     """Return the one value of a dataclass's literal field `kind`, or None.
 
-    It distinguishes the members of a union.
+    The value distinguishes the members of a union.
     """
     hint = get_type_hints(kind).get("kind") if is_dataclass(kind) else None
     return str(get_args(hint)[0]) if get_origin(hint) is Literal else None
@@ -91,7 +92,7 @@ def from_json(value: object, kind: TypeForm[T], *, where: str = "") -> T:
     """Return the value of type `kind` that plain JSON describes.
 
     Raises:
-        CorruptStateError: it does not describe one.
+        CorruptStateError: the JSON does not describe such a value.
     """
     # cattrs takes [] for an object without keys.
     if is_dataclass(kind) and not isinstance(value, dict):
@@ -113,7 +114,7 @@ def loads(data: bytes, kind: TypeForm[T], *, where: str = "") -> T:
     """Return the value of type `kind` from a JSON text, as `from_json`.
 
     Raises:
-        CorruptStateError: it is not JSON, or does not describe such a value.
+        CorruptStateError: the text is not JSON, or does not describe such a value.
     """
     try:
         value = _converter().loads(data, Any, parse_constant=_refuse_constant)

@@ -1,6 +1,6 @@
 """Locks on files and folders (flock).
 
-They exclude the processes of this machine from each other.
+The locks exclude the processes of this machine from each other.
 
 A lock belongs to an open file (flock(2)): two opens of one file exclude each other, also in one
 process. The system releases the lock when the last descriptor of that open file is closed. A killed
@@ -58,7 +58,7 @@ def hold_lock(
 def hold_temporary_lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file that its holder removes.
 
-    It is for names whose number is not limited. A process that waited for the removed file locks
+    Use it if the number of names is not limited. A process that waited for the removed file locks
     the file that now has the name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -103,9 +103,10 @@ def f1_step(
 def _indicator(numbers: Array, classes: int, selected: Array | None = None) -> Any:
     """Return a sparse matrix of the class of each row.
 
-    Its shape is (classes, rows). It is 1 where the row is of the class, and selected.
+    Its shape is (classes, rows). An element is 1 if the row is selected and of the class, and 0
+    otherwise.
     """
-    from scipy import sparse  # takes long to import, and few metrics need it
+    from scipy import sparse  # slow to import, and few metrics need it
 
     rows = np.arange(len(numbers)) if selected is None else np.flatnonzero(selected)
     shape = (classes, len(numbers))
@@ -115,7 +116,7 @@ def _indicator(numbers: Array, classes: int, selected: Array | None = None) -> A
 def auc(positive: Array, scores: Array) -> Statistic:
     """Return the area under the ROC curve.
 
-    Ties count half. Undefined where one of the classes has no rows.
+    A tie contributes one half. The result is undefined (NaN) if one of the classes has no rows.
     """
     order = np.argsort(scores, kind="stable")
     is_positive = positive[order].astype(np.float64)
@@ -136,7 +137,7 @@ def auc(positive: Array, scores: Array) -> Statistic:
 def cosine_rows(one: Array, other: Array) -> Array:
     """Return the cosine of the rows of two (rows, dimensions) arrays.
 
-    1 for equal rows, otherwise 0 where one of the two is zero.
+    The cosine is 1 for equal rows, and 0 for different rows of which one is zero.
     """
     a, b = one.astype(np.float64), other.astype(np.float64)
     product = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
@@ -152,7 +153,7 @@ def token_rows(one: Array, reference: Array, ignore: int) -> Array:
 
 
 def top_k_rows(columns: Array, scores: Array, k: int) -> Array:
-    """Return whether each row's label is among the k best; ties count against it."""
+    """Return whether each row's label is among the k best; ties rank before it."""
     own_score = np.take_along_axis(scores, columns[:, None], axis=1)
     return np.asarray((scores >= own_score).sum(axis=1) <= k)
 

@@ -103,14 +103,14 @@ def names(kind: str) -> tuple[str, ...]:
 def load(kind: str, name: str, *arguments: object) -> Any:
     """Return a new instance of a plugin.
 
-    It is created with the arguments that its kind takes.
+    The plugin is created with the arguments that its kind takes.
 
-    An endpoint takes its state folder and the folder of trusted public keys.
+    An endpoint provider takes its state folder and the folder of trusted public keys.
 
     Raises:
-        NotFoundError: no installed distribution offers it.
-        MissingPackageError: a package that it needs is missing.
-        UserError: it does not derive from the base class of its kind.
+        NotFoundError: no installed distribution offers the plugin.
+        MissingPackageError: a package that the plugin needs is missing.
+        UserError: the plugin does not derive from the base class of its kind.
     """
     from onnx_ops import ports
 
@@ -132,7 +132,7 @@ def find(kind: str, name: str) -> EntryPoint:
     """Return the entry point of a plugin without importing it.
 
     Raises:
-        NotFoundError: no installed distribution offers it.
+        NotFoundError: no installed distribution offers the plugin.
     """
     for point in _points(tuple(sys.path))[kind]:
         if point.name == name:
@@ -161,8 +161,9 @@ def _distribution(path: tuple[str, ...], kind: str, name: str) -> str | None:
 def version(name: str) -> str:
     """Return the version of a distribution.
 
-    Without a distribution of that name, it is the version of one that provides its package, such as
-    onnxruntime-gpu. Nothing is imported. The result is cached, since a plan calls this often.
+    If there is no distribution of that name, the result is the version of a distribution that
+    provides its package, such as onnxruntime-gpu. Nothing is imported. The result is cached, since
+    a plan calls this often.
     """
     try:
         return metadata.version(name)
@@ -192,7 +193,7 @@ def _find_namesake(package: str) -> str:
     """
     try:
         found = metadata.distribution(_NAMESAKES.get(package, package))
-    except (PackageNotFoundError, ValueError):  # the latter: an empty name
+    except (PackageNotFoundError, ValueError):  # ValueError: an empty name
         return ""
     has_package = Path(str(found.locate_file(package)), "__init__.py").is_file()
     return str(found.metadata["Name"]) if has_package else ""
@@ -254,7 +255,7 @@ def missing_package(*packages: str, where: str, why: str = "") -> MissingPackage
 def imported(error: ImportError) -> str:
     """Return the top-level package that could not be imported.
 
-    It is named by the error or its cause.
+    The package is read from the error or its cause.
     """
     cause = error.__cause__
     name = error.name or (cause.name if isinstance(cause, ImportError) else "") or ""
@@ -279,7 +280,7 @@ def _extras_of(package: str) -> set[str]:
 def install_hint(*packages: str) -> str:
     """Return the command that installs missing packages.
 
-    It names extras of onnx-ops where possible.
+    The command names extras of onnx-ops if they install the packages.
     """
     offers = sorted(map(_extras_of, packages), key=len)
     extras: set[str] = set()
@@ -295,7 +296,7 @@ def install_hint(*packages: str) -> str:
 def select_environment(plugin: Plugin, env: Environment | None) -> Environment | None:
     """Return the environment to run an exporter or optimizer in.
 
-    None stands for this installation.
+    The result is None for this installation.
 
     Raises:
         UserError: `env` requests packages in this installation, which stages never change, or an

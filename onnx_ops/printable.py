@@ -1,6 +1,6 @@
-"""Texts of others, shown so that no program takes a part of them for a command.
+"""Show texts of others such that no program interprets parts as commands.
 
-Such programs are terminals, runners and browsers.
+Such programs are terminals, runners of CI services, and browsers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def hide(text: str, name: str) -> None:
 def hide_secrets_of(url: str) -> None:
     """Show a URL without its secrets from now on.
 
-    These are its password and the values of its query.
+    The secrets are the URL's password and the values of its query.
     """
     with suppress(ValueError):
         parts = urlsplit(url)

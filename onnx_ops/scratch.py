@@ -43,7 +43,7 @@ _OPEN = "Grant the current user access to it, or set another folder in onnx-ops.
 class Scratch:
     """A temporary folder for this user only.
 
-    It is removed at the end of a `with`, or with this object.
+    The folder is removed at the end of a `with` block, or when this object is deleted.
 
     A killed process leaves its folder behind, as large as its models and with its secrets. A folder
     in use has a lock, which the system releases with the process and its forks. The next process
@@ -103,7 +103,7 @@ def _sweep(place: Path) -> None:
 def sync_path(path: Path) -> None:
     """Sync the content of a file, or the renames and links in a folder.
 
-    They then survive a power failure.
+    The synced content, renames and links survive a power failure.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -150,8 +150,9 @@ def read_plain_file(path: Path, *, most: int) -> bytes:
     """Return the content of a plain file that others may have written.
 
     Raises:
-        FileNotFoundError: there is none.
-        CorruptStateError: it is a link, a folder, a pipe or a device, or larger than `most` bytes.
+        FileNotFoundError: there is no such file.
+        CorruptStateError: the path is a link, a folder, a pipe or a device, or the file is larger
+            than `most` bytes.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -195,7 +196,7 @@ def create_file(path: Path, data: bytes, mode: int = PRIVATE) -> bool:
 def storage_errors(where: str = "") -> Iterator[None]:
     """Convert an OSError about storage into a `StorageError` with a remedy.
 
-    The disk is full, or access is missing.
+    Such an error means that the disk is full, or that access is denied.
 
     Raises:
         StorageError: in place of such an OSError; any other passes unchanged.
@@ -216,7 +217,7 @@ def storage_errors(where: str = "") -> Iterator[None]:
 class Durations:
     """The last duration of each step, in a file.
 
-    If the file cannot be read or written, only estimates are lost, and no work.
+    If the file cannot be read or written, only estimates are lost.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -235,7 +236,7 @@ class Durations:
         return {}
 
     def add(self, step: str, seconds: float) -> None:
-        """Set the duration of a step in memory; the latest are kept longest."""
+        """Set the duration of a step in memory; the oldest durations are dropped first."""
         self._new.pop(step, None)
         self.last[step] = self._new[step] = round(seconds, 2)
 

@@ -202,7 +202,7 @@ def test_verify_authority_of_matching_decision_or_override_returns_it() -> None:
         (deployment(release=digest_bytes(b"other")), "names other files"),
         (
             deployment(execution=Execution(session=SessionSettings(intra_op_threads=2))),
-            "was not to run as target cpu",
+            "execution settings are not those of target cpu",
         ),
         (deployment(variant="int8"), "names other files"),
         (deployment(model="faces"), "names other files"),

@@ -1,4 +1,4 @@
-"""Access to AWS: boto3's clients, their errors, and names of variants."""
+"""Access to AWS: boto3's clients, their errors, and the names of variants."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _ERRORS_BY_CODES: Mapping[str, tuple[type[OnnxOpsError], str, str]] = {
 }
 """Error class, message and remedy by the error codes of a service.
 
-Codes are separated by spaces. `{}` in a message is the operation.
+Several codes are separated by spaces. `{}` in a message is replaced by the operation.
 """
 _ERRORS = {code: error for codes, error in _ERRORS_BY_CODES.items() for code in codes.split()}
 
@@ -91,7 +91,7 @@ _IDENTITY_SETTINGS = (
 
 @dataclass(frozen=True, kw_only=True)  # no slots: settings inherit from two dataclasses
 class AwsAccess:
-    """Settings that select account and region; boto3 determines the empty ones."""
+    """Settings that select account and region; boto3 determines the empty settings."""
 
     region: str = ""
     profile: str = ""
@@ -111,7 +111,8 @@ def make_clients(access: AwsAccess, *, where: str = "") -> Clients:
     A client makes at most six attempts if an error is retryable.
 
     Raises:
-        UserError: there is no such profile, or no region is chosen, which only some services need.
+        UserError: the profile does not exist, or no region is set. Only some services need a
+            region.
     """
     require("boto3", where=where or "AWS")
     import boto3
@@ -140,9 +141,9 @@ def make_clients(access: AwsAccess, *, where: str = "") -> Clients:
 
 
 def find_missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsError | None:
-    """Return the error of missing credentials, without a request; None if unknown.
+    """Return the error of missing credentials without a request; None if unknown.
 
-    A machine in AWS may have a role, which only a request would reveal.
+    A machine in AWS can have a role, which only a request would reveal.
     """
     if absent(("boto3",)):
         return None  # the missing package is a separate problem
@@ -167,7 +168,7 @@ def find_missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsEr
 def _models(data_path: str | None) -> Any:
     """Return the loader of the service descriptions, which all sessions share.
 
-    Reading the descriptions takes a third of a second.
+    Loading the descriptions takes a third of a second.
     """
     from botocore.loaders import create_loader
 
@@ -253,7 +254,7 @@ def get_error_message(error: Any) -> str:
 def build_variant_name(deployment: str) -> str:
     """Return the variant name of a deployment.
 
-    It is the deployment's name if SageMaker allows that name.
+    If SageMaker allows the deployment's name, this name is returned.
     """
     if _NAME.fullmatch(deployment):
         return deployment

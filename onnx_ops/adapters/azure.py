@@ -124,7 +124,7 @@ def build_timeouts(api_timeout_s: float) -> dict[str, float]:
 
 @functools.cache
 def get_credential(api_timeout_s: float = API_TIMEOUT_S) -> TokenCredential:
-    """Return the credential, which caches tokens and makes three attempts to get one."""
+    """Return the credential. It caches tokens and makes three attempts to get one."""
     require(*EXTRAS["azure"], where="Azure")
     from azure.identity import DefaultAzureCredential
 
@@ -134,9 +134,9 @@ def get_credential(api_timeout_s: float = API_TIMEOUT_S) -> TokenCredential:
 
 
 def find_missing_credentials(*, where: str = "") -> OnnxOpsError | None:
-    """Return the error of missing credentials, without a request; None if unknown.
+    """Return the error of missing credentials without a request; None if unknown.
 
-    A machine in Azure may have a managed identity, which only a request would show.
+    A machine in Azure can have a managed identity, which only a request would reveal.
     """
     home = Path.home()
     folders = [
@@ -154,12 +154,12 @@ def find_missing_credentials(*, where: str = "") -> OnnxOpsError | None:
 
 
 def fetch_token(service: str = "") -> str:
-    """Return a token for a service, given by its address.
+    """Return a token for a service, which is given by its address.
 
-    The default is Azure Resource Manager.
+    The default service is Azure Resource Manager.
 
     Raises:
-        RefusedError: there are no credentials, or they are not accepted.
+        RefusedError: no credentials are configured, or the service does not accept them.
         InfrastructureError: the credentials could not be checked.
     """
     require(*EXTRAS["azure"], where="Azure")
@@ -178,12 +178,12 @@ def fetch_token(service: str = "") -> str:
 
 
 def request_resource(path: str, *, document: object = None, method: str = "GET") -> Any:
-    """Send a request to Azure Resource Manager; return None if the answer is empty.
+    """Send a request to Azure Resource Manager; return None for an empty answer.
 
     Raises:
-        ServiceUnavailableError: it does not answer, requests a retry later, or does not answer
-            JSON, like proxies and login pages.
-        RefusedError: it is not permitted.
+        ServiceUnavailableError: the service does not answer or requests a later retry, or a proxy
+            or login page answers without JSON.
+        RefusedError: the request is not permitted.
     """
     base = get_management_url()
     host = require_https(base, "the address of Azure Resource Manager")
@@ -191,12 +191,12 @@ def request_resource(path: str, *, document: object = None, method: str = "GET")
     answer = request_json(method, f"{base}{path}", document, host=host, headers=headers)
     if isinstance(answer, str) and answer:
         why = f"it begins with {answer[:60]!r}"
-        remedy = f"Check what is between this machine and {host}: a proxy, or a login page."
+        remedy = f"Check for a proxy or a login page between this machine and {host}."
         raise ServiceUnavailableError("does not answer in JSON", where=host, why=why, remedy=remedy)
     return answer or None
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the first line of an SDK's error, without its pages of advice."""
+    """Return the first line of an SDK's error, without the long advice after it."""
     text = str(getattr(error, "message", "") or error).strip()
     return quoted(text.splitlines()[0]) if text else type(error).__name__

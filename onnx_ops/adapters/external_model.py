@@ -1,6 +1,6 @@
 """Models that users supply with `model:`.
 
-A model is a path of the project, a version in MLflow (`models:/…`), or a URL for fsspec.
+A model is a path in the project, a version in MLflow (`models:/…`), or a URL for fsspec.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class UserSuppliedModels:
     registered: Callable[[], MlflowModels]
 
     def digest(self, place: str) -> Digest:
-        """Return a digest that changes with the model; remote models are not downloaded.
+        """Return a digest that changes with the model, without downloading remote models.
 
         Raises:
-            NotFoundError: there is no such model.
-            ServiceUnavailableError: its server does not answer.
+            NotFoundError: the model does not exist.
+            ServiceUnavailableError: the server of the model does not answer.
             MissingPackageError: fsspec needs another package for this kind of URL.
         """
         if place.startswith(REGISTERED):

@@ -1,9 +1,9 @@
 """Files of this machine, and named objects in a folder or an object store.
 
 Files can be private, locked, or appended to. The store and the ledger rely on two guarantees.
-Writing an object is atomic: a reader sees the old or the new content. Creating an object succeeds
-for exactly one of several writers. Objects are files of a local folder, or of a file system that
-fsspec supports.
+Writing an object is atomic, so a reader sees the old or the new content. If several writers create
+the same object, exactly one of them succeeds. Objects are files of a local folder, or of a file
+system that fsspec supports.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def read_private(path: Path, what: str, *, remedy: str = "") -> str:
     `what` describes the content in messages, as in "the webhook secret".
 
     Raises:
-        FileNotFoundError: there is no such file.
-        RefusedError: users other than its owner can read it; `remedy` shows what to do then.
+        FileNotFoundError: the file does not exist.
+        RefusedError: users other than its owner can read the file; `remedy` shows what to do then.
     """
     with path.open("rb") as stream:
         mode = os.fstat(stream.fileno()).st_mode & 0o777
@@ -101,7 +101,7 @@ def exclusive_lock(path: Path, timeout_s: float, *, where: str) -> Iterator[None
     """Hold a lock on a file, which is created if missing; wait for a limited time.
 
     Raises:
-        ConflictError: another process holds it for longer than `timeout_s`.
+        ConflictError: another process holds the lock for longer than `timeout_s`.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with path.open("a") as stream:
@@ -162,7 +162,7 @@ def _digest(text: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedObject:
-    """An object in a listing; it was written `at` seconds after the epoch."""
+    """An object in a listing, written `at` seconds after the epoch."""
 
     name: str
     size_bytes: int
@@ -170,16 +170,16 @@ class ListedObject:
 
 
 class ObjectStore(ABC):
-    """Objects by name.
+    """Objects by name, in a folder or an object store.
 
-    `place` is the root for display, without a password.
+    `place` is the location of the objects for display, without a password.
     """
 
     place: str
 
     @abstractmethod
     def read(self, name: str) -> bytes | None:
-        """Return the content; None if there is no such object."""
+        """Return the content of an object; None if it does not exist."""
 
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
@@ -207,7 +207,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def download(self, name: str, path: Path) -> bool:
-        """Copy an object to a local file; return False if there is no such object."""
+        """Copy an object to a local file; return False if the object does not exist."""
 
 
 def open_objects(url: str, *, deadline_s: float | None = None) -> ObjectStore:
@@ -252,8 +252,8 @@ class LocalObjects(ObjectStore):
             return PRIVATE
         for folder in reversed(path.relative_to(self.root).parents[:-1]):
             place = self.root / folder
-            # The folder is created under another name and gets its mode before it is renamed. So a
-            # killed writer leaves no folder to which only its user can write.
+            # The folder is created under another name, and its mode is set before it is renamed. So
+            # a writer that is killed leaves no folder to which only its user can write.
             if not place.is_dir():
                 made = Path(tempfile.mkdtemp(dir=place.parent, prefix=TEMPORARY))
                 made.chmod(stat.S_IMODE(self.root.stat().st_mode))
@@ -391,8 +391,8 @@ class FsspecObjects(ObjectStore):
             with suppress(FileNotFoundError):
                 details = self._call("find", self._path(prefix), detail=True)
             for path, info in sorted(details.items()):
-                # s3fs lists an empty prefix as a directory if another writer fills it at this
-                # moment.
+                # If another writer adds the first object to an empty prefix at this moment, s3fs
+                # lists the prefix as a directory.
                 if info.get("type") == "directory":
                     continue
                 at = next((info[key] for key in _TIME_KEYS if info.get(key) is not None), None)

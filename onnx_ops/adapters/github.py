@@ -33,7 +33,7 @@ class GitHubRepository:
         return request_json(method, url, document, host=f"{self.host} {self.name}", headers=headers)
 
     def list_entries(self, path: str) -> Iterator[dict[str, Any]]:
-        """Yield the first thousand entries of a list, page by page."""
+        """Yield the entries of a paginated API result, up to one thousand."""
         joined = "&" if "?" in path else "?"
         for page in range(1, 11):
             entries = self.request("GET", f"{path}{joined}per_page=100&page={page}")
@@ -50,10 +50,10 @@ class GitHubRepository:
 
 
 def validate_token(token: str, where: str) -> str:
-    """Return the token.
+    """Return the token after a check of its form.
 
     Raises:
-        UserError: it does not have the form of a GitHub token.
+        UserError: the token does not have the form of a GitHub token.
     """
     if token.isascii() and token.isprintable() and " " not in token:
         return token

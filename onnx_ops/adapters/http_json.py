@@ -30,8 +30,8 @@ def require_https(url: str, what: str) -> str:
     """Return the host of an address to which requests can be sent.
 
     Raises:
-        UserError: it is not an https address (http is allowed on this machine). The error does not
-            show the address, which can be a secret.
+        UserError: the address does not use https (http is allowed on this machine). The error does
+            not show the address, which can be a secret.
     """
     try:
         parts = urlsplit(url)
@@ -62,9 +62,8 @@ def request_json(
         max_bytes: largest answer that is read.
 
     Raises:
-        ServiceUnavailableError: there is no answer in time, or an answer that requests a retry
-            later.
-        RefusedError: any other answer that is not a success, including redirects.
+        ServiceUnavailableError: no answer arrives in time, or the answer requests a later retry.
+        RefusedError: the answer is not a success, and requests no retry. Redirects are included.
     """
     import httpx
 

@@ -25,7 +25,7 @@ def retry(call: Callable[[], T], is_transient: Callable[[Exception], bool], atte
 def attempts(
     timeout_s: float, pause_s: float, *, longest_s: float = 0.0, at_least: int = 1
 ) -> Iterator[int]:
-    """Count attempts, pausing between them, until the time is over.
+    """Yield the number of each attempt, pausing between attempts, within a time limit.
 
     Each pause is 1.5 times the previous pause, up to `longest_s` (0: all pauses are `pause_s`). The
     first `at_least` attempts are made even if the time is over.

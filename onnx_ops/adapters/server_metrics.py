@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _MAX_LAG = 4
-"""Epochs that a server can be behind the others.
+"""Number of epochs by which a server can be behind the others.
 
-A server that is further behind, for example because of its clock, is not waited for.
+If a server is further behind, for example because of its clock, its epochs are not waited for.
 """
 
 
@@ -106,7 +106,9 @@ class ServerMetrics(MetricsSource):
             )
         except (ValueError, zlib.error) as error:
             raise ServiceUnavailableError(
-                "that is no answer of an endpoint server", where=config.endpoint, why=str(error)
+                "the answer is not that of an endpoint server",
+                where=config.endpoint,
+                why=str(error),
             ) from error
 
 
@@ -116,7 +118,8 @@ def count_by_server(
     """Return the counts of each server by generation.
 
     `over_p99` counts requests that take twice the usual latency. The usual latency is the median of
-    the medians of the servers' last starts. No single one of three servers can change it at will.
+    the medians of the servers' last starts. A single one of three servers cannot change this median
+    arbitrarily.
     """
     slow_s = {name: _find_slow_limit(counts, name) for name in deployments}
     limits_s = {
@@ -139,9 +142,10 @@ def count_by_server(
 
 
 def _find_slow_limit(counts: Sequence[Counts], deployment: str) -> float | None:
-    """Return the first bucket bound from twice the usual latency on.
+    """Return the smallest bucket bound that is at least twice the usual latency.
 
-    The usual latency is the lower median of the servers' medians. None if there is no such bound.
+    The usual latency is the lower median of the servers' medians. The result is None if all bounds
+    are smaller.
     """
     medians: dict[str, tuple[float, Sequence[float]]] = {}
     for one in counts:
@@ -170,9 +174,10 @@ def _collect_loads(
 
 
 def _sum_uptimes(uptimes: Iterable[ServerUptime]) -> Iterable[ServerUptime]:
-    """Yield the sum of all servers for each generation, and each server with ends.
+    """Yield the uptimes summed over all servers, and the ends of each server.
 
-    Generations in which the stable version was alone count as one generation.
+    Uptimes and ends are by generation. Generations in which the stable version was alone count as
+    one generation.
     """
     seconds: dict[tuple[int, bool], float] = {}
     ends: dict[tuple[str, int, bool], int] = {}
@@ -371,7 +376,7 @@ class _Cells:
         """Return two fields of each cell: a whole, and a part of this whole.
 
         A part is limited to its whole. It can be larger if it was written after the whole was read,
-        or if it was invented.
+        or if a report is forged.
         """
         import numpy as np
 
@@ -433,7 +438,7 @@ def count_slower(
 ) -> int | None:
     """Return the requests slower than a bound of a cumulative histogram.
 
-    None for a latency that is not a bound.
+    The result is None for a latency that is not a bound.
     """
     counts = (
         count for bound, count in below.items() if math.isclose(bound, latency_s, rel_tol=tolerance)

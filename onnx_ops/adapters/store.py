@@ -1,6 +1,6 @@
 """The content-addressed store.
 
-It holds files by digest, results of stages by key, and verified model folders.
+The store holds files by digest, results of stages by key, and verified model folders.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from onnx_ops.scratch import TEMPORARY, storage_errors, sync_path
 _BLOBS, _RECORDS, _LOCK = "blobs", "records", "collect.lock"
 READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 _MAX_VERIFIED = 8192
-"""Blobs that are not hashed again while their files do not change.
+"""Number of blobs that are not hashed again while their files do not change.
 
 A pipeline has fewer blobs.
 """
@@ -48,9 +48,9 @@ A pipeline has fewer blobs.
 class ContentStore:
     """Blobs and records.
 
-    A remote store is read through a local cache of a limited size. Nothing is trusted because of
-    its name. Content is hashed before it is returned. A record contains its own digest, so a
-    partial or changed file counts as missing.
+    A remote store is read through a local cache of a limited size. Names are not trusted: content
+    is hashed before it is returned. A record contains its own digest, so a partial or changed file
+    counts as missing.
     """
 
     def __init__(self, objects: ObjectStore, cache: Path, cache_bytes: int = 50 * 10**9) -> None:
@@ -150,9 +150,9 @@ class ContentStore:
         return tuple(contents)
 
     def forget(self, stored: StoredObject) -> bool:
-        """Delete an object unless it was stored again; return whether it is gone."""
+        """Delete an object unless it was stored again; return whether it was deleted."""
         if not isinstance(self._objects, LocalObjects):
-            # A writer of the same content at this moment repeats its stage later.
+            # If a writer stores the same content at this moment, it repeats its stage later.
             neighbours = self._objects.list_objects(stored.name.rpartition("/")[0])
             if any(entry.name == stored.name and entry.at > stored.at for entry in neighbours):
                 return False
@@ -172,8 +172,8 @@ class ContentStore:
         """Return whether a local store has the content, so that it is not written again.
 
         The same small documents are stored for every variant and target. The time of the content is
-        renewed, so that it is not collected before its record is written. A remote store is not
-        queried, since that would cost as much as writing.
+        renewed, so that the content is not deleted before its record is written. A remote store is
+        not queried, since a query would cost as much as a write.
         """
         path = self._cache / _blob(digest)
         if not isinstance(self._objects, LocalObjects) or not self._intact(path, digest):
@@ -181,15 +181,15 @@ class ContentStore:
         with self._collecting(shared=True):
             try:
                 os.utime(path)
-            except OSError:  # it was just collected, or has another owner
+            except OSError:  # the content was just deleted, or has another owner
                 return False
         return True
 
     @contextmanager
     def _collecting(self, *, shared: bool) -> Iterator[None]:
-        """Hold the lock against writing between the check of an age and the deletion.
+        """Exclude writers from the check of an object's age until its deletion.
 
-        Writers hold the lock with `shared`. It is a flock, and is only used for local stores.
+        Writers hold the same lock with `shared`. It is a flock, and is only used for local stores.
         """
         if not isinstance(self._objects, LocalObjects):
             yield
@@ -220,7 +220,7 @@ class ContentStore:
     def _trim(self) -> None:
         """Delete the oldest content of the cache until its size is within the limit.
 
-        Content that was downloaded within the last hour is kept.
+        Content that was downloaded within the last hour is not deleted.
         """
         entries = []
         for path in (self._cache / _BLOBS).glob("*/*"):
@@ -253,7 +253,7 @@ def _record(key: Digest) -> str:
 def _parse_record(data: bytes | None, key: Digest) -> Manifest | None:
     """Return the manifest of a record.
 
-    None if the record is missing, incomplete, changed, or belongs to another key.
+    The result is None if the record is missing, incomplete, changed, or belongs to another key.
     """
     try:
         document = json.loads(data or b"")
@@ -286,7 +286,7 @@ class ModelFolders:
 
     @storage_errors()
     def admit(self, folder: Path, manifest: Manifest) -> str:
-        """Verify files against the manifest and copy them here; return the location.
+        """Verify files against the manifest and copy them here; return the copy's path.
 
         Raises:
             DigestMismatchError: a file is not what the manifest declares.
@@ -297,7 +297,7 @@ class ModelFolders:
             differs = set(actual.files.items()) ^ set(manifest.files.items())
             names = ", ".join(sorted({name for name, _ in differs}))
             raise DigestMismatchError(
-                f"files are not what the manifest {short_digest(manifest.digest())} says: {names}",
+                f"files do not match manifest {short_digest(manifest.digest())}: {names}",
                 remedy="The artifact was changed after it was registered; run the pipeline again.",
             )
         # This check refuses a model that reads outside its folder or its weights.
@@ -354,7 +354,7 @@ class ModelFolders:
         """Delete a folder; no error if it does not exist."""
         folder = self._folder(manifest)
         if folder.is_dir():
-            # The folder is renamed first, so that a half deleted folder never counts as complete.
+            # The folder is renamed first, so that a partly deleted folder never counts as complete.
             leaving = self.root / f"{TEMPORARY}{folder.name}-{os.getpid()}"
             folder.rename(leaving)
             shutil.rmtree(leaving)

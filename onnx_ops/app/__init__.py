@@ -1,4 +1,4 @@
 """Operations on a project.
 
-They check, plan and run its pipelines, and release and measure its models.
+These operations check, plan and run the project's pipelines, and release and measure its models.
 """

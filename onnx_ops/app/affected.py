@@ -26,8 +26,8 @@ from onnx_ops.pipeline.stages.data import get_source_name
 class Affected:
     """An affected pipeline file, and the changed paths that it depends on.
 
-    The file is relative to the project's root. `problem` is why it cannot be read; its dependencies
-    are then unknown, so that every change counts.
+    The file is relative to the project's root. `problem` is the reason why the file cannot be read.
+    Its dependencies are then unknown, so the pipeline is affected by every change.
     """
 
     file: str
@@ -39,7 +39,7 @@ def affected(project: Project, changed: Collection[str]) -> tuple[Affected, ...]
     """Return the pipelines that depend on a changed path.
 
     Args:
-        project: its pipelines are those of `find_pipelines`.
+        project: the project whose pipelines `find_pipelines` lists.
         changed: paths relative to the project's root; they need not exist any more.
     """
     root = project.settings.root
@@ -65,8 +65,8 @@ def affected(project: Project, changed: Collection[str]) -> tuple[Affected, ...]
 def changed_since(root: Path, base: str) -> frozenset[str]:
     """Return the paths that changed since this branch left `base`.
 
-    Changes count whether they are committed or not. Paths are relative to the project's root.
-    Without a `base`, all paths count.
+    Committed and uncommitted changes are included. Paths are relative to the project's root.
+    Without a `base`, all paths are returned.
     """
     if not ask_git(root, "rev-parse", "--git-dir", may_fail=True):
         raise UserError(

@@ -3,7 +3,8 @@
 Each champion is measured with the benchmark of its decision, on the current runtime and machine.
 
 A benchmark is stored under the digest of its evidence, which the signed decision of a version
-holds. So it can be repeated without a pipeline file, regardless of later releases.
+holds. The benchmark can therefore be repeated without a pipeline file, regardless of later
+releases.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _CHAMPION = format_alias("champion", "")
 class ChampionRecord:
     """A version that should serve a target.
 
-    `basis` is the evidence and the gates of its decision, or the error why they are unknown.
+    `basis` is the evidence and the gates of its decision, or the error because of which they are
+    unknown.
     """
 
     record: VersionRecord
@@ -60,7 +62,7 @@ class ChampionRecord:
 
 
 def list_champions(context: Context, names: Sequence[str] = ()) -> tuple[ChampionRecord, ...]:
-    """Return the champions of all targets, or those of some pipelines or models."""
+    """Return the champions of all targets, or of some pipelines or models."""
     champions: list[ChampionRecord] = []
     for model, aliases in sorted(context.registry().all_aliases().items()):
         for name, version in sorted(aliases.items()):
@@ -96,7 +98,8 @@ def list_champions(context: Context, names: Sequence[str] = ()) -> tuple[Champio
 def measure_again(context: Context, perform: ExecuteStage, champion: ChampionRecord) -> Drift:
     """Measure a champion, and repeat a measurement that shows drift.
 
-    A single measurement is sometimes wrong. Nothing is recorded or changed.
+    The repetition is needed because a single measurement is sometimes wrong. Nothing is recorded or
+    changed.
     """
     basis = champion.basis
     if isinstance(basis, OnnxOpsError):
@@ -123,7 +126,7 @@ def _measured(
     memory = load_benchmark(context.store, record.decisions[champion.target].record.evidence)
     if memory is None:
         raise MeasurementError(
-            "the benchmark that it was decided upon is not in this store",
+            "the benchmark behind its decision is not in this store",
             where=f"{record.model}/{record.version}",
             remedy=f"Run its pipeline again on this store: onnx-ops run {champion.pipeline}.yaml "
             "--no-cache benchmark",

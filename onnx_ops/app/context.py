@@ -1,4 +1,4 @@
-"""A project: its settings, and the adapters that these and pipeline files select.
+"""A project: its settings, and the adapters that settings and pipelines select.
 
 An adapter is created and imported only when a command uses it: a rollback completes in less time
 than importing the modules that read and run pipelines would take.
@@ -86,7 +86,7 @@ class Project:
         """Return the stage handler of this project.
 
         Args:
-            actor: user recorded in the audit log of its releases.
+            actor: user who is recorded in the audit log of the project's releases.
             observer: receives the progress.
             abandon: the reason why endpoints may be left behind.
             no_cache: kinds of stages whose cached results are ignored.
@@ -189,7 +189,10 @@ def build_context(settings: Settings) -> Context:
 
 
 def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
-    """Return git's output; with `may_fail`, empty where it fails or is not installed."""
+    """Return git's output.
+
+    With `may_fail`, the result is empty if git fails or is not installed.
+    """
     try:
         process = subprocess.run(
             ["git", *arguments],

@@ -107,7 +107,7 @@ class StageExecutor:
     durations: Durations = field(default_factory=Durations)
 
     def __call__(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
-        """Execute a stage, on a worker of its pool if it has one."""
+        """Execute a stage, on a worker of its pool if the stage has a pool."""
         if self.running.ended:
             raise StageError(
                 "its run was cancelled", where=stage.id, remedy="Run the pipeline again."
@@ -191,9 +191,9 @@ def run_in_subprocess(
 ) -> Manifest:
     """Execute a stage in a child process, and raise its error.
 
-    The child ends with this process: it watches its standard input, which stays open until then.
-    Its temporary files are in a scratch folder, since a killed child leaves them behind: gigabytes
-    for a large model.
+    The child ends with this process: it watches its standard input, which stays open until this
+    process ends. The child's temporary files are in a scratch folder, since a killed child cannot
+    remove them. For a large model, these are gigabytes.
 
     Raises:
         StageError: the child crashed, was killed or timed out.

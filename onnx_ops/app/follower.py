@@ -1,10 +1,11 @@
 """The follower of a replica: a process beside the endpoint server.
 
-It follows the tables of its place, and reports. Only this process has the client of the object
-store and its credentials. It starts the server without them, publishes each table to it through the
-admin API, renews its lease, and writes what the server serves and counts. Each of these tasks has a
-thread. So a store that hangs delays neither the other tasks nor the end of a lease, which the
-server's workers see on their own clock.
+The follower reads new routing tables from the object store. Only this process has the client of the
+object store and its credentials. It starts the server without them, publishes each table to the
+server through the admin API, renews the server's lease, and writes reports about the server's state
+and counts. Each of these tasks has a thread. A store that does not answer therefore delays neither
+the other tasks nor the end of a lease. The server's workers determine the end of a lease by their
+own clock.
 """
 
 from __future__ import annotations
@@ -138,16 +139,16 @@ class Following:
         self._serving_end = 0.0
 
     def see(self, table: ReplicaTable | None) -> None:
-        """Take note of a valid table, which is the newest if its number is the highest."""
+        """Record a valid table; the table with the highest number is the newest."""
         if table is not None and (self.newest is None or table.number > self.newest.number):
             self.newest = table
 
     def see_beat(self, beat: int, now: float) -> None:
-        """Take note of the beat, which counts the judge's looks.
+        """Record the beat, a number that changes with each analysis of the rollout.
 
-        A rollback may have been requested while the store did not answer, and no table shows it
-        yet. Therefore a replica that comes back gives a candidate no traffic before the judge has
-        looked again.
+        While the store did not answer, a rollback may have been requested that no table shows yet.
+        A replica that reaches the store again therefore gives a candidate no traffic until the beat
+        has changed.
         """
         if now - self._heard_at > LEASE_S:
             self._is_confirmed = False
@@ -161,7 +162,8 @@ class Following:
     def needs_lease(self) -> bool:
         """Whether the adopted table needs a lease.
 
-        It does if it gives a candidate traffic, or needs a lease for any request.
+        A table needs a lease if it gives a candidate traffic, or if it requires a lease for every
+        request.
         """
         table = None if self.adopted is None else self.adopted.table
         return table is not None and (table.is_leased or gives_candidate_traffic(table))
@@ -175,11 +177,11 @@ class Following:
     def compute_lease_end(self, now: float) -> float:
         """Return until when the adopted table's candidate may get traffic, or 0.
 
-        The replica must have listed the tables, and reported, and the judge must have looked since
-        the last gap in the answers of the store. Otherwise the result is 0. A newer table that
-        moves traffic ends the lease before it is adopted.
+        Since the last gap in the answers of the store, the replica must have listed the tables and
+        reported, and the beat must have changed. Otherwise the result is 0. A newer table that
+        moves traffic ends the lease before the table is adopted.
         """
-        end = self._compute_end()  # before the tables are read: see there
+        end = self._compute_end()  # before the tables are read, see `_compute_end`
         timeout_s = 0.0 if self.adopted is None else self.adopted.judge_timeout_s
         is_judged = self._is_confirmed and (not timeout_s or now - self._beat_at < timeout_s)
         return end if self._is_current() and is_judged else 0.0
@@ -187,9 +189,9 @@ class Following:
     def renew_serving_end(self) -> float:
         """Return until when a server whose table is leased may answer requests.
 
-        If the newest table is not adopted yet, the time stays unchanged. So requests are not
-        refused while a table is being adopted. A replica that comes back does not answer by a table
-        that was rolled back meanwhile.
+        If the newest table is not adopted yet, the time stays unchanged, so requests are not
+        refused while a table is being adopted. The time is not extended for an old table: a replica
+        that reaches the store again must not answer by a table that was rolled back meanwhile.
         """
         end = self._compute_end()
         if self._is_current():
@@ -289,7 +291,7 @@ class Follower:
                 self._following.skipped = skipped
                 self._report_due.set()
             self._following.see(found)
-            self._following.listed_at = now  # the time before the request
+            self._following.listed_at = now  # the time is taken before the request
         self.renew_lease()
 
     def publish(self) -> None:
@@ -319,8 +321,8 @@ class Follower:
     def renew_lease(self) -> None:
         """Set the times until which the server serves.
 
-        Until the first time, it gives a candidate traffic. Until the second, it answers requests if
-        its table is leased.
+        Until the first time, the server gives a candidate traffic. Until the second time, it
+        answers requests if its table is leased.
         """
         with self._lock:
             end, serving_end = (
@@ -339,7 +341,7 @@ class Follower:
         self._attempt(self.renew_lease)
         adopted = self._following.adopted
         if adopted is None:
-            if not self._uptimes:  # a server that ends before the first table counts, too
+            if not self._uptimes:  # also count a server that ends before the first table
                 self._write_counts(
                     Counts(origin=self._source.start, at=began, bounds_s=(), deployments={})
                 )
@@ -392,7 +394,7 @@ class Follower:
             _log.error("the last report could not be written: %s", error)
 
     def announce_end(self) -> None:
-        """Write the counts until now as the final ones.
+        """Write the present counts as the final counts.
 
         The end of the server is then not attributed to the model.
         """
@@ -421,7 +423,7 @@ class Follower:
         name = work.__name__
         try:
             work()
-        except Exception as error:  # if a thread ended, the replica would be cut off for good
+        except Exception as error:  # a dead thread would cut the replica off permanently
             reason = (
                 str(error)
                 if isinstance(error, OnnxOpsError)
@@ -441,7 +443,7 @@ class Follower:
         try:
             return None if data is None else codec.loads(data, TableHead, where=HEAD)
         except CorruptStateError:
-            return None  # the head is only a hint
+            return None  # the head only hints at new tables
 
     def _read_table(self, number: TableNumber) -> StoredTable:
         data = self._control.read(number.name)
@@ -500,7 +502,7 @@ class Follower:
             has_lease=following.needs_lease and self._lease > read_boot_clock(),
             lapsed=self._lapsed,
             beat=self._beat,
-            at=time.time(),  # noqa: TID251 (for people: clocks are not compared)
+            at=time.time(),  # noqa: TID251 (a time for people; clocks are not compared)
             address=self._options.address,
             versions=_read_versions(),
             image=self._options.image,
@@ -555,10 +557,10 @@ class Follower:
 
 
 def require_known(names: Sequence[str], known: TableNumber | None, place: str) -> None:
-    """Raise ServiceUnavailableError if a list of tables lacks the known one.
+    """Raise ServiceUnavailableError if a listing of tables lacks the known table.
 
-    A share that is not mounted any more is an empty folder. Its list is not an answer of the store,
-    and must not renew a lease.
+    A share that is no longer mounted is an empty folder. A listing of it is not an answer of the
+    store, and must not renew a lease.
     """
     if known is not None and f"{known}.json" not in names:
         raise ServiceUnavailableError(
@@ -586,10 +588,10 @@ def _read_versions() -> Mapping[str, str]:
 
 
 def name_replica(folder: Path, given: str) -> str:
-    """Return the replica's name, as given or as kept in its folder.
+    """Return the replica's name, either the given name or the name in its folder.
 
-    Without a given name, a new replica has the host's name with random digits, which its folder
-    keeps.
+    Without a given name, a new replica gets the host's name with random digits. The name is stored
+    in the replica's folder.
     """
     if given:
         return check_replica_name(given)
@@ -690,7 +692,7 @@ def read_release_keys(folder: Path, trusted: str) -> TrustedKeys:
     A path in the setting is relative to the server's folder.
 
     Raises:
-        UserError: it is neither a path nor a key.
+        UserError: the setting is neither a path nor a key.
         RefusedError: there is no key for releases.
     """
     path = folder / trusted
@@ -712,4 +714,4 @@ def read_release_keys(folder: Path, trusted: str) -> TrustedKeys:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     logging.shutdown()
-    os._exit(code)  # does not wait for threads that wait for the store
+    os._exit(code)  # exit without waiting for threads that wait for the store

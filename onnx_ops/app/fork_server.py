@@ -1,8 +1,9 @@
 """A process that has imported the modules of stages, and forks for each stage.
 
-So a stage starts in milliseconds. The fork server of Python's standard library imports the main
-module in every child, and is started again in each forked process. This one forks a monitor for
-each request. The monitor forks the stage's process, and reports its process id and its exit code.
+A stage therefore starts in milliseconds. The fork server of Python's standard library imports the
+main module in every child, and is started again in each forked process. This fork server forks a
+monitor for each request. The monitor forks the stage's process, and reports its process id and its
+exit code.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class ForkServer:
     """Starts processes of `onnx_ops.app.worker`.
 
     It is thread-safe, and usable by forks of the process that started it. The server process ends
-    when no process that uses it is left.
+    after all processes that use it have ended.
     """
 
     def __init__(self) -> None:
@@ -145,7 +146,7 @@ class ForkServer:
     def _fork(self) -> ForkedProcess | None:
         """Return a new process, or None if the server does not answer.
 
-        In the latter case, the next call starts another server.
+        If the server does not answer, the next call starts another server.
         """
         (theirs, stdin), (stdout, printed), (status, reported) = (os.pipe() for _ in range(3))
         with self._lock:
@@ -190,7 +191,7 @@ def serve() -> None:
 
     This function returns in the forked processes only.
     """
-    with contextlib.suppress(PermissionError):  # it leads its group already
+    with contextlib.suppress(PermissionError):  # this process leads its group already
         os.setsid()
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = [entry for entry in sys.path[1:] if entry not in given]
@@ -248,9 +249,9 @@ def _fork_monitored(stdin: int, stdout: int, status: int) -> None:
 def _adopt(path: list[str]) -> None:
     """Take over environment, folder and import path of the requesting process.
 
-    A new process draws some values at random, which are therefore drawn again here. These are the
-    state of numpy's global generator, without which two sources without a seed would agree, and
-    memory addresses, which change the speed of a model by some percent.
+    Values that a new process draws at random are drawn again here. The state of numpy's global
+    generator is one of them: otherwise, two data sources without a seed would return the same
+    values. Memory addresses are the other: they change the speed of a model by some percent.
     """
     if not (line := sys.stdin.readline()):
         os._exit(1)  # the requesting process has ended

@@ -45,8 +45,8 @@ A pipeline has some thousand bytes for each variant and target.
 class Evaluation:
     """The stages of a pipeline before its gates, as they ended at a commit.
 
-    `commit` is empty outside of a repository. `file` is the digest of what the pipeline file
-    declares, without its endpoints, whose settings name the machine.
+    `commit` is empty outside of a repository. `file` is the digest of the pipeline file's
+    declarations. Endpoints are left out, since their settings name the machine.
     """
 
     file: Digest
@@ -98,7 +98,7 @@ def write_evaluation(
 def _list_content(evaluation: Evaluation) -> Iterator[Digest]:
     """Yield the content that a release reads.
 
-    Rows are included only if a benchmark is repeated on them.
+    Rows of data are included only if a benchmark is to be repeated on them.
     """
     measured = {
         name
@@ -157,18 +157,18 @@ def _require_consistency(evaluation: Evaluation, where: str) -> None:
     """
     names = [stage.id for stage in evaluation.stages]
     if names != [outcome.stage for outcome in evaluation.outcomes] or len(set(names)) < len(names):
-        raise CorruptStateError("its stages and outcomes do not belong together", where=where)
+        raise CorruptStateError("its outcomes do not match its stages", where=where)
     manifests = [
         outcome.manifest for outcome in evaluation.outcomes if outcome.manifest is not None
     ]
     if not all(is_digest(digest) for manifest in manifests for digest in manifest.files.values()):
-        raise CorruptStateError("a result names something that is no digest", where=where)
+        raise CorruptStateError("a result contains a value that is not a digest", where=where)
 
 
 def _store_content(folder: Path, store: Store) -> None:
     """Put the files of a folder into the store, and check them by their names.
 
-    With a shared store, the folder is empty or does not exist.
+    If the store is shared, the folder is empty or does not exist.
     """
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
@@ -176,20 +176,20 @@ def _store_content(folder: Path, store: Store) -> None:
                 entry.is_file(follow_symlinks=False)
                 and hex_digits(store.put_file(Path(entry.path))) != entry.name
             ):
-                raise CorruptStateError("not of its digest", where=entry.path)
+                raise CorruptStateError("its digest is not its name", where=entry.path)
 
 
 def adopt(evaluation: Evaluation, pipeline: Pipeline, planned: Plan, store: Store) -> Plan:
     """Return the plan of a release.
 
-    Its stages before the gates are those of the evaluation.
+    The plan's stages before the gates are taken from the evaluation.
 
     Args:
         planned: the plan of the pipeline file, by a `ReleaseProbe`.
 
     Raises:
-        RefusedError: the evaluation is of another pipeline file, or its measurements are of
-            something else.
+        RefusedError: the evaluation belongs to another pipeline file, or its measurements are of
+            another variant, target or file.
     """
     _require_same_file(evaluation, pipeline, planned)
     manifests = {one.stage: one.manifest for one in evaluation.outcomes if one.manifest is not None}
@@ -203,7 +203,7 @@ def adopt(evaluation: Evaluation, pipeline: Pipeline, planned: Plan, store: Stor
 def _require_same_file(evaluation: Evaluation, pipeline: Pipeline, planned: Plan) -> None:
     """Raise RefusedError if an evaluation does not belong to the pipeline file.
 
-    It then has other stages, or was made from other declarations.
+    An evaluation of another file has other stages, or was made from other declarations.
     """
     own = {stage.id: stage for stage in planned.stages if stage.kind in EVALUATION}
     given = {stage.id: stage for stage in evaluation.stages}
@@ -226,7 +226,7 @@ def _require_same_file(evaluation: Evaluation, pipeline: Pipeline, planned: Plan
 def _describe_place(stage: Stage) -> tuple[object, ...]:
     """Return the properties of a stage that are known without data.
 
-    These are its place in the plan, and the target that it measures.
+    The properties are the stage's place in the plan, and the target that it measures.
     """
     return (
         stage.kind,
@@ -243,7 +243,7 @@ def _require_own_evidence(
 ) -> None:
     """Require that a benchmark's evidence belongs to its stage.
 
-    It must describe the stage's variant, files and target.
+    The evidence must describe the stage's variant, files and target.
     """
     evidence = codec.loads(
         store.read(manifests[stage.id]["evidence.json"]), Evidence, where=stage.id
@@ -258,14 +258,14 @@ def _require_own_evidence(
         evidence.target_digest,
         evidence.manifest,
     ) != wanted:
-        raise RefusedError("its evidence is of something else", where=stage.id)
+        raise RefusedError("its evidence does not describe this stage", where=stage.id)
 
 
 @dataclass(frozen=True)
 class ReleaseHandler:
     """Runs the stages of a release.
 
-    Stages before its gates are never executed: their outcomes are those of the evaluation.
+    Stages before the gates are never executed: their outcomes are taken from the evaluation.
     """
 
     handler: StageHandler

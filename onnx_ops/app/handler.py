@@ -101,7 +101,7 @@ class StageHandler:
                 self.context.store.read(manifest["registration.json"]), Registration
             )
             return manifest if _is_current(self.context, registration) else None
-        if CODE in manifest:  # a trained model whose classes may have changed or gone
+        if CODE in manifest:  # the classes of a trained model may have changed or be gone
             known = codec.loads(self.context.store.read(manifest[CODE]), dict[str, Any])
             with contextlib.suppress(NotFoundError):
                 return manifest if self._code(stage, known["modules"]) == known else None
@@ -211,7 +211,8 @@ class StageHandler:
         try:
             return not was_compared(self.context, settings["model"], evidence)
         except InfrastructureError:
-            # A variant must not lose its measurement by that. The promotion meets the error again.
+            # An error here must not discard the variant's measurement. The promotion raises the
+            # error again.
             return False
 
     def _is_released(self, stage: Stage, inputs: Mapping[str, Manifest]) -> bool:
@@ -230,7 +231,7 @@ class StageHandler:
 
 
 def _list_releases(states: Iterable[ReleaseState]) -> set[Digest]:
-    """Return the releases that endpoints serve, try or have had before."""
+    """Return the releases that endpoints serve, try, or have served before."""
     deployments = (
         d for s in states for d in (*s.known.values(), s.roles.stable, s.roles.candidate)
     )
@@ -240,9 +241,10 @@ def _list_releases(states: Iterable[ReleaseState]) -> set[Digest]:
 def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
     """Return whether a release needs no further comparison before it is promoted.
 
-    It was compared with what serves its target now, or nothing serves there. A release that was
-    promoted at an endpoint before is not compared again: it serves, or is left. Without an
-    endpoint, the champion of the registry counts.
+    This is the case if the release was compared with the version that serves its target now, or if
+    no version serves there. A release that was promoted at an endpoint before is not compared
+    again: it serves, or its promotion is skipped. Without an endpoint, the champion of the registry
+    is the version that serves.
 
     Raises:
         InfrastructureError: the ledger or the registry does not answer.
@@ -267,8 +269,8 @@ def _is_current(context: Context, registration: Registration) -> bool:
 
     Each version must have the evidence of this registration. The registry of another project, or a
     new one, holds none. A registry keeps one set of decisions per version, so that a gate that was
-    changed and changed back is published again. If the registry does not answer, nothing is
-    confirmed: the stage then meets the error, and retries as configured.
+    changed and changed back is published again. If the registry does not answer, the result is
+    False. The stage is then run, raises the error, and retries as configured.
     """
     try:
         listed = {entry.version: entry for entry in context.registry().versions(registration.model)}

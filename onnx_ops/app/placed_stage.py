@@ -59,7 +59,7 @@ def answer(
             shutil.copyfile(store.path(digest), path)
         places = {path: str(root / _checked_name(name)) for path, name in document["paths"].items()}
         hints: Any = _relocated({**document["hints"], "pool": ""}, places)
-        # The stage has a separate root, so that it executes the code that was sent and no other.
+        # The stage has a separate root, so that it executes only the code that was sent.
         there = replace(
             project,
             settings=replace(project.settings, root=root),
@@ -126,7 +126,7 @@ def _checked_name(name: str) -> PurePosixPath:
 
 
 def _relocated(value: Any, places: Mapping[str, str]) -> Any:
-    """Return a document with other paths in place of those that are keys of `places`."""
+    """Return a document whose paths are replaced according to `places`."""
     if isinstance(value, dict):
         return {name: _relocated(entry, places) for name, entry in value.items()}
     if isinstance(value, list):

@@ -80,7 +80,7 @@ def ask(
         raise failure
     if ended.failed:
         raise MeasurementError(
-            f"the worker of pool {placed.pool} did not execute it",
+            f"the worker of pool {placed.pool} did not execute this stage",
             where=stage.id,
             why=ended.message,
         )
@@ -118,7 +118,8 @@ def _list_files(
 ) -> Iterator[tuple[str, Path, str]]:
     """Yield the files and folders that a stage reads besides its inputs.
 
-    Each has its name on the other machine, its path here, and its path in the hints, or empty.
+    Each is returned with its name on the other machine, its path here, and its path in the hints
+    (empty if the hints do not name it).
     """
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints

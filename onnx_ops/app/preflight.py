@@ -1,7 +1,7 @@
 """Checks before a run: the data, model and code of a pipeline, and this machine.
 
 Nothing is trained, no code of the project is run, nothing is unpickled, and no network is used.
-Each rule is that of the stage which would meet the problem.
+Each check applies the same rule as the stage that would fail.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _Rows:
 class Preflight:
     """The preflight checks of one pipeline.
 
-    `notes` are observations that can be intended; `absent` are the missing distributions of extras
-    that training imports.
+    `notes` are observations that may be intended. `absent` are the missing distributions that
+    training imports and that extras install.
     """
 
     context: Context
@@ -140,7 +140,7 @@ class Preflight:
     def _imports(self) -> Iterator[Issue]:
         """Yield missing imports of the project's functions, each once.
 
-        Only functions that are called in this installation are checked.
+        Functions that are called in an isolated environment are not checked.
         """
         seen: set[str] = set()
         for loc, reference in self._list_functions():
@@ -311,14 +311,14 @@ class Preflight:
                 yield Issue(("data", self.draft.scored, "label"), message)
 
     def _note_new_labels(self) -> None:
-        """Note classes that are scored but not in the training data."""
+        """Add a note on classes that are scored but missing in the training data."""
         import numpy as np
 
         scored = self._scored
         if scored is None or not self.draft.train:
             return
         others = [rows for rows in self._sets.values() if rows is not scored]
-        if not all(rows.whole for rows in others):  # the rest of a set may hold the class
+        if not all(rows.whole for rows in others):  # other rows of the set may have the class
             return
         label = scored.dataset.label
         trained = [rows.dataset.label for rows in others if rows.dataset.label is not None]

@@ -35,7 +35,7 @@ class PreparedPipeline:
     """A checked pipeline, its targets and its plan.
 
     `overridden` is whether values differ from those of the file. `evaluation` holds the results of
-    the stages before the gates if they were run elsewhere.
+    the stages before the gates if another job ran these stages.
     """
 
     pipeline: Pipeline
@@ -122,7 +122,7 @@ def _machine_findings(
 ) -> list[Issue]:
     """Return missing packages and credentials that a whole run needs.
 
-    Those reported already are left out.
+    Findings that are reported already are left out.
     """
     from onnx_ops.app.handler import binding
     from onnx_ops.app.server_memory import find_memory_shortages
@@ -247,7 +247,7 @@ def prepare(
     """Check a file and plan it.
 
     Args:
-        offline: only show the plan; a remote model is not requested, and counts as changed.
+        offline: only show the plan; a remote model is not requested, and is treated as changed.
     """
     from onnx_ops.pipeline import plan
     from onnx_ops.pipeline.probe import OfflineProbe, ProjectProbe, is_remote
@@ -262,7 +262,9 @@ def prepare(
     planned = apply_default_pools(planned, project.settings.default_pools)
     notes = checked.notes
     if offline and pipeline.model and is_remote(pipeline.model):
-        notes += (f"a run asks whether {pipeline.model} has changed; here it counts as changed",)
+        notes += (
+            f"only a run checks whether {pipeline.model} has changed; this plan assumes a change",
+        )
     return PreparedPipeline(
         pipeline=pipeline, targets=targets, plan=planned, notes=notes, overridden=bool(overrides)
     )
@@ -278,11 +280,11 @@ def prepare_release(
 ) -> PreparedPipeline:
     """Plan the gates and the release of a pipeline that was evaluated elsewhere.
 
-    The evaluation is read from its folder. No code of the user is imported, and no data is read.
+    The evaluation is read from a folder. No code of the user is imported, and no data is read.
 
     Raises:
         ConfigError: the file has problems.
-        RefusedError: the evaluation is of another commit or file.
+        RefusedError: the evaluation belongs to another commit or file.
     """
     from onnx_ops.app.context import resolve_commit
     from onnx_ops.app.hand_over import adopt, read_evaluation
@@ -329,7 +331,7 @@ def write_evaluation(
 def require_packages(project: Project, plan: Plan) -> None:
     """Refuse a plan that needs packages which are not installed here.
 
-    This is checked before any of its stages starts.
+    The check is made before any stage of the plan starts.
     """
     if needed := _missing_packages(project, plan):
         missing = [name for _, names in needed for name in names]
@@ -404,9 +406,9 @@ def execute(
 ) -> RunResult:
     """Run a plan, and compare the release with `base` in the report.
 
-    Up to `jobs` stages run concurrently. The measurements of an unchanged commit are recorded under
-    it. A failure of this recording does not fail the run: later comparisons report that nothing is
-    recorded.
+    Up to `jobs` stages run concurrently. If no file differs from the commit, the measurements are
+    recorded under the commit. A failure of this recording does not fail the run: later comparisons
+    report that nothing is recorded.
 
     Args:
         actor: user recorded in the audit log of its releases (default: the user of this process).
@@ -414,7 +416,8 @@ def execute(
 
     Raises:
         MissingPackageError: a package that a stage needs is not installed; nothing was done.
-        RefusedError: an endpoint would be left behind, and `abandon` gives no reason for it.
+        RefusedError: an endpoint would keep running unmanaged, and `abandon` gives no reason for
+            this.
         UserError: an existing endpoint cannot be changed as the file declares.
     """
     from onnx_ops.app.handler import binding
@@ -457,7 +460,7 @@ def execute(
 
 
 def _list_own_stages(prepared: PreparedPipeline) -> tuple[Stage, ...]:
-    """Return the stages of a plan that were not run elsewhere."""
+    """Return the stages of a plan that are not part of an evaluation."""
     evaluated = () if prepared.evaluation is None else prepared.evaluation.stages
     done = {stage.id for stage in evaluated}
     return tuple(stage for stage in prepared.plan.stages if stage.id not in done)
@@ -466,7 +469,8 @@ def _list_own_stages(prepared: PreparedPipeline) -> tuple[Stage, ...]:
 def _add_release_hints(project: Project, plan: Plan, base: BaseRelease | None) -> Plan:
     """Add the provenance and the base of the release to its register stage.
 
-    The provenance is who made the release. The base is what it is compared with.
+    The provenance is the author, time and commit of the release. The base is the release with which
+    it is compared.
     """
     from onnx_ops.app.results import read_provenance
     from onnx_ops.domain.pipeline import StageKind
@@ -497,7 +501,7 @@ def _has_deployed(result: RunResult) -> bool:
 def _choose_handler(prepared: PreparedPipeline, handler: StageHandler) -> Handler:
     """Return the handler of a plan.
 
-    Its stages before the gates may have been run elsewhere.
+    Another job may have run the plan's stages before the gates.
     """
     if prepared.evaluation is None:
         return handler
@@ -517,7 +521,8 @@ They mean: wrong input, refused, a gate failed, the environment failed, inconclu
 class PipelineResult:
     """The outcome of one pipeline of several.
 
-    It is a summary with the errors of its stages, or the reason why it was not started.
+    The outcome is a summary with the errors of the stages, or the reason why the pipeline was not
+    started.
     """
 
     file: Path
@@ -527,7 +532,7 @@ class PipelineResult:
 
     @property
     def exit_code(self) -> int:
-        """Exit code that `onnx-ops run` of this file would have."""
+        """The exit code of `onnx-ops run` with this pipeline file."""
         if self.refused is not None:
             return self.refused.exit_code
         return 0 if self.summary is None else self.summary.exit_code

@@ -1,9 +1,9 @@
 """Add onnx-ops to an existing repository.
 
-This writes a pipeline for its model, and the files that commands and workflows need. Only missing
-files are written, and nothing that build tools, test runners or linters of Python collect.
-Everything is below `onnx-ops/`, besides `onnx-ops.toml` and files of GitHub Actions with distinct
-names.
+This writes a pipeline for the repository's model, and the files that commands and workflows need.
+Only missing files are written, and no file that build tools, test runners or linters of Python
+collect. All files are below `onnx-ops/`, except `onnx-ops.toml` and files of GitHub Actions with
+distinct names.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RepositorySource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositorySetup:
-    """Files that were written, and those that existed.
+    """The files that were written, and the files that already existed.
 
     Their paths are relative to the repository.
     """
@@ -121,7 +121,7 @@ def add_to_repository(root: Path, name: str, given: RepositorySource) -> Reposit
 def choose_name(root: Path) -> str:
     """Return a name for a pipeline, from the repository's package or folder."""
     named = ""
-    # A broken file is not this command's problem.
+    # An invalid file is ignored here: other tools report it.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         named = str(
             tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
@@ -324,7 +324,7 @@ def _describe_data(root: Path, data: Mapping[str, str], label: str | None) -> li
 
 
 def _find_label(path: Path) -> str:
-    """Return the column of a file whose name is that of a label; empty without one."""
+    """Return the column that is named like a label; empty if there is none."""
     from onnx_ops.adapters.data.file import sample_arrays
 
     arrays = sample_arrays(path, where=str(path)).arrays

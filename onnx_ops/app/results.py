@@ -30,7 +30,7 @@ class Summary:
     """The results of a run.
 
     `awaiting` are the targets whose chosen variant must be promoted by a person. `left` are the
-    promotions that the run left out, since another version has replaced the promoted one.
+    promotions that the run skipped, since another version has replaced the version to promote.
     """
 
     pipeline: str
@@ -122,7 +122,7 @@ def _read_registration(outcomes: Mapping[str, StageOutcome], store: Store) -> Re
 
 
 def _list_left(result: RunResult, context: Context) -> Iterator[PromotionResult]:
-    """Yield the promotions that a run left out."""
+    """Yield the promotions that a run skipped."""
     for stage in result.plan.stages:
         manifest = result.outcomes[stage.id].manifest
         if (
@@ -196,7 +196,7 @@ _BASE_VARIABLES = (
 
 
 def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Provenance:
-    """Return who made this state of the project.
+    """Return the author, time and commit of this state of the project.
 
     The sources are git, or else the variables of a CI service.
     """
@@ -204,7 +204,7 @@ def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Prove
     if _first(environ, _BASE_VARIABLES) and ask_git(
         root, "rev-parse", "--verify", "--quiet", "HEAD^2", may_fail=True
     ):
-        head = "HEAD^2"  # a pull request is checked out as its merge, which the service has made
+        head = "HEAD^2"  # of a pull request, the merge that the service has made is checked out
     commit, _, author = (
         ask_git(root, "log", "-1", "--format=%H%x00%an", head, may_fail=True)
         .strip()
@@ -250,7 +250,8 @@ def record_commit(root: Path, store: Store, summary: Summary) -> None:
 def export_commit(root: Path, store: Store, pipeline: str, folder: Path) -> None:
     """Copy the record of the checked-out commit to a folder.
 
-    Runs that have another store read it there. The folder keeps the newest commits.
+    Runs with another store read the record there. The folder keeps the records of the newest
+    commits.
     """
     commit = resolve_commit(root, "HEAD")
     recorded = store.lookup(_key(root, pipeline, commit)) if commit else None
@@ -266,7 +267,7 @@ def export_commit(root: Path, store: Store, pipeline: str, folder: Path) -> None
 
 
 def import_commits(root: Path, store: Store, folder: Path) -> None:
-    """Record what `export_commit` left in a folder, if the folder exists."""
+    """Record the commits that `export_commit` wrote to a folder, if it exists."""
     for place in sorted(folder.glob("*/*/")):
         files = {
             path.relative_to(place).as_posix(): store.put_file(path)
@@ -281,7 +282,7 @@ def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = ""
     """Return the record of the commit where this branch left its base.
 
     If that commit has no record, the last recorded commit before it is used. The base is a tag, a
-    commit or a branch, which may exist only at `origin`. `name` is its display name.
+    commit or a branch, which may exist only at `origin`. `name` is the base's display name.
     """
     name = name or base
     try:

@@ -29,8 +29,9 @@ def machine_lock(
 class MeasurementLock:
     """Reserves the machine for a measurement among pipelines that run concurrently.
 
-    The pipelines run in one process. The lock is granted in the order of requests. Work runs beside
-    other work. A measurement waits for all running work, and later work waits for the measurement.
+    The pipelines run in one process. The lock is granted in the order of requests. Work without
+    measurements runs concurrently. A measurement waits for all running work, and later work waits
+    for the measurement.
     """
 
     def __init__(self) -> None:
@@ -42,10 +43,10 @@ class MeasurementLock:
 
     @contextlib.contextmanager
     def hold(self, *, alone: bool, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-        """Hold the lock: alone for work whose results are times, else beside other work.
+        """Hold the lock, alone for work that measures times, otherwise shared.
 
         Args:
-            on_wait: is called if the lock is not free.
+            on_wait: called if the lock is not free.
         """
         with self._changed:
             ticket, self._tickets = self._tickets, self._tickets + 1
@@ -116,7 +117,7 @@ class RunningStages:
     def ended_on_error(self) -> Iterator[None]:
         """End every running stage, on every machine, if the block raises.
 
-        A cancellation counts too.
+        A cancellation also ends the stages.
         """
         try:
             yield
@@ -134,7 +135,7 @@ class RunningStages:
 
 
 def _import_registry() -> None:
-    with contextlib.suppress(ImportError):  # the stage that needs it reports it
+    with contextlib.suppress(ImportError):  # the stage that needs this package reports the error
         importlib.import_module("onnx_ops.adapters.registries.mlflow_connection").import_mlflow()
 
 

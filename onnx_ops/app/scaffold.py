@@ -70,7 +70,7 @@ PROJECTS: Mapping[TemplateName, Template] = {
             "endpoint: digits\n": "endpoint: {name}\n",
             # The tutorials start with all traffic immediately, and switch to a canary later.
             "    # The first release has nothing to be compared with, "
-            "and gets all traffic at once. A rollout of this example takes\n    # seconds, "
+            "and gets all traffic immediately. A rollout of this example takes\n    # seconds, "
             "since users are assigned anew every 5 s; by default every minute.\n": "",
             "steps: [10%, 50%, 100%], guardrails: [errors, latency_p50, latency_p99], "
             "min_requests: [300, 1000], epoch: 5 s": "steps: [100%], scale_down_delay: 24h",
@@ -124,8 +124,8 @@ _COPIED: tuple[tuple[str, str, str], ...] = (
         ("workflows", name, ".github/workflows")
         for name in ("model-commit.yml", "promote.yml", "rollback.yml")
     ),
-    # Scripts that the image's build runs. Its Dockerfile installs from the wheel, and is a
-    # template.
+    # Scripts that the build of the image runs. The image's Dockerfile is a template, since it
+    # installs from the wheel.
     *(
         ("infra/docker", name, "infra/docker")
         for name in ("bill.py", "healthcheck.py", "install.sh")
@@ -159,7 +159,7 @@ def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]
         raise UserError(f"{name!r} cannot name a project", where="--name", why=why, remedy=remedy)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
-            "there is something already",
+            "the folder is not empty",
             where=str(folder),
             remedy="Name a folder that is new or empty.",
         )
@@ -221,14 +221,14 @@ def _list_package_files() -> list[Path]:
     """Return the files of the package that runs here, as a build would take them."""
     file = PACKAGE.parent / "pyproject.toml"
     project = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    # A checkout also has files that no build takes.
+    # A checkout also has files that a build leaves out.
     if project.get("project", {}).get("name") == "onnx-ops":
         globs = project["tool"]["setuptools"]["package-data"]["onnx_ops"]
         paths = {
             *PACKAGE.rglob("*.py"),
             *(path for pattern in globs for path in PACKAGE.glob(pattern)),
         }
-    else:  # some packages leave such a file in site-packages
+    else:  # some packages install such a file in site-packages
         paths = {path for path in PACKAGE.rglob("*") if path.parent.name != "__pycache__"}
     return sorted(path for path in paths if path.is_file())
 

@@ -1,8 +1,8 @@
-"""Memory of an endpoint's servers for a new version beside the one that runs.
+"""Checks whether servers have memory for a new version beside the stable one.
 
 A server measures a new version before its workers load it (`serving.workers.trial_load`). `check`
-estimates that earlier, for the author of the file. The estimate assumes that the new version is as
-large as the stable one.
+estimates the memory earlier, for the author of the pipeline file. The estimate assumes that the new
+version is as large as the stable one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from onnx_ops.release.journal import read_readable_state
 def find_memory_shortages(context: Context, config: EndpointConfig) -> Iterator[str]:
     """Yield why servers could not load a new version beside the stable one.
 
-    A server that does not answer, or a version without evidence here, is no shortage.
+    A server that does not answer, or a version without evidence here, is not treated as a shortage.
     """
     from onnx_ops.serving.workers.memory_admission import find_shortage
 
     try:
         servers = context.provider(config.provider).list_memory(config)
         stable = read_readable_state(context, config.endpoint).roles.stable if servers else None
-    except OnnxOpsError:  # `status` and the deploy stage report it
+    except OnnxOpsError:  # `status` and the deploy stage report this
         return
     if stable is None:
         return

@@ -44,7 +44,7 @@ def record_failure(store: Store, run: str, error: OnnxOpsError) -> None:
 
 
 def load_failure(store: Store, run: str) -> OnnxOpsError | None:
-    """Return why an execution of a request failed; None if it did not."""
+    """Return why an execution of a request failed; None if no failure is recorded."""
     failed = store.lookup(_failure_key(run))
     return None if failed is None else from_document(json.loads(store.read(failed[_FAILURE])))
 

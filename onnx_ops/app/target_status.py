@@ -25,8 +25,9 @@ _CPU = "CPUExecutionProvider"
 class TargetStatus:
     """The status of one target. `why` and `remedy` explain it.
 
-    `here` is None if its file is wrong, another machine measures it, or its build is not checked.
-    `measured` is whether this project timed models with a shipped profile, None for other targets.
+    `here` is None if the target's file is invalid, another machine measures the target, or its
+    build is not checked. `measured` is whether this project timed models with a shipped profile,
+    None for other targets.
     """
 
     name: str
@@ -41,7 +42,7 @@ class TargetStatus:
 def list_target_statuses(project: Project) -> list[TargetStatus]:
     """Return the status of the project's targets, then of the shipped profiles.
 
-    Both are ordered by name. Profiles that the project replaces are left out.
+    Both are ordered by name. A profile is left out if the project has a target of the same name.
     """
     with _write_probe() as probe:
         names = dict.fromkeys((*project.targets.names(), *profile_names()))
@@ -52,7 +53,8 @@ def find_unmeasurable(context: Context, targets: Iterable[Target]) -> dict[str, 
     """Return the targets that this machine cannot measure, with the reason.
 
     Targets of pools and builds are not checked. The hardware of every other target is compared. A
-    session is built only for providers other than the CPU's: that takes the import of the runtime.
+    session is built only for providers other than the CPU's, because building one requires the
+    import of the runtime.
     """
     reasons: dict[str, str] = {}
     for target in targets:

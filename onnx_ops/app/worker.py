@@ -44,8 +44,8 @@ def _die_with_parent(scratch: Path) -> None:
     """End this process when its parent is gone.
 
     The parent holds the other end of standard input. The processes that the stage has started end
-    too: they are in the process group that this process leads. The files that they have written are
-    removed, as the parent can no longer do that.
+    too: they are in the process group that this process leads. The stage's temporary files are
+    removed here, since the parent can no longer remove them.
     """
     sys.stdin.read()
     shutil.rmtree(scratch, ignore_errors=True)

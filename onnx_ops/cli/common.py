@@ -100,7 +100,7 @@ KEEP = "\u00a0"
 class CollectedOutput:
     """The output of a command for a Python caller.
 
-    It is the command's document, and the errors that did not end the command.
+    The output consists of the command's document, and of the errors that did not end the command.
     """
 
     document: Any = None
@@ -113,13 +113,13 @@ collected_output: ContextVar[CollectedOutput | None] = ContextVar("collecting", 
 def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
     """Turn errors into a message and an exit code.
 
-    Users never get a traceback or the exit code of a failed gate.
+    An error never shows a traceback, and never has the exit code of a failed gate.
     """
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        # With --json standard output holds one document; what libraries print goes where the
-        # progress goes.
+        # With --json, standard output holds one document. The output of libraries therefore goes to
+        # standard error, like the progress.
         redirect = (
             contextlib.redirect_stdout(sys.stderr)
             if kwargs.get("as_json")
@@ -144,7 +144,7 @@ def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
 def _describe_error(error: Exception, function: str) -> OnnxOpsError:
     """Return the error to show.
 
-    For a missing package or a fault of onnx-ops, it names the command that ended.
+    The error of a missing package or a fault of onnx-ops names the command that ended.
     """
     group, _, verb = function.partition("_")
     command = f"onnx-ops {f'{group} {verb}' if group in _GROUPS else function.replace('_', '-')}"
@@ -158,7 +158,7 @@ def _describe_error(error: Exception, function: str) -> OnnxOpsError:
         place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
         why = f"{type(error).__name__}{place}: {quoted(error)}"
         remedy = (
-            f"This is a fault of onnx-ops {version('onnx-ops')}: report it with this message and "
+            f"This is a bug of onnx-ops {version('onnx-ops')}: report it with this message and "
             "the files."
         )
         shown = InternalError(
@@ -197,7 +197,7 @@ def parse_version(text: str, command: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def writing(what: str, where: object) -> Iterator[None]:
-    """Turn what keeps a file from being written into a UserError."""
+    """Convert an error in writing a file into a UserError."""
     try:
         yield
     except OSError as error:
@@ -222,7 +222,7 @@ def program(
         ),
     ] = False,
 ) -> None:
-    """Options that need no command."""
+    """Define the options that need no command."""
 
 
 class Command(TyperCommand):
@@ -287,7 +287,7 @@ class _Option(TyperOption):
     def process_value(self, ctx: Any, value: Any) -> Any:
         """Return the converted value.
 
-        The error of a misspelt choice suggests the choice that was meant.
+        The error of a misspelt choice suggests the most similar choice.
         """
         try:
             return super().process_value(ctx, value)
@@ -424,7 +424,7 @@ def markup(template: str, *values: object) -> Markup:
 
 
 class SafeConsole(Console):
-    """A console on which no text of others acts as a command.
+    """A console that disarms commands in printed texts of others.
 
     It protects the terminal, and a CI service that reads the lines.
     """
@@ -452,7 +452,8 @@ class SafeConsole(Console):
 def console() -> Console:
     """Return standard output as a console.
 
-    It has `_UNWRAPPED` columns where it is no terminal, since programs read whole lines.
+    If standard output is no terminal, the console has `_UNWRAPPED` columns, since programs read
+    whole lines.
     """
     coloured = True if collected_output.get() is not None else None
     return SafeConsole(
@@ -493,8 +494,8 @@ def print_text(
 
     Args:
         template: text as for `markup`.
-        values: of the template.
-        out: where to; standard output by default.
+        values: values of the template.
+        out: console to print on; standard output by default.
         indent: spaces before the first line.
         hang: further spaces before the other lines.
     """
@@ -524,7 +525,7 @@ def print_table(
     Args:
         heads: names of the columns.
         rows: plain text or `Markup` for each head; a single text is a heading inside the table.
-        out: where to; standard output by default.
+        out: console to print on; standard output by default.
     """
     out = out or console()
     titles = [Text(head, style="dim") for head in heads]

@@ -94,7 +94,7 @@ def diagnose(
 def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> list[Diagnosis]:
     """Return a provider's findings for its endpoints.
 
-    They are the endpoints of these pipeline files, and existing ones.
+    The endpoints are those of the given pipeline files, and existing ones.
     """
     deploys = [
         entry
@@ -130,7 +130,8 @@ def _packages(project: Project) -> Iterator[Diagnosis]:
         try:
             installed = version(name)
         except PackageNotFoundError:
-            # It is a package of an extra, which is checked below, or another build of ONNX Runtime.
+            # The package belongs to an extra, which is checked below, or is another build of ONNX
+            # Runtime.
             continue
         ok = SpecifierSet(wanted).contains(Version(installed), prereleases=True)
         yield _finding(name, installed, ok=ok, remedy=f"pip install '{name}{wanted}': {breaks}")
@@ -175,7 +176,7 @@ def _providers(project: Project) -> Iterator[Diagnosis]:
 def _pools(project: Project) -> Iterator[Diagnosis]:
     """Yield a line for each work pool that the project or Prefect names.
 
-    There is none where no Prefect server is configured.
+    Without a configured Prefect server, nothing is yielded.
     """
     if plugins.absent(plugins.EXTRAS["prefect"]):
         return
@@ -203,7 +204,7 @@ def _pools(project: Project) -> Iterator[Diagnosis]:
 
 
 def _describe_worker(worker: WorkerStatus, project: Project) -> str:
-    """Return what a worker takes and can measure."""
+    """Return the stages that a worker takes, and the targets that it can measure."""
     if worker.machine is None:
         return f"{worker.name} runs, but has published no description"
     machine = worker.machine
@@ -286,12 +287,12 @@ def _describe_ledgers(project: Project, key: Digest) -> Iterator[Diagnosis]:
 
     for name, why in find_missing_key(project.context, key).items():
         remedy = (
-            "Where a key that counts is: `onnx-ops keys admit FILE`, "
+            "On a machine with an accepted key, run `onnx-ops keys admit FILE` "
             "with the output of `onnx-ops keys public`."
         )
         yield _finding(
             f"ledger {name}",
-            f"this machine's signature does not count: {why}",
+            f"the ledger does not accept this machine's signature: {why}",
             ok=False,
             remedy=remedy,
         )
@@ -313,7 +314,7 @@ def _describe_roles(key: Digest, public: str, folder: Path) -> Diagnosis:
         )
     else:
         found, remedy = (
-            f"{short_digest(key)} may sign {text}" + "".join(f"; not {one}" for one in missing),
+            f"{short_digest(key)} can sign {text}" + "".join(f"; not {one}" for one in missing),
             "",
         )
     return _finding("signatures", found, ok=bool(text), remedy=remedy)
@@ -391,7 +392,7 @@ def _endpoints(project: Project) -> Iterator[Diagnosis]:
 def _without_file(project: Project) -> Iterator[Diagnosis]:
     """Report endpoints whose pipeline no file describes.
 
-    This happens after a rename of pipeline and endpoint together.
+    Such endpoints arise if pipeline and endpoint are renamed together.
     """
     states = [
         read_readable_state(project.context, name) for name in list_bound_endpoints(project.context)
@@ -415,7 +416,7 @@ def _pending_rollbacks(project: Project) -> Iterator[Diagnosis]:
     for name in list_bound_endpoints(project.context):
         pending = read_readable_state(project.context, name).pending_rollback
         if pending is not None:
-            found = f"owed {describe_pending(pending, project.context.clock.now())}"
+            found = f"pending: {describe_pending(pending, project.context.clock.now())}"
             yield _finding(
                 f"rollback of {name}",
                 found,

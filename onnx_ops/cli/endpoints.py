@@ -69,9 +69,9 @@ def status(
 ) -> None:
     """Show what endpoints serve now, from the ledger and the endpoints.
 
-    Needs no MLflow. Exit code 4 if an endpoint that should serve, or a provider that is asked for
-    orphans, does not answer; also if an endpoint answers its clients, but can no longer be changed;
-    with --runs, if a stage waits that no running worker takes.
+    Needs no MLflow. Exit code 4 if an endpoint that should serve, or the provider of orphaned
+    resources, does not answer. Also 4 if an endpoint answers its clients but can no longer be
+    changed and, with --runs, if a stage waits that no running worker takes.
 
     Example: onnx-ops status --target cpu-1t
     """
@@ -191,10 +191,10 @@ def prune(
 ) -> None:
     """Remove old versions from the registry, this machine, store and providers.
 
-    Never removed: a version that an alias points at, or that an endpoint serves, may go back to, or
-    is about to serve; an object that a recorded result, the ledger or a decision behind an alias
-    names, or that is younger than a day. MLflow marks what is removed as deleted; `mlflow gc` frees
-    its space.
+    A version stays if an alias points at it. It also stays if an endpoint serves it, can roll back
+    to it, or will serve it next. An object stays if it is younger than a day. It also stays if a
+    recorded result, the ledger or the decision of an aliased version names it. MLflow only marks
+    removed versions as deleted; `mlflow gc` frees their space.
 
     Example: onnx-ops prune digits-mlp --keep 3 --older-than 90d
     """
@@ -346,7 +346,7 @@ def _print_answer(status: EndpointStatus) -> None:
 
 
 def _print_served(status: EndpointStatus, actual: EndpointState, address: str) -> None:
-    """Print the traffic of an endpoint that answers, and what is not as it should be."""
+    """Print the traffic of an endpoint that answers, and its deviations."""
     candidate = status.state.roles.candidate
     waits = "" if candidate is None else candidate.name
     split = ", ".join(
@@ -393,8 +393,8 @@ def _print_replicas(servers: Sequence[EndpointServer], written_off: Collection[s
 def _describe_server_state(server: EndpointServer, *, is_written_off: bool) -> str:
     """Return whether a server reports.
 
-    A server that was written off and does not report has ended by that. If it reports later, it is
-    back.
+    A server that was written off is shown as ended while it does not report. If it reports later,
+    it is shown as reporting.
     """
     if not is_written_off:
         return server.state
@@ -423,7 +423,7 @@ def describe_pending(pending: PendingRollback, now: float) -> str:
     stable = pending.action.roles.stable
     to = stable.name if stable is not None else "nothing"
     text = (
-        f"to {to}, asked for by {pending.actor} {max(0.0, now - pending.at):.0f} s ago "
+        f"to {to}, requested by {pending.actor} {max(0.0, now - pending.at):.0f} s ago "
         f"({pending.action.why})"
     )
     return (
@@ -584,7 +584,7 @@ def _print_freed(verb: str, plan: PrunePlan, version_count: int) -> None:
 
 
 def _describe_version(model: str, version: ListedVersion, what: str, now: float) -> tuple[str, ...]:
-    """Return the cells of a registered version and what happens to it."""
+    """Return the cells of a registered version, and whether it is removed."""
     age_days = max(0.0, now - version.created_at) / 86_400
     age = f"{age_days:.1f}{KEEP}d"
     return (model, version.version, version.variant, short_digest(version.release), age, what)

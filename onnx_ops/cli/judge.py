@@ -136,7 +136,7 @@ def judge(
     """Judge whether one ONNX file may take the place of another.
 
     Answers, task metric, latency and size are judged. The kind of the candidate is derived from
-    both files. A float model must give the same answers. A rounded one (int8, 4-bit, float16) is
+    both files. A float model must give the same answers. A rounded model (int8, 4-bit, float16) is
     judged by its weights, activations, function without rounding, and task metric.
 
     Exit code: 0 accepted, 1 rejected, 2 wrong input, 3 inconclusive, 4 not measured.
@@ -198,7 +198,7 @@ def judge(
             seed=seed,
         )
         with show_progress("judge", baseline, candidate, quiet=quiet or as_json) as show_detail:
-            # It loads while other processes run the models.
+            # This import runs while other processes run the models.
             threading.Thread(target=load_functions, daemon=True).start()
             judgement = judge_candidate(replace(request, report=show_detail))
         judgement = _restore_given_files(judgement, given, casts)
@@ -218,7 +218,7 @@ def _restore_given_files(
 ) -> Judgement:
     """Return the judgement with the digests and sizes of the given files.
 
-    Otherwise it would have those of the files with casts around them.
+    Without this, the judgement would show the digests and sizes of the files with casts.
     """
     from onnx_ops.domain.artifact import digest_file
     from onnx_ops.onnx_graph.model_info import read_model_info
@@ -301,7 +301,10 @@ def _share(text: str | None, option: str) -> float | None:
 
 
 def _parse_sweep(dims: list[str], fixed: Mapping[str, int]) -> dict[str, list[int]]:
-    """Return sizes by dimension; one that the candidate fixes has that size only."""
+    """Return the sizes of each dimension, from `NAME=SIZE[,SIZE…]` texts.
+
+    Raise UserError for other sizes of a dimension that the candidate fixes.
+    """
     sizes: dict[str, list[int]] = {}
     for text in dims:
         name, _, listed = text.partition("=")
@@ -328,7 +331,7 @@ def _load_dataset(
 ) -> tuple[Dataset | None, SampleRows | None]:
     """Return all rows of the file, with labels if they are named, and as samples.
 
-    There is no data set without a file, nor where the inputs hold one request, not rows.
+    There is no data set without a file, or if the inputs hold a single request instead of rows.
     """
     from onnx_ops.cli.tools import load_rows
     from onnx_ops.config.messages import did_you_mean
@@ -387,7 +390,7 @@ def _build_gate(
 ) -> tuple[MetricGate, dict[str, Any]]:
     """Return the gate of a metric, and the function that it calls.
 
-    The metric is the named one, or the one that fits the labels.
+    The metric is the named metric, or by default the metric that fits the labels.
     """
     from onnx_ops.domain.task_metrics import DEFAULT_FOR_CLASSES, DEFAULT_FOR_NUMBERS
     from onnx_ops.measure.user_functions import importable, load_function
@@ -419,13 +422,16 @@ def _list_settings(
     seed: int,
     fix: Mapping[str, Any],
 ) -> list[SweepPoint]:
-    """Return every shape with every batch; a fixed one is the only one."""
+    """Return every combination of shape and batch size.
+
+    A fixed batch size is the only one.
+    """
     from onnx_ops.onnx_graph.input_bounds import read_input_bounds
     from onnx_ops.tools.generated_rows import generate_samples
     from onnx_ops.tools.judgement import SweepPoint
 
     if supplied is not None and sweep:
-        raise UserError("--dim is for generated rows, and --data brings its own", where="--dim")
+        raise UserError("--dim applies to generated rows, and --data supplies rows", where="--dim")
     bounds = read_input_bounds(baseline) if supplied is None else {}
     settings: list[SweepPoint] = []
     shapes = list(itertools.product(*sweep.values()))

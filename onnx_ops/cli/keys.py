@@ -68,7 +68,7 @@ def keys_list(as_json: AsJson = False) -> None:
         state = f"signs here, {state}" if key.signs else state
         say(f"{short_digest(key.key)}  {state:<42} {', '.join(path.name for path in key.files)}")
         for name, why in missing[key.key].items():
-            say(f"  its signature does not count in ledger {name}: {why}")
+            say(f"  ledger {name} does not accept its signature: {why}")
     if known:
         say(
             "A gate key signs decisions and overrides. A release key signs what binds, "
@@ -91,7 +91,7 @@ def keys_new(
 ) -> None:
     """Create a key pair if there is none.
 
-    It has a private key with mode 0600, and its public key.
+    The pair is a private key with mode 0600, and its public key.
 
     Example: onnx-ops keys new
     """
@@ -145,7 +145,7 @@ def keys_admit(
     changed = admit_key(project.context, admitted)
     (key,) = admitted
     text = (
-        f"key {short_digest(key)} may sign in {len(changed)} more "
+        f"key {short_digest(key)} can sign in {len(changed)} more "
         f"ledger{'' if len(changed) == 1 else 's'}"
     )
     print_result(
@@ -203,9 +203,9 @@ def keys_retire(
 ) -> None:
     """Stop trusting a key: for all decisions, and for new entries of ledgers.
 
-    What it has signed in the ledgers until now still counts; after a theft, up to the entry that
-    --keep names. Shows which versions under aliases lose their decision, and refuses if there are
-    any.
+    Entries of ledgers that the key has signed until now stay valid; after a theft, only those up to
+    the entry that --keep names. Shows which versions under aliases lose their decision, and refuses
+    if there are any.
 
     Example: onnx-ops keys retire 3f2a91c07be4 --dry-run
     """
@@ -259,7 +259,7 @@ def _list_dependents(context: Context, key: Digest, *, force: bool) -> tuple[Dep
         # A stolen key may be retired while the registry is down.
         if not force:
             raise
-        say(f"unknown which versions lose their decision: {error}", err=True)
+        say(f"cannot find the versions that lose their decision: {error}", err=True)
         return ()
 
 

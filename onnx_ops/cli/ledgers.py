@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from onnx_ops.release.adoption import Adoption
 
 ledger = make_group(
-    "ledger", "Make a state of a damaged or unsigned ledger count.", "onnx-ops ledger adopt digits"
+    "ledger", "Accept a state of a damaged or unsigned ledger.", "onnx-ops ledger adopt digits"
 )
 
 
@@ -34,7 +34,7 @@ def ledger_adopt(
     last: Annotated[
         int | None,
         typer.Option(
-            "--last", metavar="N", min=1, help="Last entry that counts. Default: the last intact."
+            "--last", metavar="N", min=1, help="Last entry to accept. Default: the last intact one."
         ),
     ] = None,
     unsigned: Annotated[
@@ -51,10 +51,10 @@ def ledger_adopt(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make the last intact state of a ledger count, with a signed entry.
+    """Restore the last intact state of a ledger, with a signed entry.
 
     Use it for a ledger that is damaged or was restored from a backup. The entries after that state
-    stay where they are and count no longer. Rejections among them are lost, except for their marks
+    stay stored and have no effect any more. Rejections among them are lost, except for their tags
     in MLflow. Nothing changes at the endpoint before the next `onnx-ops rollback` or `reconcile`.
     It needs a release key. Prefer to restore the files from a backup.
 
@@ -73,17 +73,17 @@ def ledger_adopt(
     keys = ", ".join(map(short_digest, context.ledger.release_keys))
     for line in (
         *_describe(adoption),
-        f"keys that would count: {keys}, the release keys that this machine trusts",
+        f"keys that would be accepted: {keys}, the release keys that this machine trusts",
     ):
         say(line, err=as_json)
     signer = context.signer()
     if signer is not None and signer.key not in adoption.state.keys:
         say(
-            f"other machines read this only if they trust key {short_digest(signer.key)}: "
-            "copy it there",
+            f"other machines accept this state only if they trust key {short_digest(signer.key)}: "
+            "copy its public key there",
             err=as_json,
         )
-    if not yes and not (sys.stdin.isatty() and typer.confirm("Make this state count?")):
+    if not yes and not (sys.stdin.isatty() and typer.confirm("Accept this state?")):
         raise UserError("nothing was changed", where=endpoint, remedy="Confirm with --yes.")
     sequence = adopt(context, adoption, reason=reason, actor=actor)
     done = {"endpoint": endpoint, "last": adoption.state.head, "entry": sequence}
@@ -91,7 +91,7 @@ def ledger_adopt(
 
 
 def _describe(adoption: Adoption) -> list[str]:
-    """Return lines about the state that would count, and about what would not."""
+    """Return lines about the state to restore, and about the entries to ignore."""
     state, roles = adoption.state, adoption.state.roles
     stable = "nothing" if roles.stable is None else roles.stable.name
     candidate = "" if roles.candidate is None else f", candidate {roles.candidate.name}"
@@ -103,6 +103,6 @@ def _describe(adoption: Adoption) -> list[str]:
             f"state of entry {state.head}: {stable} serves{candidate}; "
             f"{len(state.rejected)} rejected{pending}"
         ),
-        f"entries that count no longer: {lost}"
+        f"entries that would be discarded: {lost}"
         + (f" ({state.head + 1} to {adoption.count})" if lost else ""),
     ]

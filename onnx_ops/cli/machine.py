@@ -34,7 +34,7 @@ def doctor(
 ) -> None:
     """Check packages, providers, services, keys and pins.
 
-    Every problem comes with a remedy. With --provider, only the requirements of that endpoint
+    Every problem is shown with a remedy. With --provider, only the requirements of that endpoint
     provider are checked: package, credentials, region, role, quota. Exit code 4 if something is
     broken.
 
@@ -78,10 +78,10 @@ def doctor(
 def targets(as_json: AsJson = False) -> None:
     """List the project's targets and the shipped profiles.
 
-    Shows which of them this machine can measure. A session of a tiny model is built for each;
-    nothing is measured. A profile is used by its name. A file configs/targets/NAME.yaml overrides
-    the profile of that name. "never measured" marks the shipped profiles on whose hardware no model
-    was timed; their settings follow documentation.
+    Shows which targets this machine can measure. A session of a tiny model is built for each;
+    nothing is measured. A pipeline uses a profile by its name. A file configs/targets/NAME.yaml
+    overrides the profile of that name. "never measured" marks shipped profiles whose settings
+    follow documentation: no model was timed on their hardware.
 
     Example: onnx-ops targets --json
     """
@@ -119,9 +119,9 @@ def work(
     kinds: Annotated[
         list[StageKind] | None, typer.Option(help="Kinds of stages to take; default: all.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of stages at once.")] = 1,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent stages.")] = 1,
 ) -> None:
-    """Execute stages of pipelines on this machine: those that name its work pool.
+    """Execute the stages of pipelines that name this machine's work pool.
 
     The pool is created if it is missing. This machine and those that run pipelines need the same
     Prefect server (PREFECT_API_URL), the same `store` in onnx-ops.toml and the same release of
@@ -164,7 +164,9 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @_with_options
 def serve(
-    state_dir: Annotated[Path, typer.Option(help="Folder of the endpoint: table, token, log.")],
+    state_dir: Annotated[
+        Path, typer.Option(help="Folder of the endpoint: routing table, token, log.")
+    ],
     host: Annotated[
         str, typer.Option(help="Address to bind; beyond loopback only behind a proxy.")
     ] = "127.0.0.1",
@@ -189,9 +191,10 @@ def serve(
 ) -> None:
     """Run the endpoint server in the foreground.
 
-    It serves the table last published in its folder. With --follow, it is a replica of an endpoint
-    with `provider: replicas`: it serves what the newest signed table there contains, and reports.
-    It needs --reports, --endpoint and --trusted-keys. See `onnx-ops docs replicas`.
+    The server serves the routing table last published in its folder. With --follow, it is a replica
+    of an endpoint with `provider: replicas`. A replica serves the newest signed table at that
+    location, and reports. It needs --reports, --endpoint and --trusted-keys. See `onnx-ops docs
+    replicas`.
 
     Example: onnx-ops serve --state-dir .onnx-ops/endpoints/digits --port 8080 --workers 4
     """

@@ -93,14 +93,14 @@ def __getattr__(name: str) -> Any:
 
 def main() -> None:
     """Run the command line."""
-    # Imports make no garbage; collections would take a tenth of their time.
+    # Imports make no garbage; garbage collections would take a tenth of the time of the imports.
     gc.set_threshold(50_000, 20, 20)
     # The collections at the end of the process would look at every object of MLflow's modules,
     # which takes 1.1 s and frees nothing.
     atexit.register(gc.freeze)
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command in _RUNNING_MODELS and not {"--help", "-h"}.intersection(sys.argv):
-        # It imports ONNX Runtime while this process imports the rest.
+        # A child process imports ONNX Runtime while this process imports the rest.
         from onnx_ops.adapters.isolation.crash_guard import prepare
 
         prepare("onnx_ops.adapters.runtimes.onnxruntime")

@@ -1,6 +1,6 @@
 """Commands about messages to and from this project.
 
-They are notify, and webhooks install, check and remove.
+The commands are notify, and webhooks install, check and remove.
 """
 
 from __future__ import annotations

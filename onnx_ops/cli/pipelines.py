@@ -214,7 +214,7 @@ def plan(
 def _describe_outcome(outcome: StageOutcome | None) -> str:
     """Return what a run would do with a stage.
 
-    `outcome` is what is known of the stage before it runs.
+    `outcome` is the outcome that is known without running the stage; None if it must run.
     """
     if outcome is None:
         return "run"
@@ -243,9 +243,9 @@ def run(
     results are reused. With --jobs, several pipelines, or the stages of one, run in parallel; a
     measurement has the machine to itself.
 
-    Training code can read what this command can, its key included. To keep the key from it, run
-    twice, on two machines or as two users: with --until gate and --hand-over without a key, then
-    with --take-over.
+    Training code can read all that this command can read, including the key. To protect the key,
+    run twice, on two machines or as two users. The first run has no key and uses --until gate and
+    --hand-over; the second uses --take-over.
 
     Exit code: 0 every target has a release, 1 a gate failed, 2 a file is wrong, 3 inconclusive, 4
     the environment failed, 5 refused; of several files, the worst.
@@ -353,7 +353,7 @@ def _print_run(
     )
 
     store = project.context.store
-    # The document has no evidence: without a comparison nothing reads it.
+    # The document contains no evidence. Without a comparison, the evidence is not read.
     evidence = (
         tuple(evidence_of(summary, store).values()) if base is not None or not as_json else ()
     )
@@ -384,9 +384,9 @@ def affected(
 ) -> None:
     """List the pipelines that a change affects.
 
-    A change affects them by file, target, data, model, or imported code. All changes since this
-    branch left the other one count, committed or not. A `.dvc` file stands for the data that it
-    points to. Exit code: 0, even if none is affected.
+    A pipeline is affected by changes of its file, targets, data, model, or imported code. All
+    changes since this branch left the other branch are considered, committed or not. A `.dvc` file
+    stands for the data that it points to. Exit code: 0, even if none is affected.
 
     Example: onnx-ops affected --since origin/main
     """
@@ -486,8 +486,8 @@ def init(
     A new project has a pipeline, a model, flows, workflows, infrastructure and tests. Its demo and
     tests run immediately, on data included in scikit-learn.
 
-    Into a repository, only missing files are written: below onnx-ops/, onnx-ops.toml, and workflows
-    if it has .github/. Existing files are not changed.
+    In a repository, only missing files are written: files below onnx-ops/, onnx-ops.toml, and
+    workflows if .github/ exists. Existing files are not changed.
 
     Example: onnx-ops init fraud --template sklearn
 
@@ -537,7 +537,7 @@ def _add_to_repository(
     *,
     as_json: bool,
 ) -> None:
-    """Add a pipeline to a repository, and list what was written and what was there."""
+    """Add a pipeline to a repository; list the files written and the existing ones."""
     from onnx_ops.app.repository_setup import RepositorySource, add_to_repository, choose_name
     from onnx_ops.cli.tools import parse_values
 

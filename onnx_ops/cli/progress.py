@@ -155,8 +155,8 @@ class StepProgress:
     def _estimate(self, begun: Mapping[str, float]) -> float | None:
         """Return the remaining time from the last durations.
 
-        Return None where they are not known. With parallel steps it is the longest chain of
-        dependent steps, or the sum divided among `jobs`, if longer.
+        The result is None if a duration is unknown. With parallel steps, it is the longest chain of
+        dependent steps, or the sum divided by `jobs` if that is longer.
         """
         names = dict.fromkeys([*begun, *(name for name in self._steps if name not in self._done)])
         known: dict[str, float] = {}
@@ -172,7 +172,7 @@ class StepProgress:
         now = time.monotonic()
         rest = {name: max(each - (now - begun.get(name, now)), 0.0) for name, each in known.items()}
         chains: dict[str, float] = {}
-        for name, own in rest.items():  # in the plan's order; a running step waits for nothing
+        for name, own in rest.items():  # in the plan's order; running steps no longer wait
             chains[name] = own + max(
                 (chains.get(need, 0.0) for need in self._needs.get(name, ())), default=0.0
             )
@@ -210,8 +210,8 @@ def working(command: str, *steps: str, quiet: bool = False) -> Iterator[StepProg
 class RunProgress(Observer):
     """Shows a run: the running stages, and each stage that has ended.
 
-    The remaining time is shown too. For several runs in parallel, it shows only stages that did
-    work, with the name of their pipeline.
+    The remaining time is shown too. For several runs in parallel, only stages that did work are
+    shown, with the name of their pipeline.
     """
 
     def __init__(self, console: Console, *, jobs: int = 1, is_one_of_several: bool = False) -> None:
@@ -275,7 +275,7 @@ class RunProgress(Observer):
         )
 
     def worked(self, stage: Stage, seconds: float) -> None:
-        """Keep the time that a stage worked, for its line."""
+        """Record the time that a stage worked, to show it on the stage's line."""
         self._worked[stage.id] = seconds
 
     def _describe_time(self, stage: Stage, outcome: StageOutcome) -> str:

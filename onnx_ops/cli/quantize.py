@@ -90,10 +90,10 @@ def quantize(
 ) -> None:
     """Quantize an ONNX file by a recipe that fits its targets.
 
-    Shows how each target runs it.
+    Shows how each target runs the variant.
 
     `--method auto` searches for the recipe under a budget. A repeated call resumes an interrupted
-    search. It writes everything it tried beside OUT, as OUT.search.json.
+    search. The search writes all its trials beside OUT, as OUT.search.json.
 
     Shows how the variant was made and why, its size, what runs in int8 (for a float variant: an
     estimate of its time), and what slows it down, with the setting that fixes it. `judge` and the

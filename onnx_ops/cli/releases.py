@@ -1,6 +1,6 @@
 """Commands about releases.
 
-They are explain, report, export-dvc, drift check, promote and reconcile.
+The commands are explain, report, export-dvc, drift check, promote and reconcile.
 """
 
 from __future__ import annotations
@@ -260,8 +260,8 @@ def export_dvc(
 ) -> None:
     """Write the metrics of a release in DVC's formats.
 
-    They are for `dvc metrics show` and `dvc plots show`. Nothing is measured; the evidence is the
-    signed one.
+    The files are for `dvc metrics show` and `dvc plots show`. Nothing is measured; the metrics come
+    from the signed evidence.
 
     Example: onnx-ops export-dvc digits-mlp/3 --metrics metrics.json --plots plots
     """
@@ -310,8 +310,8 @@ def drift_check(
 ) -> None:
     """Benchmark the current champions again, to detect drift.
 
-    Use it after an upgrade or on a new machine. Runs each champion's own benchmark and judges it by
-    the gates of its release. Records and changes nothing.
+    Use it after an upgrade or on a new machine. Repeats the benchmark of each champion's release,
+    and judges the result by the gates of that release. Records and changes nothing.
 
     Exit code: 1 if a champion has drifted, else 4 if one could not be measured, else 0.
 

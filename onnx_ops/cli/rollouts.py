@@ -1,6 +1,6 @@
 """Commands that move traffic.
 
-They are rollout status, advance, pause, resume and abort, and rollback.
+The commands are rollout status, advance, pause, resume and abort, and rollback.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def rollout_resume(
 ) -> None:
     """Continue a rollout that an operator paused, at its current step.
 
-    Its checks decide again when it advances. To skip them: onnx-ops rollout advance.
+    The checks of the step decide again when the rollout advances. To skip them: onnx-ops rollout
+    advance.
 
     Example: onnx-ops rollout resume digits-cnn
     """
@@ -113,7 +114,7 @@ def rollout_advance(
 ) -> None:
     """Advance a rollout by one step without its open checks, paused or not.
 
-    This approves a step that waits for approval. A guardrail that rolls back still does.
+    This approves a step that waits for approval. A guardrail can still roll the rollout back.
 
     Example: onnx-ops rollout advance digits-cnn --reason "looked at the answers"
     """
@@ -156,7 +157,7 @@ def _command(
     from onnx_ops.release.rollback import send_command
 
     context = open_project().context
-    context.registry()  # if it does not answer, this fails before the command is recorded
+    context.registry()  # if the registry is down, fail before the record
     send_command(context, endpoint, command, reason=reason, actor=actor)
     _reconcile(context, endpoint, actor, as_json=as_json)
 
@@ -217,7 +218,7 @@ def _render(view: RolloutView) -> Group:
         summaries = [guard.summary for guard in judged.guardrails]
         outliers = [outlier.summary for outlier in judged.outliers]
         texts = [*summaries, judged.ab_summary, judged.split_mismatch, *outliers]
-        # `next` can repeat one of these texts.
+        # A text that `next` contains is left out.
         lines = [
             *(text for text in texts if text and text not in view.next),
             view.next,
@@ -291,12 +292,12 @@ def rollback(
     """Move all traffic back to the previous version, now.
 
     Needs neither Prefect nor MLflow. Repeating a finished rollback is no error. Exit code 4, within
-    ten seconds, if it could not be done yet. Then a background process retries for 15 minutes, and
-    so does every reconciliation, until it is done or withdrawn with --withdraw. Meanwhile the
-    version counts as rejected.
+    ten seconds, if the rollback could not be done yet. Then a background process retries for 15
+    minutes. Every reconciliation retries too, until the rollback is done or withdrawn with
+    --withdraw. Meanwhile the version is rejected.
 
-    The aliases follow in the background, or by the reconciler. A single endpoint of several that
-    serve the same model and target is pinned and leaves the aliases as they are; --all moves them.
+    The aliases are moved in the background, or by the reconciler. If several endpoints serve the
+    same model and target, a rollback of one of them leaves the aliases unchanged; --all moves them.
 
     Example: onnx-ops rollback digits --reason "wrong on sevens"
 
@@ -407,7 +408,7 @@ def _list_unfinished(
 ) -> list[str]:
     """Return the endpoints that are not finished.
 
-    Their registry part is pending, or their rollback can be finished here.
+    Their aliases are pending, or their rollback can be finished from here.
     """
     unfinished = [name for name, move in moved.items() if move.pending_aliases]
     pending = [name for name, error in errors.items() if isinstance(error, StillPendingError)]
@@ -422,7 +423,7 @@ def _document(
 ) -> dict[str, Any]:
     """Return what `--json` prints about an endpoint.
 
-    It is the endpoint's error, or its move and what the registry waits for.
+    The document is the endpoint's error, or its move and the pending aliases.
     """
     if name in errors:
         return {"endpoint": name, **errors[name].as_document()}
@@ -469,9 +470,9 @@ def _hand_over(
 ) -> dict[str, str]:
     """Leave aliases, traffic and notifications to processes that outlive this one.
 
-    The traffic is that of pending rollbacks. Importing MLflow takes longer than the whole rollback.
-    If such a process dies, the ledger keeps the pending work, and every reconciliation tries again.
-    Return a text by endpoint.
+    Traffic is handed over only for pending rollbacks. Importing MLflow takes longer than the whole
+    rollback. If such a process dies, the ledger keeps the pending work, and every reconciliation
+    tries again. Return a text by endpoint.
     """
     state, text = project.settings.state, ""
     work: dict[Path, Sequence[str]] = {}

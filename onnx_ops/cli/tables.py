@@ -46,8 +46,9 @@ class PlannedStage:
 
     Attributes:
         pool: Work pool whose workers run it; empty for this machine.
-        seconds: Of its last execution; None if it would not run, or has not run yet.
-        price: Of these seconds; None also where the target has none.
+        seconds: Duration of the last execution; None if the stage would not run, or has not run
+            yet.
+        price: Price of these seconds; None also if the target has no price.
     """
 
     stage: str
@@ -59,7 +60,10 @@ class PlannedStage:
 
 
 def plan_table(pipeline: str, stages: Sequence[PlannedStage]) -> None:
-    """Print the stages of a plan; where they run only if some run elsewhere."""
+    """Print the stages of a plan.
+
+    The place of each stage is printed if any stage runs on another machine.
+    """
     print_text("[bold]Plan of {}[/bold]", pipeline)
     placed = any(stage.pool for stage in stages)
     rows = []
@@ -222,7 +226,8 @@ def _print_variants(
 def _find_reference(decisions: Sequence[Decision]) -> str:
     """Return the model with which latency was compared.
 
-    It is the champion if latency was compared with it. The result is empty if there is none.
+    This is the champion if latency was compared with the champion. The result is empty if latency
+    was compared with no model.
     """
     prefix = "ratio vs "
     metrics = {result.metric for decision in decisions for result in decision.results}
@@ -245,7 +250,7 @@ def _print_advisories(decisions: Sequence[Decision]) -> bool:
 def _describe_row(row: VariantRow, decision: Decision, metric: str, against: str) -> list[str]:
     """Return the cells of a variant.
 
-    They are its metric, median latency, ratio against another model, and size.
+    The cells are its metric, median latency, ratio against another model, and size.
     """
     ratio = next(
         (r for r in decision.results if r.gate == "latency" and r.metric == f"ratio vs {against}"),
@@ -280,7 +285,7 @@ def _print_choice(choice: Choice, decisions: Sequence[Decision]) -> None:
         print_text("{}: [bold]{}[/bold] is chosen ({})", head, choice.variant, choice.reason)
         return
     decisions = [decision for decision in decisions if decision.target == choice.target]
-    # A variant that passes can be insignificant among so many variants.
+    # A variant that passes its gates can be insignificant, given the number of variants.
     if any(decision.verdict is Verdict.PASS for decision in decisions):
         print_text("{}: no release. {}", head, choice.reason)
     elif _is_unmeasured(decisions):
@@ -332,7 +337,7 @@ def _print_failures(decisions: Sequence[Decision]) -> bool:
 
 
 def comparison_report(comparisons: Sequence[ModelComparison]) -> None:
-    """Print each metric of the release beside that of another model."""
+    """Print each metric of the release beside the same metric of another model."""
     for comparison in comparisons:
         if comparison.rows:
             title = markup(
@@ -348,7 +353,7 @@ def comparison_report(comparisons: Sequence[ModelComparison]) -> None:
 
 
 def choice_lines(summary: Summary, errors: Mapping[str, OnnxOpsError]) -> None:
-    """Print the choice of each target, and then each stage error.
+    """Print the choice of each target, and then the errors of stages.
 
     There is one line per failure. Each error is printed once.
     """
@@ -419,7 +424,7 @@ def _release_lines(summary: Summary, registration: Registration, project: Projec
 def _print_endpoint(state: ReleaseState, model: str, project: Project) -> None:
     """Print what an endpoint serves and where, and its rollout.
 
-    Nothing is printed if it does not serve yet.
+    Nothing is printed if the endpoint does not serve yet.
     """
     config, stable = state.config, state.roles.stable
     if config is None:

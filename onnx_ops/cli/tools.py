@@ -143,7 +143,7 @@ def bench(
             place = replace(REFERENCE, custom_ops=chosen.custom_ops)
             samples = settle_samples(context.runtime(place.runtime), place, timed, samples)
         elif sizes:
-            raise UserError("--dim is for random rows, and --data brings its own", where="--dim")
+            raise UserError("--dim applies to random rows, and --data supplies rows", where="--dim")
         else:
             _, samples = load_rows(inputs, context, data, batch, values)
         if casts:
@@ -249,7 +249,7 @@ def show_progress(command: str, *places: object, quiet: bool) -> Iterator[Report
         shown: list[str] = []
 
         def report(text: str) -> None:
-            # A log has no line to redraw, so that repetitions are left out.
+            # A log cannot redraw a line, so repeated lines are left out.
             if not quiet and text not in shown[-1:]:
                 shown.append(text)
                 console.print(markup("{}", text), soft_wrap=True)

@@ -103,7 +103,7 @@ def _notify(
 ) -> Iterator[None]:
     """Send notifications from a separate thread.
 
-    A chat that hangs therefore delays no rollout.
+    A chat service that does not answer therefore delays no rollout.
     """
     context = project.context
     if not context.notifiers():
@@ -152,7 +152,7 @@ def _listening(
     def refused(why: str) -> None:
         """Log a refusal when its reason changes.
 
-        Otherwise any client of the port could fill the log.
+        If every refusal were logged, any client of the port could fill the log.
         """
         nonlocal last
         if why != last:
@@ -174,7 +174,10 @@ def _listening(
 
 
 def _repair_webhook(project: Project, watcher: WatchLoop) -> None:
-    """Repair the webhook. After a failure the watch continues: it polls."""
+    """Repair the webhook.
+
+    After a failure, the watch continues, since it also polls.
+    """
     from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
     from onnx_ops.adapters.webhooks.receiver import read_secret
 

@@ -58,7 +58,8 @@ _REFUSED: Mapping[str, str] = {"distribution": DISTRIBUTION}
 class Binding:
     """The result of binding: the value, every issue, and the dataclasses by location.
 
-    The value is None if there are issues. A wrong part of a dataclass is replaced by its default.
+    The value is None if there are issues. An invalid part of a dataclass is replaced by its
+    default.
     """
 
     value: Any = None
@@ -99,11 +100,11 @@ def bind_settings(
 ) -> T:
     """Return the settings of a plugin as its dataclass.
 
-    `rules` yields problems between settings that are valid one by one, each with the setting
-    concerned.
+    `rules` yields problems of settings that are valid individually but not together, each with the
+    setting concerned.
 
     Raises:
-        SettingsError: There are problems; it has all of them.
+        SettingsError: The settings have problems; the error holds all of them.
     """
     binding = bind(dict(given), kind)
     issues = binding.issues or [Issue((name,), text) for name, text in rules(binding.value)]
@@ -181,7 +182,7 @@ def short_field(kind: type) -> str | None:
 class _Binder:
     """One pass over a value.
 
-    Where there is no value, methods add an issue and return BROKEN.
+    If a value cannot be bound, methods add an issue and return BROKEN.
     """
 
     def __init__(self) -> None:
@@ -314,7 +315,8 @@ class _Binder:
     def _member(self, value: Any, members: Sequence[type], loc: Loc) -> Any:
         """Choose the member of a union of dataclasses, and bind it.
 
-        The member is chosen before its fields are bound, so that only its problems show.
+        The member is chosen before its fields are bound, so that only problems of this member are
+        reported.
         """
         if not isinstance(value, dict):
             return self._refuse(loc, f"expected a mapping, got {describe(value)}")
@@ -361,7 +363,7 @@ class _Binder:
             elif is_required(f, kind):
                 bound[f.name] = self._refuse((*loc, key), f"missing key '{key}'", on_key=True)
         valid = {name: item for name, item in bound.items() if item is not BROKEN}
-        # A broken part takes its default, so that rules between the others are still checked.
+        # A broken part gets its default, so that rules between the other parts are still checked.
         if any(
             default_of(known[yaml_key(name)][0]) is MISSING for name in bound.keys() - valid.keys()
         ):
@@ -392,7 +394,7 @@ class _Binder:
 
 
 def own_key(member: type, members: Sequence[type]) -> str:
-    """Return the required key that distinguishes a member of a union from the others."""
+    """Return the required key that only this member of a union has."""
 
     def required(kind: type) -> list[str]:
         return [key for key, (f, _) in file_fields(kind).items() if default_of(f) is MISSING]

@@ -45,7 +45,7 @@ class Issue:
         on_key: The key itself, or its absence, is wrong, not the value under it.
         place: The position, if the location does not determine it, as for the second of two equal
             keys.
-        environment: The file is valid, but this machine lacks something.
+        environment: The file is valid, but this machine lacks a requirement.
     """
 
     loc: Loc
@@ -58,7 +58,7 @@ class Issue:
     def shown(self) -> Loc:
         """The location that is printed.
 
-        Where a key is wrong, it is that of the mapping.
+        If the key itself is wrong, this is the location of the mapping.
         """
         return self.loc[:-1] if self.on_key else self.loc
 
@@ -92,9 +92,9 @@ class Document:
     def written(self, loc: Loc) -> Loc:
         """Return the location as written in the file.
 
-        There, an entry can appear without its list.
+        In the file, a single entry can appear without its list.
 
-        A last part that is missing from the file is kept.
+        If the last part is missing from the file, the result still has this part.
         """
         value, parts = self.value, []
         for part in loc:
@@ -109,7 +109,8 @@ class Document:
     def problem(self, issue: Issue) -> Problem:
         """Return an issue with its position.
 
-        It is the position of the value or key, else of what would contain it.
+        The position is that of the value or key. If neither exists, it is the position of the
+        mapping or list that would contain them.
         """
         place = issue.place or (self.keys.get(issue.loc) if issue.on_key else None)
         nearest = issue.loc

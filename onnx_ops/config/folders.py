@@ -1,6 +1,6 @@
 """Where a project has its pipelines and targets.
 
-They are in `configs/`, or in `onnx-ops/` within another project.
+The files are in `configs/`, or in `onnx-ops/` within another project.
 """
 
 from __future__ import annotations

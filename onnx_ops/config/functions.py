@@ -27,8 +27,8 @@ def parse_python(source: bytes) -> ast.Module:
     Python 3.11 counts the depth of the trees of all threads together (CPython #106905).
 
     Raises:
-        SyntaxError: it is not Python.
-        ValueError: it has a null byte.
+        SyntaxError: the source is not Python.
+        ValueError: the source has a null byte.
     """
     with _PARSING:
         return ast.parse(source)
@@ -37,8 +37,8 @@ def parse_python(source: bytes) -> ast.Module:
 def explain_missing_function(reference: str, root: Path) -> str | None:
     """Return why the reference names no function; None if it names one.
 
-    Modules are looked for below the project's root, then on `sys.path`. A module that takes names
-    from elsewhere by `from … import *` is trusted to have the function.
+    Modules are searched below the project's root, then on `sys.path`. A module with `from … import
+    *` is assumed to have the function.
     """
     match = _REFERENCE.fullmatch(reference)
     if match is None:
@@ -67,7 +67,7 @@ def check_arguments(reference: str, given: Iterable[str], root: Path) -> list[tu
     decorated function is not checked, since a decorator can change its parameters.
 
     Returns:
-        Each problem's parameter, which is empty for one that is missing, and its message.
+        The parameter of each problem (empty if a parameter is missing), and its message.
     """
     definition = _definition(reference, root)
     if definition is None or definition[1].decorator_list:
@@ -103,7 +103,7 @@ def find_missing_imports(reference: str, root: Path) -> list[tuple[str, str]]:
     """Return the failing imports of a function's module.
 
     The project's modules that it imports are included. Only statements at the top level of a module
-    count: others might never run.
+    are checked, since others might never run.
 
     Returns:
         Each missing package, and where it is imported.
@@ -157,7 +157,7 @@ def resolve_import(statement: ast.ImportFrom, package: Sequence[str]) -> str:
 def _is_importable(module: str, root: Path) -> bool:
     """Return whether a module is the project's or installed.
 
-    A module counts as installed if its top-level package is. Nothing is imported.
+    A module is treated as installed if its top-level package is installed. Nothing is imported.
     """
     first = module.partition(".")[0]
     if (
@@ -184,7 +184,8 @@ def _definition(
 ) -> tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef] | None:
     """Return where a function is defined.
 
-    It is defined in the module named, or in a module from which that one imports it.
+    The function is defined in the named module, or in a module from which the named module imports
+    it.
     """
     module, _, function = reference.partition(":")
     path = find_source(module, root)

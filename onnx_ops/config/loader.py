@@ -72,8 +72,8 @@ def load_pipeline(
 ) -> Pipeline:
     """Read a pipeline file, or report all its problems.
 
-    A pipeline without a parity gate gets the default one as its first gate. Omitting the gate
-    therefore never lets an export pass that computes another function.
+    A pipeline without a parity gate gets the default parity gate as its first gate. An export that
+    computes another function therefore fails even if the file omits the gate.
 
     Args:
         path: The file.
@@ -83,12 +83,13 @@ def load_pipeline(
         reach: What the file is allowed to name beyond the project.
         shared: Folder of targets that several projects share.
         plugins: Installed names by kind (`onnx_ops.plugins.KINDS`). If given, plugins and the
-            endpoints of other pipeline files are checked, too. A kind that is missing from it is
-            not checked.
-        settings, metrics: Check the settings of installed endpoint plugins and metrics sources.
-        capabilities, unservable: Return what an endpoint plugin can do for an entry, and why it
-            cannot run its models.
-        preflight: Returns the problems that a run would have.
+            endpoints of other pipeline files are checked, too. A kind that is missing here is not
+            checked.
+        settings, metrics: Functions that check the settings of installed endpoint plugins and
+            metrics sources.
+        capabilities, unservable: Functions that return the capabilities of an endpoint plugin for
+            an entry, and why the plugin cannot run the entry's models.
+        preflight: Function that returns the problems that a run would have.
 
     Raises:
         NotFoundError: There is no such file.
@@ -118,7 +119,7 @@ def load_pipeline(
             *check_other_files(draft, path, root),
         ]
     problems = document.problems()
-    if not beyond:  # the check would read what is out of reach
+    if not beyond:  # the check would read files beyond the allowed reach
         issues += preflight(
             draft, targets, None if problems or target_problems or issues else pipeline
         )

@@ -38,7 +38,7 @@ def shorten(text: str) -> str:
 def did_you_mean(written: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` if a known name is similar, else an empty text.
 
-    A name that differs only in letter case always counts as similar.
+    A name that differs only in letter case is always similar.
     """
     names = sorted(known)
     close = [name for name in names if name.lower() == written.lower()]

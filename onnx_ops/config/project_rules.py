@@ -41,9 +41,9 @@ A SettingsError has the place of each problem.
 
 
 def load_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Target], list[Problem]]:
-    """Return the benchmarked targets, and the problems in the files of others.
+    """Return the valid benchmarked targets, and the problems of the other targets.
 
-    The targets returned exist and can be read.
+    A returned target exists, and its file can be read.
     """
     targets: dict[str, Target] = {}
     problems: list[Problem] = []
@@ -80,8 +80,8 @@ def check_project(
     for loc, entry in draft.deploy:
         if entry.target in targets and targets[entry.target].ort_format is not None:
             message = (
-                f"'{entry.target}' runs .ort files, but endpoints serve ONNX: "
-                "take the file from the registry"
+                f"target '{entry.target}' runs .ort files, and endpoints serve only .onnx files: "
+                "deploy another target, or download the .ort file from the registry"
             )
             yield Issue((*loc, "target"), message)
     for loc, reference in _list_functions(draft):
@@ -233,7 +233,7 @@ def check_endpoint_settings(
 def check_plugin_settings(loc: Loc, read: Callable[[], object]) -> Iterator[Issue]:
     """Yield the problems that reading the settings at `loc` raises.
 
-    They are located where the plugin locates them.
+    Each problem is located at the setting that the plugin names.
     """
     try:
         read()
@@ -248,7 +248,7 @@ def check_other_files(draft: Draft, path: Path, root: Path) -> Iterator[Issue]:
     """Yield endpoints that another pipeline file of the project also declares."""
     taken: dict[str, Path] = {}
     for other in find_pipelines(root) if draft.deploy else ():
-        with contextlib.suppress(OSError):  # deleted in the meantime
+        with contextlib.suppress(OSError):  # the file was deleted in the meantime
             status = other.stat()
             state = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
             if other.resolve() != path.resolve():
@@ -266,8 +266,8 @@ def check_other_files(draft: Draft, path: Path, root: Path) -> Iterator[Issue]:
 def _read_endpoint_names(path: Path, _state: tuple[int, ...]) -> tuple[str, ...]:
     """Return the endpoint names in a file in this state.
 
-    Other problems of the file are ignored, since its own check reports them. Without the cache,
-    many files checked in one process would each read all others.
+    Other problems of the file are ignored, since the check of that file reports them. The result is
+    cached: a check of many files would otherwise read all files for each file.
     """
     try:
         deploy: Any = read_file(path).at(("deploy",))

@@ -70,7 +70,8 @@ def parse_quantity(written: object, unit: str) -> float | int:
     """Return the number of base units of a written quantity.
 
     Raises:
-        ValueError: the text is not such a quantity; the message shows the value and an example.
+        ValueError: the text is not a quantity of this kind; the message shows the value and an
+            example.
     """
     scale = SCALES[unit]
     example = f"e.g. {scale.examples[0]}"

@@ -33,12 +33,15 @@ class Reach:
         """Return why `${env:NAME}` is not allowed to read a variable; empty if it is."""
         if any(fnmatchcase(name, pattern) for pattern in self.variables):
             return ""
-        return f"pipeline files may not read {name}; add it to allowed_variables in {_SETTINGS}"
+        return (
+            f"pipeline files are not allowed to read variable {name}; "
+            f"add it to allowed_variables in {_SETTINGS}"
+        )
 
     def explain_path(self, text: str, root: Path) -> str:
         """Return why a file is not allowed to be read; empty if it is.
 
-        A link counts as the place to which it leads.
+        For a link, the path to which it leads is checked.
         """
         if text.startswith(_REGISTERED):
             return ""

@@ -54,7 +54,7 @@ def check_providers(
 ) -> Iterator[Issue]:
     """Yield policies and targets that an installed provider does not support.
 
-    It cannot keep such a policy, or cannot run the models of such a target as measured.
+    The provider cannot carry out the policy, or cannot run the models of the target as measured.
     """
     for loc, entry in draft.deploy:
         if entry.provider not in providers:
@@ -84,8 +84,9 @@ def check_providers(
 def _check_dependencies(draft: Draft) -> Iterator[Issue]:
     """Yield rollouts whose dependencies cannot be met.
 
-    They wait for each other, for missing endpoints, or longer than the other endpoint's
-    `scale_down_delay`. A longer time cannot be known.
+    Rollouts wait for each other, for missing endpoints, or longer than the other endpoint's
+    `scale_down_delay`. After this delay, it is unknown how long the other endpoint has served its
+    version.
     """
     entries = {entry.endpoint: entry for _, entry in draft.deploy}
     for loc, entry in draft.deploy:
@@ -103,14 +104,15 @@ def _check_dependencies(draft: Draft) -> Iterator[Issue]:
                 message = f"'{entry.endpoint}' and '{name}' would wait for each other"
             elif policy.depends_on_soak > entries[name].rollout.scale_down_delay:
                 message = (
-                    f"'depends_on_soak' exceeds the 'scale_down_delay' of '{name}'; raise that"
+                    f"'depends_on_soak' exceeds the 'scale_down_delay' of '{name}'; "
+                    "raise 'scale_down_delay' there"
                 )
             if message:
                 yield Issue((*where, "depends_on", index), message)
 
 
 def _find_predecessors(name: str, entries: Mapping[str, Deploy]) -> set[str]:
-    """Return the endpoint and all endpoints that it waits for, however indirectly."""
+    """Return the endpoint and all endpoints that it waits for, also indirectly."""
     endpoints, pending = set[str](), [name]
     while pending:
         endpoint = pending.pop()
@@ -127,7 +129,10 @@ def _check_steps(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
         if abs(share * 100 - round(share * 100)) > _TOLERANCE:
             yield Issue((*where, *key), f"{share * 100:g}% is not a whole percentage")
     if steps[0] <= 0 or any(later <= earlier for earlier, later in pairwise(steps)):
-        yield Issue((*where, "steps"), "the steps must grow, from more than 0%")
+        yield Issue(
+            (*where, "steps"),
+            "the first step must be above 0%, and each later step larger than the one before",
+        )
     if steps[-1] != 1:
         yield Issue((*where, "steps"), f"the last step must be 100%, not {steps[-1] * 100:g}%")
     if policy.ab_test and len(steps) > 1 and policy.ab_test.split <= steps[-2]:
@@ -171,16 +176,18 @@ def _check_guardrails(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
         if rail.name in seen:
             yield Issue((*where, "guardrails", index), f"guardrail '{rail.name}' is named twice")
         if rail.max_latency_increase is not None and rail.name == "errors":
-            message = "'max_latency_increase' is about latency; errors have 'odds_ratio'"
+            message = (
+                "'max_latency_increase' is for latency guardrails; 'errors' takes 'odds_ratio'"
+            )
             yield Issue((*where, "guardrails", index, "max_latency_increase"), message)
         for key in ("odds_ratio", "max"):
             if getattr(rail, key) is not None and (rail.name == "cold_start") is (
                 key == "odds_ratio"
             ):
                 message = (
-                    "'max' is about cold_start"
+                    "'max' is for guardrail 'cold_start' only"
                     if key == "max"
-                    else "cold_start has 'max' or 'max_latency_increase'"
+                    else "guardrail 'cold_start' takes 'max' or 'max_latency_increase'"
                 )
                 yield Issue((*where, "guardrails", index, key), message)
         if rail.max is not None and rail.max_latency_increase is not None:
@@ -209,7 +216,7 @@ def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
     if policy.is_analyzed and count and not trials:
         yield Issue(
             (*where, "min_requests"),
-            "'min_requests' is for steps before 100%; a shadow has its own",
+            "'min_requests' is for steps before 100%; set 'shadow.min_requests' instead",
         )
     elif count > 1 and count != trials:
         message = (
@@ -222,7 +229,7 @@ def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
 
 
 def _check_approvals(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    """Yield steps for approval that are not steps before 100%."""
+    """Yield steps in the list of approvals that are not steps before 100%."""
     trials = [round(share * 100) for share in policy.trials]
     for index, share in enumerate(policy.approval_steps):
         if round(share * 100) not in trials:

@@ -47,12 +47,12 @@ class Draft:
 
     A section is None if it is missing or could not be read at all.
 
-    A wrong part of a section is replaced by its default; the loader drops issues that follow from
-    that.
+    An invalid part of a section is replaced by its default; the loader drops issues that follow
+    from this default.
 
     Attributes:
         keys: The sections of the file, readable or not.
-        sets: Names of all its data sets.
+        sets: Names of all data sets of the file.
         quantize: Entries with their location, as for `gates` and `deploy`.
     """
 
@@ -244,13 +244,16 @@ def _check_calibration(draft: Draft, loc: Loc, entry: Quantize) -> Iterator[Issu
             yield Issue(loc, f"gptq needs 'calibrate', {example}", on_key=True)
         return
     if entry.calibrate.shards > 1 and (optimizer is None or not optimizer.reads_ranges):
-        yield Issue((*loc, "shards"), "ranges are read in shards for `method: static`")
+        yield Issue(
+            (*loc, "shards"),
+            "'shards' is only for methods that read ranges in parts, such as static",
+        )
     name, scored = entry.calibrate.data, draft.scored
     is_same = name == scored or (name in draft.data and draft.data[name] == draft.data.get(scored))
     if scored and name in draft.sets and is_same:
         yield Issue(
             (*loc, "data"),
-            f"'{name}' is the set that validate.samples scores; calibrate on another one",
+            f"'{name}' is the data set that validate.samples scores; calibrate on another data set",
         )
 
 

@@ -52,7 +52,7 @@ Schema = dict[str, Any]
 def pipeline_schema() -> Schema:
     """Return the JSON Schema (draft 2020-12) of pipeline files.
 
-    It does not cover names that refer to each other.
+    The schema does not check whether a name that refers to another part of the file exists there.
     """
     schema = _schema(Pipeline, "onnx-ops pipeline")
     for section in (schema, *schema["$defs"].values()):
@@ -193,7 +193,7 @@ def _object(kind: type, definitions: dict[str, Schema]) -> Schema:
 def _field(f: Field[Any], hint: Any, definitions: dict[str, Schema]) -> Schema:
     """Return the schema of a field with its description.
 
-    It accepts what `_Binder._field` reads: a list can be left blank.
+    The schema accepts the same values as `_Binder._field`: a list can be left blank.
     """
     kind, metadata = unwrap(hint)
     schema = _of(hint, definitions)

@@ -1,6 +1,6 @@
 """Options of the endpoint server as text.
 
-They are flags of its command line, and environment variables of containers.
+The options are flags of its command line, or environment variables of a container.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class Settings:
     Attributes:
         targets: Folder of target files that several projects share, or empty.
         store: Path or fsspec URL, as is `ledger`.
-        tracking_uri: MLflow's.
-        mlflow_url: Where people open MLflow's pages if that is another address.
+        tracking_uri: Tracking URI of MLflow.
+        mlflow_url: Address at which people open MLflow's pages, if it differs from `tracking_uri`.
         signing: `auto` (the key file is made on first use), `required` (it must exist) or `off`
             (runs stop at the gates).
         signer: Where the private key is if it is not in the file: `env:VARIABLE`, `awskms:KEY` or
@@ -124,7 +124,7 @@ class Settings:
 
     @property
     def seen(self) -> Path:
-        """Folder of what this machine has seen of each ledger."""
+        """Folder of the last entries that this machine has seen of each ledger."""
         return self.state / "seen"
 
     @property

@@ -1,6 +1,6 @@
 """Read files with overrides, environment variables and parameters.
 
-They are written `--set path=value`, `${env:NAME}` and `${params:train.epochs}`.
+These are written `--set path=value`, `${env:NAME}` and `${params:train.epochs}`.
 
 A path is keys with dots and indices in brackets: `train.with.epochs`, `gates[1].max_drop`. A
 problem with a substituted value is located at its source: the option, or its place in
@@ -101,7 +101,7 @@ def parse_path(text: str) -> Loc:
     """Return the location that a path names.
 
     Raises:
-        ValueError: It is not a path.
+        ValueError: The text is not a path.
     """
     loc: list[str | int] = []
     position = 0
@@ -148,7 +148,8 @@ def _apply_override(document: Document, override: str) -> None:
 def _descend(document: Document, loc: Loc, part: str | int, source: str) -> Loc:
     """Return the location one step down.
 
-    Index 0 of a lone mapping is that mapping. A missing or blank key becomes a mapping.
+    Index 0 of a mapping in place of a list is that mapping. A missing or blank key becomes a
+    mapping.
     """
     container = document.at(loc)
     _require_room(container, part, loc)
@@ -163,7 +164,7 @@ def _descend(document: Document, loc: Loc, part: str | int, source: str) -> Loc:
 def _require_room(container: object, part: str | int, loc: Loc) -> None:
     """Raise ValueError unless something can be set at `part`.
 
-    It can be any key of a mapping, or an entry of a list that exists.
+    A value can be set at any key of a mapping, or at an existing entry of a list.
     """
     if isinstance(container, dict):
         return
@@ -212,7 +213,7 @@ def _check_environment(
     )
     if is_key or not is_allowed:
         places = ", ".join(".".join(pattern) for pattern in WITH_ENVIRONMENT)
-        yield Issue(loc, f"${{env:…}} is not allowed here; it is in {places}", on_key=is_key)
+        yield Issue(loc, f"${{env:…}} is not allowed here, only in {places}", on_key=is_key)
     for match in _ENVIRONMENT.finditer(text):
         if not _ENVIRONMENT_NAME.fullmatch(match[0]):
             yield Issue(loc, f"'{shorten(match[0])}' is not of the form ${{env:NAME}}")
@@ -280,7 +281,7 @@ def _check_parameters(loc: Loc, is_key: bool, text: str, params: Document) -> It
 def _check_parameter(loc: Loc, name: str, params: Document, *, is_part: bool) -> Iterator[Issue]:
     """Yield the problems of a parameter that a text at `loc` names.
 
-    It is the whole text, or a part of it.
+    The parameter is the whole text, or a part of it.
     """
     try:
         path = parse_path(name)

@@ -1,4 +1,4 @@
-"""Target files: those of the project, those that projects share, and profiles.
+"""Target files of the project, target files that projects share, and profiles.
 
 The project's files are `configs/targets/NAME.yaml`. Profiles are shipped with onnx-ops.
 """
@@ -77,7 +77,7 @@ class TargetFiles:
     def source(self, name: str) -> str:
         """Return the place of the target's file for messages.
 
-        It is a path below the project, a path elsewhere, or `shipped`.
+        The place is a path below the project, another path, or `shipped`.
         """
         path = self.path(name)
         if path is None or path.parent == PROFILES:
@@ -100,8 +100,9 @@ class TargetFiles:
         The paths of its libraries are absolute.
 
         Raises:
-            NotFoundError: there is neither; `where` is named as its place, such as an option.
-            ConfigError: its file has problems; the error has all of them.
+            NotFoundError: there is neither a target nor a profile. The error names `where` as its
+                place, such as an option.
+            ConfigError: the target's file has problems; the error holds all of them.
         """
         path = self.path(name)
         if path is None:
@@ -172,8 +173,8 @@ def load_provider_options() -> Mapping[str, frozenset[str]]:
 
 
 def list_targets(files: TargetFiles) -> tuple[str, ...]:
-    """Return the sorted names of the project's targets and of two profiles.
+    """Return the sorted names of the project's targets and of built-in profiles.
 
-    Every machine can run these profiles (`BUILTIN`).
+    The built-in profiles (`BUILTIN`) are those that every machine can run.
     """
     return tuple(sorted({*files.names(), *BUILTIN}))

@@ -80,9 +80,10 @@ def read_file(path: Path) -> Document:
 
 
 def _near(path: Path) -> str:
-    """Return a hint to the file that was meant.
+    """Return a hint to the file that was probably meant.
 
-    It names a file with a similar name there or among the pipelines, else the pipelines there are.
+    The hint names a file with a similar name in the same folder or among the pipelines. Without
+    such a file, it names the existing pipelines.
     """
     usual = find_config_folder(Path()) / PIPELINES
     folders = dict.fromkeys((path.parent, usual, path.parent / usual))

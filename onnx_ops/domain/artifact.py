@@ -85,8 +85,8 @@ def short_digest(digest: Digest) -> str:
 class StoredObject:
     """One object in a store.
 
-    `digest` is the digest of its content; None for a file that a killed writer left. `at` is the
-    time of the last put, in seconds since the epoch by the storage's clock.
+    `digest` is the digest of the object's content; None for a partial file of a killed writer. `at`
+    is the time of the last put, in seconds since the epoch by the storage's clock.
     """
 
     name: str

@@ -69,7 +69,7 @@ def override_reason_tag(target: str) -> str:
 def override_record_tag(target: str) -> str:
     """Return the tag of the signed record of an override.
 
-    Names of targets have no dots, so that the two tags of an override differ from all others.
+    Names of targets have no dots, so this tag differs from the reason tag of any target.
     """
     return f"{OVERRIDE_TAG_PREFIX}{target}.by"
 
@@ -78,12 +78,12 @@ def override_record_tag(target: str) -> str:
 class OverrideRecord:
     """The signed record that overrides a version's gates.
 
-    It is signed by a person, or by the registry's server for a person.
+    A person signs the record, or the registry's server signs it for a person.
 
     `custom_ops` are the libraries of operators that the target declares according to a signed
     decision about this content. `execution` is how the target runs a model according to that
-    decision. `by` is the user that the server knows, empty if it knows none. `at` is ISO 8601 in
-    UTC. Two records of the same override at different times are two overrides.
+    decision. `by` is the user that the server has authenticated; empty if there is none. `at` is
+    ISO 8601 in UTC. Two records with different times are two overrides.
     """
 
     schema: int = 1

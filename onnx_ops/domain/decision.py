@@ -57,10 +57,10 @@ class TargetObjective:
 class RankingMetrics:
     """The metrics of one variant on one target that ranking uses.
 
-    `ratio` is the request time divided by that of the export. `change` is the improvement of the
-    task metric `metric` over the export's value. It is a difference; where lower is better, it is
-    the share by which the error fell. `seconds` is the median time of a single request. `load` is
-    the time per request under the highest measured load.
+    `ratio` is the request time divided by the export's request time. `change` is the improvement of
+    the task metric `metric` over the export's value: a difference or, where lower is better, the
+    share by which the error fell. `seconds` is the median time of a single request. `load` is the
+    time per request under the highest measured load.
     """
 
     size_bytes: int = 0
@@ -110,7 +110,7 @@ class GateResult:
 
     `estimate`, `low`, `high` and `bound` (the number behind `limit`) are in `unit`. `n` counts the
     observations, and `groups` their groups. `p_value` is the chance of an estimate at least as good
-    if the truth were at the limit. An advisory result is shown and never enters a verdict.
+    if the truth were at the limit. An advisory result is shown, and does not affect the verdict.
     """
 
     gate: str
@@ -134,8 +134,8 @@ class Decision:
     """The verdicts of one variant on one target.
 
     `faster_than_export`: whether a paired comparison shows, with confidence, that the variant is
-    faster than the float export on this target. None for the export itself, or where it was not
-    measured.
+    faster than the float export on this target. None for the export itself, or if the comparison
+    was not made.
     """
 
     variant: str
@@ -175,12 +175,12 @@ class Decision:
 class DecisionRecord:
     """The signed record of one decision, bound to the content that was judged.
 
-    `batchable`: each row's answer was observed not to depend on the rows beside it, and running
-    requests together is not slower. `threads` is the number of requests, or of batches of them,
-    that a server should run concurrently; 0: as many as it can. `custom_ops` are the libraries of
-    operators that the target declares. `execution` is how the target runs a model. `decided_at` is
-    ISO 8601 in UTC. `sequence` grows with every decision (milliseconds since the epoch), and the
-    highest valid one counts.
+    `batchable`: measurements showed that each row's answer is independent of the other rows in the
+    batch, and that running requests together is not slower. `threads` is the number of requests, or
+    of batches of them, that a server should run concurrently; 0: as many as it can. `custom_ops`
+    are the libraries of operators that the target declares. `execution` is how the target runs a
+    model. `decided_at` is ISO 8601 in UTC. `sequence` grows with every decision (milliseconds since
+    the epoch); the valid decision with the highest sequence applies.
     """
 
     schema: int = 1

@@ -21,17 +21,17 @@ MIN_EPOCH_S, MAX_EPOCH_S = 0.1, 86_400.0
 class Deployment:
     """One model version that can run behind an endpoint.
 
-    `location` is the folder from which a provider copies the files. It is neither recorded nor
-    compared: it is computed from the manifest's digest when the deployment is given to a provider,
-    so that a project can be moved.
+    `location` is the folder from which a provider copies the files. The folder is neither recorded
+    nor compared. It is computed from the manifest's digest when the deployment is passed to a
+    provider, so that a project can be moved.
 
     `batchable`: the evidence shows that each row's answer is independent of the other rows in the
     batch, so that a server can run requests of several clients together. `threads` limits the
     requests, or batches, that a server runs concurrently; 0: the server's own limit. `evidence` is
     the digest of the evidence on which the deployment was approved; None where a person overrode
-    the gates. `custom_ops` names those of its files that are libraries of operators for this
-    endpoint's target. `execution` is how a server runs it, the same as on the target. `authority`
-    is the signed decision or override that names these files.
+    the gates. `custom_ops` names the files of the deployment that are libraries of operators for
+    this endpoint's target. `execution` is how a server runs the deployment, the same as on the
+    target. `authority` is the signed decision or override that names these files.
     """
 
     name: str
@@ -54,12 +54,12 @@ class TrafficSplit:
     """Whole percentages by deployment name. The weights sum to 100.
 
     With `epoch_s`, users are assigned to deployments anew in each epoch of that many seconds, so
-    that epochs are independent trials. With 0, a user stays with a deployment for as long as the
-    split holds.
+    that epochs are independent trials. With 0, a user stays with a deployment until the split
+    changes.
 
-    `shadow` maps deployments to the percentage of all requests whose copies they get; clients do
-    not receive those answers. The answers are compared: a number differs if it is off by more than
-    `shadow_tolerance` times the largest number of its output.
+    `shadow` maps deployments to the percentage of all requests of which they get a copy. Clients do
+    not receive the answers to copies. The answers are compared: a number differs if its error
+    exceeds `shadow_tolerance` times the largest number of its output.
     """
 
     weights: Mapping[str, int]
@@ -89,9 +89,9 @@ class EndpointState:
     `drift` describes how the observed endpoint differs from its settings: instances, image,
     autoscaling. Applying any state restores the settings. `out_of_service` are deployments to which
     the endpoint gives no requests, with the reason. `stragglers` are servers that may still serve
-    an earlier state, with the reason. A desired state has none of these. `limits_s` are the
-    latencies in seconds above which the requests of deployments are counted while they are
-    compared, by name.
+    an earlier state, with the reason. In a desired state, `drift`, `out_of_service` and
+    `stragglers` are empty. `limits_s` are latencies in seconds, by name of a deployment. While
+    deployments are compared, their requests above these latencies are counted.
     """
 
     deployments: tuple[Deployment, ...]
@@ -145,7 +145,7 @@ def serves_only(state: EndpointState, deployment: Deployment) -> bool:
 def build_rollback_state(current: EndpointState, state: EndpointState) -> EndpointState:
     """Return the state for a rollback to `state` that keeps other deployments loaded.
 
-    The other deployments are those of the present state, and get no traffic.
+    The other deployments of the present state stay loaded without traffic.
     """
     goal = state.leader()
     others = [one for one in current.deployments if one.name != goal.name]
@@ -175,10 +175,10 @@ _Effect: TypeAlias = tuple[Digest, bool, int, tuple[str, ...], Execution, tuple[
 
 
 def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None, float]:
-    """Return what is compared of a state.
+    """Return the parts of a state that decide whether states are equivalent.
 
-    These are what each deployment is and gets, by name; the tolerance of shadow answers (None
-    without copies); and the epoch.
+    These are each deployment with its shares of traffic and copies, by name; the tolerance of
+    shadow answers (None without copies); and the epoch.
     """
     weights, shadow = state.split.weights, state.split.shadow
     per_name = {
@@ -200,8 +200,8 @@ class EndpointServer:
     """One server of an endpoint that runs independently, as in its last report.
 
     The report is `age_s` seconds old. `state` is `reports`, `silent` or `ended`. `table` is the
-    number of the routing table that it serves; empty if it serves none. `versions` are those of
-    what it runs, by package.
+    number of the routing table that it serves; empty if it serves none. `versions` are the versions
+    of the server's packages, by package.
     """
 
     name: str
@@ -220,7 +220,7 @@ class ServerMemory:
 
     Attributes:
         workers: number of running processes; each of them loads every deployment.
-        worker_bytes: what the deployments of one worker use, the median over workers.
+        worker_bytes: memory that the deployments of one worker use, the median over workers.
         available_bytes: what all workers together can still allocate.
         server: name of the server; empty where the endpoint has one server.
     """
@@ -248,8 +248,8 @@ class OrphanedResource:
 class EndpointConfig:
     """What an endpoint is bound to, as its pipeline file declares.
 
-    `metrics` names under `source` the plugin that counts its requests, and holds that plugin's
-    settings. It is empty where the provider counts them.
+    `metrics` names under `source` the plugin that counts the endpoint's requests, and holds that
+    plugin's settings. It is empty if the provider counts the requests.
     """
 
     endpoint: str

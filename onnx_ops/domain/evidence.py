@@ -25,10 +25,11 @@ NAN_PROPERTY = "onnx-ops.nan"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLimits:
-    """Inputs that the source model does not answer.
+    """Inputs that the source model refuses, and the rows that it ran.
 
-    `refused` maps the groups of inputs that it refuses to its error text. `nan` is its treatment of
-    NaN. `rows` of the `samples` rows were run on a slow source; both are 0 where all rows were run.
+    `refused` maps each refused group of inputs to the error text of the source. `nan` describes how
+    the source treats NaN. On a slow source, only `rows` of the `samples` rows were run; both are 0
+    if all rows were run.
     """
 
     nan: NanPolicy = ""
@@ -39,10 +40,10 @@ class SourceLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeStructure:
-    """Comparison of an export's trees with those of its source, node by node.
+    """Comparison of the trees of an export and of its source, node by node.
 
-    `trees`, `splits` and `leaves` count those of the source. `changed` counts the nodes that
-    differ; `differences` describes the first of them.
+    `trees`, `splits` and `leaves` count the trees, splits and leaves of the source. `changed`
+    counts the nodes that differ; `differences` describes the first of these nodes.
     """
 
     trees: int
@@ -64,9 +65,9 @@ class ActivationMeasurement:
             All earlier layers contribute to it. None where the float export has no such value.
         clipping: mean square of what the range cuts off, relative to the mean square of 8-bit
             rounding over that range.
-        stretch: width of the range relative to that of the values, at the end where it fits best.
-            None where the range can be that of a function (Softmax, Sigmoid, Tanh), and where no
-            value differs from 0.
+        stretch: width of the range relative to the width of the values, at the end where the range
+            fits best. None if the range can be the fixed range of a function (Softmax, Sigmoid,
+            Tanh), or if no value differs from 0.
     """
 
     tensor: str
@@ -82,8 +83,8 @@ class ActivationMeasurement:
 class FloatOperator:
     """An operator of a quantized variant that runs in float.
 
-    Operators of its kind can run in int8. `setting` is the setting that fixes it; empty where no
-    setting does.
+    Operators of this kind can run in int8. `setting` is the setting with which this operator runs
+    in int8; empty if there is none.
     """
 
     name: str
@@ -111,8 +112,8 @@ class Int8Coverage:
 
     This is measured after the runtime's graph optimization.
 
-    `int8` and `floats` hold their names in the export. `unheeded` are operators that were excluded
-    from quantization but that the runtime runs in int8.
+    `int8` and `floats` hold the names of these operators in the export. `unheeded` are operators
+    that were excluded from quantization, but that the runtime runs in int8.
     """
 
     int8: tuple[str, ...] = ()
@@ -153,21 +154,22 @@ class ParityMeasurement:
 
     Floats are measured by column, an index of the last axis. Behind a convolution it is an index of
     the channels, and in a joined output each segment counts separately. `error`, `noise` and
-    `ratio` = error / noise are those of the worst `column`, whose largest |answer| is `scale`.
+    `ratio` = error / noise are the values of the worst `column`, whose largest |answer| is `scale`.
     `error` is max |onnx - src64|. `noise` is the larger of max |src32 - src64| and the rounding
-    error that the graph shows. `columns` are those in which the least is visible, on real rows.
+    error that the graph shows. `columns` are the columns on real rows in which small errors are
+    least visible.
 
-    For integer and string outputs, `error` is the share of rows that differ although the source is
-    sure of them. `mismatch` names a difference of shape or of the non-finite values, which no
-    tolerance covers. `tolerance` is the fixed tolerance that replaces the noise where the source
-    does not run in float64.
+    For integer and string outputs, `error` is the share of rows that differ, without rows whose
+    answer rounding can change in the source. `mismatch` names a difference of shape or of the
+    non-finite values, which no tolerance covers. `tolerance` is the fixed tolerance that replaces
+    the noise where the source does not run in float64.
 
     Where the source itself jumps (trees), `explained` counts the rows that differ beyond the noise
     and lie within the source's answers to inputs jittered by rounding. `unexplained` counts the
     other rows, which alone set the error.
 
-    `inside`: whether callers can send such inputs. `example` shows the row with the largest
-    difference, if there is one.
+    `inside`: whether callers can send inputs of this group. `example` shows the row with the
+    largest difference, if any row differs.
     """
 
     output: str
@@ -252,8 +254,8 @@ class PairedCounts:
     """A metric of two models on the same rows.
 
     Both models are right on `both` rows, one of them on `only_baseline` or `only_candidate` rows,
-    and none on the rest of the `n` rows. `against` is `champion`, `fp32` or, for an absolute value,
-    empty.
+    and none on the rest of the `n` rows. `against` names the other model, `champion` or `fp32`;
+    empty for an absolute value.
 
     Where the data names groups, `groups` counts them. The design effects `change_effect` and
     `value_effect` are factors: so many times as many rows as independent ones are needed for the
@@ -302,17 +304,18 @@ class ScoreComparison:
     """A metric that is not a count of rows, of the candidate and another model.
 
     `metric` is the label of its definition; `against` is as in `PairedCounts`. `baseline` is the
-    other model's value on the same rows, `reference` the same with its interval. `difference` is
-    candidate minus baseline, `ratio` candidate over baseline; an entry has those that make sense
-    for its metric. Without a value, one field gives the reason: `undefined` (these rows define
-    none), `failed` (it could not be measured) or `broken` (the model's own outputs are NaN or
-    infinite, a failure of the model).
+    other model's value on the same rows, and `reference` is this value with its interval.
+    `difference` is candidate minus baseline, `ratio` candidate over baseline; an entry has the ones
+    that are defined for its metric. Without a value, one field gives the reason: `undefined` (these
+    rows define none), `failed` (it could not be measured) or `broken` (the model's own outputs are
+    NaN or infinite, a failure of the model).
 
-    `groups` counts the groups that replace rows. `effective` is how many equally bad rows (or
-    groups) would carry the candidate's error as evenly. `heavy` holds the indices of the rows that
-    carry half of it, the worst first. `carrying` counts the heaviest rows (or groups) without which
-    the others carry the losses of both models evenly enough; 0 if all rows do. `rest` is the
-    difference or ratio of those others, None if they have no loss.
+    `groups` counts the groups if groups are resampled in place of rows. `effective` is how many
+    equally bad rows (or groups) would carry the candidate's error as evenly. `heavy` holds the
+    indices of the rows that carry half of the candidate's error, the worst first. `carrying` counts
+    the heaviest rows (or groups) without which the others carry the losses of both models evenly
+    enough; 0 if all rows do. `rest` is the difference or ratio of those others, None if they have
+    no loss.
     """
 
     metric: str
@@ -339,11 +342,12 @@ class ScoreComparison:
 class LatencyComparison:
     """Paired latency of the variant (B) relative to another model (A).
 
-    Both are measured now, on one machine.
+    Both models are measured in the same run, on one machine.
 
     `log_ratios[i]` holds log(median B / median A) of the block pairs of session pair i;
     `self_log_ratios` the same for A against itself, the measure of the host's noise. Each run is
-    the mean of `calls` inferences, more than one where the target's clock is too coarse.
+    the mean of `calls` inferences; `calls` exceeds 1 where the target's clock is too coarse for a
+    single inference.
     """
 
     against: str
@@ -359,9 +363,9 @@ class LatencyComparison:
 class LatencySamples:
     """Durations of single runs of the variant, in nanoseconds.
 
-    The raw values are stored beside the evidence. Quantiles are those of the runs that were not
-    preempted; `preempted` counts the others. `sorted_ns` holds those runs in ascending order, so
-    that a gate can count exceedances of any limit.
+    The raw values are stored beside the evidence. Quantiles are computed from the runs that were
+    not preempted; `preempted` counts the preempted runs. `sorted_ns` holds the runs that were not
+    preempted in ascending order, so that a gate can count exceedances of any limit.
     """
 
     batch: int
@@ -372,7 +376,7 @@ class LatencySamples:
 
 
 def throughput_metric_name(concurrency: int) -> str:
-    """Return the name of the time per request at that many concurrent requests."""
+    """Return the metric name of the time per request under concurrent requests."""
     return f"concurrency {concurrency}"
 
 
@@ -398,7 +402,7 @@ class ThroughputMeasurement:
     """Requests per second of fresh sessions of the variant.
 
     `concurrency` threads call each session concurrently. `per_second` holds one value per session,
-    the median of its windows. `requests` counts those of all windows.
+    the median of its windows. `requests` counts the requests of all windows.
     """
 
     concurrency: int
@@ -411,7 +415,7 @@ class ThroughputMeasurement:
 class SchedulingMeasurement:
     """Rows per second of one session under concurrent requests.
 
-    `threads` requests of `rows` rows each run at any moment.
+    At any moment, `threads` requests run, each with `rows` rows.
     """
 
     threads: int
@@ -441,8 +445,8 @@ class RuntimeFacts:
     """The providers that were requested and used, and the nodes that each one ran.
 
     `shape_nodes` counts the nodes of other providers than the first that compute only from shapes.
-    A runtime keeps these nodes on the CPU, where shapes are. `clock_resolution_ns` is the measured
-    shortest step of the clock that times runs; None in older evidence.
+    A runtime places these nodes on the CPU, where shapes are stored. `clock_resolution_ns` is the
+    measured shortest step of the clock that times runs; None in older evidence.
     """
 
     runtime: str
@@ -472,20 +476,21 @@ class Evidence:
     """All measurements of one variant on one target.
 
     Attributes:
-        failure: reason for a missing measurement. Its cause is the environment, never the model.
+        failure: reason for a missing measurement. The cause is the environment, never the model.
         raw: digest of the samples (`.npz`).
-        divergence: that of the export on the machine that first compares it with its source. If
-            there is none, that of the target in comparison with this machine.
+        divergence: where the export departs from its source on the machine that first compares
+            them. If it does not, where the outputs on the target depart from those on that machine.
         recipe: how the variant was made, in sentences.
         advice: what slows the variant down on the target.
         opsets: versions that the variant imports, by domain.
-        operators: number of its nodes by operator and version of the operator's definition
-            (`Gemm-13`).
-        champion: what served then, even if its files are those of the variant and there is nothing
-            to compare.
+        operators: number of the variant's nodes by operator and version of the operator's
+            definition (`Gemm-13`).
+        champion: the champion at the time of measurement, even if its files are those of the
+            variant and there is nothing to compare.
         grouped: why the scored rows seem to belong together in groups, where no key names groups.
-        scored_on: machines that scored the rows in shards; none where the measuring machine did.
-        sampled: None where all rows of the data set are scored.
+        scored_on: machines that scored the rows in shards; empty if the measuring machine scored
+            them.
+        sampled: the part of the data set that is scored; None if all rows are scored.
         unused_inputs: inputs on which no answer of the export depends.
     """
 

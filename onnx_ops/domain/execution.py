@@ -93,7 +93,7 @@ class Environment:
     def content(self) -> dict[str, Json]:
         """Return the fields that affect results.
 
-        The limits of memory and time do not.
+        The limits of memory and time are left out, since they do not affect results.
         """
         return {
             "requirements": list(self.requirements),

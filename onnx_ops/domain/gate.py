@@ -131,9 +131,9 @@ RMSE = MetricDefinition(name=DEFAULT_FOR_NUMBERS)
 class MeasurementRequest:
     """What a benchmark must measure for its gates, besides what it always measures.
 
-    `tolerances` are slow-downs that the measurement should be able to detect, by kind of gate: they
-    determine its duration. `speedup` holds those that a variant must reach against the export; a
-    speed-up of 10% is the slow-down 1 / 1.1 - 1.
+    `tolerances` are slow-downs that the measurement should be able to detect, by kind of gate. They
+    determine how long the measurement takes. `speedup` holds the required speed-ups over the
+    export, written as slow-downs: a speed-up of 10% is the slow-down 1 / 1.1 - 1.
     """
 
     throughput: Sequence[int] = ()
@@ -172,7 +172,7 @@ class Gate(TaggedFamily):
         return MeasurementRequest()
 
     def find_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield problems between keys that are valid one by one.
+        """Yield problems of keys that are valid individually but not together.
 
         Each problem is the key concerned (empty for the gate as a whole) and a message.
         """
@@ -182,7 +182,8 @@ class Gate(TaggedFamily):
 class TargetGate(Gate):
     """Base of the gates that a target can have.
 
-    They set limits of its machine. Gates of task metrics belong to the pipeline.
+    The limits of these gates depend on the target's machine. Gates of task metrics belong to the
+    pipeline.
     """
 
     __slots__ = ()
@@ -337,7 +338,7 @@ class MetricGate(Gate):
 
     @property
     def lower_is_better(self) -> bool:
-        """Whether less of the metric is better."""
+        """Whether a lower value of the metric is better."""
         return (self.higher_is_better if self.use else self.definition().higher_is_better) is False
 
     @property
@@ -347,7 +348,7 @@ class MetricGate(Gate):
         return not self.lower_is_better if metric is None else metric.is_share
 
     def definition(self) -> MetricDefinition:
-        """Return the metric that it measures, with defaults filled in."""
+        """Return the definition of the gate's metric, with defaults filled in."""
         if self.use:
             return MetricDefinition(use=self.use, output=self.output)
         name = self.name or DEFAULT_FOR_CLASSES
@@ -414,7 +415,7 @@ class LatencyGate(TargetGate):
         return MeasurementRequest(tolerances=tolerances)
 
     def find_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield a missing limit, and limits that cannot be kept or take no effect."""
+        """Yield a missing limit, and limits that cannot be met or have no effect."""
         if self == LatencyGate():
             yield (
                 "",
@@ -451,7 +452,7 @@ class ThroughputGate(TargetGate):
         return MeasurementRequest(throughput=(self.concurrency,), tolerances=tolerances)
 
     def find_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield a missing limit, or one that cannot be kept."""
+        """Yield a problem if the limit is missing or cannot be met."""
         if self.max_regression is None and self.min is None:
             yield "", "a throughput gate needs 'max_regression' or 'min'"
         yield from _find_zero_regression(self.max_regression)
@@ -489,7 +490,7 @@ class ColdStartGate(TargetGate):
         )
 
     def find_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield a missing limit, or one that cannot be kept."""
+        """Yield a problem if the limit is missing or cannot be met."""
         if (self.load, self.first, self.max_regression) == (None, None, None):
             yield "", "a cold_start gate needs 'load', 'first' or 'max_regression'"
         yield from _find_zero_regression(self.max_regression)
@@ -518,7 +519,7 @@ class MemoryGate(TargetGate):
         )
 
     def find_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield a missing limit, or one that cannot be kept."""
+        """Yield a problem if the limit is missing or cannot be met."""
         if self.max is None and self.max_regression is None:
             yield "", "a memory gate needs 'max' or 'max_regression'"
         yield from _find_zero_regression(self.max_regression)

@@ -29,8 +29,8 @@ from onnx_ops.domain.rollout_policy import RolloutPolicy
 class LedgerOrigin:
     """Where a ledger was begun: the project's name, and the place of its ledgers.
 
-    `keys` are the release keys whose signatures count from that entry on: public keys in base64 of
-    DER, by digest.
+    `keys` are the release keys whose signatures are valid from that entry on: public keys in base64
+    of DER, by digest.
     """
 
     project: str
@@ -42,8 +42,8 @@ class LedgerOrigin:
 class EndpointBound:
     """The endpoint was bound, or its settings or policy changed.
 
-    An endpoint is bound to a model, a target and a provider. The first entry of a ledger has its
-    origin.
+    An endpoint is bound to a model, a target and a provider. In the first entry of a ledger,
+    `origin` names where the ledger was begun.
     """
 
     kind: Literal["endpoint-bound"] = "endpoint-bound"
@@ -54,11 +54,11 @@ class EndpointBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerAdopted:
-    """From this entry on, signatures by `keys` count, and `state` is the state.
+    """From this entry on, signatures by `keys` are valid, and `state` applies.
 
-    None: the state is unchanged. The holder of a key has checked the state. Earlier entries
-    therefore need not be verifiable any more: their key was retired or stolen, they are damaged, or
-    they were never signed.
+    With `state` None, the state is unchanged. The holder of a key has checked the state. Earlier
+    entries therefore need not be verifiable any more. Their key may be retired or stolen, or the
+    entries are damaged or were never signed.
     """
 
     kind: Literal["ledger-adopted"] = "ledger-adopted"
@@ -71,7 +71,7 @@ class LedgerAdopted:
 class AliasSelection:
     """An alias of the registry selects a version.
 
-    A reconciler saw that first at `seen_at`.
+    `seen_at` is when a reconciler first saw the alias on this version.
     """
 
     alias: str
@@ -84,7 +84,7 @@ class Intent:
     """`holder` is about to perform the action.
 
     The intent is the lease of the endpoint until it expires or has an outcome. `selected` is the
-    alias that the action follows, if it follows one.
+    alias that requested the action; None if no alias requested it.
     """
 
     kind: Literal["intent"] = "intent"
@@ -106,7 +106,7 @@ class VersionSelected:
 class LeaseRenewed:
     """The holder of the intent in entry `of` is still working.
 
-    This entry counts only while that intent is open.
+    This entry has an effect only while that intent is open.
     """
 
     kind: Literal["lease-renewed"] = "lease-renewed"
@@ -129,12 +129,13 @@ class ActionOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackRequested:
-    """All traffic must go back, as `action` describes.
+    """A request to move all traffic back to one version, as `action` describes.
 
-    The rejections of the action hold from this entry on.
+    The versions that the action rejects are rejected from this entry on.
 
-    The rollback is pending until an outcome confirms that the endpoint was observed there, or until
-    it is withdrawn. `by_operator` is False if metrics or the registry requested it.
+    The rollback is pending until an outcome confirms that the endpoint was observed in the
+    requested state, or until an operator withdraws the rollback. `by_operator` is False if metrics
+    or the registry requested the rollback.
     """
 
     kind: Literal["rollback-requested"] = "rollback-requested"
@@ -146,7 +147,7 @@ class RollbackRequested:
 class RequestWithdrawn:
     """An operator withdrew what is pending.
 
-    This is a rollback with its rejections, or a deletion.
+    What is pending is a rollback, withdrawn with its rejections, or a deletion.
     """
 
     kind: Literal["request-withdrawn"] = "request-withdrawn"
@@ -164,7 +165,7 @@ class OperatorCommandSent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliasesWritten:
-    """The registry now shows these aliases as the ledger does; None: deleted."""
+    """These aliases were written to the registry. None marks a deleted alias."""
 
     kind: Literal["aliases-written"] = "aliases-written"
     aliases: Mapping[str, str | None]
@@ -174,7 +175,7 @@ class AliasesWritten:
 class VersionRefused:
     """An alias pointed to a version that is not allowed to serve.
 
-    An outcome follows once the alias is reverted.
+    An `ActionOutcome` follows once the alias is reverted.
     """
 
     kind: Literal["version-refused"] = "version-refused"
@@ -186,9 +187,9 @@ class VersionRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseLeft:
-    """A run did not promote `version`, which was promoted before.
+    """A run skipped the promotion of `version`, which was promoted before.
 
-    Version `serving` has taken its place since.
+    Version `serving` has replaced it since.
     """
 
     kind: Literal["release-left"] = "release-left"
@@ -202,7 +203,8 @@ class OverrideRecorded:
 
     The person gave a reason.
 
-    `signed` names the files and the target; the other fields repeat its content for readers.
+    `signed` names the files and the target; the other fields repeat the content of `signed` for
+    readers.
     """
 
     kind: Literal["override-recorded"] = "override-recorded"
@@ -217,7 +219,7 @@ class OverrideRecorded:
 class EndpointDeleted:
     """The deletion of the endpoint was requested, and completed if `done`.
 
-    After its completion, the name can be bound again.
+    After the deletion is complete, the name can be bound again.
     """
 
     kind: Literal["endpoint-deleted"] = "endpoint-deleted"
@@ -229,7 +231,7 @@ class EndpointDeleted:
 class EndpointAbandoned:
     """The endpoint was unbound, and what runs at `place` stays there.
 
-    Its name can be bound again elsewhere.
+    The name of the endpoint can be bound again elsewhere.
     """
 
     kind: Literal["endpoint-abandoned"] = "endpoint-abandoned"
@@ -241,8 +243,8 @@ class EndpointAbandoned:
 class ThresholdsFixed:
     """Latency thresholds for the rollout of `candidate` (its manifest).
 
-    They were read before the candidate got any request. `thresholds` apply to the stable version
-    and `slower` to the candidate; None if there were too few requests.
+    They were computed before the candidate got any request. `thresholds` apply to the stable
+    version and `slower` to the candidate; both are None if there were too few requests.
     """
 
     kind: Literal["thresholds-fixed"] = "thresholds-fixed"
@@ -255,7 +257,7 @@ class ThresholdsFixed:
 class MetricsRecorded:
     """Counts of the rollout in progress from a metrics source.
 
-    Any process can continue from the last reading.
+    The ledger holds every reading, so any process can continue from the last one.
     """
 
     kind: Literal["metrics-recorded"] = "metrics-recorded"
@@ -264,7 +266,10 @@ class MetricsRecorded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPaused:
-    """The rollout needs an operator. Written once for each step and kind of wait."""
+    """The rollout needs an operator.
+
+    One entry is written for each step and kind of wait.
+    """
 
     kind: Literal["rollout-paused"] = "rollout-paused"
     wait: WaitKind
@@ -345,8 +350,8 @@ class LedgerEntry:
 class PendingRollback:
     """A rollback that was requested in entry `sequence` and is not carried out yet.
 
-    `attempts` have failed so far, the last one with `error`. `rejected_before` is restored if it is
-    withdrawn.
+    `attempts` counts the failed attempts; the last one failed with `error`. `rejected_before` is
+    restored if the rollback is withdrawn.
     """
 
     sequence: int
@@ -363,18 +368,20 @@ class PendingRollback:
 class ReleaseState:
     """The state of an endpoint.
 
-    Times are in seconds since the epoch; sequences are those of entries.
+    Times are in seconds since the epoch. Sequences are the sequences of ledger entries.
 
     Attributes:
         endpoint: name of the endpoint.
         head: sequence of the last entry.
-        keys: release keys whose signatures count; if there are none, those that a reader trusts.
-        adopted: sequence of the last entry that set the state: nothing before it counts.
+        keys: release keys whose signatures are valid; if there are none, the keys that a reader
+            trusts are valid.
+        adopted: sequence of the last entry that set the state. Earlier entries have no effect on
+            the state.
         config: what the endpoint is bound to; None if it is not bound.
         policy: policy of its rollouts.
         roles: deployments by role.
-        selected: the alias that was seen last to select another version.
-        left: the release that a run did not promote last.
+        selected: the alias that last selected another version.
+        left: the release whose promotion a run skipped last.
         open_intent: the action in progress.
         generation: sequence of the last intent, open or closed; orders effects.
         decision_sequence: sequence of the first intent for the open action.
@@ -384,15 +391,18 @@ class ReleaseState:
         published_sequence: sequence of the last `AliasesWritten`: the registry shows the entries up
             to it.
         latest_release: the release that was started last, at `latest_release_at`.
-        rejected: reasons by rejected release, or by manifest for single versions.
+        rejected: reason of each rejection, by release, or by manifest where only one version is
+            rejected.
         unpublished_rejections: versions whose rejection changed since the last write to the
             registry.
-        overrides: overrides by manifest. Readers verify them; until then a rejection counts.
-        used_overrides: digests of all overrides ever recorded: none counts again after a rollback.
+        overrides: overrides by manifest. An override lifts a rejection only after a reader has
+            verified it.
+        used_overrides: digests of all overrides ever recorded. After a rollback, no recorded
+            override is valid again.
         known: every deployment that can have taken traffic, by version.
         stables: manifests of all versions that served as stable.
         deleting: whether the endpoint is to be deleted; no other action is allowed then.
-        pending_rollback: the rollback to carry out; takes precedence over everything but a
+        pending_rollback: the rollback to carry out. It takes precedence over everything except a
             deletion.
         last_rollback: the rollback that took effect last, until another version serves.
         thresholds: the thresholds that were fixed last.
@@ -401,7 +411,7 @@ class ReleaseState:
         pause: why the rollout needs an operator.
         notified: sequence up to which each notifier has sent.
         written_off: servers that were declared gone, with the reason. A server that reports again
-            counts again.
+            is removed from these.
     """
 
     endpoint: str
@@ -546,7 +556,8 @@ def _withdraw(state: ReleaseState) -> ReleaseState:
 def _unbind(state: ReleaseState, *, keeps_overrides: bool) -> ReleaseState:
     """Return what a later endpoint of this name starts with.
 
-    It must neither bring back what failed here nor restart the generations.
+    Rejections and the generation stay: a version that failed here must not return, and generations
+    must not restart.
     """
     return ReleaseState(
         endpoint=state.endpoint,
@@ -561,7 +572,7 @@ def _unbind(state: ReleaseState, *, keeps_overrides: bool) -> ReleaseState:
 
 
 def _record_override(state: ReleaseState, body: OverrideRecorded) -> ReleaseState:
-    """Record an override, once: the same record has no effect after a rollback."""
+    """Record an override; a record that was used before has no effect."""
     if (digest := body.signed.digest()) not in state.used_overrides:
         overrides = {**state.overrides, body.manifest: body}
         return replace(state, overrides=overrides, used_overrides=state.used_overrides | {digest})
@@ -640,7 +651,7 @@ def _count(state: ReleaseState, reading: MetricsReading) -> Observations | None:
 def _open_intent(state: ReleaseState, entry: LedgerEntry, intent: Intent) -> ReleaseState:
     """Open an intent.
 
-    It replaces an open one, whose action can have reached the endpoint already.
+    The new intent replaces an open one, whose action can have reached the endpoint already.
     """
     action = intent.action
     again = state.open_intent is not None and state.open_intent.action == action
@@ -666,7 +677,10 @@ def _open_intent(state: ReleaseState, entry: LedgerEntry, intent: Intent) -> Rel
 def _request_rollback(
     state: ReleaseState, entry: LedgerEntry, body: RollbackRequested
 ) -> ReleaseState:
-    """Request a rollback. It replaces anything open; earlier rejections stay."""
+    """Record a requested rollback, and drop any open action.
+
+    Earlier rejections stay.
+    """
     pending = state.pending_rollback
     return replace(
         state,
@@ -709,8 +723,8 @@ def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseSta
 
 
 def _complete(state: ReleaseState, action: Action, at: float) -> ReleaseState:
-    """Close the open intent, whose action has taken effect."""
-    # A command stays where the action was a repair, or was decided before the command.
+    """Close the open intent, and apply the roles of its action."""
+    # The operator's command stays if the action was a repair, or was decided before the command.
     keeps_command = action.roles.candidate is not None and (
         action.kind is ActionKind.RESTORE or state.command_sequence > state.decision_sequence
     )

@@ -1,8 +1,8 @@
-"""What an entry of the ledger grants, which requires a signature.
+"""Which entries of the ledger grant something and therefore require a signature.
 
-A user who can write the ledger's storage can add entries. Without a signature, these can only
-record, restrict, or lead back to a version that a signed entry made stable and that was not
-rejected since.
+A user who can write the ledger's storage can add entries. An entry without a signature can only
+record facts, restrict, or return traffic to a granted version. A signed entry made that version
+stable, and no later entry rejected it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, find_st
 
 GRANTS: Mapping[type, str] = {
     EndpointBound: "binds the endpoint",
-    LedgerAdopted: "says whose signatures count",
+    LedgerAdopted: "sets the keys whose signatures are valid",
     EndpointAbandoned: "unbinds the endpoint",
     ThresholdsFixed: "fixes thresholds",
     MetricsRecorded: "records evidence",
     RequestWithdrawn: "withdraws a request",
     OverrideRecorded: "overrides gates",
-    VersionSelected: "says what an alias selects",
+    VersionSelected: "records the version that an alias selects",
 }
 """Kinds of entries that always grant something, and what they grant."""
 
@@ -65,7 +65,7 @@ _UPKEEP = (ActionKind.RESTORE, ActionKind.RETIRE, ActionKind.CLEAN_UP, ActionKin
 
 
 def explain_grant(state: ReleaseState, body: EntryBody) -> str:
-    """Return what the next entry grants; empty if it needs no signature.
+    """Return what the next entry grants; empty if the entry needs no signature.
 
     The text is a predicate of the entry. A ledger of a model and target without endpoint grants
     nothing.
@@ -81,7 +81,8 @@ def explain_grant(state: ReleaseState, body: EntryBody) -> str:
 def _check_bounds(state: ReleaseState, body: EntryBody) -> tuple[bool, str]:
     """Return whether an entry needs no signature, and what it grants otherwise.
 
-    An entry needs none if it only records, restricts or leads back.
+    An entry needs no signature if it only records facts, restricts, or returns traffic to a granted
+    version.
     """
     match body:
         case EndpointDeleted():
@@ -114,7 +115,7 @@ def _is_granted(state: ReleaseState, action: Action) -> bool:
 
 
 def _keeps_roles(state: ReleaseState, action: Action) -> bool:
-    """Return whether the action only brings the endpoint to its roles.
+    """Return whether the action only restores the roles that the ledger holds.
 
     The candidate gets at most the share of its step.
     """
@@ -140,7 +141,7 @@ def _keeps_roles(state: ReleaseState, action: Action) -> bool:
 
 
 def _leads_back(state: ReleaseState, action: Action) -> bool:
-    """Return whether the action only leads back to a granted version.
+    """Return whether the action only returns traffic to a granted version.
 
     All traffic goes to a version that was granted and is not rejected. Nothing else changes.
     """
@@ -165,9 +166,9 @@ def _leads_back(state: ReleaseState, action: Action) -> bool:
 
 
 def _list_granted(state: ReleaseState) -> list[Deployment]:
-    """Return every deployment that a signed entry has brought.
+    """Return every deployment that a signed entry has granted.
 
-    Those of the open action are included.
+    The deployments of the open action are included.
     """
     roles = state.roles
     opened = () if state.open_intent is None else state.open_intent.action.state.deployments
@@ -178,8 +179,8 @@ def _list_granted(state: ReleaseState) -> list[Deployment]:
 def _follows(state: ReleaseState, aliases: Mapping[str, str | None], goal: Deployment) -> bool:
     """Return whether a rollback to the goal is allowed to write these aliases.
 
-    They are aliases of the endpoint. Each is deleted, but that of the champion can move to the
-    goal.
+    The aliases must belong to the endpoint. The champion's alias can move to the goal; every other
+    alias can only be deleted.
     """
     own = _list_aliases(state)
     allowed = {None, goal.version}
@@ -192,7 +193,8 @@ def _follows(state: ReleaseState, aliases: Mapping[str, str | None], goal: Deplo
 def _shows_served(state: ReleaseState, aliases: Mapping[str, str | None]) -> bool:
     """Return whether the registry is allowed to show these aliases.
 
-    They are the endpoint's own. Each is on a version that was stable, or as the ledger has it.
+    The aliases must belong to the endpoint. Each must name a version that was stable, or the
+    version that the ledger records for it.
     """
     served = {None, *(version for version, d in state.known.items() if d.manifest in state.stables)}
     if state.roles.stable is not None:
@@ -205,7 +207,7 @@ def _shows_served(state: ReleaseState, aliases: Mapping[str, str | None]) -> boo
 
 
 def _list_aliases(state: ReleaseState) -> tuple[str, ...]:
-    """Return the aliases of the endpoint's target, that of the champion first."""
+    """Return the aliases of the endpoint's target, the champion's alias first."""
     if state.config is None:
         return ()
     return tuple(

@@ -77,11 +77,12 @@ class Severity(StrEnum):
 class Notification:
     """A notification: what happened, why, a link, and the commands to type.
 
-    `why` is one line. `commands` maps purposes to commands. `sequence` is that of its ledger entry,
-    0 if it is in no ledger. `at` is the time of that entry in seconds since the epoch, `actor` its
-    writer. `version` is the version concerned. `serving` is the version that has the traffic
-    afterwards (most of it, during a rollout). Both are empty where there is none. `link` is empty
-    where there is no page.
+    `why` is one line. `commands` maps purposes to commands. `sequence` is the sequence of the
+    notification's ledger entry, or 0 if it is in no ledger. `at` is the time of that entry in
+    seconds since the epoch, and `actor` is the writer of the entry. `version` is the version
+    concerned. `serving` is the version that afterwards has all traffic or, during a rollout, most
+    of it. Both texts are empty if there is no such version. `link` is empty if the registry has no
+    page.
     """
 
     endpoint: str
@@ -169,7 +170,7 @@ def list_pending_notifications(
 ) -> tuple[Notification, ...]:
     """Return the notifications of entries after sequence `after`, oldest first.
 
-    `progress` includes the steps of a rollout that goes well. Repetitions within
+    With `progress`, the steps of a rollout without problems are included. Repetitions within
     `REPEAT_INTERVAL_S` are omitted: an effect that fails in every pass, an alias that is set
     repeatedly, an endpoint that keeps failing.
     """
@@ -278,7 +279,7 @@ def _describe_effect(
         case ActionKind.RESTORE:
             kind, severity = NotificationKind.TROUBLE, Severity.WARNING
             headline, commands = (
-                "was not what it should be, and was restored",
+                "differed from its expected state, and was restored",
                 {"See": f"onnx-ops history {name}"},
             )
         case _:
@@ -306,7 +307,7 @@ def _describe_refusal(
             f"{before.config.target}"
         )
         override = f'{_promote(before, refused.version)} --override --reason "..."'
-        commands = {"See": explain, "Let it serve all the same": override}
+        commands = {"See": explain, "Let it serve nevertheless": override}
     restored = (
         f"the alias points to v{refused.restored_to} again"
         if refused.restored_to

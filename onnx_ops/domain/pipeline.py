@@ -177,7 +177,7 @@ TRANSLATIONS = "translations"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export(PlacedAttempts):
-    """Section `export`: how the model becomes an ONNX file."""
+    """Section `export`: how the model is converted to an ONNX file."""
 
     framework: Annotated[
         str,
@@ -306,7 +306,7 @@ class Benchmark(Attempts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register(Attempts):
-    """Section `register`: where versions go."""
+    """Section `register`: the registered model that gets the versions."""
 
     model: Annotated[str, doc("Registered model in MLflow; gets one version for each variant.")]
     promote: Annotated[
@@ -424,10 +424,10 @@ class Stage:
     """One stage of a plan, applied to one variant and target where it fans out.
 
     `settings` is everything in the pipeline that affects the result. `tools` are the versions of
-    the packages that affect it. `needs` names the stages whose manifests are its inputs; the stage
-    cannot run without them. `tolerates` names further stages that it waits for, and uses if they
-    succeeded. `hints` affect how the stage runs, not its result, and are not part of the key.
-    `own_process` requests a separate process.
+    the packages that affect it. `needs` names the stages whose manifests are the inputs of this
+    stage; it cannot run without them. `tolerates` names further stages for which this stage waits;
+    it uses their manifests if they succeeded. `hints` affect how the stage runs, not its result,
+    and are not part of the key. `own_process` requests a separate process.
     """
 
     id: str
@@ -447,7 +447,8 @@ class Stage:
     def key(self, inputs: Mapping[str, Manifest]) -> Digest:
         """Return the digest that names the result of the stage.
 
-        It covers the stage's kind, place, settings and tools, and the content of its inputs.
+        The digest covers the stage's kind, variant, target, settings and tools, and the content of
+        its inputs.
         """
         return digest_json(
             {

@@ -29,7 +29,10 @@ The field is not a key of the file.
 
 
 class Notation(Enum):
-    """Shorter ways to write a field of a file. Part of the field's annotation."""
+    """Shorter ways to write a field of a file.
+
+    A notation is part of the field's annotation.
+    """
 
     SINGLE_ENTRY = "a single entry can appear without its list"
     SHORT_FORM = "a plain text in place of the mapping sets this field"
@@ -39,7 +42,7 @@ class Notation(Enum):
 class Pattern:
     """A pattern that a text must match, and its description in messages.
 
-    It is part of a field's annotation.
+    A pattern is part of a field's annotation.
     """
 
     regex: str
@@ -50,7 +53,8 @@ class Pattern:
 class OneOf:
     """The texts that a value can be, such as the keys of a table.
 
-    An entry that is added to the table later counts too. It is part of a field's annotation.
+    An entry that is added to the table later is accepted too. `OneOf` is part of a field's
+    annotation.
     """
 
     choices: Collection[str]
@@ -59,8 +63,8 @@ class OneOf:
 class TaggedFamily:
     """Base of dataclasses that are distinguished by the value of their key `kind`.
 
-    Together they are a union of the members of a table. Readers of files and of JSON, and the
-    schema, also accept an entry that is added to the table later.
+    Together, these dataclasses are a union of the members of a table. Readers of files and of JSON,
+    and the schema, also accept an entry that is added to the table later.
     """
 
     __slots__ = ()

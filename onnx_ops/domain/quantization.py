@@ -61,8 +61,9 @@ class Budget:
 class Recipe:
     """One way to make a variant.
 
-    `nodes` are those that can each stay in float; empty for a recipe without that choice. A
-    `deferred` recipe reduces size, and is tried once the others are repaired.
+    `nodes` are the nodes of which each can stay in float; empty for a recipe without that choice. A
+    `deferred` recipe reduces size. It is tried after the search has improved the models of the
+    other recipes.
     """
 
     name: str
@@ -77,9 +78,9 @@ class Trial:
     """One model that was built and measured on the tuning rows.
 
     `drop` is the loss of the task metric against fp32 (negative: a gain). `error` is the root mean
-    square distance of its outputs, in units of their standard deviation. `ratios` are request times
-    divided by those of fp32, and `p99` is in seconds, both by target. `failure` is the reason why
-    there are no measurements.
+    square distance of the outputs from those of fp32, in units of their standard deviation.
+    `ratios` are request times divided by the request times of fp32, and `p99` is in seconds, both
+    by target. `failure` is the reason why there are no measurements.
     """
 
     recipe: str
@@ -108,7 +109,7 @@ class Trial:
 class Sensitivity:
     """The error of the outputs if only this node were quantized.
 
-    An infinite error is None, with a `failure`.
+    If the error is infinite, it is None, and `failure` gives the reason.
     """
 
     recipe: str
@@ -131,8 +132,8 @@ class NodeContribution:
     """The effect of keeping one node in float.
 
     The other kept nodes stay the same. `metric` is the gain of the task metric (negative: a loss).
-    `time` is the factor of the request time by target: 1.1 is 10 % more. `kept` is False where the
-    node was quantized again.
+    `time` is the factor by which the request time changes, by target: 1.1 is 10 % more. `kept` is
+    False if the node was quantized again.
     """
 
     recipe: str
@@ -156,7 +157,7 @@ class SearchRecord:
     """All trials and results of a search.
 
     `pareto_front` holds indices of trials. `stopped` is the reason why the search ended.
-    `timed_out` is whether recipes were left to try.
+    `timed_out` is whether the search ended before all recipes were tried.
     """
 
     schema: int = 1
@@ -251,11 +252,11 @@ def choose_static_recipe(
 ) -> StaticRecipe:
     """Return the types of static quantization for all machines.
 
-    Every machine runs them fast and correctly.
+    Every machine runs these types fast and correctly.
 
     Args:
         options: `activations`, `weights`, `reduce_range`, `symmetric`, where the user has set them.
-        machines: those of all targets; none means x86 with VNNI.
+        machines: machines of all targets; if empty, x86 with VNNI is assumed.
     """
     families = {one.family for one in machines}
     signed = bool(families) and families <= {"arm", "accelerator"}

@@ -63,7 +63,7 @@ class PromotionPolicy:
 
 
 def is_among(user: str, users: tuple[str, ...]) -> bool:
-    """Return whether the user (empty if not known) is one of these."""
+    """Return whether these users include the user (empty if unknown)."""
     return ANYONE in users or (user != "" and user in users)
 
 
@@ -110,8 +110,8 @@ class Provenance:
 class BaseRelease:
     """The record of the branch that a release is compared with.
 
-    It holds the choices and the evidence of one of the branch's commits. `why` gives the reason in
-    one line if there is no record.
+    The record holds the choices and the evidence of one of the branch's commits. If there is no
+    record, `why` gives the reason in one line.
     """
 
     branch: str
@@ -125,11 +125,12 @@ class BaseRelease:
 class VariantRecord:
     """One variant to publish in the registry.
 
-    `files` are the model's files by name (the first level of the version's folder), `manifest`
-    their digests. `evidence` are further documents by artifact path. `metrics` are plain numbers
-    for the registry's tables. `decisions` and `signed` are by target: the unsigned decisions are
-    for people, and only the signed ones permit a promotion. `measured_on` names the data set of the
-    lineage that was measured. `example` is a request, JSON `{"inputs": {name: rows}}`.
+    `files` are the model's files by name (the first level of the version's folder), and `manifest`
+    holds their digests. `evidence` are further documents by artifact path. `metrics` are plain
+    numbers for the registry's tables. `decisions` and `signed` are by target: the unsigned
+    decisions are for people, and only the signed ones permit a promotion. `measured_on` names the
+    data set of the lineage that was measured. `example` is a request, JSON `{"inputs": {name:
+    rows}}`.
     """
 
     variant: str
@@ -214,7 +215,7 @@ class Choice:
 class Registration:
     """The result of the register stage.
 
-    It has the version of each variant, and the choice of each target.
+    The result holds the version of each variant, and the choice of each target.
 
     `run` is the stage's key; `report` the address of the release's report, if the registry has
     pages. `evidence` maps a variant to the digest of the documents that were published with its

@@ -6,7 +6,7 @@
 `choose_next_action` takes the desired deployment, the observed endpoint, the roles of the ledger,
 the policy, the analysis of the metrics, the operator's command and the time, and returns the one
 `Action` to perform or the reason to `Wait`. It knows no provider, registry or process:
-`release.reconcile` applies the action with `release.effects`, which records it by
+`release.reconcile` applies the action with `release.effects`, which records the action by
 `release.journal`; `domain.ledger` folds the record into the roles; `domain.rollout_policy` plans
 the steps.
 """
@@ -46,8 +46,8 @@ class ActionKind(StrEnum):
 class OperatorCommand(StrEnum):
     """Commands of an operator for a rollout in progress. The values are stored.
 
-    `ADVANCE` skips the open checks of the present step. `RESUME` ends a pause, and the checks
-    decide again.
+    `ADVANCE` skips the checks of the present step that have not passed yet. `RESUME` ends a pause,
+    after which the checks decide again.
     """
 
     ADVANCE = "advance"
@@ -98,7 +98,7 @@ class Action:
 
     @property
     def is_rollback(self) -> bool:
-        """Whether it moves all traffic back to one version."""
+        """Whether the action moves all traffic back to one version."""
         return self.kind in (ActionKind.ABORT, ActionKind.ROLLBACK)
 
 
@@ -118,9 +118,9 @@ class GuardrailResult:
     """The result of one guardrail, with the evidence against the candidate.
 
     Attributes:
-        percentile: where the counts speak most against the candidate.
+        percentile: the percentile at which the counts are strongest evidence against the candidate.
         canary: events among the requests of the candidate, and all its requests.
-        stable: the same of the stable version.
+        stable: events among the requests of the stable version, and all its requests.
         units: units with any event, and all units, of candidate and stable version, where the
             source counts them.
         evidence: log10 of the evidence against the candidate.
@@ -129,10 +129,10 @@ class GuardrailResult:
         high: upper bound of the odds ratio at any time; None where not computed.
         design_effect: where units are not counted, how many requests carry the information of one
             independent request.
-        holds: whether a violation pauses the rollout; otherwise it aborts the rollout.
-        compared: count of what the evidence of the present step rests on.
+        holds: whether a violation pauses the rollout; otherwise a violation aborts it.
+        compared: number of observations on which the evidence of the present step is based.
         required: the value of `compared` that the step needs.
-        rule: what was compared, where that is not a pair of counts.
+        rule: description of what was compared, if that is not a pair of counts.
     """
 
     name: str
@@ -181,11 +181,11 @@ class GuardrailResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOutlier:
-    """A server whose share of bad requests to a deployment is unlike that of others.
+    """A server with another share of bad requests to a deployment than other servers.
 
-    `place` is what is bad about the requests. `own` and `others` are bad requests and all requests,
-    on this server and on the others. `evidence` is a log10. The result is a hint: requests are
-    counted as if they were independent.
+    `place` names what makes a request bad, such as `errors`. `own` and `others` are the numbers of
+    bad requests and of all requests, on this server and on the others. `evidence` is a log10. The
+    result is a hint: requests are counted as if they were independent.
     """
 
     server: str
@@ -212,9 +212,10 @@ class AnalysisResult:
 
     Texts are empty where there is nothing to report. `started_at` is when the step took effect.
     `requests` counts the candidate's requests since then (copies in a shadow step). `unmet_target`
-    names a service level that is not shown yet. `split_mismatch` describes traffic that is not
-    split as planned, `gross_failure` a candidate that fails outright. `ab_outcome` is that of the
-    A/B test. `outliers` decide nothing.
+    names a service level that the candidate is not shown to meet yet. `split_mismatch` describes
+    traffic that is not split as planned, and `gross_failure` a candidate that fails or refuses far
+    more requests than the stable version. `ab_outcome` is the outcome of the A/B test. `outliers`
+    have no effect on the rollout.
     """
 
     started_at: float
@@ -296,7 +297,7 @@ def choose_next_action(
         return rollout.proceed(roles.candidate)
     if command is OperatorCommand.PAUSE:
         return Wait(why="paused by an operator")
-    if observed.drift:  # before a rollout starts, so that both of its versions run alike
+    if observed.drift:  # before a rollout starts, so that its two versions run in the same way
         why = f"it does not match its settings: {'; '.join(observed.drift)}"
         return Action(kind=ActionKind.RECONFIGURE, state=expected, roles=roles, why=why)
     if desired is not None and desired.manifest != stable.manifest:
@@ -325,7 +326,7 @@ def plan_abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
 
 
 def plan_rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Action:
-    """Return the action that gives `to` all traffic and rejects what had it.
+    """Return the action that gives `to` all traffic and rejects other versions in use.
 
     Only weights change.
     """
@@ -403,7 +404,7 @@ def build_split_state(
 def _rejected(bad: Iterable[Deployment], good: Deployment) -> tuple[Digest, ...]:
     """Return what is rejected: releases as a whole, or single versions.
 
-    Of the good version's release, only single versions are rejected.
+    Of the release of the version that keeps serving, only single versions are rejected.
     """
     return tuple(dict.fromkeys(d.manifest if d.release == good.release else d.release for d in bad))
 
@@ -415,7 +416,7 @@ def _deploy_first(desired: Deployment | None, target: str) -> Action | Wait:
         kind=ActionKind.FIRST,
         state=build_split_state(None, desired, 100),
         roles=Roles(stable=desired),
-        why="first deployment goes straight to 100 %",
+        why="the first deployment gets 100 % of traffic immediately",
         aliases={
             format_alias("champion", target): desired.version,
             format_alias("challenger", target): None,
@@ -449,7 +450,7 @@ class _Rollout:
     draws_epochs: bool
 
     def find_abort(self, desired: Deployment | None) -> Action | None:
-        """Return the abort of a candidate that failed or is no longer requested.
+        """Return the abort of a candidate that failed or is no longer requested, or None.
 
         None if neither is the case.
         """
@@ -507,7 +508,7 @@ class _Rollout:
         if self.command is not OperatorCommand.ADVANCE:
             step = find_step(self.policy, self.roles.step)
             if not self.policy.is_analyzed:
-                why = f"{candidate.name} holds {step.percent} % and waits for approval"
+                why = f"{candidate.name} has {step.percent} % of traffic and waits for approval"
                 return Wait(why=why, kind=WaitKind.APPROVAL)
             outcome = self._evaluate_step(candidate, step)
             if not isinstance(outcome, str):
@@ -516,7 +517,7 @@ class _Rollout:
         return self.move_to_step(self.roles.step + 1, candidate, because)
 
     def _evaluate_step(self, candidate: Deployment, step: PlannedStep) -> Action | Wait | str:
-        """Return why the rollout can leave the step, else what to do.
+        """Return why the rollout can leave the step, or the wait or action until then.
 
         Without metrics, the rollout does not move.
         """
@@ -555,7 +556,7 @@ class _Rollout:
     ) -> Action | Wait | str:
         """Return what the policy requires after an A/B test without a better version.
 
-        It finishes only with feedback, and if the step is otherwise complete.
+        The rollout finishes only if feedback was reported and the step is otherwise complete.
         """
         why = f"the A/B test is over and undecided: {analysis.ab_summary or _NO_FEEDBACK}"
         if test.on_inconclusive == "abort":
@@ -580,7 +581,7 @@ class _Rollout:
                 roles=replace(self.roles, candidate=candidate, step=index, finished_at=0.0),
                 why=f"step {index + 1} of {count}: {share} to {candidate.name}{because}",
             )
-        why = "all at once" if is_start else f"step {count} of {count}"
+        why = "without steps" if is_start else f"step {count} of {count}"
         return Action(
             kind=ActionKind.FINISH,
             state=build_split_state(candidate, None, 0, self.stable),
@@ -607,7 +608,7 @@ class _Rollout:
                 why="scale_down_delay is over",
             )
         if not observed.is_equivalent(expected):
-            why = "the endpoint holds deployments without traffic"
+            why = "the endpoint has deployments without traffic"
             return Action(kind=ActionKind.CLEAN_UP, state=expected, roles=roles, why=why)
         return Wait(why=f"{self.stable.name} serves all traffic")
 
@@ -615,7 +616,7 @@ class _Rollout:
 def _describe_share(candidate: Deployment, step: PlannedStep) -> str:
     if step.kind == "shadow":
         return f"{candidate.name} gets a copy of {step.mirror_percent} %"
-    return f"{candidate.name} holds {step.percent} %"
+    return f"{candidate.name} has {step.percent} % of traffic"
 
 
 def _describe_evidence(step: PlannedStep, analysis: AnalysisResult) -> str:
@@ -629,7 +630,7 @@ def _find_missing(
 ) -> str:
     """Return what the step has not shown yet, or empty.
 
-    NaN shows nothing.
+    A measurement of NaN satisfies no requirement.
     """
     if not analysis.requests >= step.minimum:
         return f"{analysis.requests} of {step.minimum} requests"

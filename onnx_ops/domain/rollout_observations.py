@@ -48,11 +48,12 @@ class LatencyThresholds:
 class RequestCounts:
     """Requests that one deployment answered, by result.
 
-    `errors` are the server's own failures. `refused` are requests that it did not accept, which is
-    the client's fault unless the other version accepts them. `timed` requests have a latency (None:
-    all); of these, `over_p50` and so on exceeded the deployment's thresholds (None: unknown),
-    `over_places` those of `LATENCY_PLACES`. `feedback` are entries that clients reported,
-    `successes` the good ones.
+    `errors` are the server's own failures. `refused` are requests that the server did not accept.
+    They are the client's fault unless the other version accepts them. `timed` requests have a
+    latency (None: all have one). Of these, `over_p50` and similar fields count the requests above
+    the deployment's thresholds (None: unknown), and `over_places` those above the thresholds of
+    `LATENCY_PLACES`. `feedback` counts the entries that clients reported, `successes` the good ones
+    among them.
     """
 
     requests: int = 0
@@ -77,7 +78,7 @@ class RequestCounts:
         return {**known, **dict(zip(LATENCY_PLACES, self.over_places or (), strict=False))}
 
     def with_over(self, counts: Mapping[str, int | None]) -> RequestCounts:
-        """Return these counts with other counts over the thresholds."""
+        """Return these counts with the counts over the thresholds replaced."""
         named: dict[str, Any] = {
             _over_field(name): counts[name] for name in LATENCY_QUANTILES if name in counts
         }
@@ -89,7 +90,7 @@ class RequestCounts:
     def plus(self, other: RequestCounts) -> RequestCounts:
         """Return the counts of both.
 
-        A count that one of them does not know is unknown.
+        A count that is unknown in either of the two is unknown in the sum.
         """
         return RequestCounts(
             requests=self.requests + other.requests,
@@ -109,7 +110,7 @@ class RequestCounts:
     def minus(self, before: RequestCounts | None) -> RequestCounts | None:
         """Return the counts since `before` (None: all counts).
 
-        The result is None if they are inconsistent, as after a restart.
+        The result is None if a count has decreased, as after a restart.
         """
         if before is None:
             zero = RequestCounts(timed=None if self.timed is None else 0)
@@ -129,7 +130,7 @@ class RequestCounts:
 
     @property
     def is_consistent(self) -> bool:
-        """Return whether these can be counts of requests."""
+        """Return whether the counts do not contradict each other."""
         valid = min(self.errors, self.refused) >= 0 and 0 <= self.failed <= self.requests
         return (
             valid
@@ -152,7 +153,7 @@ class RequestCounts:
 class ShadowCounts:
     """Copies of requests.
 
-    They are counted as answers that were compared, answers that differ, and copies that failed.
+    The counts are of answers that were compared, answers that differ, and copies that failed.
     """
 
     compared: int = 0
@@ -187,7 +188,7 @@ class ShadowCounts:
 
     @property
     def is_consistent(self) -> bool:
-        """Return whether these can be counts of copies."""
+        """Return whether the counts of copies do not contradict each other."""
         return (
             min(self.compared, self.differing, self.failed) >= 0 and self.differing <= self.compared
         )
@@ -197,7 +198,7 @@ class ShadowCounts:
 class LatencyQuantiles:
     """Latencies in seconds since the last reading.
 
-    They are from a source that cannot count requests over a threshold.
+    A source reports quantiles if it cannot count requests over a threshold.
     """
 
     p50_s: float
@@ -220,13 +221,13 @@ A user belongs to the block of the cell of the user's key, modulo this number.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCounts:
-    """Units of either version, by badness.
+    """Units of the candidate and of the stable version, by badness.
 
     The badness of a unit is the share of its requests that were events.
 
-    A unit is what is assigned to a version independently of others: the requests of one cell of
-    users in one epoch, or a single request without a key. Each version has a number for each of
-    `BADNESS_EDGES`; zeros at the end can be left out.
+    A unit is a set of requests that is assigned to a version independently of other units. It is
+    the requests of one cell of users in one epoch, or a single request without a key. Each version
+    has a number of units for each of `BADNESS_EDGES`; zeros at the end can be left out.
     """
 
     candidate: tuple[int, ...] = ()
@@ -245,9 +246,9 @@ class EpochUnits:
     """Units of one epoch.
 
     The traffic split of the routing table `generation` held for all of them. `units` are by place:
-    `errors`, `refused`, and the latency guardrails and places with a threshold. For the latter, a
-    unit counts its timed requests. Counts of one cell from several servers are added before its
-    badness is formed.
+    `errors`, `refused`, and the latency guardrails and places with a threshold. For latency, only
+    the timed requests of a unit count towards its badness. Counts of one cell from several servers
+    are added before its badness is formed.
     """
 
     generation: int
@@ -259,10 +260,10 @@ class EpochUnits:
 class UserBlocks:
     """Requests and events of one deployment by block of users.
 
-    They are counted for a split that is sticky by user.
+    They are counted while the split is sticky by user.
 
-    Each has `USER_BLOCKS` + 1 numbers; the last one is of requests without a key. For feedback,
-    requests are entries and events are successes.
+    Each array has `USER_BLOCKS` + 1 numbers; the last number is of requests without a key. For
+    feedback, requests are entries and events are successes.
     """
 
     requests: tuple[int, ...]
@@ -298,7 +299,7 @@ class GenerationCounts:
     def is_later_than(self, before: GenerationCounts) -> bool:
         """Return whether these counts were read after `before`, or equal it.
 
-        Both have the same origin and generation.
+        `before` must have the same origin and generation.
         """
         grown = all(
             self.tallies.get(name, RequestCounts()).requests >= tally.requests
@@ -323,8 +324,8 @@ class GenerationCounts:
 class ServerUptime:
     """Seconds in which a server served one generation of the routing table.
 
-    `ends` counts how often it ended without a report. `is_alone`: whether only the stable version
-    got requests. `server` is empty for the sum of several servers.
+    `ends` counts how often the server ended without a final report. `is_alone`: whether only the
+    stable version got requests. `server` is empty for the sum of several servers.
     """
 
     server: str
@@ -340,17 +341,18 @@ class MetricsReading:
 
     `at` is in seconds since the epoch, by the source's clock.
 
-    Servers of onnx-ops report `counts` by server, start and generation, and `epochs`: the closed
-    epochs that they still know, in ascending order. An epoch is closed once every server has closed
-    it. `open_epoch` is the latest one that is not closed. The clocks of servers are never compared.
+    Servers of onnx-ops report `counts` by server, start and generation. They also report `epochs`:
+    the closed epochs that they still hold, in ascending order. An epoch is closed once every server
+    has closed it. `open_epoch` is the latest one that is not closed. The clocks of servers are
+    never compared.
 
     Sources that know no assignment (CloudWatch, Azure Monitor, Prometheus) report `tallies` by
     deployment, and perhaps `shadow` and `quantiles`, since `origin`. Another origin means that the
     counters restarted.
 
     `cold_s` are durations of loads of either version, before the candidate got any traffic.
-    `failure` is why the source misses evidence at present. `uptimes` are those of servers that
-    another system restarts: with the stable version alone, and with both.
+    `failure` is the reason why counts are missing at present. `uptimes` are the uptimes of servers
+    that another system restarts, with the stable version alone and with both versions.
     """
 
     at: float
@@ -393,8 +395,8 @@ class ObservationInterval:
 class GenerationUnits:
     """The traffic split of one generation of the routing table, and its units.
 
-    The units are those of its `epochs` until `last_epoch`. `percent` is the candidate's share.
-    `units` are by place; there are none unless users are assigned anew in each epoch (`is_drawn`).
+    The units belong to its `epochs` until `last_epoch`. `percent` is the candidate's share. `units`
+    are by place; there are none unless users are assigned anew in each epoch (`is_drawn`).
     """
 
     generation: int
@@ -426,13 +428,13 @@ class Observations:
     `slower` to the candidate. `cold_s` holds the seconds of the last loads of candidate and stable
     version. `reading` is the last reading, without what other fields hold.
 
-    Servers of onnx-ops: `counts` holds the largest counts of each origin and generation,
-    `generations` the splits of this rollout with their units. The generation shows what belongs to
-    a step; clocks are never compared. A restart or another server adds counts, and interrupts
-    nothing.
+    For servers of onnx-ops, `counts` holds the largest counts of each origin and generation, and
+    `generations` the splits of this rollout with their units. The generation shows to which step
+    counts belong; clocks are never compared. A restart or another server adds counts with another
+    origin, without a gap in the counts.
 
-    Other sources: the next interval starts at `reading`, or with the next reading if the split
-    changed since (`reading` is None). The last change was at `split_at`.
+    For other sources, the next interval starts at `reading`. If the split changed since, `reading`
+    is None, and the interval starts with the next reading. The last change was at `split_at`.
     """
 
     candidate: Digest
@@ -479,7 +481,7 @@ class Observations:
         )
 
     def move_to_step(self, split: GenerationUnits, at: float) -> Observations:
-        """Return the observations after the traffic split was set (again) for a step."""
+        """Return the observations after the traffic split was set for a step."""
         moved = replace(
             self.reset_reading(at), generations=(*self.generations, split), open_epoch=None
         )
@@ -488,7 +490,7 @@ class Observations:
     def reset_reading(self, at: float) -> Observations:
         """Return the observations after the split changed or could have changed.
 
-        No interval spans that moment.
+        No interval of counts spans the change.
         """
         return self if self.counts else replace(self, reading=None, split_at=at)
 
@@ -579,7 +581,8 @@ def diff_readings(
 ) -> ObservationInterval | None:
     """Return the counts between two readings of a source without generations.
 
-    None if the readings do not follow each other.
+    The result is None if the counters restarted between the readings, or the readings are not in
+    order of time.
     """
     if before is None or before.origin != now.origin or now.at < before.at:
         return None
@@ -606,7 +609,7 @@ def _diff_counts(
 ) -> ObservationInterval:
     """Return the counts of one generation between two readings.
 
-    Counts that do not follow each other are left out.
+    Counts that have decreased, as after a restart, are left out.
     """
     canary_counts, stable_counts = (
         now.tallies.get(name, RequestCounts()).minus(before.tallies.get(name)) or RequestCounts()

@@ -66,9 +66,10 @@ _TOLERATED: Mapping[str, float] = {
 class Guardrail:
     """Something that must not get worse: errors, latency or cold start.
 
-    Latency compares how many requests of either version exceed the stable version's percentile
-    before the rollout, for the candidate raised by `max_latency_increase`. `latency` alone compares
-    all of `LATENCY_PLACES`. `cold_start` is compared once, before the candidate gets any traffic.
+    A latency guardrail compares how many requests of each version exceed a threshold. The threshold
+    is a percentile of the stable version before the rollout; for the candidate, it is raised by
+    `max_latency_increase`. `latency` without a percentile compares all of `LATENCY_PLACES`.
+    `cold_start` is compared once, before the candidate gets any traffic.
     """
 
     name: Annotated[GuardrailName, Notation.SHORT_FORM, doc("Name of the guardrail.")]
@@ -99,7 +100,7 @@ class Guardrail:
 
     @property
     def places(self) -> Sequence[str]:
-        """Names of the events that it compares."""
+        """Names of the events that the guardrail compares."""
         return tuple(LATENCY_PLACES) if self.name == "latency" else (self.name,)
 
     def tolerated(self, place: str) -> float:
@@ -116,7 +117,7 @@ class ServiceLevel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowTrial:
-    """A trial on copies of requests, whose answers are compared and reach no client."""
+    """A trial on copies of requests: answers are compared, and reach no client."""
 
     fraction: Annotated[float, Unit("1"), Gt(0), Le(1), doc("Share of requests to copy.")] = 1.0
     min_requests: Annotated[Count, doc("Number of answers to compare before traffic moves.")] = 500
@@ -135,7 +136,7 @@ class ShadowTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitTest:
-    """A fixed split until a success metric shows the better version, or time is over."""
+    """A fixed split until a success metric shows a better version, or time is over."""
 
     metric: Annotated[
         str,
@@ -157,10 +158,10 @@ class SplitTest:
 class PlannedStep:
     """One step of a rollout.
 
-    `percent` is the candidate's percentage of traffic; `mirror_percent` is that of copies in a
-    shadow step.
+    `percent` is the candidate's percentage of traffic. `mirror_percent` is the percentage of
+    requests of which the candidate gets a copy in a shadow step.
 
-    A cold step has neither and measures the cold start. `minimum` is the number of requests to the
+    A step that measures the cold start has neither. `minimum` is the number of requests to the
     candidate that the step needs; 0 without analysis.
     """
 
@@ -173,7 +174,7 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPolicy:
-    """How the challenger gets its traffic.
+    """How traffic is moved to the challenger.
 
     Without guardrails, slo, shadow or ab_test, each step waits for approval.
     """
@@ -245,7 +246,7 @@ class RolloutPolicy:
     def max_latency_increases(self) -> Mapping[str, float]:
         """Return the tolerated slow-down of the candidate, by place.
 
-        It is a fraction of the stable version's latency.
+        Each value is a fraction of the stable version's latency.
         """
         limits = {
             place: rail.max_latency_increase for rail in self.guardrails for place in rail.places
@@ -269,7 +270,7 @@ class RolloutPolicy:
 
     @property
     def trials(self) -> tuple[float, ...]:
-        """Traffic shares before 100 %, with that of the A/B test last."""
+        """Traffic shares before 100 %; the share of the A/B test is last."""
         return (*self.steps[:-1], *((self.ab_test.split,) if self.ab_test else ()))
 
     def planned(self) -> tuple[PlannedStep, ...]:
@@ -279,7 +280,7 @@ class RolloutPolicy:
     def needs(self) -> Mapping[str, tuple[str, ...]]:
         """Return the capabilities that a provider must have.
 
-        Each comes with the keys that require it.
+        Each capability is returned with the keys that require it.
         """
         needs: dict[str, tuple[str, ...]] = {}
         if any(rail.name in ("latency", "latency_p90", "latency_p95") for rail in self.guardrails):

@@ -1,6 +1,6 @@
 """The axis of each input of a model that holds rows.
 
-It is derived from the names of the input's dimensions.
+The axis is derived from the names of the input's dimensions.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def is_named(size: int | str) -> bool:
 def find_batch_symbol(shapes: Mapping[str, Shape]) -> str:
     """Return the name of the dimension that holds rows; empty if no name states it.
 
-    It is the name that all inputs with a free dimension share, except those that begin with 1 and
-    are broadcast. It is the first dimension of one of them, or its name is that of a batch (`N`,
-    `batch_size`). With such a name, no second input needs to share it.
+    All inputs with a free dimension share this name, except inputs that begin with 1 and are
+    broadcast. The dimension is the first dimension of at least one of these inputs, or it is named
+    like a batch (`N`, `batch_size`). The name of a batch need not be shared by a second input.
     """
     free = {name: shape for name, shape in shapes.items() if any(map(is_free, shape))}
     required = {name for name, shape in free.items() if shape[0] != 1}
@@ -68,7 +68,7 @@ def _find_symbol_axes(shapes: Mapping[str, Shape], symbol: str) -> dict[str, int
 def find_axis(shape: Shape, symbol: str) -> int | None:
     """Return the first axis with that name; None if there is none.
 
-    If no axis has the name, it is the first axis, provided that this is free and has no name.
+    If no axis has the name, the result is the first axis if it is free and has no name.
     """
     if symbol in shape:
         return list(shape).index(symbol)
@@ -170,7 +170,7 @@ def _find_common_size(ranked: Mapping[str, Shape], free: Collection[str]) -> dic
 def find_fixed_batch(shapes: Mapping[str, Shape]) -> int:
     """Return the number of rows that every request must have.
 
-    It is 0 if any number is accepted.
+    The result is 0 if any number of rows is accepted.
     """
     sizes = (shapes[name][axis] for name, axis in find_row_axes(shapes).items())
     return max((size for size in sizes if isinstance(size, int) and size > 0), default=0)
@@ -194,8 +194,8 @@ def move_axis_first(shape: Shape, axis: int) -> tuple[int | str, ...]:
 def count_common_rows(shapes: Mapping[str, Sequence[int]], known: int = 0) -> int:
     """Return the number of rows of arrays that hold rows on any axis.
 
-    It is a size that all arrays have, on the first axis of as many as possible. It is 0 if they
-    have no size in common.
+    The number is a size that all arrays have on some axis, chosen such that it is on the first axis
+    of as many arrays as possible. The result is 0 if the arrays have no size in common.
 
     Args:
         known: the number of rows, if something else states it.

@@ -89,7 +89,7 @@ class Requirements:
     def least(self, here: HardwareFingerprint) -> HardwareFingerprint:
         """Return a machine that just satisfies the requirements.
 
-        Its runtime is that of `here`.
+        The runtime of the returned machine is that of `here`.
         """
         return HardwareFingerprint(
             machine=self.machine or here.machine,
@@ -255,7 +255,8 @@ class Target:
     def digest(self) -> Digest:
         """Return the digest of everything that shapes a measurement.
 
-        Description, price and limits do not.
+        The description, the price and the limits are left out, since they do not affect a
+        measurement.
         """
         session = self.session
         optional: dict[str, Json] = {

@@ -39,7 +39,9 @@ AnswerKind: TypeAlias = Literal["classes", "ranking", "positive", "numbers", "em
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedRows:
-    """The share of rows that are right, with exact intervals (Tango, Clopper-Pearson).
+    """The share of rows that are right, with intervals for the share and its change.
+
+    The share has the exact interval of Clopper and Pearson, its change the score interval of Tango.
 
     `is_right` takes (label, answers, options) and returns one boolean per row.
     """
@@ -71,8 +73,8 @@ class Resampled:
 
     Args:
         make: takes (label, answers, options) and returns the metric as a function of row weights.
-        of_decisions: the metric reads classes or tokens. The same ones on all rows do not show that
-            two models are equal, since rare ones may differ.
+        of_decisions: the metric reads classes or tokens. Equal classes or tokens on all rows do not
+            show that two models are equal: rare classes or tokens may still differ.
     """
 
     make: Callable[[Array, Array, Options], MetricStatistic]
@@ -91,10 +93,10 @@ class TaskMetric:
         options: the keys of a gate that shape the metric, with their defaults. None: without a
             fixed default.
         label_free: without labels, the candidate is compared with the baseline itself.
-        unit: `1` for a share, empty for the label's unit. By default a metric of which less is
-            better has the latter.
-        display: its name in evidence and tables, with options in braces. By default that of the
-            table.
+        unit: `1` for a share, empty for the label's unit. By default, a metric of which less is
+            better has the label's unit, any other metric is a share.
+        display: the metric's name in evidence and tables, with options in braces. By default, the
+            name in the table of metrics.
     """
 
     reads: AnswerKind
@@ -215,7 +217,7 @@ def suggest_other_kind(name: str) -> str:
 def list_errors() -> str:
     """Return the names of the metrics of which less is better.
 
-    They are shown in descriptions of keys.
+    The descriptions of keys in files list these names.
     """
     return ", ".join(name for name, metric in METRICS.items() if not metric.higher_is_better)
 

@@ -1,6 +1,6 @@
 """Evaluation of a commit's effect on the models of a repository.
 
-This module judges the effect. The steps of a CI service report it.
+This module evaluates the effect; the steps of a CI service report it.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def evaluate_change(
     publishes them, and a report of each pipeline.
 
     Args:
-        base: the commit before; empty where there is none, so that every file counts as changed.
-        hand_over: folder for what `release_change` continues from.
+        base: the previous commit. If it is empty, every file is treated as changed.
+        hand_over: folder for the evaluations with which `release_change` continues.
         figures: folder with the records of earlier commits, for comparisons without the project's
             store.
     """
@@ -112,10 +112,10 @@ def release_change(
     determined again, not taken from the evaluation.
 
     Args:
-        folder: as of `evaluate_change`.
-        evaluated: folder with the results of `evaluate_change`, and with what it handed over.
-        hosted: whether the CI service hosts the machine, which then ends with the job; None outside
-            a job.
+        folder: folder for the results, as in `evaluate_change`.
+        evaluated: folder with the results of `evaluate_change`, and with its evaluations.
+        hosted: whether the CI service hosts the machine; a hosted machine is removed after the job.
+            None outside a job.
         figures: folder that gets the records of this commit, for comparisons without the project's
             store.
     """
@@ -139,7 +139,7 @@ def release_change(
 def _share_figures(project: Project, pipelines: Iterable[str], figures: Path) -> Lines:
     """Export the records of this commit; yield a line for each failed export.
 
-    A failed export is that of the record of one pipeline.
+    Each export is the record of one pipeline.
     """
     for name in pipelines:
         try:
@@ -330,16 +330,18 @@ def read_results(folder: Path) -> tuple[Checked, ...]:
     Code of a pull request can have written other results in their place.
 
     Raises:
-        UserError: there are none.
-        CorruptStateError: they are no plain file, too large, not of their schema, or contradict
-            themselves.
+        UserError: there are no results.
+        CorruptStateError: the results are no plain file, too large, not of their schema, or
+            contradict themselves.
     """
     where = str(folder / RESULTS)
     try:
         data = read_plain_file(folder / RESULTS, most=_LARGEST)
     except FileNotFoundError as error:
         raise UserError(
-            "there are no results", where=str(folder), remedy="The step `run` comes first."
+            "there are no results",
+            where=str(folder),
+            remedy="Run the step `evaluate` or `release` with the same `--folder` first.",
         ) from error
     checked = codec.loads(data, tuple[Checked, ...], where=where)
     if wrong := next(filter(None, map(find_contradiction, checked)), ""):

@@ -59,7 +59,7 @@ _NONE = re.compile(r"0+")
 class Event:
     """The event of a workflow.
 
-    `base` is the commit before, empty for a new branch. `pull_request` is the number of the pull
+    `base` is the previous commit; empty for a new branch. `pull_request` is the number of the pull
     request, or None.
     """
 
@@ -134,8 +134,8 @@ def run(
     `evaluated` is the folder of an evaluation to release. The results are written into `folder`.
     """
     root = open_project().settings.root
-    # A force push leaves a commit that the checkout does not have, and a first push has none before
-    # it.
+    # After a force push, the checkout lacks the previous commit. A first push has no previous
+    # commit.
     base = since or next(
         (name for name in (event.base, "HEAD~1") if name and resolve_commit(root, name)), ""
     )
@@ -146,8 +146,8 @@ def run(
     else:  # a pull request is never released
         hand_over = folder if event.pull_request is None else None
         lines = evaluate_change(folder, base, hand_over=hand_over, figures=figures)
-    # Code of the repository must not give commands to the runner by what it prints. It does not
-    # know the word that makes the runner accept commands again.
+    # Output of the repository's code must not give commands to the runner. Only this process knows
+    # the token with which the runner accepts commands again.
     word = secrets.token_hex(16)
     _print_line(f"::stop-commands::{word}")
     try:
@@ -161,7 +161,7 @@ def run(
 def is_hosted(environ: Mapping[str, str]) -> bool | None:
     """Return whether GitHub hosts this machine; None outside a job.
 
-    A machine that GitHub hosts ends with the job.
+    A machine that GitHub hosts is removed after the job.
     """
     if environ.get("GITHUB_ACTIONS") != "true":
         return None
@@ -244,8 +244,8 @@ def _describe_failure(error: OnnxOpsError) -> str:
 def _write_comment(repository: GitHubRepository, number: int, text: str, *, wanted: bool) -> None:
     """Write one comment per pull request, which each commit updates.
 
-    Without `wanted`, only an existing comment is updated. If there is none, there was never
-    anything to report.
+    Without `wanted`, only an existing comment is updated. Without an existing comment, there was
+    never anything to report.
     """
     body = {"body": f"{MARK}\n{text}"}
     for comment in repository.list_entries(f"issues/{number}/comments"):

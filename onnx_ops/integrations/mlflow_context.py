@@ -1,8 +1,8 @@
 """Tags of MLflow runs that are started inside a flow.
 
-The tags are `prefect.flow_run` and `git.sha`. MLflow imports this module during its own import. So
-the module imports nothing heavy, and not MLflow, whose abstract class it implements without
-deriving from it.
+The tags are `prefect.flow_run` and `git.sha`. MLflow imports this module during its own import. The
+module therefore imports no heavy package, and not MLflow. It implements MLflow's abstract class
+without deriving from it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """MLflow's deployments target `onnx-ops`.
 
-It implements `mlflow deployments create -t onnx-ops …` and `get_deploy_client`.
+The target provides `mlflow deployments create -t onnx-ops …` and `get_deploy_client`.
 
 A deployment is an endpoint, and all rules apply: a version is promoted as by `onnx-ops promote`,
 with its signed decision verified, and the reconciler moves the endpoint. Endpoints that serve the
@@ -69,7 +69,7 @@ Target URI: `onnx-ops` for the project around the current folder, \
 `onnx-ops:/path/to/project` for another one.
 
 Config of create and update (-C name=value):
-  target    name of a file in configs/targets/; create needs it, update leaves it
+  target    name of a file in configs/targets/; required by create, unchanged by update
   provider  endpoint plugin; default local
   reason    why, recorded in the ledger
   others    settings of the endpoint, as under `deploy: … settings:` in a pipeline file, \
@@ -139,7 +139,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
     ) -> dict[str, str]:
         """Bind a new endpoint and serve the version there.
 
-        A version that is refused binds no endpoint.
+        If the version is refused, no endpoint is bound.
         """
         _check_flavor(flavor)
         if name in list_bound_endpoints(self._context):

@@ -1,1 +1,1 @@
-"""Measurements that pipelines and the tools for single files share."""
+"""Measurements that pipelines share with the tools for single files."""

@@ -21,13 +21,13 @@ from onnx_ops.statistics.probes import REAL
 T = TypeVar("T")
 
 _INPUT_BYTES = 1 << 22
-"""Bytes of one batch.
+"""Maximum bytes of the inputs of one batch.
 
 The intermediate values of a model can take a hundred times as much.
 """
 
 _OUTPUT_BYTES = 1 << 28
-"""Bytes of the batches that one session answers before they are read and released."""
+"""Bytes of answers that one run returns before they are read and released."""
 
 GroupAnswers = Mapping[str, tuple[Tensors, ...] | MeasurementError]
 """The answers to each run of a group, or why the model rejects the group."""
@@ -41,14 +41,14 @@ def read_answers(
     read: Callable[[Tensors], T],
     shard: tuple[int, int] = (0, 1),
 ) -> list[T]:
-    """Apply `read` to each batch of answers, in the order of the rows.
+    """Return the results of `read` for each batch of answers, in row order.
 
-    For a model with a fixed batch, the last batch is padded with the first rows, whose answers are
-    cut off. A `shard` (number and count) is a part of the same batches. A model therefore answers
-    in shards as it answers to all rows.
+    If a model has a fixed batch, the first rows fill up the last batch, and their answers are
+    removed. A `shard` (number, count) selects part of the same batches, so that a model gives the
+    same answers in shards as to all rows together.
 
     Raises:
-        MeasurementError: the model does not run there.
+        MeasurementError: the model does not run on the target.
         UserError: no output has one entry per row.
     """
     number, count = shard
@@ -69,7 +69,7 @@ def read_answers(
 def _cut_rows(outputs: Tensors, fed: int, count: int) -> Tensors:
     """Return the first `count` rows of the outputs that have one entry per row.
 
-    `fed` is the number of rows that the model got.
+    `fed` is the number of rows in the model's input.
     """
     by_row = {
         name: array[:count] for name, array in outputs.items() if array.ndim and len(array) == fed
@@ -83,9 +83,9 @@ def _cut_rows(outputs: Tensors, fed: int, count: int) -> Tensors:
 def split_batches(
     model: Path, inputs: Tensors, at_once: int | None = None
 ) -> Iterator[tuple[Tensors, int]]:
-    """Return feeds that the model accepts, and the number of rows that count in each.
+    """Yield inputs that the model accepts, each with its number of rows to evaluate.
 
-    A feed has at most `at_once` rows if possible.
+    An input has at most `at_once` rows, unless the model has a fixed batch.
     """
     return cut_batches(inputs, read_model_info(model).fixed_batch, _INPUT_BYTES, at_once)
 
@@ -93,10 +93,10 @@ def split_batches(
 def cut_batches(
     rows: Tensors, fixed: int, most_bytes: int, at_once: int | None = None
 ) -> Iterator[tuple[Tensors, int]]:
-    """Yield batches, and the number of rows that count in each.
+    """Yield batches, each with its number of rows to evaluate.
 
-    A batch has a fixed size, or as many rows as the bytes hold. The last batch of a fixed size is
-    filled up from the first rows.
+    A batch has the fixed size, or as many rows as fit into the bytes. The first rows fill up the
+    last batch of a fixed size.
     """
     total = len(next(iter(rows.values())))
     row_bytes = sum(array.nbytes for array in rows.values()) // max(1, total)
@@ -113,10 +113,10 @@ def cut_batches(
 def read_values(
     runtime: Runtime, model: Path, target: Target, names: Sequence[str], feeds: tuple[Tensors, ...]
 ) -> list[dict[str, Array]]:
-    """Return the named intermediate values of a model for each feed.
+    """Return the named intermediate values of a model for each input.
 
-    Sequences and maps are left out. A temporary copy of the model that exposes them is written
-    beside it.
+    Sequences and maps are omitted. A temporary copy of the model with these values as outputs is
+    written beside it.
     """
     with temporary_copy(model, "inside") as copy:
         write_with_outputs(model, names, copy)
@@ -129,9 +129,9 @@ def read_values(
 
 @contextmanager
 def temporary_copy(model: Path, name: str) -> Iterator[Path]:
-    """Yield a path beside a model for a temporary model.
+    """Yield a path beside a model for a temporary model, and delete it afterwards.
 
-    Any file at that path is deleted afterwards, with its weights.
+    The weights of the temporary model are deleted too.
     """
     path = model.with_name(f"{model.stem}-{name}.onnx")
     try:
@@ -149,7 +149,7 @@ def run_groups(
     All groups run in one session if the model accepts them, else in halves.
 
     Raises:
-        MeasurementError: it does not run on plain rows.
+        MeasurementError: the model does not run on real rows.
     """
     try:
         answers = iter(

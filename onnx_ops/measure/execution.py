@@ -1,4 +1,4 @@
-"""How a target executes a model: hardware and integer operators."""
+"""How a target executes a model: the hardware it needs, and int8 operators."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from onnx_ops.scratch import Scratch
 
 
 def require_hardware(runtime: Runtime, target: Target) -> HardwareFingerprint:
-    """Return the machine's fingerprint.
+    """Return the machine's fingerprint, if it meets the target's requirements.
 
-    Raise MeasurementError if the machine is not what the target requires.
+    Raises:
+        MeasurementError: the machine is not what the target requires.
     """
     fingerprint = runtime.fingerprint(target)
     if missing := target.requires.find_missing(fingerprint):
@@ -44,9 +45,9 @@ def require_versions(model: Path, target: Target) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionReport:
-    """Findings in the rewritten graph.
+    """Findings in the graph that the runtime has rewritten.
 
-    They are empty if there is no such graph; `why` is then the reason.
+    They are empty if there is no rewritten graph; `why` is then the reason.
     """
 
     coverage: Int8Coverage | None = None
@@ -57,10 +58,10 @@ class ExecutionReport:
 def inspect_execution(
     runtime: Runtime, source: Path, variant: Path, target: Target, excluded: Iterable[str] = ()
 ) -> ExecutionReport:
-    """Report which operators run in integers, and what slows a variant down.
+    """Return which operators run in int8, and what slows a variant down.
 
-    `source` is the float export, whose node names are reported; `excluded` names nodes that should
-    stay in float.
+    `source` is the float export, whose node names are used; `excluded` names nodes that should stay
+    in float.
     """
     if is_ort_format(variant):
         return ExecutionReport()
@@ -81,7 +82,7 @@ def inspect_execution(
 def explain_saturation(runtime: Runtime, model: Path, target: Target, name: str) -> str:
     """Return why sums of the model's int8 products can be wrong on the target's CPU.
 
-    The result is empty if the sums are exact. `name` is what to call the model.
+    The text is empty if the sums are exact. `name` stands for the model in the text.
     """
     if is_ort_format(model) or not detect_arithmetic(runtime.fingerprint(target), target).saturates:
         return ""

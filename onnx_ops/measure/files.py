@@ -1,4 +1,4 @@
-"""Stage results: arrays, data sets, folders and documents in the store."""
+"""Results of stages in the store: arrays, data sets, folders and JSON documents."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ VALUES = "values.npz"
 """In the export's manifest: inputs that are the same for all rows, if any."""
 
 FRACTIONS = "fractions.json"
-"""In the training's manifest: names of columns that were float32 in a data set."""
+"""In the training's manifest: names of columns that were float32 in a training data set."""
 
 FEATURES = "features.json"
 """In the manifests of training and export: names of the columns of each matrix.
 
-They are in the order that the model takes.
+The columns are in the order that the model takes.
 """
 
 HARDWARE = "hardware.json"
@@ -37,10 +37,10 @@ RANGES = "ranges"
 """In the manifest of a calibration: the optimizer's file with activation ranges."""
 
 _TEXTS, _ENDS = "//texts/", "//ends/"
-"""Prefixes of the two arrays that hold texts of very different lengths."""
+"""Prefixes of the names of two arrays that store texts: their bytes, and their ends."""
 
 PACKAGE = "package/"
-"""Prefix of the target's own format of the model in its benchmark's manifest."""
+"""Prefix of the model in the target's own format, in the manifest of its benchmark."""
 
 TRAINED = "trained/"
 """Prefix of the trained model's files in a manifest."""
@@ -53,7 +53,7 @@ def put_folder(store: Store, folder: Path, prefix: str) -> dict[str, Digest]:
 
 
 def checkout_files(store: Store, manifest: Manifest, prefix: str, folder: Path) -> Path:
-    """Copy the files below `prefix` to `folder`, where they can be changed."""
+    """Copy the files below `prefix` to `folder`, where they can be modified."""
     for name, digest in manifest.subset(prefix).files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,10 +62,10 @@ def checkout_files(store: Store, manifest: Manifest, prefix: str, folder: Path) 
 
 
 def pack_arrays(arrays: Mapping[str, Any]) -> bytes:
-    """Return arrays as `.npz`, which keeps their order.
+    """Return arrays as `.npz` bytes, in the same order.
 
     The same arrays in the same order give the same bytes. Texts that are Python objects are stored
-    as UTF-8, with the end of each text.
+    as UTF-8 bytes and the end of each text.
     """
     import numpy as np
 
@@ -84,7 +84,7 @@ def pack_arrays(arrays: Mapping[str, Any]) -> bytes:
 
 
 def load_arrays(store: Store, digest: Digest) -> dict[str, Any]:
-    """Return the arrays of a stored `.npz`, with texts as `pack_arrays` took them."""
+    """Return the arrays of a stored `.npz`; texts are restored as Python objects."""
     import numpy as np
 
     arrays: dict[str, Any] = {}
@@ -128,9 +128,9 @@ def put_dataset(store: Store, dataset: Dataset) -> Manifest:
 def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None) -> Dataset:
     """Return a stored data set.
 
-    With an export, rows are on axis 0 of every input, and the types are those of its model (see
-    `convert_inputs`). The columns of a matrix are in the model's order. Values that the data set
-    lacks are those of the rows that the model was exported with.
+    With an export, rows are on axis 0 of every input, and the types are those of the export's model
+    (see `convert_inputs`). The columns of a matrix are in the model's order. Inputs that the data
+    set lacks have the values of the rows that the model was exported with.
     """
     arrays = load_arrays(store, manifest["dataset.npz"])
     dataset = Dataset(
@@ -156,14 +156,14 @@ def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None
 
 
 def get_values(store: Store, export: Manifest) -> dict[str, Any]:
-    """Return the inputs without rows that a model was exported with."""
+    """Return the inputs without rows, with the values used for the export."""
     return load_arrays(store, export[VALUES]) if VALUES in export else {}
 
 
 def read_features(store: Store, manifest: Manifest) -> dict[str, tuple[str, ...]]:
     """Return the names of the columns of each matrix.
 
-    There are none where the stage had no matrix of a table.
+    The result is empty if the stage had no matrix from a table.
     """
     if FEATURES not in manifest.files:
         return {}
@@ -171,7 +171,7 @@ def read_features(store: Store, manifest: Manifest) -> dict[str, tuple[str, ...]
 
 
 def arrange_features(dataset: Dataset, features: Mapping[str, tuple[str, ...]]) -> Dataset:
-    """Put the columns of each matrix into an order, by their names.
+    """Return the data set with the columns of each matrix in this order of names.
 
     Raises:
         UserError: the matrix has other columns.
@@ -198,7 +198,7 @@ def arrange_features(dataset: Dataset, features: Mapping[str, tuple[str, ...]]) 
 
 
 def convert_inputs(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
-    """Convert whole numbers to float32 where the model expects that.
+    """Convert whole numbers to float32 where the model expects float32.
 
     Raises:
         UserError: a column has missing cells, and the model expects whole numbers.
@@ -221,7 +221,7 @@ def convert_inputs(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
 
 
 def is_float_column(array: Any) -> bool:
-    """Return whether an array is a table's column of float32."""
+    """Return whether an array is a float32 column of a table."""
     return bool(array.dtype == "float32" and array.shape[1:] == (1,))
 
 
@@ -247,7 +247,7 @@ def _select_prefix(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_document(store: Store, value: object) -> Digest:
-    """Store a value as JSON."""
+    """Store a value as JSON, and return its digest."""
     return store.put_bytes(codec.dumps(value))
 
 

@@ -1,4 +1,4 @@
-"""Check of the axes that a pipeline declares free."""
+"""Check the axes that a pipeline declares free."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from onnx_ops.statistics.probes import LENGTHS
 
 
 def check_free_axes(section: Export, model_info: ModelInfo, reference: ReferenceOutputs) -> None:
-    """Check that declared axes are free in the export, and that its source shows it.
+    """Check that declared axes are free in the export and were tested at other sizes.
 
     The source must have answered at another size of each axis. These answers are compared with the
-    export later. An axis without an answer at other sizes would be released without a proof.
+    export later. Without this check, an axis could be released that was tested at one size only.
 
     Raises:
         UserError: an axis is fixed in the file, or the source rejects every other size.
@@ -33,7 +33,7 @@ def check_free_axes(section: Export, model_info: ModelInfo, reference: Reference
                 raise UserError(
                     f"the export has {place} fixed at {shape[axis]}",
                     where="export.dynamic",
-                    why="the converter did not keep it free, or the model fixes it",
+                    why="the converter or the model fixes this axis",
                     remedy=remedy,
                 )
             rejected = _select_sizes(reference.limits.refused, symbol)
@@ -43,13 +43,13 @@ def check_free_axes(section: Export, model_info: ModelInfo, reference: Reference
                     f"the source rejects every other size of {place}",
                     where="export.dynamic",
                     why=f"it rejected {sizes}, the first with: {next(iter(rejected.values()))}",
-                    remedy=f"{remedy} If only some sizes are possible, "
-                    "validate with samples whose half or double is.",
+                    remedy=f"{remedy} If the source takes only some sizes, "
+                    "validate with samples of which it takes half or double the size.",
                 )
 
 
 def _select_sizes(groups: Mapping[str, str], symbol: str) -> dict[str, str]:
-    """Return the entries of groups that change only this symbol, by its size."""
+    """Return the values of groups that change only this symbol, by its size."""
     prefix = f"{LENGTHS}{symbol}="
     sizes = {
         name.removeprefix(prefix): value

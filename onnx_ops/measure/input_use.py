@@ -1,4 +1,4 @@
-"""Inputs of a model on which no answer depends."""
+"""Find inputs that change no answer of a model."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def find_unused_inputs(
 ) -> tuple[str, ...]:
     """Return the inputs whose values change no answer to real rows.
 
-    Each input in turn gets the values of other rows, and those of another group. The result is
-    empty where the model refuses such rows.
+    Each input in turn is replaced by its values from other rows, and by those from another group.
+    The result is empty if the model rejects the real rows.
     """
     real = find_real_group(groups)
     if real is None:
@@ -51,7 +51,7 @@ def find_unused_inputs(
 
 
 def _select_rows(real: ReferenceGroup) -> Tensors:
-    """Return as many rows as can be replaced in each input within `_BYTES`.
+    """Return as many real rows as fit into `_BYTES` with a replacement for each input.
 
     At least 2 rows are returned if there are as many.
     """
@@ -65,9 +65,9 @@ def _select_rows(real: ReferenceGroup) -> Tensors:
 def _list_replacements(
     name: str, rows: Tensors, groups: Sequence[ReferenceGroup]
 ) -> Iterator[Array]:
-    """Yield other values of an input that the model takes.
+    """Yield other values of an input that the model accepts.
 
-    They are those of the next row, and those of one other group.
+    They are the values of the next row, and those of one other group.
     """
     array = rows[name]
     others = [np.roll(array, 1, axis=0)]

@@ -1,7 +1,8 @@
-"""Answers of a model row by row, stored beside its evidence.
+"""The answers of a model for each row, stored beside the model's evidence.
 
-No label is stored. Metrics that count rows store whether each row is right, and metrics of numbers
-store the error of each row. Other metrics need labels, and have two separate intervals only.
+Labels are not stored. Metrics that count rows store whether each row is right, and metrics of
+numbers store the error of each row. Other metrics need labels: two runs are then compared by two
+separate intervals.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _RIGHT, _ERROR, _GROUP, _ROWS = "right/", "error/", "rows.group", "rows.digest"
 def extract_rows(
     definition: MetricDefinition, label: Array | None, answers: Array
 ) -> dict[str, Array]:
-    """Return the stored form of the candidate's answers for one metric."""
+    """Return the arrays to store of the candidate's answers for one metric."""
     match definition.method:
         case CountedRows():
             return {f"{_RIGHT}{definition.label}": answers.astype(np.bool_)}
@@ -41,7 +42,7 @@ def extract_rows(
 
 
 def digest_rows(dataset: Dataset) -> dict[str, Array]:
-    """Return the digest of the scored rows, and their groups."""
+    """Return the digest of the scored rows, and the group number of each row."""
     digest = hashlib.sha256()
     for name, array in (*sorted(dataset.inputs.items()), ("", dataset.label)):
         if array is not None:
@@ -60,7 +61,7 @@ def compare_rows(
 ) -> tuple[PairedCounts | ScoreComparison, ...]:
     """Compare each metric of two runs, if they scored the same rows.
 
-    `theirs` is called `base` in the result.
+    The run of `theirs` has the name `base` in the result.
     """
     candidate, base = _load_rows(store, mine.raw), _load_rows(store, theirs.raw)
     if _ROWS not in candidate or not np.array_equal(candidate[_ROWS], base.get(_ROWS, ())):
@@ -93,7 +94,7 @@ def _load_rows(store: Store, raw: Digest | None) -> Mapping[str, Array]:
         return {}
     try:
         return load_arrays(store, raw)
-    except CorruptStateError:  # it was recorded by a run with another store
+    except CorruptStateError:  # the evidence was recorded by a run with another store
         return {}
 
 
@@ -108,7 +109,8 @@ def count_pairs(
 ) -> PairedCounts:
     """Count rows that are right in both models, in one of them, or in neither.
 
-    `baseline` and `candidate` are boolean arrays. `equal` is as in `PairedCounts`.
+    `baseline` and `candidate` are boolean arrays. `equal` has the same meaning as in
+    `PairedCounts`.
     """
     effects: dict[str, Any] = {}
     if group is not None:

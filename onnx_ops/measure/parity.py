@@ -1,4 +1,4 @@
-"""Parity of a model with its source, and the node at which the two first diverge."""
+"""Parity of a model with its source, and the node at which they first diverge."""
 
 from __future__ import annotations
 
@@ -37,21 +37,24 @@ from onnx_ops.statistics.ranking_ties import is_ranked_by_scores
 from onnx_ops.statistics.tree_parity import measure_within_envelope
 
 _SHOWN = 6
-"""Number of values shown of a row."""
+"""Maximum number of values of a row in a message."""
 
 INVARIANCE_ROWS = 32
-"""Rows for a fair sample of rounding that are few enough to run individually."""
+"""Number of rows for batch invariance.
+
+They are enough to measure rounding, and few enough to run individually.
+"""
 
 SHOWN = 64
-"""Values that one run exposes.
+"""Maximum number of values that one run exposes.
 
-A longer graph is searched coarsely first, and then between two of these values.
+A longer graph is first searched at evenly spaced values, and then between two of them.
 """
 
 LIMIT = ParityGate().noise_factor
 
 TracerFactory = Callable[[Tensors], Tracer | None]
-"""Makes the source's tracer from samples to export it with.
+"""Makes the tracer of the source from samples to export it with.
 
 The result is None if the source's exporter cannot trace.
 """
@@ -68,11 +71,11 @@ def measure_parity(
     groups: list[ReferenceGroup],
     exact: Runtime | None = None,
 ) -> tuple[ParityMeasurement, ...]:
-    """Measure each output on each group of inputs.
+    """Measure the parity of each output on each group of inputs.
 
     Args:
-        exact: ONNX Runtime on this machine, which computes the rounding errors; default: the
-            runtime itself.
+        exact: ONNX Runtime on this machine, which computes the rounding errors; by default
+            `runtime`.
 
     Raises:
         MeasurementError: the runtime could not run the model.
@@ -95,7 +98,7 @@ def _measure_answer(
     roundings: Mapping[str, Rounding],
     known: Mapping[str, ColumnNoise],
 ) -> list[ParityMeasurement]:
-    """Measure the export's outputs on a group, or that it rejects the group."""
+    """Return measurements of the export's outputs on a group, or of its rejection."""
     if isinstance(answer, MeasurementError):
         return [
             make_mismatch(
@@ -122,7 +125,7 @@ def _is_all_nan(array: Array) -> bool:
 def _drop_useless_scores(
     groups: Sequence[ReferenceGroup], roundings: Mapping[str, Mapping[str, Rounding]]
 ) -> dict[str, dict[str, Rounding]]:
-    """Return the roundings without scores that rank nothing on real rows."""
+    """Return the roundings without those scores that rank nothing on real rows."""
     real = find_real_group(groups)
     tensors = [answers for answers in (real.single, real.double) if answers] if real else []
     on_real_rows = roundings.get(REAL, {})
@@ -142,7 +145,7 @@ def _drop_useless_scores(
 def _are_scores_useless(name: str, rounding: Rounding, tensors: Sequence[Tensors]) -> bool:
     """Return whether the scores of an output do not rank the source's answers.
 
-    The answers in float32 and in float64 are compared.
+    The source's answers in float32 and in float64 are compared.
     """
     if rounding.scores is None:
         return False
@@ -153,7 +156,7 @@ def _are_scores_useless(name: str, rounding: Rounding, tensors: Sequence[Tensors
 def _measure_known_columns(
     groups: Sequence[ReferenceGroup], roundings: Mapping[str, Mapping[str, Rounding]]
 ) -> dict[str, ColumnNoise]:
-    """Return the columns of each output on real rows."""
+    """Return the measurements of the columns of each output on real rows."""
     real = find_real_group(groups)
     if real is None or real.single is None or real.double is None:
         return {}
@@ -172,10 +175,11 @@ def measure_group(
     roundings: Mapping[str, Rounding] | None = None,
     known: Mapping[str, ColumnNoise] | None = None,
 ) -> list[ParityMeasurement]:
-    """Measure each of the source's outputs that the model also has.
+    """Measure each output that both the source and the model have.
 
     Args:
-        roundings: what the graph shows of each output; by default each is measured as a whole.
+        roundings: what the graph shows of each output; by default, each output is measured as a
+            whole.
         known: columns of real rows, for groups of few rows.
     """
     measurements = []
@@ -196,7 +200,7 @@ def measure_group(
 def _add_example(
     measurement: ParityMeasurement, group: ReferenceGroup, onnx: Array, rows: int
 ) -> ParityMeasurement:
-    """Add the worst row of an output that differs, if it has one entry per row."""
+    """Return the measurement with the worst row, if its output differs and has rows."""
     reference = (group.double or group.single or {})[measurement.output]
     is_by_row = onnx.shape == reference.shape and onnx.ndim > 0 and len(onnx) == rows > 0
     if not is_by_row or not is_divergent(measurement, LIMIT):
@@ -207,9 +211,9 @@ def _add_example(
 def _measure_against_source(
     group: ReferenceGroup, name: str, onnx: Array, rounding: Rounding, known: ColumnNoise | None
 ) -> ParityMeasurement:
-    """Measure one output by the envelope of the source's answers, if there is one.
+    """Measure one output by its distance from the source's answers.
 
-    Otherwise measure it by the distance of the source's answers.
+    If the source's answers have an envelope, it is the distance from the envelope.
     """
     single, double, bounds = (
         answers.get(name) if answers is not None else None
@@ -238,14 +242,14 @@ def _measure_against_source(
 
 
 def make_mismatch(output: str, group: str, text: str) -> ParityMeasurement:
-    """Return a measurement of a difference without a number."""
+    """Return the measurement of a difference without a number, such as another shape."""
     return ParityMeasurement(
         output=output, group=group, rows=0, error=0.0, noise=0.0, ratio=0.0, mismatch=text
     )
 
 
 def _describe_row(group: ReferenceGroup, row: int) -> str:
-    """Describe the row, with its values only where it is generated.
+    """Return the number of the row, with its values if the row is generated.
 
     Rows of a data set may be confidential.
     """
@@ -265,7 +269,7 @@ def _describe_row(group: ReferenceGroup, row: int) -> str:
 def measure_invariance(
     runtime: Runtime, model: Path, target: Target, samples: Tensors, reference: list[ReferenceGroup]
 ) -> tuple[BatchInvariance, ...]:
-    """Measure the batch invariance of each output, in units of its noise.
+    """Measure the batch invariance of each output, in units of the output's noise.
 
     The result is empty for a model with a fixed batch, for fewer than two rows, and for a model
     that rejects a single row.
@@ -285,7 +289,7 @@ def measure_invariance(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedExport:
-    """An export that failed, the source's answers, and its worst measurement."""
+    """An export that failed, with the source's answers and the worst measurement."""
 
     runtime: Runtime
     target: Target
@@ -295,20 +299,20 @@ class FailedExport:
 
 
 def find_worst(measured: Sequence[ParityMeasurement]) -> ParityMeasurement | None:
-    """Return the worst divergent measurement of inputs that callers can send.
+    """Return the worst divergent measurement on inputs that callers can send.
 
-    Measurements with rows come before those without.
+    Measurements with rows take precedence over those without.
     """
     divergent = [m for m in measured if m.inside and is_divergent(m, LIMIT)]
     return max(divergent, key=lambda m: (m.rows > 0, bool(m.mismatch), m.ratio), default=None)
 
 
 def locate_divergence(failed: FailedExport, make_tracer: TracerFactory) -> Divergence:
-    """Return the first diverging node, or the reason why none is known.
+    """Return the first diverging node, or the reason why it is unknown.
 
     The graph runs unchanged, without the runtime's optimizations, on the inputs where parity
-    failed. Errors in this search are reported in the note: the parity gate has already failed, and
-    this only explains it.
+    failed. Errors in this search are reported as a note: the parity gate has already failed, and
+    the search only explains the failure.
     """
     plain = replace(failed.target, session=replace(failed.target.session, graph_level="disabled"))
     group = next(g for g in failed.reference if g.name == failed.worst.group)
@@ -333,7 +337,7 @@ def _search_graph(
 ) -> Divergence:
     values = list(list_computed_values(failed.model))
     all_names = [value.name for value in values]
-    if failed.worst.output in all_names:  # later outputs cannot cause the divergence
+    if failed.worst.output in all_names:  # Later outputs cannot cause the divergence.
         values = values[: all_names.index(failed.worst.output) + 1]
     while True:
         chosen = pick_evenly([value.name for value in values], SHOWN)
@@ -354,7 +358,10 @@ def _search_graph(
 def _narrow_values(
     values: Sequence[ComputedValue], exposed: Sequence[str], divergent: str
 ) -> list[ComputedValue]:
-    """Return the values after the last agreeing exposed one, up to the divergent one."""
+    """Return the values between the last agreeing exposed value and the divergent one.
+
+    The divergent value is included.
+    """
     names = [value.name for value in values]
     position, end = exposed.index(divergent), names.index(divergent)
     start = names.index(exposed[position - 1]) + 1 if position else 0
@@ -362,9 +369,9 @@ def _narrow_values(
 
 
 def _select_inputs(failed: FailedExport, group: ReferenceGroup, outputs: Any) -> Tensors:
-    """Select a few rows, so that the values of a large model fit into memory.
+    """Return a few rows, so that all values of a large model fit into memory.
 
-    A fixed batch stays whole.
+    A fixed batch is returned whole.
     """
     reference = (group.double or group.single or {}).get(failed.worst.output)
     if (
@@ -385,10 +392,10 @@ def find_hardware_divergence(
     reference: list[ReferenceGroup],
     measured: Sequence[ParityMeasurement],
 ) -> Divergence | None:
-    """Return where a target first differs from the reference CPU, or None.
+    """Return where a target's values first differ from the reference CPU's, or None.
 
-    Both run the same file on the same inputs, with intermediate values exposed. Copies are written
-    beside the model.
+    Both run the same file on the same inputs, with intermediate values as outputs. The copies for
+    this are written beside the model.
     """
     worst = find_worst(measured)
     if worst is None:

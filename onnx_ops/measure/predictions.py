@@ -1,6 +1,6 @@
-"""Model outputs and labels in the terms of a task metric.
+"""Outputs and labels of models in the form that a task metric reads.
 
-Functions raise UserError if outputs or labels do not fit the metric, or each other.
+Functions raise UserError if outputs or labels do not fit the metric, or do not fit each other.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _TEXTS = "USO"
 class Prediction:
     """The values that a metric reads from the outputs for some rows.
 
-    With `columns` 0, `values` are comparable with those of the label. Otherwise they are the index
-    of the best column, the scores in all columns or, with 1 column, one score per row. `broken`
-    counts rows with a score of NaN. `outputs` are the digests of all outputs of the model, one per
-    batch; "" where no output is a fraction.
+    With `columns` 0, `values` are comparable with the label. Otherwise, `values` hold the index of
+    the best column or the scores of all columns; with 1 column, they hold one score per row.
+    `broken` is the number of rows with a score of NaN. `outputs` are digests of all outputs of the
+    model, one per batch; a digest is "" if no output is of floating point.
     """
 
     values: Array
@@ -39,8 +39,8 @@ class Prediction:
     def has_equal_outputs(self, other: Prediction) -> bool:
         """Return whether two models gave equal outputs on all rows of the same batches.
 
-        At least one output must have fractions. Equal classes alone are weak evidence: a model that
-        answers a rare class otherwise gives the same classes on most rows.
+        At least one output must be of floating point. Equal classes are weak evidence: a model that
+        differs only in a rare class gives the same classes on most rows.
         """
         return bool(self.outputs) and all(self.outputs) and self.outputs == other.outputs
 
@@ -54,7 +54,7 @@ class _Form(NamedTuple):
 
 
 def read_prediction(definition: MetricDefinition, outputs: Tensors) -> Prediction:
-    """Read the named output, or the first one that fits the metric."""
+    """Return the prediction from the named output, or from the first that fits."""
     if definition.output is not None and definition.output not in outputs:
         raise UserError(
             f"the model has no output {definition.output!r} with one entry per row",
@@ -79,7 +79,7 @@ def read_prediction(definition: MetricDefinition, outputs: Tensors) -> Predictio
 
 
 def _digest_outputs(outputs: Tensors) -> str:
-    """Return the digest of all outputs; empty if none of them is of floating point."""
+    """Return the digest of all outputs; empty if no output is of floating point."""
     if not any(array.dtype.kind in "fc" for array in outputs.values()):
         return ""
     digest = hashlib.sha256()
@@ -123,7 +123,7 @@ def _is_scores(array: Array) -> bool:
 
 
 def _read_scores(array: Array) -> Prediction:
-    """Read one score per row, or one per class."""
+    """Return the prediction from one score per row, or from one score per class."""
     scores = flatten_column(array).astype(np.float64)
     columns = 1 if scores.ndim == 1 else scores.shape[1]
     return Prediction(
@@ -136,7 +136,7 @@ def _read_numbers(array: Array) -> Prediction:
 
 
 def _make_column_form(noun: str, kinds: str, convert: Callable[[Array], Prediction]) -> _Form:
-    """Make a form of one value per row, of these kinds of NumPy types."""
+    """Return a form of one value per row, for these kinds of NumPy types."""
     return _Form(
         noun, lambda array: flatten_column(array).ndim == 1 and array.dtype.kind in kinds, convert
     )
@@ -189,14 +189,14 @@ _FORMS: Mapping[AnswerKind | None, Sequence[_Form]] = {
     ),
     None: (_Form("an array", lambda _: True, lambda array: Prediction(values=as_text(array))),),
 }
-"""The forms that metrics of each kind can read, the best one first.
+"""The forms of output that each kind of metric can read, in order of preference.
 
 The key None is for custom metrics.
 """
 
 
 def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | None:
-    """Return the label as the metric needs it; None if it needs none."""
+    """Return the label as the metric needs it; None if the metric needs no label."""
     match definition.reads:
         case "embeddings":
             return _select_matrix(label, "f")
@@ -213,7 +213,7 @@ def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | 
 
 
 def _select_matrix(label: Array | None, kinds: str) -> Array | None:
-    """Return a label that is a matrix of these types; None for another label."""
+    """Return the label if it is a matrix of these types; otherwise None."""
     return label if label is not None and label.ndim == 2 and label.dtype.kind in kinds else None
 
 
@@ -258,8 +258,8 @@ _USE_COLUMNS = "Use labels 0, 1, …, the numbers of the columns."
 def find_column_labels(label: Array, count: int, where: str, remedy: str = _USE_COLUMNS) -> Array:
     """Return the label of each of `count` score columns, in order.
 
-    Whole numbers from 0 are numbers of columns. Other labels have their columns in sorted order,
-    which is only known where all of them occur.
+    Labels that are whole numbers from 0 are column numbers. For other labels, the columns are in
+    the sorted order of the labels, which is known only if every label occurs.
     """
     known = np.unique(label)
     if label.dtype.kind != "U" and known.size and known[0] >= 0 and known[-1] < count:

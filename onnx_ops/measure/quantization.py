@@ -1,4 +1,4 @@
-"""Quantization error of a variant: each weight and activation beside its original."""
+"""Quantization error of a variant's weights and activations against the originals."""
 
 from __future__ import annotations
 
@@ -51,32 +51,32 @@ SIMPLIFIED = replace(AS_WRITTEN, name="simplified", session=SessionSettings(grap
 
 ACTIVATION_ROWS, ROWS_AT_ONCE = 256, 16
 PAIRS_AT_ONCE = 16
-"""Activations that one session exposes.
+"""Maximum number of activations that one session exposes.
 
-They are held in memory for all rows of the session.
+Their values for all rows of the session are in memory.
 """
 
 _BOUND = 1.01
-"""Tolerated range of a function whose values end at 1."""
+"""Maximum accepted range of a function whose values end at 1."""
 
 ROUNDING = 0.51
-"""Steps that rounding moves a weight by, with a margin."""
+"""Maximum number of steps by which rounding moves a weight, including a margin."""
 
 _WEIGHTS_AT_ONCE = 16
-"""Weights whose errors one session computes."""
+"""Maximum number of weights whose errors one session computes."""
 
 
 def measure_activations(
     runtime: Runtime, source: Path, derived: Path, samples: Tensors
 ) -> tuple[ActivationMeasurement, ...]:
-    """Measure each activation with a fixed range.
+    """Measure each activation that has a fixed range.
 
-    Both graphs run unchanged, except integer operators, which run as their equivalent pairs of
-    QuantizeLinear and DequantizeLinear. A temporary copy of each, which exposes its intermediate
-    values, is written beside it.
+    Both graphs run unchanged, except that integer operators run as equivalent pairs of
+    QuantizeLinear and DequantizeLinear. Temporary copies of both, with intermediate values as
+    outputs, are written beside them.
 
     Raises:
-        MeasurementError: one of them does not run on the rows.
+        MeasurementError: one of the models does not run on the rows.
     """
     activations = read_quantized_activations(derived)
     feeds = tuple(split_feeds(derived, samples))
@@ -91,7 +91,7 @@ def measure_activations(
                 runtime, exact, readable, activations[start : start + PAIRS_AT_ONCE], feeds
             )
     # Activations with the same range share the stretch, as those of MaxPool or Reshape do. A range
-    # fits if it fits one of them. It is not judged if one of them has no stretch.
+    # fits if it fits one of these activations. It is not judged if one of them has no stretch.
     stretches: dict[tuple[float, float], list[float | None]] = {}
     for activation, measurement in zip(activations, measurements, strict=True):
         stretches.setdefault((activation.low, activation.high), []).append(measurement.stretch)
@@ -107,7 +107,7 @@ def measure_activations(
 
 @contextlib.contextmanager
 def _without_integer_operators(derived: Path) -> Iterator[Path]:
-    """Yield the file, or a temporary one beside it without integer operators."""
+    """Yield the file, or a temporary copy of it without integer operators."""
     model = read_model(derived)
     pairs = expand_integer_operators(model, derived.name)
     with temporary_copy(derived, "pairs") as path:
@@ -118,9 +118,9 @@ def _without_integer_operators(derived: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _balanced_like(derived: Path, source: Path) -> Iterator[Path]:
-    """Yield the source, or a temporary copy of it that is balanced as `derived` is.
+    """Yield the source, or a temporary copy with the channel balance of `derived`.
 
-    The copy computes the same function.
+    The copy computes the same function as the source.
     """
     with temporary_copy(source, "balanced") as path:
         yield path if write_balanced_like(source, derived, path) else source
@@ -163,9 +163,9 @@ def _measure_batch(
 def _read_values(
     runtime: Runtime, model: Path, names: list[str], feeds: tuple[Tensors, ...]
 ) -> list[Tensors]:
-    """Return the named values of each run, inputs included.
+    """Return the named values of each run, including inputs.
 
-    Values that the model does not compute are left out.
+    Values that the model does not compute are omitted.
     """
     computed = {value.name for value in list_computed_values(model)}
     answers = read_values(
@@ -180,7 +180,7 @@ def _read_values(
 
 
 def split_feeds(model: Path, samples: Tensors) -> Iterator[Tensors]:
-    """Yield a few rows at a time; whole batches only where the batch is fixed."""
+    """Yield a few rows at a time, or whole batches if the batch is fixed."""
     first = slice_rows(samples, 0, ACTIVATION_ROWS)
     return (
         feed
@@ -192,10 +192,9 @@ def split_feeds(model: Path, samples: Tensors) -> Iterator[Tensors]:
 def measure_weights(
     source: Path, derived: Path, runtime: Runtime | None = None, samples: Tensors | None = None
 ) -> tuple[WeightMeasurement, ...]:
-    """Measure the distance of every constant of a quantized variant from its original.
+    """Measure the distance of each constant of a quantized variant from its original.
 
-    With a runtime and rows, some layers are run too: those of weights that moved by more than
-    rounding does.
+    With a runtime and rows, the layers of weights that moved by more than rounding are also run.
 
     Raises:
         MeasurementError: a quantized weight cannot be compared, or the export does not run.
@@ -203,8 +202,8 @@ def measure_weights(
     measurements, unpaired = measure_paired_weights(source, derived, runtime, samples)
     if unpaired:
         what = (
-            f"quantized weight {unpaired[0]} cannot be compared: it has no original, "
-            "or another layout"
+            f"quantized weight {unpaired[0]} cannot be compared: the source has no such "
+            "weight, or stores it in another layout"
         )
         raise MeasurementError(what, where=derived.name)
     return measurements
@@ -213,9 +212,9 @@ def measure_weights(
 def measure_paired_weights(
     source: Path, derived: Path, runtime: Runtime | None = None, samples: Tensors | None = None
 ) -> tuple[tuple[WeightMeasurement, ...], tuple[str, ...]]:
-    """Measure as `measure_weights` does.
+    """Return what `measure_weights` returns, and the weights without an original.
 
-    The names of quantized weights without an original are returned too.
+    The latter are names of quantized weights.
     """
     with _balanced_like(derived, source) as exact:
         pairs, unpaired = _list_pairs(exact, derived)
@@ -229,8 +228,8 @@ def measure_paired_weights(
             rounded = [pair for pair in pairs if pair.rounded]
             weights = [pair for pair in moved if pair.rounded]
             errors = _measure_layer_errors(runtime, exact, feeds, weights, write_with_layer_errors)
-            # A constant that is not a layer's weight can be a bias, which may correct the errors
-            # of weights.
+            # A constant that is not a layer's weight can be a bias that corrects the errors of
+            # weights.
             others = [pair for pair in moved if pair.name not in errors]
             biases = _measure_layer_errors(
                 runtime, exact, feeds, others, partial(_write_bias_errors, derived, rounded)
@@ -250,7 +249,7 @@ def measure_paired_weights(
 
 
 def _list_moved(pairs: Sequence[QuantizedWeight], steps: Sequence[float]) -> list[QuantizedWeight]:
-    """Return the weights of known origin that moved by more than rounding does."""
+    """Return the weights with an original that moved by more than rounding."""
     return [
         pair
         for pair, distance in zip(pairs, steps, strict=True)
@@ -264,11 +263,11 @@ def _list_pairs(source: Path, derived: Path) -> tuple[tuple[QuantizedWeight, ...
 
 
 def choose_source_form(runtime: Runtime, source: Path, derived: Path, simplified: Path) -> Path:
-    """Return the float file that has originals for more weights of `derived`.
+    """Return the source or its simplified form, whichever matches more weights.
 
-    It is the source or its simplified form. Quantizers often simplify a model first, which folds
-    normalizations into the weights before them. ONNX Runtime's basic optimizations do the same. If
-    a weight does not match, the source with these optimizations is written to `simplified`.
+    Quantizers often simplify a model first, which folds normalizations into the weights before
+    them. ONNX Runtime's basic optimizations do the same. If a weight of `derived` has no matching
+    original, the source with these optimizations is written to `simplified`.
     """
     misfits = _count_misfits(source, derived)
     if not misfits:
@@ -312,7 +311,7 @@ def _measure_layer_errors(
     moved: Sequence[QuantizedWeight],
     write: _WriteErrors,
 ) -> dict[str, float]:
-    """Return by weight the error of the worst layer that uses it."""
+    """Return, for each weight, the error of the worst layer that uses the weight."""
     errors: dict[str, float] = {}
     for start in range(0, len(moved), _WEIGHTS_AT_ONCE):
         with temporary_copy(source, "layers") as copy:

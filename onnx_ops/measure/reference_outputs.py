@@ -42,25 +42,25 @@ MISSING = "missing"
 SPLITS = "splits"
 """Group of inputs close to the splits of a tree.
 
-Rounding cannot make them cross a split.
+They are so far from the split that rounding cannot make them cross it.
 """
 
 Precision = Literal["float32", "float64"]
 
 _AGAIN: Mapping[Literal["float32", "float64"], float] = {"float32": 1e-4, "float64": 1e-9}
-"""Largest relative difference of two answers to the same rows.
+"""Maximum relative difference of two answers of the source to the same rows.
 
-Answers differ since threads add in any order.
+Answers differ because threads add numbers in any order.
 """
 
 _OTHERWISE = 0.01
-"""Share of whole numbers and texts that can differ between two answers.
+"""Maximum share of whole numbers or texts that differ between two answers.
 
-Where two classes are equally likely, rounding decides.
+If two classes are equally likely, rounding decides.
 """
 
 _FEW, _SOME = 2, 32
-"""Rows of the two calls that measure how slow a source is."""
+"""Numbers of rows of the two calls that measure how slow a source is."""
 
 _TIMES = 3
 
@@ -72,11 +72,11 @@ _JITTER_BYTES = 1 << 26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceGroup:
-    """Inputs and the source's outputs on them, by ONNX names.
+    """Inputs and the source's outputs for them, by ONNX names.
 
-    `single` are outputs in float32, `double` in float64; None where the source has none. `bounds`
-    is the envelope of outputs that jump (`statistics.tree_parity.compute_envelope`). `inside` is
-    whether callers can send such inputs.
+    `single` holds outputs in float32 and `double` outputs in float64; None if the source has none.
+    `bounds` is the envelope of outputs that jump (`statistics.tree_parity.compute_envelope`).
+    `inside` is True if callers can send such inputs.
     """
 
     name: str
@@ -116,7 +116,7 @@ def put_reference(store: Store, groups: list[ReferenceGroup]) -> Digest:
 
 
 def get_reference(store: Store, digest: Digest) -> list[ReferenceGroup]:
-    """Return the stored groups, in the order of the archive."""
+    """Return the stored groups, in the order in which they were stored."""
     parts: dict[str, dict[str, dict[str, Any]]] = {}
     for name, array in load_arrays(store, digest).items():
         group, part, tensor = name.split("|", 2)
@@ -136,7 +136,7 @@ def get_reference(store: Store, digest: Digest) -> list[ReferenceGroup]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceOutputs:
-    """The source's answers by group of inputs, and its limits."""
+    """The source's answers for each group of inputs, and the limits of the source."""
 
     groups: list[ReferenceGroup]
     limits: SourceLimits
@@ -146,7 +146,7 @@ class ReferenceOutputs:
 class _Source:
     """A loaded source model.
 
-    `trees` is True for a tree model. `ranked` are outputs that depend on a ranking. `layout`
+    `trees` is True for a tree model. `ranked` names outputs that depend on a ranking. `layout`
     describes where the model takes and returns rows.
     """
 
@@ -158,13 +158,14 @@ class _Source:
 
     @property
     def jumps(self) -> bool:
-        """Return whether its answers jump at some inputs."""
+        """Return whether the answers of the source jump at some inputs."""
         return self.trees or bool(self.ranked)
 
     def answer(self, tensors: Tensors, precision: Precision) -> Tensors | None:
-        """Return the answers in one precision; None if the source does not run in it.
+        """Return the answers in one precision; None if the source does not support it.
 
-        Raise ValueError if the source rejects the inputs.
+        Raises:
+            ValueError: the source rejects the inputs.
         """
         answers = self.exporter.reference(self.model, self.layout.arrange(tensors), precision)
         return None if answers is None else self.layout.read(tensors, answers)
@@ -172,14 +173,16 @@ class _Source:
     def answers(self, tensors: Tensors) -> tuple[Tensors | None, Tensors | None]:
         """Return the answers in float32 and float64.
 
-        Raise ValueError if the source rejects the inputs.
+        Raises:
+            ValueError: the source rejects the inputs.
         """
         return self.answer(tensors, "float32"), self.answer(tensors, "float64")
 
     def group(self, name: str, tensors: Tensors) -> ReferenceGroup:
-        """Return a group with the answers.
+        """Return a group of these inputs with the answers to them.
 
-        Raise ValueError if the source rejects the inputs.
+        Raises:
+            ValueError: the source rejects the inputs.
         """
         single, double = self.answers(tensors)
         bounds = None
@@ -191,7 +194,7 @@ class _Source:
         )
 
     def changes(self, group: ReferenceGroup) -> str:
-        """Return how a second answer to the same rows differs; empty if it does not."""
+        """Return how a second answer to the same rows differs; empty if it is equal."""
         precision: Precision = "float64" if group.double else "float32"
         first = group.double or group.single or {}
         again = self.answer(group.inputs, precision) or {}
@@ -204,8 +207,7 @@ class _Source:
     def _bounds(self, tensors: Tensors, known: list[Tensors], *, made_up: bool) -> Tensors | None:
         """Return the envelope of the answers to the rows and to jittered copies.
 
-        A range of rows is answered at a time. Return None if the number of answers depends on the
-        rows.
+        The rows are processed in ranges. Return None if the number of answers depends on the rows.
         """
         count = _count_rows(tensors)
         row_bytes = sum(array.nbytes for array in tensors.values()) // count
@@ -226,8 +228,8 @@ class _Source:
     def _answer_jittered(self, rows: Tensors, *, seed: int, made_up: bool) -> Tensors | None:
         """Return the answers to jittered copies of the rows.
 
-        A source without trees answers for its ranked outputs only. Return None if the number of
-        answers depends on the rows.
+        A source without trees answers only its ranked outputs. Return None if the number of answers
+        depends on the rows.
         """
         jittered = jitter_rows(
             rows, seed=seed, ranks=not self.trees, parts_ties=made_up and not self.trees
@@ -250,14 +252,14 @@ def collect_reference_outputs(
     seconds: float = SOURCE_TIME_S,
     layout: RowLayout | None = None,
 ) -> ReferenceOutputs:
-    """Collect the source's answers, and note the groups that it rejects.
+    """Return the source's answers, and the groups that the source rejects.
 
-    The export at `path` defines the possible inputs. Within about `seconds`, a slow source answers
-    fewer rows of each group. `declared` is what callers send, if the pipeline declares it; `layout`
-    is where the source has its rows.
+    The export at `path` defines the possible inputs. A slow source answers fewer rows of each
+    group, to finish in about `seconds`. `declared` holds the declarations of the pipeline on what
+    callers send; `layout` describes where the source has rows.
 
     Raises:
-        UserError: it rejects the real samples, or answers them differently each time.
+        UserError: the source rejects the real samples, or answers them differently each time.
     """
     source = _Source(
         exporter, model, has_trees(path), list_ranked_outputs(path), layout or RowLayout()
@@ -292,7 +294,7 @@ def collect_reference_outputs(
 def _describe_change(name: str, first: Array, again: Array, limit: float) -> str:
     """Return how two answers to the same rows differ by more than `limit`.
 
-    The result is empty if they do not.
+    The text is empty if they do not.
     """
     if first.shape != again.shape:
         return f"output {name!r} has the shape {first.shape}, then {again.shape}"
@@ -339,8 +341,8 @@ def _count_affordable_rows(
 ) -> int | None:
     """Return how many rows of each group the source can answer in the time.
 
-    Return None if it can answer all. Two short calls measure the cost of a call and of a row. They
-    are repeated if that cost seems too high, since another process may have interfered.
+    Return None if the source can answer all rows. Two short calls measure the time of a call and of
+    a row. They are repeated if that time seems too long, since another process may have interfered.
     """
     real = probes[REAL].inputs
     sizes = [_count_rows(probe.inputs) for probe in probes.values()]
@@ -385,7 +387,7 @@ def _make_samples_error(error: ValueError) -> UserError:
 def build_probes(
     path: Path, samples: Tensors, declared: Mapping[str, InputValues] | None = None
 ) -> dict[str, ProbeGroup]:
-    """Build the groups of inputs that the export accepts, real rows first."""
+    """Return the groups of inputs that the export accepts, real rows first."""
     fixed = read_model_info(path).fixed_batch
     try:
         domains = learn_domains(samples, declared, read_index_bounds(path))
@@ -411,7 +413,7 @@ def build_probes(
 
 
 def _find_free_axes(path: Path, samples: Tensors) -> Axes:
-    """Return the named free axes of the inputs, with rows on axis 0 as in the samples."""
+    """Return the named free axes of the inputs, where rows are on axis 0."""
     shapes = {spec.name: spec.shape for spec in read_model_info(path).inputs if spec.shape}
     axes = find_row_axes(shapes)
     shapes = {

@@ -1,4 +1,4 @@
-"""Rounding errors of a model's outputs, computed from its graph."""
+"""Rounding errors of a model's outputs, computed from the model's graph."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def measure_roundings(
 ) -> dict[str, dict[str, Rounding]]:
     """Return what the graph shows of the rounding of each output, by group of inputs.
 
-    The runs of a group are joined along axis 0. A group is missing if the model rejects it. All
-    groups are missing if the graph cannot be read: it is in ORT format, or a copy with the
-    additional nodes does not run. Outputs are then measured without a floor from the graph.
+    The runs of a group are joined along axis 0. A group that the model rejects is omitted. All
+    groups are omitted if the graph cannot be read: it is in ORT format, or the copy with additional
+    nodes does not run. Outputs are then measured without a floor from the graph.
 
     Args:
         runtime: ONNX Runtime on this machine.

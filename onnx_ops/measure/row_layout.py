@@ -1,6 +1,6 @@
-"""Rows of a model that takes them on other axes, or not in every input.
+"""Layout of models with rows on other axes than 0, or with inputs without rows.
 
-All measurements see rows on axis 0 of every array. Where the model runs, `RowLayout` moves the rows
+All measurements have rows on axis 0 of every array. When the model runs, `RowLayout` moves the rows
 to the axis that the model's symbols name. It also adds the inputs that hold no rows.
 """
 
@@ -37,7 +37,7 @@ from onnx_ops.ports.runtime import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """Where a model takes and returns rows.
+    """The axes of a model's rows, and its inputs without rows.
 
     Args:
         inputs: axis of the rows by input.
@@ -62,9 +62,9 @@ class RowLayout:
         )
 
     def arrange(self, rows: Tensors) -> dict[str, Any]:
-        """Return the inputs of a run as the model takes them.
+        """Return the inputs of a run in the model's layout.
 
-        Entries of `rows` replace `values`.
+        Entries of `rows` override `values`.
         """
         if self.is_plain:
             return dict(rows)
@@ -84,8 +84,8 @@ class RowLayout:
     def read(self, rows: Tensors, outputs: Tensors) -> dict[str, Any]:
         """Return the outputs of a run with rows on axis 0.
 
-        Exporters often lose the names of an output's dimensions. The rows are then on the first
-        axis that has as many entries as rows were fed.
+        Exporters often lose the names of an output's dimensions. The rows are then assumed to be on
+        the first axis that has as many entries as there were input rows.
         """
         if self.is_plain:
             return dict(outputs)
@@ -94,7 +94,7 @@ class RowLayout:
         return {name: self._read_output(name, value, count) for name, value in outputs.items()}
 
     def _read_output(self, name: str, value: Any, count: int) -> Any:
-        shape = getattr(value, "shape", ())  # a sequence or a map has none
+        shape = getattr(value, "shape", ())  # a sequence or a map has no shape
         axis = self.outputs.get(name, list(shape).index(count) if count in shape else 0)
         return _move(value, axis, 0) if 0 < axis < len(shape) else value
 
@@ -108,7 +108,7 @@ def _move(array: Any, source: int, destination: int) -> Any:
 
 
 def read_layout(model: ModelInfo, values: Tensors | None = None) -> RowLayout:
-    """Return the layout of a model; `values` are converted to its types and shapes.
+    """Return the layout of a model, with `values` converted to its types and shapes.
 
     Raises:
         UserError: a value does not fit its input.
@@ -134,19 +134,19 @@ def read_layout(model: ModelInfo, values: Tensors | None = None) -> RowLayout:
 def get_layout(store: Store, export: Manifest, values: Tensors | None = None) -> RowLayout:
     """Return the layout of an exported model.
 
-    Its values are the given ones, or those that the model was exported with.
+    The values are the given ones, or by default those that the model was exported with.
     """
     model = codec.loads(store.read(export["info.json"]), ModelInfo)
     return read_layout(model, get_values(store, export) if values is None else values)
 
 
 def remove_axis(spec: TensorSpec, axis: int) -> TensorSpec:
-    """Return the spec of one row."""
+    """Return the spec of an input without one axis, such as the axis of rows."""
     return replace(spec, shape=(*spec.shape[:axis], *spec.shape[axis + 1 :]))
 
 
 _CONVERTIBLE = {"f": "fiub", "i": "iub", "u": "iub", "b": "b", "U": "US"}
-"""Kinds of values that an input of each kind takes."""
+"""NumPy kinds of values that can be converted to each kind of input."""
 
 
 def fit_value(value: Any, spec: TensorSpec, sizes: Mapping[str, int] | None = None) -> Any:
@@ -155,7 +155,7 @@ def fit_value(value: Any, spec: TensorSpec, sizes: Mapping[str, int] | None = No
     `sizes` are the sizes of free axes.
 
     Raises:
-        UserError: it has another kind of type or another shape.
+        UserError: the value has another kind of type or another shape.
     """
     array, kind = np.asarray(value), read_dtype(spec)
     if not _is_convertible(array, kind):
@@ -173,9 +173,9 @@ def fit_value(value: Any, spec: TensorSpec, sizes: Mapping[str, int] | None = No
 
 
 def _is_convertible(array: np.ndarray[Any, np.dtype[Any]], kind: np.dtype[Any]) -> bool:
-    """Return whether a type takes an array's kind of values.
+    """Return whether the values of an array can be converted to a type.
 
-    Whole numbers must be taken without loss.
+    Conversion to whole numbers must be exact.
     """
     if array.dtype.kind not in _CONVERTIBLE[kind.kind]:
         return False
@@ -185,7 +185,10 @@ def _is_convertible(array: np.ndarray[Any, np.dtype[Any]], kind: np.dtype[Any]) 
 def _find_sizes(
     array: np.ndarray[Any, np.dtype[Any]], spec: TensorSpec, sizes: Mapping[str, int]
 ) -> list[int]:
-    """Return the size of each axis: fixed, of its symbol, or that of the value."""
+    """Return the size of each axis.
+
+    It is the fixed size, the size of the axis' symbol in `sizes`, or the size in the value.
+    """
     shape = [sizes.get(str(size), -1) if is_free(size) else int(size) for size in spec.shape]
     start = len(shape) - array.ndim
     for axis, size in enumerate(shape):
@@ -202,11 +205,15 @@ _REMEDIES = {
     "and one without it.",
     "sequence": "Export the model with one tensor for each element.",
 }
-"""What to do about an input that cannot be generated, by its type."""
+"""Remedies for inputs that cannot be generated, by their type."""
 
 
 def read_dtype(spec: TensorSpec) -> np.dtype[Any]:
-    """Return the NumPy type of an input. Raise UserError if NumPy has none."""
+    """Return the NumPy type of an input.
+
+    Raises:
+        UserError: NumPy has no such type.
+    """
     if spec.dtype == "string":
         return np.dtype(np.str_)
     with contextlib.suppress(TypeError):
@@ -228,9 +235,10 @@ def build_export_request(
     ordered: bool = False,
     features: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ExportRequest:
-    """Return the request to an exporter, with samples as the model takes them.
+    """Return the request to an exporter, with samples in the layout of the model.
 
-    Inputs without rows get no free axis. `ordered` and `features` are those of `ExportRequest`.
+    Inputs without rows get no free axis. `ordered` and `features` have the same meaning as in
+    `ExportRequest`.
     """
     fixed: dict[str, Mapping[int, str]] = {name: {} for name in layout.values}
     return ExportRequest(
@@ -244,10 +252,7 @@ def build_export_request(
 
 
 class RowRuntime(Runtime):
-    """A runtime that takes and returns rows on axis 0.
-
-    Its model has the rows elsewhere.
-    """
+    """A runtime that takes and returns rows on axis 0 for a model of another layout."""
 
     def __init__(self, runtime: Runtime, layout: RowLayout) -> None:
         self._runtime, self.layout = runtime, layout
@@ -318,13 +323,13 @@ def read_constants(runtime: Runtime) -> Tensors:
 def arrange_runtime(runtime: Runtime, layout: RowLayout) -> Runtime:
     """Return a runtime that takes rows on axis 0.
 
-    It is the same runtime if the model has the rows there.
+    The given runtime is returned if the model has all rows on axis 0.
     """
     return runtime if layout.is_plain else RowRuntime(runtime, layout)
 
 
 def arrange_context(context: Context, layout: RowLayout) -> Context:
-    """Return the ports with runtimes that take rows on axis 0."""
+    """Return the context with runtimes that take rows on axis 0."""
     if layout.is_plain:
         return context
     factory: Callable[[str], Runtime] = cache(

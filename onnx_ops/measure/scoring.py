@@ -1,4 +1,4 @@
-"""Task metrics of a variant, alone and beside other models."""
+"""Task metrics of a variant, and their comparison with other models."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from onnx_ops.statistics.grouping import detect_grouping
 from onnx_ops.statistics.scores import CANDIDATE, CustomMetric, make_unscored, score
 
 ModelPredictions = Mapping[str, Prediction | OnnxOpsError]
-"""By label of the metric: the prediction, or why there is none."""
+"""The prediction, or the reason why there is none, by label of the metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringRequest:
     """The inputs of metric measurements.
 
-    `models` are named as in the evidence; the candidate's name is `CANDIDATE`. `seed` is that of
-    resamples and permutations. `functions` are custom metrics by reference. `known` holds
-    predictions that were read before.
+    `models` have the same names as in the evidence; the name of the candidate is `CANDIDATE`.
+    `seed` is for resamples and permutations. `functions` are custom metrics by reference. `known`
+    holds predictions that were read before.
     """
 
     runtime: Runtime
@@ -56,7 +56,7 @@ class ScoringRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskMetrics:
-    """Task metrics, and the candidate's answers row by row (see `paired_rows`)."""
+    """Task metrics, and the candidate's answers for each row (see `paired_rows`)."""
 
     counts: tuple[PairedCounts, ...] = ()
     scores: tuple[ScoreComparison, ...] = ()
@@ -69,11 +69,11 @@ def measure_metrics(
 ) -> TaskMetrics:
     """Measure every metric that the data set allows.
 
-    A metric that cannot be read or is not defined on these rows has an entry with the reason.
+    A metric that cannot be read, or that is undefined on these rows, has an entry with the reason.
+    A champion that does not accept these rows also has an entry.
 
     Raises:
-        MeasurementError: the candidate or the export does not run. A champion that does not accept
-            these rows has an entry.
+        MeasurementError: the candidate or the export does not run.
     """
     measurable = select_measurable(definitions, request.dataset)
     if not measurable:
@@ -122,9 +122,9 @@ def _count_all_pairs(
     group: Array | None,
     alike: Collection[str],
 ) -> Iterator[PairedCounts]:
-    """Yield the counts of right rows of the candidate beside each model.
+    """Yield the counts of right rows of the candidate, paired with each model.
 
-    The candidate itself is one of the models.
+    One of the models is the candidate.
     """
     for name, right in answers.items():
         yield count_pairs(
@@ -159,10 +159,10 @@ def select_measurable(
 def add_default_metric(
     definitions: tuple[MetricDefinition, ...], dataset: Dataset
 ) -> tuple[tuple[MetricDefinition, ...], MetricDefinition | None]:
-    """Add rmse where labels are numbers and no gate measures an error of numbers.
+    """Add rmse if labels are numbers and no metric measures an error of numbers.
 
-    Whether a model returns classes or numbers is only known from its answers. Then either accuracy
-    or rmse is reported.
+    Only the answers of a model show whether it returns classes or numbers. Either accuracy or rmse
+    is then reported.
     """
     numbers = (
         dataset.label is not None
@@ -194,9 +194,11 @@ def find_label_problem(
 def _extract_signals(
     definition: MetricDefinition, label: Array | None, answers: Mapping[str, Array]
 ) -> list[Array]:
-    """Return the values that rows of a group can share.
+    """Return values of each row that can depend on the group of the row.
 
-    They are right or wrong and its change, or the ranks of the error and of its change.
+    For a metric that counts rows, they are whether the row is right, and the difference from each
+    other model. For a mean loss, they are the ranks of the error, and of its difference from each
+    other model.
     """
     mine = answers[CANDIDATE]
     others = [array for name, array in answers.items() if name != CANDIDATE]
@@ -225,7 +227,7 @@ def read_predictions(
     definitions: Sequence[MetricDefinition],
     shard: tuple[int, int] = (0, 1),
 ) -> ModelPredictions:
-    """Read one model's answers in the terms of each metric.
+    """Return one model's answers in the form that each metric reads.
 
     `shard` selects a part of the answers (see `read_answers`).
 
@@ -255,9 +257,9 @@ def read_predictions(
 
 
 def join_parts(parts: Sequence[ModelPredictions]) -> ModelPredictions:
-    """Join the values of successive rows.
+    """Join the predictions of successive parts of the rows.
 
-    The first error of a metric applies to all of its rows.
+    An error of a metric in one part replaces the predictions of all parts; the first error is used.
     """
     joined: dict[str, Prediction | OnnxOpsError] = {}
     for label in parts[0] if parts else ():
@@ -279,10 +281,7 @@ def _make_comparable(
     label: Array | None,
     predictions: Mapping[str, Prediction | OnnxOpsError],
 ) -> tuple[Array | None, Mapping[str, Array], list[ScoreComparison]]:
-    """Return the label, the answers that can be scored, and entries for the others.
-
-    The answers are by model.
-    """
+    """Return the label, the answers to score by model, and entries for other models."""
     try:
         label, positive = _read_label(definition, label)
     except UserError as error:
@@ -307,9 +306,9 @@ def _make_comparable(
 def _make_unreadable(
     definition: MetricDefinition, name: str, problem: Prediction | OnnxOpsError
 ) -> ScoreComparison:
-    """Return the entry of a model whose answers hold NaN or cannot be read.
+    """Return the entry of a model whose answers contain NaN or cannot be read.
 
-    NaN fails only the candidate. Another model that answers with NaN is not compared.
+    NaN is a failure of the candidate only. Another model that answers with NaN is not compared.
     """
     why, count = str(problem), 0
     if isinstance(problem, Prediction):
@@ -328,9 +327,9 @@ def _number_classes(
     positive: str | int | None,
     answers: Mapping[str, Array],
 ) -> tuple[Array, Mapping[str, Array]]:
-    """Return classes as numbers, 1 for the positive class if there is one.
+    """Return classes as numbers, with 1 for the positive class if there is one.
 
-    Other answers are unchanged.
+    Answers that are not classes are unchanged.
     """
     match definition.reads:
         case "classes" if positive is not None:
@@ -353,7 +352,7 @@ def _number_classes(
 def _read_label(
     definition: MetricDefinition, label: Array | None
 ) -> tuple[Array | None, str | int | None]:
-    """Return the label as a metric needs it, and which one is positive, where one is."""
+    """Return the label as a metric needs it, and the positive label if there is one."""
     label = prepare_label(definition, label)
     is_binary = definition.reads == "positive" or definition.average == "binary"
     return label, find_positive_label(
@@ -368,7 +367,10 @@ def _in_terms(
     prediction: Prediction,
     candidate: Array | None,
 ) -> Array:
-    """Return one model's answers: right or wrong, class labels, scores, or unchanged."""
+    """Return one model's answers as the metric needs them.
+
+    They are right or wrong for each row, class labels, scores, or the unchanged answers.
+    """
     where = definition.label
     terms = prediction.values
     if label is None:
@@ -390,9 +392,9 @@ def _in_terms(
 
 
 def _check_shape(definition: MetricDefinition, answers: Array, other: Array | None) -> None:
-    """Check that a model's answers can be compared with a label or another model.
+    """Check that a model's answers fit a label or the answers of another model.
 
-    The answers of another model must have the same shape.
+    The answers of the other model must have the same shape.
     """
     if definition.label_free and other is not None and other.shape != answers.shape:
         shapes = f"{tuple(answers.shape)} and {tuple(other.shape)}"

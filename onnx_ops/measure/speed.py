@@ -1,7 +1,7 @@
 """Speed of a variant: latency, throughput under load, cold start and memory.
 
-Functions that measure a model raise MeasurementError if it does not run there or its process
-crashes.
+Functions that measure a model raise MeasurementError if the model does not run on the target or if
+its process crashes.
 """
 
 from __future__ import annotations
@@ -47,27 +47,26 @@ from onnx_ops.ports.data import Array
 Floats = npt.NDArray[np.float64]
 
 WINDOW_S, SIDE_S = 0.01, 0.3
-"""Length of a window, and of all windows of one session.
+"""Seconds of a window, and of all windows of one session, for sequential requests.
 
-Both are for requests that are sent one after the other. Many short windows in turns distinguish two
-models better than a few long ones of the same total, since a short disturbance affects few of them.
-On a busy machine, the ratio of a model to itself varied by 6 % from pair to pair with 40 windows of
-8 ms, and by 11 % with 6 windows of 50 ms.
+Many short alternating windows distinguish two models better than a few long ones of the same total,
+since a short disturbance affects few of them. On a busy machine, the ratio of a model to itself
+varied by 6 % from pair to pair with 40 windows of 8 ms, and by 11 % with 6 windows of 50 ms.
 """
 
 FEWEST_WINDOWS, MOST_WINDOWS = 4, 32
 FEWEST_EACH, MOST_REQUESTS = 4, 20_000
-"""Fewest requests of a window for each thread, and most requests of a window.
+"""Minimum requests of a window for each thread, and maximum requests of a window.
 
-Enough requests for each thread keep the weight of stragglers small.
+With enough requests for each thread, the last requests of a window have little weight.
 """
 
 CLIENTS = 32
-"""Clients of a busy server that each wait for their answer."""
+"""Number of clients of a busy server; each client waits for its answer."""
 _WAY_S, _TURNS = 0.1, 3
-"""Length of a window of one configuration, and the sessions of each configuration.
+"""Seconds of a window of one configuration, and number of sessions of each configuration.
 
-The length is for requests that are sent one after the other.
+The seconds are for sequential requests.
 """
 _MOST_RUN_S = 0.1
 _SERVED_RUNTIME = "onnxruntime"
@@ -80,16 +79,16 @@ Counts = npt.NDArray[np.int64]
 
 REQUESTS = 20
 FIGURES = {"load": "load_ns", "first": "first_ns", "peak": "peak_bytes"}
-"""Fields of the samples of fresh processes by quantity."""
+"""Fields of the samples of fresh processes, by the name of the quantity."""
 
 FASTER = 0.0
-"""The tolerance that tests whether a variant is faster at all."""
+"""Tolerance of a comparison that tests whether a variant is faster."""
 
 
 def measure_throughput(
     runtime: Runtime, model: Path, target: Target, feed: Tensors, concurrency: int, seed: int
 ) -> tuple[ThroughputMeasurement, RawSamples]:
-    """Measure requests per second of fresh sessions of one model."""
+    """Measure the requests per second of one model in fresh sessions."""
     schedule = replace(_plan_windows(runtime, model, target, feed, concurrency), seed=seed)
     samples = runtime.under_load((model, model), target, feed, schedule)
     per_second = samples.requests * 1e9 / np.median(_join_windows([samples]), axis=1)
@@ -111,16 +110,16 @@ def measure_scheduling(
     cores: int,
     seed: int,
 ) -> tuple[SchedulingMeasurement, ...]:
-    """Measure how a server can best run queued requests.
+    """Measure how fast a server answers with different numbers of threads and batches.
 
-    A configuration is the number of requests that run concurrently, as single runs or in batches.
-    The requests of `CLIENTS` clients are shared among the threads; one share is in transit from and
-    to the clients. Configurations alternate, each time in a fresh session.
+    A configuration is a number of concurrent requests, as single runs or in batches. The requests
+    of `CLIENTS` clients are shared among the threads; one share is in transit from and to the
+    clients. Configurations alternate, each time in a fresh session.
 
     Returns:
-        Median rates. Empty for a model that servers run on the event loop, that is too slow to be
-        measured this often, or that rejects these batches, and for a target whose models servers do
-        not run.
+        Median rates. Empty if servers run the model on the event loop, if the model is too slow to
+        be measured this often or rejects these batches, or if servers do not run the target's
+        models.
     """
     run_s = latency.quantiles_ns["p50"] / 1e9 / latency.batch
     if target.runtime != _SERVED_RUNTIME or not INLINE_S <= run_s <= _MOST_RUN_S:
@@ -149,7 +148,7 @@ def measure_scheduling(
 
 
 def _list_ways(most: int, fixed: int) -> list[tuple[int, int]]:
-    """Return the configurations: numbers of threads, each with rows of a run.
+    """Return the configurations, as pairs of threads and rows of a run.
 
     The numbers of threads are `most` and the powers of 2 up to it. The rows are those of a single
     run and of a batch, or the fixed batch.
@@ -163,7 +162,10 @@ def _list_ways(most: int, fixed: int) -> list[tuple[int, int]]:
 
 
 def compare_throughput(pair: PairedBenchmark, concurrency: int) -> tuple[PairedRatios, RawSamples]:
-    """Compare windows of baseline and candidate alternately, look by look."""
+    """Compare the throughput of baseline and candidate in alternating windows.
+
+    Measurement continues look by look until the limits are decided.
+    """
     schedule = _plan_windows(pair.runtime, pair.baseline, pair.target, pair.feed, concurrency)
 
     def measure(rounds: int, seed: int) -> LoadSamples:
@@ -174,7 +176,7 @@ def compare_throughput(pair: PairedBenchmark, concurrency: int) -> tuple[PairedR
     def figures(samples: Sequence[LoadSamples]) -> tuple[RatioSamples]:
         return (split_log_ratios(np.log(_join_windows(samples))),)
 
-    noun = f"session pairs under {concurrency} requests at once"
+    noun = f"session pairs under {concurrency} concurrent requests"
     looks = measure_until_decided(
         pair, noun, measure, figures, (pair.tolerances.get("throughput", ()),)
     )
@@ -196,7 +198,10 @@ def compare_throughput(pair: PairedBenchmark, concurrency: int) -> tuple[PairedR
 def _plan_windows(
     runtime: Runtime, model: Path, target: Target, feed: Tensors, concurrency: int
 ) -> LoadSchedule:
-    """Plan windows of as many requests for both models, so that they end alike."""
+    """Return a schedule with the same number of requests per window for both models.
+
+    The windows of both models then end alike.
+    """
     samples = runtime.sample(model, target, feed, runs=_PROBES, warmup=_PROBES)
     typical = max(float(np.median(samples.nanoseconds.astype(np.float64))) / 1e9, 1e-9)
     fewest = FEWEST_EACH * concurrency
@@ -217,7 +222,7 @@ def _join_windows(samples: Sequence[LoadSamples]) -> Floats:
 def measure_starts(
     runtime: Runtime, model: Path, target: Target, feed: Tensors, seed: int
 ) -> tuple[ColdStartMeasurement, RawSamples]:
-    """Measure fresh processes of one model."""
+    """Measure load time, first inference and peak memory of fresh processes."""
     schedule = StartSchedule(rounds=ROUNDS_ALONE, requests=REQUESTS, seed=seed)
     samples = runtime.starts((model, model), target, feed, schedule)
     load, first, peak = (_join_starts([samples], figure).ravel() for figure in FIGURES)
@@ -234,7 +239,7 @@ def measure_starts(
 def compare_starts(pair: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], RawSamples]:
     """Compare fresh processes of baseline and candidate, look by look.
 
-    Memory has no entry where the system does not report it.
+    Peak memory has no entry if the system does not report it.
     """
 
     def measure(rounds: int, seed: int) -> StartSamples:
@@ -244,7 +249,7 @@ def compare_starts(pair: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], Raw
     def figures(samples: Sequence[StartSamples]) -> tuple[RatioSamples, ...]:
         counts = [_join_starts(samples, figure) for figure in FIGURES]
         return tuple(
-            # One block per round; empty where a value is unknown.
+            # There is one block per round, and none where a value is unknown.
             split_log_ratios(np.log(values.astype(np.float64))[:, np.newaxis])
             if (values > 0).all()
             else ((), ())
@@ -284,7 +289,7 @@ def _name_samples(where: str, samples: Sequence[StartSamples]) -> RawSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedMeasurements:
-    """Measurements for the evidence, and the raw samples behind them by array name."""
+    """Measurements for the evidence, and their raw samples by array name."""
 
     latency: LatencySamples
     comparisons: tuple[LatencyComparison, ...]
@@ -304,10 +309,11 @@ def measure_speed(
     *,
     seed: int,
 ) -> SpeedMeasurements:
-    """Measure the variant alone, and against its baselines by name.
+    """Measure the variant alone, and compare it with its baselines by name.
 
-    The last baseline decides. A champion can have other inputs, which these rows do not fit. Failed
-    measurements against it are left out, and its gate reports them.
+    Only the last baseline is compared in throughput, starts and memory. A champion can have other
+    inputs, which these rows do not fit. Failed comparisons with a champion are omitted, and its
+    gate reports them.
     """
     latency, raw = measure_latency(runtime, candidate, target, feed)
     samples: dict[str, Array] = dict(raw)
@@ -337,7 +343,8 @@ def measure_speed(
             contextlib.nullcontext() if against == EXPORT else contextlib.suppress(MeasurementError)
         ):
             limits = request.tolerances.get("latency", ())
-            if against == EXPORT:  # the choice also needs whether the variant is faster
+            # The choice of a variant also needs to know whether the variant is faster.
+            if against == EXPORT:
                 limits = (FASTER, *limits, *request.tolerances.get("speedup", ()))
             comparison, raw = compare_latency(replace(pair, tolerances={"latency": limits}))
             comparisons.append(comparison)
@@ -360,7 +367,7 @@ def compare_resources(
 ) -> tuple[tuple[PairedRatios, ...], RawSamples]:
     """Compare the requested quantities other than latency.
 
-    Candidate and baseline are measured alternately.
+    Measurements of the candidate and the baseline alternate.
     """
     ratios: list[PairedRatios] = []
     samples: dict[str, Array] = {}

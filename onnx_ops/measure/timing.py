@@ -1,7 +1,7 @@
-"""Time one model, or two in alternation until the limits are decided.
+"""Time one model, or two models alternately until the limits are decided.
 
-Functions that measure a model raise MeasurementError if it does not run there or its process
-crashes.
+Functions that measure a model raise MeasurementError if the model does not run on the target or if
+its process crashes.
 """
 
 from __future__ import annotations
@@ -30,38 +30,41 @@ from onnx_ops.statistics.latency import (
 )
 
 RUNS_ALONE = 800
-"""Enough for a 99th percentile to pass with up to three runs above its limit."""
+"""Number of runs of one model.
+
+With it, a 99th percentile can pass with up to three runs above the limit.
+"""
 
 WARMUP_ALONE = 50
 
 LONGEST_S = 120.0
-"""Time limit of a comparison. A limit that is undecided by then stays undecided."""
+"""Time limit of a comparison in seconds; a limit undecided by then remains undecided."""
 
 HEAT_S = 0.6
-"""Time that the runs of a round should take.
+"""Target time of the runs of a round in seconds.
 
 Blocks are shortened if the runs would take more than four times as long.
 """
 
 WARMUP_S = 0.02
-"""Time of the warm-up runs, which do not count.
+"""Time of the warm-up runs in seconds, which are not evaluated.
 
-There are at most `2 * RUNS` of them, and at least `SHORT`.
+There are at least `SHORT` and at most `2 * RUNS` warm-up runs.
 """
 
 BLOCKS, RUNS, SHORT = 12, 10, 3
-"""Blocks of a round, runs of a block, and the fewest runs of a block."""
+"""Blocks of a round, runs of a block, and minimum runs of a block."""
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 RawSamples = Mapping[str, Array]
-"""The samples behind measurements, by array name."""
+"""The raw samples of measurements, by array name."""
 
 LogRatios = tuple[tuple[float, ...], ...]
-"""log(B / A) of the blocks of each pair."""
+"""log(B / A) of each block, for each pair of sessions."""
 
 RatioSamples = tuple[LogRatios, LogRatios]
-"""Ratios to the baseline: of the candidate, and of the repeated baseline."""
+"""Log ratios to the baseline: of the candidate, and of a second session of the baseline."""
 
 S = TypeVar("S")
 
@@ -70,7 +73,7 @@ S = TypeVar("S")
 class PairedBenchmark:
     """Two models on one target, with the same request.
 
-    `against` names the baseline in results. `seed` is that of the order of runs. `tolerances` are
+    `against` names the baseline in results. `seed` determines the order of runs. `tolerances` are
     the limits to decide, by kind of gate.
     """
 
@@ -86,12 +89,12 @@ class PairedBenchmark:
 
     @property
     def models(self) -> tuple[Path, Path, Path]:
-        """Return the models of a round: twice the baseline, and the candidate."""
+        """Return the models of a round: the baseline twice, and the candidate."""
         return self.baseline, self.baseline, self.candidate
 
 
 def build_feed(model: Path, inputs: Tensors, batch: int) -> Tensors:
-    """Return one request of `batch` real rows, or of the fixed batch."""
+    """Return the inputs of one request, of `batch` real rows or of the fixed batch."""
     rows = np.arange(read_model_info(model).fixed_batch or batch) % len(next(iter(inputs.values())))
     return {name: array[rows] for name, array in inputs.items()}
 
@@ -104,7 +107,7 @@ def count_rows(feed: Tensors) -> int:
 def measure_latency(
     runtime: Runtime, model: Path, target: Target, feed: Tensors, *, runs: int = RUNS_ALONE
 ) -> tuple[LatencySamples, RawSamples]:
-    """Measure single runs of one session."""
+    """Measure single runs of one model in one session."""
     samples = runtime.sample(model, target, feed, runs=runs, warmup=WARMUP_ALONE)
     preempted = samples.preempted.astype(bool)
     usable = (
@@ -133,7 +136,7 @@ def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSample
         )
 
     def figures(looks: Sequence[PairedBenchmarkSamples]) -> tuple[RatioSamples]:
-        """Return the ratios of all looks together.
+        """Return the log ratios of all looks together.
 
         The effect of the probe is estimated from all runs.
         """
@@ -173,7 +176,7 @@ def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSample
 def plan_schedule(run_s: float) -> PairedBenchmarkSchedule:
     """Plan rounds of about `HEAT_S`, with fewer blocks for slow models.
 
-    Long runs vary less, and only more rounds average the noise between sessions.
+    Long runs vary less, and the noise between sessions is averaged only over more rounds.
     """
     affordable = HEAT_S / (3 * RUNS * max(run_s, 1e-9))
     blocks = int(np.clip(affordable, BLOCKS // 2, BLOCKS))
@@ -189,13 +192,13 @@ def measure_until_decided(
     figures: Callable[[Sequence[S]], Sequence[RatioSamples]],
     tolerances: Sequence[Sequence[float]],
 ) -> list[S]:
-    """Measure up to each look, until all is decided or time runs out.
+    """Measure look by look, until all limits are decided or time runs out.
 
     `measure` takes the number of rounds and a seed. `figures` computes the ratios of all samples so
-    far. Unknown ratios are empty, and do not extend the measurement. `tolerances` are the limits of
-    each ratio, in that order. `noun` names the pairs in progress messages.
+    far; unknown ratios are empty and do not extend the measurement. `tolerances` are the limits of
+    each of these ratios, in the same order. `noun` names the pairs in progress messages.
     """
-    load_functions()  # loading would disturb the first measurement
+    load_functions()  # loading them later would disturb the first measurement
     samples: list[S] = []
     measured, begun = 0, time.monotonic()
     looks = ", ".join(map(str, LOOKS))
@@ -216,19 +219,21 @@ def measure_until_decided(
 
 
 def split_log_ratios(logs: npt.NDArray[np.float64]) -> RatioSamples:
-    """Return log ratios of candidate and repeated baseline to the baseline.
+    """Return log ratios of the candidate and of the repeated baseline to the baseline.
 
-    One session of the baseline is compared with one session of each. Skewed noise, like that of run
-    times, cancels in a difference of two similar sessions. It would leave a bias if the mean of
-    both baseline sessions were compared with the candidate. `logs` has the shape (rounds, blocks,
-    models), in the order of `PairedBenchmark.models`.
+    One session of the baseline is compared with one session of each of the two others. In such a
+    difference, skewed noise like that of run times cancels. If the mean of both baseline sessions
+    were compared with the candidate, a bias would remain.
+
+    Args:
+        logs: shape (rounds, blocks, models), in the order of `PairedBenchmark.models`.
     """
     first, again, candidate = np.moveaxis(logs, -1, 0)
     return _as_tuples(candidate - first), _as_tuples(again - first)
 
 
 def compute_log_ratios(samples: PairedBenchmarkSamples) -> LogRatios:
-    """Return log(B / A) of two models: the blocks of each round."""
+    """Return log(B / A) of two models, as the blocks of each round."""
     logs = compute_block_logs(samples.nanoseconds, samples.preempted, samples.probe)
     return _as_tuples(logs[..., 1] - logs[..., 0])
 

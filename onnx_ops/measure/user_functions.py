@@ -1,4 +1,4 @@
-"""Functions of the project: loading and calling them by reference.
+"""Load and call functions of the user's project by reference.
 
 Isolated environments import this module too.
 """
@@ -21,7 +21,7 @@ from onnx_ops.plugins import imported, missing_package
 
 @contextmanager
 def importable(root: Path) -> Iterator[None]:
-    """Make the project's modules importable, to call and to unpickle."""
+    """Make the project's modules importable while functions are called and unpickled."""
     text = str(root)
     added = text not in sys.path
     if added:
@@ -34,12 +34,12 @@ def importable(root: Path) -> Iterator[None]:
 
 
 def load_function(reference: str, where: str) -> Callable[..., Any]:
-    """Return the function that `package.module:function` names.
+    """Return the function with the reference `package.module:function`.
 
     Raises:
-        MissingPackageError: a package that it imports is not installed.
+        MissingPackageError: a package that the module imports is not installed.
         NotFoundError: the module cannot be imported, or has no such function.
-        UserError: its module raises an error.
+        UserError: the module raises an error.
     """
     module_name, _, function_name = reference.partition(":")
     try:
@@ -47,7 +47,7 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         why = f"{reference} cannot be imported: there is no module {error.name}"
         raise missing_package(imported(error), where=where, why=why) from error
-    except Exception as error:  # a module's own code runs when it is imported
+    except Exception as error:  # the code of a module runs when it is imported
         raise _failed(f"{module_name} cannot be imported", error) from error
     function: Callable[..., Any] | None = getattr(module, function_name, None)
     if function is None:
@@ -59,8 +59,9 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
     """Return the model that the training function returns.
 
     Raises:
-        UserError: the function cannot be called like that, or raises an error.
-        InfrastructureError: it raises an error of the machine or of a service, such as OSError.
+        UserError: the function has other parameters, or raises an error.
+        InfrastructureError: the function raises an error of the machine or of a service, such as
+            OSError.
     """
     function = load_function(reference, "train.run")
     data_sets = [_DataSets(data)] if _takes_data(function) else []
@@ -89,11 +90,11 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
 
 
 class _DataSets(dict[str, Any]):
-    """The data sets that training gets."""
+    """The data sets that are passed to the training function."""
 
     def __missing__(self, name: str) -> Any:
         raise UserError(
-            f"training asked for the data set {name!r}, which it does not get",
+            f"training read the data set {name!r}, which is not among those that it gets",
             where="train.run",
             why="the set that validate.samples scores is withheld: "
             "a model trained on it would pass too easily",
@@ -105,7 +106,7 @@ class _DataSets(dict[str, Any]):
 def _takes_data(function: Callable[..., Any]) -> bool:
     """Return whether a training function has a positional parameter.
 
-    A function without one loads its own data.
+    A function without positional parameters loads the data.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -119,15 +120,15 @@ def _takes_data(function: Callable[..., Any]) -> bool:
 
 
 def _failed(what: str, error: Exception) -> OnnxOpsError:
-    """Return an error that names the line of the project.
+    """Return an error that names the failing line of the project.
 
-    Lines of the libraries that it calls are left out.
+    Lines of called libraries are omitted.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{_shown_path(error.filename)}:{error.lineno}"
     else:
-        # Frames of Python and of onnx-ops are left out.
+        # Frames of Python and of onnx-ops are omitted.
         libraries = (
             Path(sysconfig.get_path("stdlib")),
             Path(__file__).parents[1],
@@ -148,7 +149,7 @@ def _failed(what: str, error: Exception) -> OnnxOpsError:
 
 
 def _shown_path(filename: str) -> str:
-    """Return a path relative to the working directory where the file lies below it."""
+    """Return a path relative to the working directory, if it is below that directory."""
     path = Path(filename)
     return (
         str(path.resolve().relative_to(Path.cwd()))

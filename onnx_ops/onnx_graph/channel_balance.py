@@ -1,10 +1,10 @@
 """Balance outlier channels between a normalization and the products that read it.
 
-Afterwards, 8 bits represent both. A normalization may scale a few channels far up, and the weights
-of the next product scale them down again. One quantization step for all channels is then too coarse
-for the others. Part of the factor is moved into the weights, as by gamma migration (Wei et al.
-2022, arXiv 2209.13325) and SmoothQuant (Xiao et al. 2023, arXiv 2211.10438). Factors are powers of
-two, so that the function in float stays the same to the last bit.
+Afterwards, 8 bits are enough for both. A normalization may scale a few channels far up, and the
+weights of the next product scale them down again. One quantization step for all channels is then
+too coarse for the other channels. Part of the factor is moved into the weights, as by gamma
+migration (Wei et al. 2022, arXiv 2209.13325) and SmoothQuant (Xiao et al. 2023, arXiv 2211.10438).
+Factors are powers of two, so that the float function does not change by a single bit.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _FLOAT = 1
 _NORMS = ("LayerNormalization", "SimplifiedLayerNormalization")
 
 _REACH = 3.0
-"""Standard deviations that a normalized value usually reaches."""
+"""Number of standard deviations that a normalized value usually reaches."""
 
 _OUTLIER = 4.0
-"""A channel is an outlier from this multiple of the median channel's size on."""
+"""Multiple of the median channel's size from which on a channel is an outlier."""
 
 _LARGEST_EXPONENT = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Norm:
-    """A value with one scale for each channel, which only products by constants read.
+    """A value with one scale per channel that only products by constants read.
 
-    It may also have one shift for each channel. `affine` are the inputs of nodes with the scale and
-    the shift, each of shape (channels,). `weights` gives the axis of the channels in each constant
-    that the value is multiplied by.
+    The value may also have one shift for each channel. `affine` lists the inputs of nodes with the
+    scale and the shift, each of shape (channels,). `weights` holds the axis of the channels in each
+    constant that the value is multiplied by.
     """
 
     affine: tuple[tuple[onnx.NodeProto, int], ...]
@@ -59,7 +59,7 @@ class _Norm:
 
 
 def balance_channels(model: onnx.ModelProto) -> int:
-    """Balance outlier channels in place and return their number.
+    """Balance outlier channels in place, and return the number of these channels.
 
     Their exponents are recorded in the metadata.
     """
@@ -93,9 +93,9 @@ def balance_channels(model: onnx.ModelProto) -> int:
 
 
 def write_balanced(source: Path, path: Path) -> bool:
-    """Write `source` with balanced outlier channels.
+    """Write `source` with balanced outlier channels, and return True.
 
-    Return False, and write nothing, if it has no outlier channels.
+    Without outlier channels, write nothing and return False.
     """
     model = read_model(source)
     if not balance_channels(model):
@@ -105,9 +105,10 @@ def write_balanced(source: Path, path: Path) -> bool:
 
 
 def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
-    """Write `source` with the channel exponents that `derived` records.
+    """Write `source` with the channel exponents of `derived`, and return True.
 
-    Return False, and write nothing, if `derived` records none.
+    The exponents are recorded in the metadata of `derived`. Without exponents, write nothing and
+    return False.
     """
     recorded = {entry.key: entry.value for entry in share_structure(derived).metadata_props}.get(
         PROPERTY
@@ -128,7 +129,7 @@ def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
 
 
 def _fold_copies(model: onnx.ModelProto) -> None:
-    """Remove each Identity of a constant: its readers read the constant itself.
+    """Remove each Identity of a constant, so that its readers read the constant.
 
     Exporters share equal constants through Identity nodes.
     """
@@ -156,11 +157,11 @@ def _fold_copies(model: onnx.ModelProto) -> None:
 def _find_norms(
     model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]
 ) -> Iterator[tuple[str, _Norm]]:
-    """Yield the values that can be balanced."""
+    """Yield the values whose channels can be balanced."""
     producers = {name: node for node in model.graph.node for name in node.output}
     readers = map_readers(node for graph in iterate_graphs(model) for node in graph.node)
     outputs = {value.name for graph in iterate_graphs(model) for value in graph.output}
-    # Callers may replace a constant that is an input too.
+    # Callers may replace a constant that is also an input.
     inputs = {value.name for value in model.graph.input}
 
     def is_constant(name: str, rank: int) -> bool:
@@ -190,7 +191,7 @@ def _find_norms(
     def find_shifted(add: onnx.NodeProto, index: int) -> tuple[tuple[onnx.NodeProto, int], ...]:
         """Return the inputs of a Mul, and of the Add that shifts its result.
 
-        The result is empty if anything else reads the result of the Mul.
+        The result is empty if another node reads the result of the Mul.
         """
         inner = add.input[1 - index]
         scale = find_affine(inner)
@@ -198,7 +199,7 @@ def _find_norms(
         return (*scale, (add, index)) if is_scaled and inner not in outputs else ()
 
     def find_axis(node: onnx.NodeProto, value: str) -> int | None:
-        """Return the axis of channels in the weights that a node multiplies a value by.
+        """Return the channel axis of the weights that a node multiplies a value by.
 
         Return None if the weights cannot be changed.
         """
@@ -225,7 +226,7 @@ def _find_norms(
 def _count_channels(norm: _Norm, tensors: Mapping[str, onnx.TensorProto]) -> set[int]:
     """Return the numbers of channels of a value's constants.
 
-    A value can be balanced if they agree.
+    A value can be balanced if these numbers are equal.
     """
     counts = {tensors[node.input[index]].dims[0] for node, index in norm.affine}
     return counts | {tensors[name].dims[axis] for name, axis in norm.weights.items()}
@@ -234,12 +235,13 @@ def _count_channels(norm: _Norm, tensors: Mapping[str, onnx.TensorProto]) -> set
 def _choose_exponents(
     size: npt.NDArray[np.float32], column: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.int64]:
-    """Return the exponent of each channel's factor: 0 for all but outliers.
+    """Return the exponent of each channel's factor; 0 for all but outliers.
 
-    Activations and weights share the factor, unless the weights of a channel are usual or large.
+    Activations and weights share the factor, unless the weights of a channel are of normal or large
+    size.
 
     Args:
-        size: of the activations, shape (channels,).
+        size: size of the activations, shape (channels,).
         column: the largest weight of each channel, shape (channels,).
     """
     usual, usual_weight = float(np.median(size)), float(np.median(column))
@@ -265,7 +267,7 @@ def _apply(model: onnx.ModelProto, exponents: Mapping[str, Mapping[str, Any]]) -
         norm = norms[value]
         places = [tensors[node.input[index]] for node, index in norm.affine]
         factors = _read_factors(channels, places[0].dims[0])
-        # Exporters share equal constants, so that other nodes may read the old one.
+        # Exporters share equal constants: other nodes may read the old constant.
         for (node, index), tensor in zip(norm.affine, places, strict=True):
             node.input[index] = (
                 f"{value}_balanced_{'shift' if node.op_type == 'Add' or index == 2 else 'scale'}"

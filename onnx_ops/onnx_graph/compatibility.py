@@ -1,4 +1,4 @@
-"""Check whether an ONNX file is valid, and whether targets and pipelines take it."""
+"""Check whether an ONNX file is valid, and fits targets and pipelines."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ Only a session shows whether the runtime has an operator of these domains.
 """
 
 _ABORT_WITHOUT_ROWS = frozenset({"GRU", "LSTM"})
-"""Operators with which ONNX Runtime 1.31 aborts the process on an empty batch."""
+"""Operators for which ONNX Runtime 1.31 aborts the process on an empty batch."""
 
 
 def check_model(path: Path) -> None:
     """Run the checker of the ONNX project, with shape inference.
 
-    It accepts operators of unknown domains: only a session shows whether a runtime has them. A file
-    in ORT format can only be checked by loading it.
+    The checker accepts operators of unknown domains: only a session shows whether a runtime has
+    them. A file in ORT format can only be checked by loading the file.
     """
     import onnx
 
@@ -74,7 +74,7 @@ def check_model(path: Path) -> None:
         RuntimeError,
         ValueError,
     ) as error:
-        # Shape inference raises the last three types.
+        # The last three types come from shape inference.
         remedy = (
             "Export the model again, or fix the named problem; `onnx-ops inspect` shows whether "
             "it is valid."
@@ -85,7 +85,7 @@ def check_model(path: Path) -> None:
 
 
 def explain_version_limits(info: ModelInfo, target: Target) -> str:
-    """Return why a target refuses a model's versions; empty if it accepts them."""
+    """Return why a target rejects a model's versions; empty if it accepts them."""
     opset = info.opsets.get("", 0)
     wanted = {
         "opset": (opset, target.max_opset),
@@ -104,7 +104,7 @@ def explain_version_limits(info: ModelInfo, target: Target) -> str:
 
 
 def find_custom_operators(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
-    """Return the nodes of operators that neither ONNX, runtime nor model defines.
+    """Return operators that neither ONNX, runtime nor model defines, with nodes.
 
     The keys are `domain::type`. A node without a name is identified by its first output.
     """
@@ -134,13 +134,13 @@ _BLOCK_SIZES = {
     "MatMulNBits": frozenset({16, 32, 64, 128, 256}),
     "GatherBlockQuantized": frozenset(1 << bits for bits in range(4, 31)),
 }
-"""Sizes of blocks that ONNX Runtime 1.31's CPU kernels take."""
+"""Block sizes that ONNX Runtime 1.31's CPU kernels accept."""
 
 
 def find_unsupported_blocks(model: onnx.ModelProto) -> dict[str, str]:
     """Return why no CPU kernel runs a node with weights in blocks, by node.
 
-    A node is identified by its name, or else by its first output.
+    A node is identified by its name, or by its first output if it has no name.
     """
     unsupported = {}
     for node in iterate_nodes(model):
@@ -154,7 +154,7 @@ def find_unsupported_blocks(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def explain_unsupported_blocks(unsupported: Mapping[str, str], target: Target) -> str:
-    """Return why a CPU target does not run weights in blocks; or ""."""
+    """Return why a CPU target does not run weights in blocks; "" if it does."""
     on_cpu = target.runtime == "onnxruntime" and {
         provider.name for provider in target.providers
     } <= {CPU}
@@ -181,7 +181,7 @@ def is_unsafe_without_rows(path: Path) -> bool:
 
 
 def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
-    """Check that libraries have the digests of their target before they are loaded."""
+    """Check that libraries have the digests in their target before they are loaded."""
     for library in libraries:
         path = Path(library.path)
         if not path.is_file():
@@ -197,10 +197,10 @@ def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
 
 
 def copy_libraries(model: Path, libraries: Mapping[str, tuple[CustomOps, ...]]) -> None:
-    """Copy the operator libraries that a model uses beside it, by target.
+    """Copy the operator libraries that a model uses to a folder beside it, by target.
 
-    The copies belong to the version. Functions of the model count too: if a library registers the
-    name of a function, sessions use the library's kernel.
+    The copies belong to the version. A library is also used if it registers the name of a function
+    of the model: sessions then use the library's kernel.
 
     Raises:
         RefusedError: a file of the model is in the folder of libraries, which servers will load.
@@ -227,14 +227,14 @@ CONVERT = "convert"
 """Option of the export: the file is converted to exactly `opset` and `ir_version`."""
 
 _OLDEST = 7
-"""Opset of a file that imports none."""
+"""Assumed opset of a file that imports none."""
 
 DROPPED_ZIPMAPS = "onnx-ops.zipmap.dropped"
-"""Metadata: outputs that were sequences of maps before onnx-ops made them tensors."""
+"""Metadata key for outputs that were sequences of maps and that onnx-ops made tensors."""
 
 
 def explain_newer_version(model_info: ModelInfo, section: Export) -> str:
-    """Return why a file is too new for the section; empty if it is not."""
+    """Return why a file is too new for the section; empty if it is not too new."""
     opset = model_info.opsets.get("", 0)
     if opset <= section.opset and model_info.ir_version <= section.ir_version:
         return ""
@@ -254,10 +254,10 @@ def suggest_versions(model_info: ModelInfo) -> str:
 
 
 def drop_zipmaps(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Replace ZipMap outputs by the matrix before them, with a column per class.
+    """Replace ZipMap outputs by their input matrix, which has a column per class.
 
     Returns:
-        The outputs that have become tensors; the model's metadata names them too.
+        The outputs that are now tensors; the model's metadata names them too.
     """
     from onnx import TensorProto, helper
 
@@ -290,7 +290,7 @@ def _zipmaps(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
 
 
 def explain_non_tensors(path: Path) -> str:
-    """Return which inputs and outputs cannot become tensors; empty if none."""
+    """Return which inputs and outputs cannot be made tensors; empty if all can."""
     model = share_structure(path)
     graph, zipped = model.graph, _zipmaps(model)
     values = [*graph.input, *(value for value in graph.output if value.name not in zipped)]
@@ -308,7 +308,7 @@ def explain_non_tensors(path: Path) -> str:
 
 
 def list_user_model_notes(place: Path) -> list[str]:
-    """List what a pipeline changes in a supplied file."""
+    """Return what a pipeline changes in a supplied file."""
     path = find_model_file(place)
     notes = [
         f"{name} is a sequence of maps (ZipMap), and becomes a matrix with a column for each key"
@@ -323,7 +323,7 @@ def list_user_model_notes(place: Path) -> list[str]:
 
 
 def list_user_model_problems(place: Path, section: Export, targets: Iterable[Target]) -> list[str]:
-    """List why a file cannot be used, and why targets refuse it."""
+    """Return why a supplied file cannot be used, and why targets reject it."""
     path = find_model_file(place)
     model_info = read_model_info(path)
     operators = find_custom_operators(share_structure(path))

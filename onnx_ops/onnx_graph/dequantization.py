@@ -1,8 +1,8 @@
 """Remove rounding, so that a quantized model and its original can be compared.
 
-The quantized model is written in float, and its float original with the rounded weights. The two
-files must agree like float models. A lost node, a wrong axis or a wrong constant is therefore
-detected despite the rounding.
+The quantized model is written in float, and its float original with the rounded weights. Both files
+must give equal answers within the tolerance for float models. A lost node, a wrong axis or a wrong
+constant is therefore detected despite the rounding.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _UNREAD = frozenset(
         "QOrderedMatMul",
     }
 )
-"""Operators whose rounding cannot be removed here."""
+"""Operators whose rounding cannot be removed by this module."""
 
 
 def write_with_weights(source: Path, weights: Iterable[QuantizedWeight], path: Path) -> None:
@@ -123,8 +123,8 @@ def _find_folded(
 ) -> dict[str, onnx.NodeProto]:
     """Return the ReLU and Clip of the original that quantized ranges replace.
 
-    The keys are the outputs of the QuantizeLinear nodes that have these ranges. Quantizers leave
-    out a clipping operator where the range ends at the same values.
+    The keys are the outputs of the QuantizeLinear nodes with these ranges. Quantizers omit a
+    clipping operator if the range ends at the same values.
     """
     tensors = reader.tensors
     rounding = [
@@ -161,11 +161,10 @@ def _map_clipping(
     values: Iterable[str],
     known: Mapping[str, str],
 ) -> dict[str, onnx.NodeProto]:
-    """Return the ReLU or Clip of the original that computes each of these values.
+    """Return the ReLU or Clip of the original for values of the quantized model.
 
-    The values are those of the quantized model. A value can have the name of the clipping
-    operator's output or input. If it has another name, the layer that computes it is found by its
-    weight.
+    A value can have the name of the clipping operator's output or input. If it has another name,
+    the weight of its layer identifies the operator.
 
     Args:
         replaceable: inputs of operators that a range can replace.
@@ -193,7 +192,7 @@ def _copy_operator(
 ) -> onnx.NodeProto:
     """Return a copy of an operator.
 
-    Copies of its constants are added to `tensors` under new names.
+    Copies of the operator's constants are added to `tensors` under new names.
     """
     made = copy.deepcopy(operator)
     for place, name in enumerate(operator.input):
@@ -211,7 +210,7 @@ def _ends_alike(
     low: float,
     high: float,
 ) -> bool:
-    """Return whether a range lies within that of the operator, up to half a step."""
+    """Return whether a range is within that of the operator, up to half a step."""
     from onnx import numpy_helper
 
     if any(name and name not in stored for name in cutting.input[1:]):
@@ -229,7 +228,7 @@ def _ends_alike(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dequantization:
-    """The graph that is being rewritten.
+    """The graph during the rewrite.
 
     `reader` holds its constants, and `makers` the producers of values. `folded` are the clipping
     operators to restore, by QuantizeLinear output. `levels` are the values whose levels an integer
@@ -277,9 +276,9 @@ def _rewrite(node: onnx.NodeProto, work: _Dequantization) -> list[onnx.NodeProto
 
 
 def _rewrite_pair(node: onnx.NodeProto, work: _Dequantization) -> list[onnx.NodeProto]:
-    """Replace a QuantizeLinear or DequantizeLinear by the values that it stands for.
+    """Replace a QuantizeLinear or DequantizeLinear by float values.
 
-    A computed value passes unchanged. A constant is written with its dequantized values.
+    A computed value is passed on unchanged. A constant is replaced by its dequantized values.
     """
     from onnx import helper
 
@@ -342,7 +341,7 @@ def _float_product(node: onnx.NodeProto, work: _Dequantization) -> onnx.NodeProt
     tensors = work.reader.tensors
     stored = tensors.get(node.input[1])
     if stored is None:
-        inputs = list(node.input[:2])  # both were converted to floats before
+        inputs = list(node.input[:2])  # both inputs were converted to floats before
     else:
         levels = numpy_helper.to_array(stored).astype(np.float64)
         if len(node.input) > 3 and node.input[3] in tensors:

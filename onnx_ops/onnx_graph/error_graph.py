@@ -1,4 +1,4 @@
-"""The graph of a model, extended by nodes that compute errors."""
+"""A model's graph, extended by nodes that compute errors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import onnx
 
 MOST_STEPS = 200
-"""Most operators that the errors are followed through, from an output backwards.
+"""Maximum number of operators through which errors are followed back from an output.
 
-Beyond them, only the operator's own rounding counts.
+Beyond them, only the rounding of the operator is included.
 """
 
 _FLOAT, _DOUBLE = 1, 11
@@ -38,19 +38,19 @@ At older opsets, the axes are an attribute.
 Rule: TypeAlias = "Callable[[ErrorGraph, onnx.NodeProto, str], str | None]"
 """Adds the nodes that compute the error of a node's output.
 
-It returns the error's name, or None for an exact output.
+It returns the name of the error, or None for an exact output.
 """
 
 
 class ErrorGraph:
-    """Adds nodes to a model that compute errors.
+    """Adds nodes that compute errors to a model.
 
-    `error` returns the name of a value of the same shape with the error of each element, or None
-    for one without. `levels` is the number of further linear operators whose errors count,
-    `epsilon` the spacing of the floats that the current operator computes in.
+    `error` returns the name of a value with the error of each element, or None for a value without
+    error. `levels` is the number of further linear operators whose errors are included. `epsilon`
+    is the spacing of the floats that the current operator computes in.
 
     Args:
-        rules: the rule of each operator; the one of "" is for all others.
+        rules: the rule of each operator; the rule of "" is for all other operators.
     """
 
     def __init__(self, model: onnx.ModelProto, rules: Mapping[str, Rule]) -> None:
@@ -76,7 +76,7 @@ class ErrorGraph:
             self._model.opset_import.add(domain="", version=self._opset)
 
     def error(self, name: str) -> str | None:
-        """Return the value with the error of each element; None if it has none."""
+        """Return the name of the error of each element of a value; None without an error."""
         key = name, self.levels
         if key not in self._errors:
             self._errors[key] = self._estimate_error(name)
@@ -104,12 +104,12 @@ class ErrorGraph:
         return self._producers.get(name)
 
     def main_input(self, node: onnx.NodeProto) -> str:
-        """Return the first input of a node that is computed."""
+        """Return the first input of a node that another node computes."""
         computed = [name for name in node.input if name and name not in self._constants]
         return str(computed[0] if computed else node.input[0])
 
     def constant_value(self, name: str) -> npt.NDArray[Any] | None:
-        """Return the value of a small constant that the file itself holds."""
+        """Return the value of a small constant that the model file contains."""
         from onnx import numpy_helper
 
         tensor = self._constants.get(name)
@@ -120,7 +120,7 @@ class ErrorGraph:
     # Methods that add nodes for rules; each returns the name of a value.
 
     def emit(self, op_type: str, inputs: list[str], **attributes: Any) -> str:
-        """Add a node."""
+        """Add a node, and return the name of its output."""
         from onnx import helper
 
         output = self._new_name()
@@ -134,7 +134,7 @@ class ErrorGraph:
         output: int = 0,
         attributes: Mapping[str, float] = MappingProxyType({}),
     ) -> str:
-        """Add a node with other inputs, and some other attributes."""
+        """Add a copy of a node with other inputs and some other attributes."""
         from onnx import helper
 
         added = type(node)()
@@ -151,7 +151,7 @@ class ErrorGraph:
         return names[output]
 
     def constant(self, value: npt.ArrayLike, dtype: Any = np.float32) -> str:
-        """Add an initializer."""
+        """Add an initializer, and return its name."""
         from onnx import numpy_helper
 
         name = self._new_name()
@@ -161,26 +161,26 @@ class ErrorGraph:
         return name
 
     def as_float(self, name: str) -> str:
-        """Return x in float32."""
+        """Return the value in float32."""
         return self.emit("Cast", [name], to=_FLOAT)
 
     def size(self, name: str) -> str:
-        """Return |x| in float32."""
+        """Return the absolute value in float32."""
         return self.emit("Abs", [self.as_float(name)])
 
     def scale(self, name: str, factor: float) -> str:
-        """Return x times a number."""
+        """Return the value multiplied by a number."""
         return name if factor == 1 else self.emit("Mul", [name, self.constant(factor)])
 
     def total(self, first: str, *others: str | None) -> str:
-        """Return the sum of the values, without those that are None."""
+        """Return the sum of the values that are not None."""
         for name in others:
             if name is not None:
                 first = self.emit("Add", [first, name])
         return first
 
     def expand(self, value: str, like: str) -> str:
-        """Return a value broadcast to the shape of another one."""
+        """Return a value, broadcast to the shape of another one."""
         return self.emit("Expand", [value, self.emit("Shape", [like])])
 
     def zeros(self, like: str) -> str:
@@ -188,11 +188,11 @@ class ErrorGraph:
         return self.expand(self.constant(0.0), like)
 
     def own(self, name: str, units: float = 1.0) -> str:
-        """Return the rounding of the answer itself, u |y|."""
+        """Return the rounding of an answer y, which is u |y|."""
         return self.scale(self.size(name), units * self.epsilon / 2)
 
     def root(self, *counts: str) -> str:
-        """Return sqrt(n), where n is a whole number, or the quotient of two."""
+        """Return sqrt(n) of a whole number n, or of the quotient of two numbers."""
         numbers = [self.as_float(count) for count in counts]
         return self.emit("Sqrt", [numbers[0] if len(numbers) == 1 else self.emit("Div", numbers)])
 
@@ -207,7 +207,7 @@ class ErrorGraph:
         return self.emit("Gather", [shape, place], axis=0)
 
     def reduce(self, op_type: str, name: str, axes: list[int] | None) -> str:
-        """Reduce some axes, or all, and keep them."""
+        """Reduce some axes, or all axes; reduced axes have the size 1."""
         if axes is None:
             return self.emit(op_type, [name], keepdims=1)
         if self._opset >= _AXES_INPUT_OPSETS[op_type]:
@@ -215,7 +215,7 @@ class ErrorGraph:
         return self.emit(op_type, [name], axes=axes, keepdims=1)
 
     def largest(self, name: str) -> str:
-        """Return the largest element, of shape (1,)."""
+        """Return the largest element of a value, of shape (1,)."""
         return self.emit(
             "Reshape", [self.reduce("ReduceMax", name, None), self.constant([1], np.int64)]
         )
@@ -251,7 +251,7 @@ def is_class_output(node: onnx.NodeProto, name: str) -> bool:
 def _find_doubles(
     model: onnx.ModelProto, constants: Mapping[str, onnx.TensorProto]
 ) -> frozenset[str]:
-    """Return the values of the main graph in float64."""
+    """Return the values of the main graph that are float64."""
     doubles = {name for name, tensor in constants.items() if tensor.data_type == _DOUBLE}
     doubles |= {
         value.name for value in model.graph.input if value.type.tensor_type.elem_type == _DOUBLE

@@ -1,10 +1,10 @@
 """Read and write ONNX files and the external weights beside them.
 
-Every location of external data is checked before a byte of it is read. ONNX Runtime 1.31 and the
-onnx package refuse different locations: the former reads a tensor out of the model file itself, out
-of the middle of another tensor, and through `..` that returns; the latter reads a tensor that is
-shorter than its shape. A location is refused here if either library could be misled by it. The same
-model always gives the same bytes.
+Every location of external data is checked before any byte of it is read. ONNX Runtime 1.31 and the
+onnx package refuse different locations. ONNX Runtime reads a tensor from the model file, from the
+middle of another tensor, or through a `..` that returns to the folder. The onnx package reads a
+tensor that is shorter than its shape. A location is refused here if it could mislead either
+library. The same model always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ _OTHERS = {
     b"\x89HDF": "HDF5, as Keras writes it: export the model to ONNX",
     b"version ": "a pointer of Git LFS: fetch the file with git lfs pull",
 }
-"""First bytes of files that are not ONNX."""
+"""First bytes of files that are not ONNX, by their kind."""
 
 _POINTER = b"version https://git-lfs"
-"""Start of the pointer file that Git LFS leaves in place of a file.
+"""First bytes of the pointer file that Git LFS puts in place of a file.
 
 Small weights would fit into the 130 bytes of a pointer file.
 """
 
 EXTERNAL_LIMIT = 1 << 30
-"""Bytes of weights above which they go into a file beside the model.
+"""Bytes above which weights are written to a file beside the model.
 
 A protobuf is limited to 2 GiB.
 """
 
 PROTOBUF_LIMIT = (1 << 31) - 1
-"""Bytes of the largest protobuf."""
+"""Maximum bytes of a protobuf."""
 
 _SHARED_LIMIT = 1 << 26
-"""Bytes of the largest file whose structure is kept.
+"""Maximum bytes of a file whose structure is cached.
 
-Reading the structure of a larger file takes a small part of the time of running it.
+For larger files, reading the structure takes a small part of the time of a run.
 """
 
 _SETTLED_NS = 100_000_000
-"""Age of a change, in ns, from which on another change has another time stamp.
+"""Age of a change in ns after which another change has a different time stamp.
 
 File systems count time in ticks.
 """
@@ -73,11 +73,11 @@ _PLAIN = "Copy the model and its weights into a folder of plain files."
 
 
 def read_structure(path: Path) -> onnx.ModelProto:
-    """Read a model without its external weights, whose locations are checked.
+    """Read a model without its external weights, but check their locations.
 
     Raises:
         NotFoundError: there is no such file, or its weights are missing.
-        UserError: it is not ONNX, or too large to be.
+        UserError: the file is not ONNX, or too large for a protobuf.
         RefusedError: its external data is outside the permitted locations, see
             `resolve_external_files`.
     """
@@ -85,7 +85,7 @@ def read_structure(path: Path) -> onnx.ModelProto:
 
 
 def share_structure(path: Path) -> onnx.ModelProto:
-    """Return what `read_structure` does, for callers that do not change it.
+    """Return the result of `read_structure`, for callers that do not change it.
 
     An unchanged file is parsed once.
     """
@@ -106,7 +106,7 @@ def _parse_unchanged(path: Path, _changes: tuple[int, ...]) -> onnx.ModelProto:
 
 
 def _check_weights(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """Return the model if its external data is where it is permitted.
+    """Return the model if its external data is in permitted locations.
 
     Otherwise raise as `read_structure` does.
     """
@@ -119,14 +119,17 @@ def _check_weights(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
 
 
 def collect_constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
-    """Return the initializers and values of Constant nodes of the main graph by name."""
+    """Return the constants of the main graph by name.
+
+    They are initializers and values of Constant nodes.
+    """
     return collect_graph_constants(model.graph)
 
 
 def collect_graph_constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     """Return the initializers and Constant node values of one graph by name.
 
-    Its subgraphs are left out.
+    Subgraphs are not included.
     """
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
@@ -137,7 +140,7 @@ def collect_graph_constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProt
 
 
 def get_opset(model: onnx.ModelProto) -> int:
-    """Return the version of ONNX's own operators that a model imports; 0 if none."""
+    """Return the opset of ONNX's default domain that a model imports; 0 without one."""
     return max(
         (entry.version for entry in model.opset_import if entry.domain in DEFAULT_DOMAINS),
         default=0,
@@ -145,7 +148,7 @@ def get_opset(model: onnx.ModelProto) -> int:
 
 
 def find_model_file(path: Path) -> Path:
-    """Return the file itself, or the one `.onnx` file of a folder."""
+    """Return the path if it is a file, or the only `.onnx` file of a folder."""
     if path.is_file():
         return path
     files = sorted(path.glob("*.onnx")) if path.is_dir() else []
@@ -163,7 +166,7 @@ def find_model_file(path: Path) -> Path:
 
 
 def list_external_names(path: Path) -> tuple[str, ...]:
-    """List the names of a model's weight files, which need not exist."""
+    """Return the names of a model's weight files, which need not exist."""
     entries = (
         entry for tensor in iterate_tensors(parse_model(path)) for entry in tensor.external_data
     )
@@ -171,7 +174,7 @@ def list_external_names(path: Path) -> tuple[str, ...]:
 
 
 def digest_model(path: Path) -> Digest:
-    """Digest a model and its weight files, regardless of their names."""
+    """Return the digest of a model and its weight files, which ignores file names."""
     weights = [path.parent / name for name in sorted(list_external_names(path))]
     if missing := [file.name for file in weights if not file.is_file()]:
         raise NotFoundError(f"the weights file {missing[0]} is not there", where=str(path))
@@ -179,9 +182,10 @@ def digest_model(path: Path) -> Digest:
 
 
 def parse_model(path: Path) -> onnx.ModelProto:
-    """Parse a file without external weights.
+    """Parse a file without its external weights.
 
-    The locations of the weights are not checked. Of an ORT file, only the structure is read.
+    The locations of the weights are not checked. For a file in ORT format, only the structure is
+    read.
     """
     import onnx
     from google.protobuf.message import DecodeError
@@ -220,13 +224,16 @@ def _kind_of(path: Path) -> str:
 
 
 def refuse_ort(path: Path) -> None:
-    """Refuse a file in ORT format, of which only the structure is read."""
+    """Raise UserError for a file in ORT format; only its structure is readable."""
     if is_ort_format(path):
         raise UserError("a file in ORT format cannot be rewritten", where=str(path), remedy=_SOURCE)
 
 
 def read_model(path: Path) -> onnx.ModelProto:
-    """Read a whole model with its weights; raises as `read_structure` does."""
+    """Read a whole model with its weights.
+
+    Errors are those of `read_structure`.
+    """
     from onnx.checker import ValidationError
     from onnx.external_data_helper import load_external_data_for_model
 
@@ -239,7 +246,7 @@ def read_model(path: Path) -> onnx.ModelProto:
             tensor.external_data.add(key="length", value=str(size))
     try:
         load_external_data_for_model(model, str(path.parent))
-    except (ValidationError, ValueError) as error:  # it refuses links, hard links included
+    except (ValidationError, ValueError) as error:  # onnx refuses links, also hard ones
         why = quoted(error)
         raise RefusedError(
             "its external data is not read", where=str(path), why=why, remedy=_PLAIN
@@ -248,10 +255,10 @@ def read_model(path: Path) -> onnx.ModelProto:
 
 
 def write_model(model: onnx.ModelProto, path: Path) -> None:
-    """Write a model, with weights in a file beside it if they are too large.
+    """Write a model; if its weights are too large, write them to a file beside it.
 
-    Converters import operator sets in the order of a hash table, which differs between processes,
-    and some of them twice, which quantizers refuse: they are sorted and deduplicated.
+    Operator set imports are sorted, and duplicates are removed. Converters write them in the order
+    of a hash table, which differs between processes, and quantizers refuse duplicates.
     """
     import onnx
 
@@ -273,7 +280,7 @@ def write_model(model: onnx.ModelProto, path: Path) -> None:
 
 
 def copy_model(source: Path, path: Path) -> None:
-    """Copy a model to another name, with its weight files."""
+    """Copy a model and its weight files to another name."""
     for file in resolve_external_files(read_structure(source), source.parent):
         place = path.parent / file.relative_to(source.parent)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -284,8 +291,8 @@ def copy_model(source: Path, path: Path) -> None:
 def iterate_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Yield the initializers and tensor attributes of a model.
 
-    Those of subgraphs, functions and training are included. The value of an attribute counts,
-    whatever type it declares.
+    Tensors of subgraphs, functions and training graphs are included. An attribute with a tensor is
+    included, whatever type it declares.
     """
     for graph in iterate_graphs(model):
         yield from graph.initializer
@@ -311,7 +318,7 @@ def iterate_graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
 
 
 def map_readers(nodes: Iterable[onnx.NodeProto]) -> dict[str, list[onnx.NodeProto]]:
-    """Return the nodes that read each value, one entry for each input."""
+    """Return the nodes that read each value, with one entry for each input."""
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in nodes:
         for name in node.input:
@@ -322,7 +329,7 @@ def map_readers(nodes: Iterable[onnx.NodeProto]) -> dict[str, list[onnx.NodeProt
 def list_shape_nodes(model: onnx.ModelProto) -> frozenset[str]:
     """Return the names of the nodes that compute only from shapes and constants.
 
-    Nodes of subgraphs are left out.
+    Nodes of subgraphs are not included.
     """
     constants = {tensor.name for tensor in model.graph.initializer}
     shapes: set[str] = set()
@@ -340,7 +347,7 @@ def list_shape_nodes(model: onnx.ModelProto) -> frozenset[str]:
 
 
 def iterate_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """Yield every node of a model, of subgraphs, functions and training too."""
+    """Yield every node of a model, including subgraphs, functions and training graphs."""
     waiting: list[onnx.NodeProto] = [*model.graph.node]
     for training in model.training_info:
         waiting += [*training.initialization.node, *training.algorithm.node]
@@ -373,9 +380,9 @@ _AGAIN = "Save the model again with its weights beside it."
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class TensorLocation:
-    """Where a file holds one tensor.
+    """The location of one tensor in a file.
 
-    Its bytes are `start` to `end` (exclusive) of `file`, a real path.
+    The bytes of the tensor are `start` to `end` (exclusive) of `file`, a real path.
     """
 
     file: Path
@@ -415,7 +422,7 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
 def _read_entries(tensor: onnx.TensorProto) -> dict[str, str]:
     """Return the location of a tensor's bytes by key.
 
-    Two equal keys are refused, since which of them counts is not defined.
+    Two equal keys are refused, since their precedence is undefined.
     """
     keys = [entry.key for entry in tensor.external_data]
     if twice := [key for key in keys if keys.count(key) > 1]:
@@ -425,7 +432,7 @@ def _read_entries(tensor: onnx.TensorProto) -> dict[str, str]:
 
 
 def _find_external_file(name: str | None, folder: Path, tensor: str) -> Path:
-    """Return the file that a tensor names; it is in the model's folder, and exists."""
+    """Return the file that a tensor names; the file exists in the model's folder."""
     where = f"tensor {tensor}"
     if name is None:
         raise RefusedError(
@@ -437,7 +444,7 @@ def _find_external_file(name: str | None, folder: Path, tensor: str) -> Path:
         raise RefusedError(
             f"its external data {name!r} lies outside its folder", where=where, remedy=_AGAIN
         )
-    if not os.path.isfile(path):  # unlike Path.is_file, it accepts too long names
+    if not os.path.isfile(path):  # unlike Path.is_file, it accepts names that are too long
         remedy = f"Put {name} there: it holds the model's weights, and belongs to the model."
         raise NotFoundError(
             f"its external data {name!r} is missing", where=str(folder), remedy=remedy
@@ -446,12 +453,12 @@ def _find_external_file(name: str | None, folder: Path, tensor: str) -> Path:
 
 
 def _refuse_overlaps(places: Iterable[TensorLocation]) -> None:
-    """Refuse tensors that share a part of their bytes.
+    """Refuse tensors that share only some of their bytes.
 
-    They may share all of them, as tied weights do.
+    Tied weights share all of their bytes.
     """
     last: TensorLocation | None = None
-    # Sorted by file and start, a place can overlap only with one before it.
+    # Sorted by file and start, a place can overlap only with the previous one.
     for place in sorted(place for place in places if place.end > place.start):
         is_same = last is not None and (last.start, last.end) == (place.start, place.end)
         if last and last.file == place.file and place.start < last.end and not is_same:
@@ -487,7 +494,7 @@ def _locate(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> Te
 
 
 def get_element_type(data_type: int) -> str:
-    """Return the name of an element type in ONNX, in lower case.
+    """Return the ONNX name of an element type in lower case.
 
     The name of an unknown type is `undefined`.
     """
@@ -498,7 +505,7 @@ def get_element_type(data_type: int) -> str:
 
 
 def get_element_bits(data_type: int) -> int | None:
-    """Return the bits of an element; None for texts and unknown types."""
+    """Return the number of bits of an element; None for texts and unknown types."""
     return _BITS.get(get_element_type(data_type))
 
 
@@ -513,7 +520,7 @@ def _number(entries: dict[str, str], key: str, where: str) -> int | None:
 
 
 def _bytes_of(tensor: onnx.TensorProto) -> int | None:
-    """Return the bytes that the tensor's shape and type take.
+    """Return the number of bytes that a tensor's shape and type need.
 
     Return None for a type without a fixed size.
     """

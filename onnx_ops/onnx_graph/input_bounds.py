@@ -31,7 +31,7 @@ _SAME_VALUES = frozenset(
     }
     | {"ArrayFeatureExtractor", "Concat", "Gather", "StringNormalizer"}
 )
-"""Operators whose outputs hold values of their first input."""
+"""Operators whose outputs hold the values of their first input."""
 
 _SIZES: Mapping[str, tuple[int, ...]] = {
     "ConstantOfShape": (0,),
@@ -52,7 +52,7 @@ _SIZES: Mapping[str, tuple[int, ...]] = {
 _SELECTORS = frozenset(
     {"Gather", "GatherElements", "GatherND", "Scatter", "ScatterElements", "ScatterND"}
 )
-"""Operators whose second input are indices into their first."""
+"""Operators whose second input holds indices into the first."""
 
 _COMPARISONS: Mapping[str, tuple[int, ...]] = {
     "Equal": (0, 1),
@@ -61,13 +61,10 @@ _COMPARISONS: Mapping[str, tuple[int, ...]] = {
     "Less": (0, 1, -1),
     "LessOrEqual": (0, 1, -1),
 }
-"""Operators that compare two inputs, with offsets from the other input.
-
-At these offsets, the answer of the comparison can change.
-"""
+"""Offsets from the other input at which a comparison can change, by operator."""
 
 _TEXTS = frozenset({"cats_strings", "keys_strings", "pool_strings", "string_vocabulary"})
-"""Attributes that list the texts which an operator knows."""
+"""Attributes that list the texts known to an operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +72,14 @@ class InputBounds:
     """The bounds of one input.
 
     Args:
-        index: the least and the largest index, if the input holds indices: into tables that are
-            gathered from, or of one-hot encodings. Of several ranges, the smallest counts.
-        texts: the texts known to the operators that read it.
-        size: whether the size of a value depends on it.
-        missing: whether an operator that reads it has a special answer for NaN.
-        tables: the sizes, as numbers or symbols, of the computed tensors that it holds indices
-            into;
-            `?` if unknown.
-        compared: whole numbers that decide what the model does with it, from comparisons with
-            constants.
+        index: the smallest and largest index, if the input holds indices into tables or of one-hot
+            encodings; with several readers, the smallest range.
+        texts: the texts known to the operators that read the input.
+        size: whether the size of a value depends on the input.
+        missing: whether an operator that reads the input has a special answer for NaN.
+        tables: the sizes, as numbers or symbols, of the computed tensors that the input holds
+            indices into; `?` if unknown.
+        compared: whole numbers at which comparisons with constants change the model's behaviour.
     """
 
     index: tuple[int, int] | None = None
@@ -96,9 +91,9 @@ class InputBounds:
 
 
 def read_input_bounds(path: Path) -> dict[str, InputBounds]:
-    """Derive the bounds of each input from the operators that read it.
+    """Derive the bounds of each input from the operators that read the input.
 
-    An input that is transformed before it becomes an index has no bounds of indices.
+    An input that is transformed before it is used as an index has no index bounds.
     """
     model = share_structure(path)
     stored: dict[str, onnx.TensorProto] = {}
@@ -138,13 +133,13 @@ def _selects_from_computed(
 ) -> bool:
     """Return whether an input holds indices into a tensor that the model computes.
 
-    `place` is the index of the input.
+    `place` is the index of the node's input.
     """
     return place == 1 and node.op_type in _SELECTORS and node.input[0] not in stored
 
 
 def _list_texts(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield the texts that an operator knows."""
+    """Yield the texts known to an operator."""
     for attribute in node.attribute:
         if attribute.name in _TEXTS:
             yield from (text.decode(errors="replace") for text in attribute.strings)
@@ -160,10 +155,7 @@ def _handles_missing(node: onnx.NodeProto) -> bool:
 def _list_compared(
     node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]
 ) -> Iterator[int]:
-    """Yield the whole numbers at which a comparison's answer can change.
-
-    The input is compared with a constant.
-    """
+    """Yield the whole numbers at which a comparison with a constant can change."""
     from onnx import numpy_helper
 
     other = stored.get(node.input[1 - place]) if node.op_type in _COMPARISONS else None
@@ -184,7 +176,7 @@ class _LazyShapes:
     def read_selected_size(self, node: onnx.NodeProto) -> int | str:
         """Return the size of the axis that the indices of a node select from.
 
-        Return `?` if it is unknown.
+        Return `?` if the size is unknown.
         """
         if self._shapes is None:
             self._shapes = _infer_shapes(self._model)
@@ -192,7 +184,7 @@ class _LazyShapes:
         attribute = _SELECTED_AXIS.get(node.op_type, "")
         axis = next((given.i for given in node.attribute if given.name == attribute), 0)
         if node.op_type == "GatherND" and self._shapes.get(node.input[1], [])[-1:] != [1]:
-            return "?"  # an entry has indices of several axes
+            return "?"  # each entry holds indices of several axes
         return shape[axis] if attribute and -len(shape) <= axis < len(shape) else "?"
 
 
@@ -203,13 +195,13 @@ _SELECTED_AXIS = {
     "Scatter": "axis",
     "ScatterElements": "axis",
 }
-"""Attribute that names the axis which indices select from."""
+"""Attribute that names the axis from which indices select, by operator."""
 
 
 def _infer_shapes(model: onnx.ModelProto) -> dict[str, list[int | str]]:
     """Return the shapes that ONNX can infer.
 
-    There are none for a model that its inference refuses. Free dimensions of inputs get names,
+    The result is empty if the inference rejects the model. Free dimensions of inputs get names,
     which the inference passes on.
     """
     import onnx
@@ -219,10 +211,10 @@ def _infer_shapes(model: onnx.ModelProto) -> dict[str, list[int | str]]:
     for value in named.graph.input:
         for axis, size in enumerate(value.type.tensor_type.shape.dim):
             if not size.HasField("dim_value") and not size.dim_param:
-                size.dim_param = f"{value.name}[{axis}]"  # as `list_named_axes` calls it
+                size.dim_param = f"{value.name}[{axis}]"  # the name that `list_named_axes` gives
     try:
         graph = onnx.shape_inference.infer_shapes(named).graph
-    except Exception:  # it raises various types; a wrong shape is not a problem of the bounds
+    except Exception:  # inference raises various types; a wrong shape is no problem of the bounds
         return {}
     return {
         value.name: [
@@ -245,9 +237,9 @@ def read_index_bounds(path: Path) -> dict[str, tuple[int, int]]:
 def _reached(
     start: str, users: Users, *, copies: bool = False
 ) -> Iterator[tuple[onnx.NodeProto, int]]:
-    """Yield the nodes that read a value or a derived one, with the input index.
+    """Yield the nodes that read a value or a derived value, with the input index.
 
-    With `copies`, only derived values that are the same values are followed.
+    With `copies`, only derived values equal to the value are followed.
     """
     waiting, visited = [start], {start}
     while waiting:
@@ -260,7 +252,7 @@ def _reached(
 
 
 def _copies(node: onnx.NodeProto, place: int) -> bool:
-    """Return whether a node's outputs hold the values of its input at that place."""
+    """Return whether a node's outputs hold the values of its input at this index."""
     if node.op_type == "Where":
         return place > 0
     return node.op_type in _SAME_VALUES and (place == 0 or node.op_type == "Concat")
@@ -269,9 +261,9 @@ def _copies(node: onnx.NodeProto, place: int) -> bool:
 def _entries(
     node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]
 ) -> int | None:
-    """Return how many entries a node selects from by its input at `place`.
+    """Return the number of entries that a node selects from by its input at `place`.
 
-    Return None if the node does not select by that input.
+    Return None if the node does not select by this input.
     """
     from onnx import numpy_helper
 

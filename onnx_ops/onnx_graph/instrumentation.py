@@ -1,6 +1,6 @@
 """Write copies of a model for measurements.
 
-A copy has intermediate values as outputs, or one operator quantized.
+A copy has intermediate values as outputs, or has one quantized operator.
 """
 
 from __future__ import annotations
@@ -27,20 +27,18 @@ if TYPE_CHECKING:
     import onnx
 
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
-"""Property of a node that lists the modules around it, and last the node itself.
-
-The outermost module comes first.
-"""
+"""Property of a node that lists its modules, from the outermost to the node."""
 
 _QUOTED = re.compile(r"'([^']*)'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputedValue:
-    """A value of the main graph and the node that computes it.
+    """A value of the main graph, and the node that computes the value.
 
-    `node` is the node's name, or the value's where it has none; `scope` the path of the source's
-    module, empty where the file has none or the node belongs to the outermost one.
+    `node` is the name of the node, or of the value if the node has no name. `scope` is the path of
+    the source's module; it is empty if the file has no scopes, or if the node belongs to the
+    outermost module.
     """
 
     name: str
@@ -50,7 +48,7 @@ class ComputedValue:
 
 
 def list_computed_values(path: Path) -> tuple[ComputedValue, ...]:
-    """List the values that nodes of the main graph compute, in topological order."""
+    """Return the values that nodes of the main graph compute, in topological order."""
     values = []
     for node in share_structure(path).graph.node:
         modules = _QUOTED.findall(
@@ -94,14 +92,14 @@ _DYNAMIC_OPSET = 11
 _LEVELS = 255
 _FLOAT = 1
 _TABLE = 1024
-"""Fewest elements of a table of embeddings that is worth quantizing."""
+"""Minimum number of elements of an embedding table that is worth quantizing."""
 
 
 def list_quantizable_nodes(path: Path, method: str) -> tuple[str, ...]:
-    """List the nodes that a search quantizes by a method, in graph order.
+    """Return the nodes that a search quantizes by a method, in graph order.
 
-    Nodes without a name cannot be excluded, and so are left out. For dynamic quantization, products
-    of two activations and gathers from anything but a table of floats are left out too.
+    Nodes without a name are omitted, since they cannot be excluded. For dynamic quantization,
+    products of two activations and gathers from anything but a table of floats are omitted too.
     """
     model = read_structure(path)
     stored = collect_constants(model)
@@ -145,7 +143,7 @@ def write_with_quantized_node(
     """Write a copy in which one operator computes with rounded numbers, in float.
 
     Args:
-        ranges: (low, high) of each activation; None computes them in each run, as dynamic
+        ranges: (low, high) of each activation; None computes the ranges in each run, as dynamic
             quantization does.
         weight_levels: largest level of a weight: 127 for 8 bits, 63 for 7.
 
@@ -177,9 +175,9 @@ def write_with_quantized_node(
 def _rounded(
     node: onnx.NodeProto, weight: npt.NDArray[np.generic], levels: int
 ) -> npt.NDArray[np.generic]:
-    """Round a weight to the nearest of `levels` levels on either side of zero.
+    """Return a weight, rounded to `levels` levels on either side of zero.
 
-    There is one scale per output channel, or per table.
+    There is one scale per output channel, or one per table.
     """
     turned = node.op_type == "Gemm" and any(a.name == "transB" and a.i for a in node.attribute)
     axis = 0 if node.op_type == "Conv" or turned else weight.ndim - 1
@@ -193,7 +191,7 @@ def _rounded(
 def _steps(
     model: onnx.ModelProto, name: str, slot: int, limits: ValueRange | None
 ) -> list[onnx.NodeProto]:
-    """Return nodes that write an activation in 8 bits and read it back."""
+    """Return nodes that quantize an activation to 8 bits and dequantize it."""
     from onnx import helper, numpy_helper
 
     written, scale, zero, read = (

@@ -1,9 +1,9 @@
 """Report which operators a target runs in int8.
 
-The report also has the reason why others stay in float, and the setting that changes that. A
-quantized file holds QuantizeLinear pairs around an operator. The runtime either fuses them into an
-int8 operator, or runs the operator in float with additional conversions. Only the graph that the
-runtime has rewritten shows which.
+The report also has the reasons why other operators stay in float, and the settings that change
+this. A quantized file holds QuantizeLinear pairs around an operator. The runtime either fuses them
+into an int8 operator, or runs the operator in float with additional conversions. Only the graph
+that the runtime has rewritten shows which.
 """
 
 from __future__ import annotations
@@ -56,10 +56,7 @@ _KINDS = {
     "TransposeMatMul": "MatMul",
     **{name: name for name in RECURRENT},
 }
-"""The float forms of products, convolutions and recurrent layers.
-
-The values are the operators that the forms stand for.
-"""
+"""Float forms of products, convolutions and recurrent layers, and their operators."""
 
 _AFFIXES = re.compile(r"^fused |(?:_token_\d+|_nchwc|_quant|_MatMul|/\w+Fusion)$")
 """Affixes that quantizers and the runtime add to the name of a rewritten node."""
@@ -115,7 +112,7 @@ class _Graph:
     dynamic: bool
 
     def constant(self, name: str) -> bool:
-        """Return whether a value is stored directly or behind a DequantizeLinear."""
+        """Return whether a value is a constant, or a dequantized constant."""
         maker = self.makers.get(name)
         if maker is not None and maker.op_type in ("DequantizeLinear", "Constant", "Transpose"):
             return maker.op_type == "Constant" or self.constant(maker.input[0])
@@ -125,10 +122,10 @@ class _Graph:
 def measure_int8_coverage(
     source: Path, rewritten: Path, excluded: Iterable[str] = ()
 ) -> Int8Coverage:
-    """Report which operators of a quantized variant run in int8.
+    """Return which operators of a quantized variant run in int8.
 
     Args:
-        source: the float export, whose names are reported.
+        source: the float export, whose node names are reported.
         rewritten: the variant's graph as the runtime runs it.
     """
     names = _list_names(source)
@@ -152,7 +149,7 @@ def measure_int8_coverage(
 def _list_names(source: Path) -> dict[str, str]:
     """Return the name of each node, by its name and by its outputs.
 
-    A node without a name is called by its first output.
+    The name of a node without a name is its first output.
     """
     names: dict[str, str] = {}
     for node in iterate_nodes(share_structure(source)):
@@ -164,8 +161,8 @@ def _list_names(source: Path) -> dict[str, str]:
 def _find_name(node: onnx.NodeProto, names: Mapping[str, str]) -> str:
     """Return the original name of a node that may have been renamed.
 
-    Quantizers and the runtime rename nodes. If the original name is unknown, the node's present
-    name is returned.
+    Quantizers and the runtime rename nodes. If the original name is unknown, the present name of
+    the node is returned.
     """
     name, before = node.name, ""
     while name not in names and name != before:
@@ -192,7 +189,7 @@ def _read_graph(rewritten: Path) -> _Graph:
 
 
 def _explain_float(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
-    """Return why the node runs in float, and the setting that fixes it."""
+    """Return why a node runs in float, and the setting that changes this."""
     return (
         _explain_unreached(node, graph)
         or _explain_unquantized(node, graph)
@@ -201,26 +198,26 @@ def _explain_float(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
 
 
 def _explain_unreached(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str] | None:
-    """Return why no quantizer reaches the node, and the setting that fixes it.
+    """Return why no quantizer handles the node, and the setting that changes this.
 
-    Return None if a quantizer reaches it.
+    Return None if a quantizer handles the node.
     """
     if node.op_type in _WITHOUT_KERNEL:
         return f"the runtime has no int8 kernel for {node.op_type}", ""
     if node.op_type in RECURRENT:
         return _RECURRENT_REASON, ""
     if node.output[0] in graph.inner:
-        return "it stands in a subgraph of If, Loop or Scan, which quantizers do not rewrite", ""
+        return "it is in a subgraph of If, Loop or Scan, which quantizers do not rewrite", ""
     if graph.dynamic and _KINDS[node.op_type] == "Conv":
         return (
-            "dynamic quantization leaves convolutions in float, which are slower with it",
+            "dynamic quantization leaves convolutions in float, because it would slow them down",
             "method: static",
         )
     return None
 
 
 def _explain_unquantized(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str] | None:
-    """Return why an input of the node is not quantized, and the setting that fixes it.
+    """Return why an input of the node is not quantized, and the setting to change.
 
     Return None if both inputs are quantized.
     """
@@ -230,18 +227,18 @@ def _explain_unquantized(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]
     )
     if not graph.constant(node.input[1]) and not (is_first_quantized and is_second_quantized):
         reason = "both of its inputs are computed: it has no constant weight"
-        return reason, "method: static, which supports such products"
+        return reason, "method: static, which quantizes products of two computed inputs"
     if not is_first_quantized:
         reason = (
             "its input is not quantized: "
-            f"it comes in float from {first.op_type if first else 'the model input'}"
+            f"{first.op_type if first else 'the model input'} supplies it in float"
         )
         return reason, f"name {_KINDS[node.op_type]} in `options.op_types`, or leave op_types out"
     return None
 
 
 def _explain_unfused(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
-    """Return why a node is not fused with its pairs, and the setting that fixes it.
+    """Return why a node is not fused with its pairs, and the setting to change.
 
     The input of the node is quantized.
     """
@@ -278,12 +275,12 @@ def advise(
     """Return all advice on a variant, the most costly finding first.
 
     Args:
-        rewritten: its graph as the runtime runs it on the target.
-        coverage: what runs in int8, with its reasons; None for a float variant.
+        rewritten: the variant's graph as the runtime runs it on the target.
+        coverage: which operators run in int8, with reasons; None for a float variant.
     """
     model, run = read_structure(variant), read_structure(rewritten)
     kinds = {node.op_type for node in (*model.graph.node, *run.graph.node)}
-    # Weights of a float model can take gigabytes.
+    # The weights of a float model can be gigabytes.
     if kinds & {
         "DequantizeLinear",
         "QuantizeLinear",
@@ -377,13 +374,13 @@ def _list_setting_advice(target: Target, machine: Arithmetic, kinds: set[str]) -
 
 
 def _list_conversion_advice(run: onnx.ModelProto) -> Iterator[Advice]:
-    """Yield advice on operators in float between int8 ones."""
+    """Yield advice on float operators between int8 operators."""
     makers = {name: node for node in run.graph.node for name in node.output}
     between: dict[str, list[str]] = {}
     for node in run.graph.node:
         if node.op_type == "QuantizeLinear":
             maker = makers.get(node.input[0])
-            # The coverage has the reason of such an operator.
+            # The coverage states the reason for such an operator.
             if maker is None or maker.op_type in _KINDS:
                 continue
             sources = [makers[name] for name in maker.input if name in makers]

@@ -1,4 +1,4 @@
-"""Read and write what an ONNX file states about itself."""
+"""Read and write the metadata of an ONNX file."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def read_model_info(path: Path) -> ModelInfo:
 
 
 def count_operators(model: onnx.ModelProto) -> dict[str, int]:
-    """Count nodes by operator and definition, such as `Gemm-13`.
+    """Count nodes by operator and version of its definition, such as `Gemm-13`.
 
-    The most frequent operator comes first. A version is the newest opset, at most the one that the
-    model imports, that changed the operator. Operators of other domains have their domain in front.
-    Operators that ONNX does not define have no known version. Nodes of subgraphs and functions
-    count too. A function's nodes have the versions that the model imports; if the model does not
-    import their domain, the function's own imports count.
+    The most frequent operator comes first. The version of an operator is the newest opset that
+    changed its definition, up to the opset that the model imports. Operators of other domains have
+    the domain as prefix. Operators that ONNX does not define have no known version. Nodes of
+    subgraphs and functions are included. A function's nodes have the versions that the model
+    imports, or those that the function imports for domains that the model does not import.
     """
     from onnx import defs
 
@@ -93,14 +93,14 @@ def read_shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
 
 
 AUTHOR, LICENSE = "model_author", "model_license"
-"""Keys that the ONNX standard gives to the author and the licence of a model."""
+"""Metadata keys of the ONNX standard for the author and the licence of a model."""
 
 _STANDARD = {"author": AUTHOR, "license": LICENSE}
 _LARGEST_VERSION = (1 << 63) - 1
 
 
 def write_lineage(path: Path, properties: Mapping[str, str]) -> None:
-    """Add properties to a model file in place; its weights are not touched.
+    """Add properties to a model file in place, without changing its weights.
 
     The same properties give the same bytes.
     """
@@ -118,13 +118,13 @@ def read_lineage(path: Path) -> dict[str, str]:
 
 
 def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:
-    """Copy a model with its weights and set its author, version or metadata.
+    """Copy a model with its weights, and set its author, version or metadata.
 
-    `output` can be the model itself.
+    `output` can be the path of the model.
 
     Args:
-        values: `author`, `license`, `version` (a whole number, as ONNX has it), `description`, or a
-            key of metadata.
+        values: values of `author`, `license`, `version` (a whole number, as in ONNX),
+            `description`, or a metadata key.
     """
     model = read_structure(path)
     version = values.get("version", str(model.model_version))

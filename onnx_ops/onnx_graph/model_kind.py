@@ -47,7 +47,7 @@ class ModelKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateKind:
-    """Kinds of a candidate and its baseline, and their other differences."""
+    """The kinds of a candidate and its baseline, and their other differences."""
 
     baseline: ModelKind
     candidate: ModelKind
@@ -55,11 +55,11 @@ class CandidateKind:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the candidate was rounded from a float32 baseline."""
+        """Return whether the candidate was rounded from a float32 baseline."""
         return self.baseline.precision == "float32" != self.candidate.precision
 
     def describe(self) -> str:
-        """Return the precision, the evidence for it, and the other changes as one line."""
+        """Return the precision, how it was derived, and the other changes as one line."""
         return "; ".join((f"{self.candidate.precision} ({self.candidate.why})", *self.changes))
 
 
@@ -100,7 +100,7 @@ def _read_kind(model: onnx.ModelProto) -> ModelKind:
         return ModelKind(precision="weight-only", why=_describe_weights(operators, weights))
     sizes = Counter[int]()
     for tensor in stored.values():
-        # Single numbers of a float16 graph are sometimes float32.
+        # Single numbers in a float16 graph are sometimes float32.
         if (elements := math.prod(tensor.dims)) > 1:
             sizes[tensor.data_type] += elements
     half = max(_HALVES, key=lambda kind: sizes[kind])
@@ -119,12 +119,11 @@ def _read_kind(model: onnx.ModelProto) -> ModelKind:
 
 
 def _count_weights(model: onnx.ModelProto, stored: Mapping[str, onnx.TensorProto]) -> Counter[str]:
-    """Count the products and convolutions with a quantized constant as weight.
+    """Count the products and convolutions whose weight is a quantized constant.
 
-    The counts are by the type of the weight's levels. Rows that are chosen from a quantized table
-    count too.
+    The counts are by the type of the weight's levels. Lookups in a quantized table are included.
     """
-    types: dict[str, str] = {}  # by value that stands for a weight
+    types: dict[str, str] = {}  # by value that holds a weight
     counts = Counter[str]()
     for node in reversed(list(iterate_nodes(model))):  # in graph order
         first = node.input[0] if node.input else ""
@@ -146,14 +145,14 @@ def _count_weights(model: onnx.ModelProto, stored: Mapping[str, onnx.TensorProto
 
 
 def _get_levels_type(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> str:
-    """Return the type of the levels of the constant that a quantization node takes.
+    """Return the type of the levels of the constant that a quantization node reads.
 
-    QuantizeLinear makes the levels of a constant, DequantizeLinear reads them. The result is empty
-    for other nodes.
+    QuantizeLinear computes the levels of a constant, and DequantizeLinear reads them. The result is
+    empty for other nodes.
     """
     if node.op_type not in _READING or not node.input or node.input[0] not in stored:
         return ""
-    # QuantizeLinear rounds a float constant in each run, to the type of its zero point.
+    # QuantizeLinear rounds a float constant in each run, to the type of the zero point.
     is_rounded_in_runs = node.op_type == "QuantizeLinear" and len(node.input) > 2
     name = node.input[2] if is_rounded_in_runs else node.input[0]
     if name in stored and (kind := get_element_type(stored[name].data_type)) in _WIDE_LEVELS:
@@ -162,7 +161,7 @@ def _get_levels_type(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto
 
 
 def _get_narrow_type(name: str, stored: Mapping[str, onnx.TensorProto]) -> str:
-    """Return the type of a constant with fewer than 16 bits; empty for others."""
+    """Return the type of a constant with fewer than 16 bits; empty for other types."""
     if name not in stored:
         return ""
     kind = stored[name].data_type
@@ -177,7 +176,7 @@ def _describe_weights(operators: Counter[str], weights: Counter[str]) -> str:
 
 
 def _list_bits(weights: Counter[str]) -> list[int]:
-    """Return the bits of types such as int4, uint8 and float8e4m3fn, least first."""
+    """Return the bits of types such as int4 and float8e4m3fn in ascending order."""
     return sorted({int(found.group()) for kind in weights if (found := re.search(r"\d+", kind))})
 
 
@@ -196,7 +195,7 @@ def _describe_int8(model: onnx.ModelProto, operators: Counter[str], weights: Cou
 def _count_pairs(model: onnx.ModelProto) -> int:
     """Return the number of products and convolutions with a dequantized weight.
 
-    A DequantizeLinear reads the weight from a constant.
+    The weight is a constant that a DequantizeLinear reads.
     """
     stored = set(collect_constants(model))
     read = {
@@ -213,7 +212,7 @@ def _count_pairs(model: onnx.ModelProto) -> int:
 def _describe_style(operators: Counter[str], fused: int) -> str:
     """Return the method of quantization.
 
-    For static quantization, the form in which it is stored is added.
+    For static quantization, the storage form is added.
     """
     if operators["DynamicQuantizeLinear"] or operators["DynamicQuantizeMatMul"]:
         return "dynamic"

@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 class ModelSummary:
     """The content of an ONNX file.
 
-    `operators` counts nodes, those of subgraphs and functions too, with the domain in front outside
-    the default one; `versions` counts them by the version of their definitions (`Gemm-13`).
-    `foreign` names the nodes of operators that no runtime provides. `blocks` is why no CPU kernel
-    runs a node, by node. `parameters` counts the elements of all constants by their type.
-    `unranked` names inputs and outputs without a declared shape. `author`, `license`, `version` and
-    `description` are copied from the file; empty or 0 if missing. `problem` is the ONNX checker's
-    error; empty if there is none.
+    `operators` counts nodes, including those of subgraphs and functions; operators outside the
+    default domain have the domain as prefix. `versions` counts nodes by the version of their
+    definitions (`Gemm-13`). `foreign` names the nodes of operators that no runtime provides.
+    `blocks` holds the reason why no CPU kernel runs a node, by node. `parameters` counts the
+    elements of all constants by type. `unranked` names inputs and outputs without a declared shape.
+    `author`, `license`, `version` and `description` are copied from the file; empty or 0 if
+    missing. `problem` is the error of the ONNX checker; empty without an error.
     """
 
     file: Digest
@@ -73,7 +73,7 @@ class ModelSummary:
 def summarize_model(
     path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None
 ) -> ModelSummary:
-    """Return the summary of a file; weights beside it are not loaded."""
+    """Return the summary of a file without loading external weights."""
     model = read_structure(path)
     operators = Counter(
         node.op_type if node.domain in DEFAULT_DOMAINS else f"{node.domain}::{node.op_type}"
@@ -122,7 +122,7 @@ def _count_elements(tensor: onnx.TensorProto) -> int:
 
 
 def _sort_counts(counts: Counter[str]) -> dict[str, int]:
-    """Return the counts, largest first, equal ones by name."""
+    """Return the counts in descending order; equal counts are sorted by name."""
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
@@ -140,31 +140,31 @@ LENGTH = 8
 
 _PRODUCTS = frozenset({"MatMul", "MatMulInteger", "QLinearMatMul"})
 _CONVOLUTIONS = {"Conv": 1, "ConvInteger": 1, "QLinearConv": 3}
-"""The index of each operator's weight among its inputs."""
+"""Index of the weight among the inputs of each convolution operator."""
 
 RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
 _COUNTED = _PRODUCTS | set(_CONVOLUTIONS) | RECURRENT | {"ConvTranspose", "Gemm"}
 _UNCOUNTED = frozenset(
     {"Attention", "DeformConv", "Einsum", "If", "LinearAttention", "Loop", "Scan"}
 )
-"""Operators that can multiply much, in a way that `macs` does not count."""
+"""Operators that can multiply, but are not included in `macs`."""
 
 
 Shape = tuple[int, ...]
 _TypedShape = tuple[Shape | None, int]
-"""Shape of a value, if it is known, and its element type."""
+"""Shape of a value, or None if it is unknown, and its element type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
-    """The cost by static shapes, for the sizes in `dims`.
+    """The cost of a model from static shapes, for the sizes in `dims`.
 
     `macs` counts multiply-accumulates by operator, of products, convolutions and recurrent layers
-    only. `uncounted` counts operators that multiply too but are left out, or whose shapes are not
-    known. `weight_bytes` is the size of all constants. `activation_bytes` is the largest total size
-    of values that are alive at the same time when nodes run in the order of the file. It excludes
-    working memory, reuse in place and alignment. `unknown_values` is the number of values that are
-    left out since they have no shape. `problem` is why there are no shapes at all.
+    only. `uncounted` counts operators that also multiply but are not included, or whose shapes are
+    unknown. `weight_bytes` is the size of all constants. `activation_bytes` is the largest total
+    size of values that exist at the same time when nodes run in the order of the file. It excludes
+    working memory, reuse in place and alignment. `unknown_values` is the number of values without a
+    shape, which are not included. `problem` is the reason why there are no shapes at all.
     """
 
     dims: Mapping[str, int]
@@ -177,14 +177,14 @@ class ModelCost:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations: two for each multiply-accumulate."""
+        """Return the floating-point operations, two for each multiply-accumulate."""
         return 2 * sum(self.macs.values())
 
 
 def estimate_cost(
     path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None
 ) -> ModelCost:
-    """Estimate the cost from the shapes of a file; no weights are read.
+    """Estimate the cost from the shapes of a file, without reading weights.
 
     Args:
         batch: size of the free axis that holds rows.
@@ -210,7 +210,7 @@ def estimate_cost(
 
 
 def _infer_shapes(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
-    """Return the model with the shapes of all values, and the error of the inference.
+    """Return the model with inferred shapes of all values, and the inference's error.
 
     The error is empty if the shapes were inferred.
     """
@@ -220,7 +220,7 @@ def _infer_shapes(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
         if model.functions:
             model = inliner.inline_local_functions(model)
         return shape_inference.infer_shapes(model, data_prop=True), ""
-    except Exception as error:  # it raises various types
+    except Exception as error:  # shape inference raises various types
         return model, quoted(error)
 
 
@@ -243,7 +243,7 @@ def _collect_values(graph: onnx.GraphProto) -> dict[str, _TypedShape]:
 def _count_macs(
     graph: onnx.GraphProto, values: Mapping[str, _TypedShape]
 ) -> tuple[Counter[str], Counter[str]]:
-    """Count multiply-accumulates by operator, and the operators that are left out."""
+    """Count multiply-accumulates by operator, and the operators without a count."""
     shapes = {name: shape for name, (shape, _) in values.items() if shape is not None}
     macs: Counter[str] = Counter()
     uncounted: Counter[str] = Counter()
@@ -257,13 +257,13 @@ def _count_macs(
             KeyError,
             IndexError,
         ):
-            # A shape is not known, or the operator does not have that rank.
+            # A shape is unknown, or has another rank than the operator takes.
             uncounted[node.op_type] += 1
     return macs, uncounted
 
 
 def _fix(model: onnx.ModelProto, batch: int, dims: dict[str, int]) -> dict[str, int]:
-    """Set every free dimension to a size, in place; return the sizes by name."""
+    """Set every free dimension to a size in place, and return the sizes by name."""
     inputs = _list_inputs(model.graph)
     rows = find_row_axes({value.name: read_shape(value) for value in inputs})
     for value in inputs:
@@ -280,13 +280,13 @@ def _fix(model: onnx.ModelProto, batch: int, dims: dict[str, int]) -> dict[str, 
 
 
 def _list_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
-    """Return the inputs that are not constants."""
+    """Return the inputs of a graph that are not constants."""
     constants = {tensor.name for tensor in graph.initializer}
     return [value for value in graph.input if value.name not in constants]
 
 
 def _count(node: onnx.NodeProto, shapes: Mapping[str, Shape]) -> int:
-    """Return the multiply-accumulates of a node; 0 for one without elements."""
+    """Return the multiply-accumulates of a node; 0 for a node without elements."""
     first = shapes[node.input[0]]
     if node.op_type in RECURRENT:
         weights = math.prod(shapes[node.input[1]]) + math.prod(shapes[node.input[2]])
@@ -303,7 +303,7 @@ def _count(node: onnx.NodeProto, shapes: Mapping[str, Shape]) -> int:
 
 
 def _measure_peak(graph: onnx.GraphProto, values: Mapping[str, _TypedShape]) -> tuple[int, int]:
-    """Return the most bytes alive at a time, and the number of values of unknown size."""
+    """Return the maximum bytes in use, and the number of values of unknown size."""
     last = _find_last_reads(graph)
     alive = {value.name: _measure_value(values, value.name) for value in _list_inputs(graph)}
     unknown = sum(size is None for size in alive.values())
@@ -332,7 +332,7 @@ def _find_last_reads(graph: onnx.GraphProto) -> dict[str, int]:
 
 
 def _read(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield the values that a node reads, those of its branches too."""
+    """Yield the values that a node and its subgraphs read."""
     yield from node.input
     for attribute in node.attribute:
         for graph in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
@@ -341,7 +341,7 @@ def _read(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def _measure_value(values: Mapping[str, _TypedShape], name: str) -> int | None:
-    """Return the bytes of a value; None if its shape is not known."""
+    """Return the bytes of a value; None if its shape is unknown."""
     shape, element_type = values.get(name, (None, 0))
     return None if shape is None else _count_bytes(math.prod(shape), element_type)
 

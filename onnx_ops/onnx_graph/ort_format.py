@@ -1,7 +1,8 @@
-"""Files in ORT format, ONNX Runtime's own format for optimized graphs.
+"""Read files in ORT format, ONNX Runtime's format for optimized graphs.
 
 They are FlatBuffers, whose schema is part of ONNX Runtime (`core/flatbuffers/schema/ort.fbs`). A
-field is found by its position in its table, so the positions here are those of the schema.
+field is identified by its position in a table, so the positions in this module are those of the
+schema.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _VALUE, _PARAMETER = 1, 2
 
 
 def is_ort_format(path: Path) -> bool:
-    """Return whether a file is in ORT format, by its content."""
+    """Return whether the content of a file is in ORT format."""
     with path.open("rb") as file:
         return file.read(8)[4:] == _MAGIC
 
@@ -30,7 +31,7 @@ def is_ort_format(path: Path) -> bool:
 def read_ort_structure(path: Path) -> onnx.ModelProto:
     """Read versions, inputs, outputs, operators and weight shapes.
 
-    Attributes and weights are left out.
+    Attributes and weights are not read.
     """
     try:
         return _parse(path.read_bytes())
@@ -42,7 +43,7 @@ def read_ort_structure(path: Path) -> onnx.ModelProto:
 
 
 class _Table:
-    """A table of a FlatBuffer: its fields by place, counted from 0."""
+    """A table of a FlatBuffer, with fields by position from 0."""
 
     def __init__(self, table: Any) -> None:
         self._table = table

@@ -1,4 +1,4 @@
-"""A model as Python source that rebuilds it, byte for byte."""
+"""Write Python source that rebuilds a model byte for byte."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 WEIGHTS = ".weights"
-"""Suffix of the source's name for the file with its large constants."""
+"""Suffix that is added to the source's name for the file with large constants."""
 
 _INLINE = 64
-"""Most bytes of a constant that is written in the source itself."""
+"""Maximum bytes of a constant in the source; larger constants are in the weights file."""
 
 _WIDTH = 100
 
@@ -49,7 +49,7 @@ if __name__ == "__main__":
 
 
 class _Writer:
-    """Renders messages as calls of their types. What is large goes to `weights`."""
+    """Renders messages as calls of their types; large constants go to `weights`."""
 
     def __init__(self) -> None:
         self.weights = bytearray()
@@ -81,11 +81,11 @@ class _Writer:
 
 
 def write_python_source(path: Path, source: Path) -> tuple[Path, ...]:
-    """Write source that builds the model, and return the files.
+    """Write source that builds the model, and return the written files.
 
-    The model's large constants are written beside the source. External weights are not copied: the
-    built model names them as the original does. Before this returns, the source is run and its
-    model compared with the original.
+    Large constants of the model are written beside the source. External weights are not copied: the
+    built model refers to the same files as the original. The source is run, and its model is
+    compared with the original, before this function returns.
     """
     model, writer = parse_model(path), _Writer()
     body = writer.render(model, 4)

@@ -27,32 +27,32 @@ if TYPE_CHECKING:
     import onnx
 
 QUANTIZED_SUFFIX = "_quantized"
-"""Suffix that quantizers add to the name of the original of a quantized tensor.
+"""Suffix that ONNX Runtime's quantizers add to the name of a quantized tensor.
 
-The quantizers are those of ONNX Runtime.
+The rest of the name is that of the original.
 """
 
 WRITTEN_SUFFIX = "_QuantizeLinear_Input"
 """Suffix of the name of a value before its quantization.
 
-ONNX Runtime's quantizers add it where the value that is read back has the original's name.
+ONNX Runtime's quantizers add it if the dequantized value has the original's name.
 """
 
 _AXIS_OPSET = 13
-"""First opset in which DequantizeLinear has an axis."""
+"""First opset in which DequantizeLinear has the attribute `axis`."""
 
 _OPAQUE = frozenset(
     {"QuantizeLinear", "DequantizeLinear", "MatMulInteger", "ConvInteger", "Shape", "Size"}
 )
-"""Operators that take integers, and whose results are not a rearrangement of them."""
+"""Operators that take integers and do more than rearrange them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
     """The roles of the inputs of an integer operator.
 
-    `operands` are indices of values, followed by their scale and zero point; `result` is the index
-    of the result's scale.
+    `operands` holds indices of values, each followed by its scale and zero point; `result` is the
+    index of the result's scale.
     """
 
     op_type: str
@@ -83,7 +83,7 @@ _LAYOUTS: Mapping[str, _Layout] = {
 
 @dataclass(slots=True)
 class _Rewriting:
-    """The new graph under construction.
+    """The new graph during the rewrite.
 
     `scales` holds the scale and zero point of each integer value.
     """
@@ -95,7 +95,7 @@ class _Rewriting:
     names: set[str] = field(default_factory=set)
 
     def fresh(self, name: str) -> str:
-        """Return the name, with a number appended if it is taken."""
+        """Return the name, with a number appended if the name is taken."""
         candidate, number = name, 0
         while candidate in self.names:
             number += 1
@@ -104,7 +104,7 @@ class _Rewriting:
         return candidate
 
     def read(self, value: str, scale: tuple[str, ...], axis: int) -> str:
-        """Dequantize an integer value and return the name of the result."""
+        """Dequantize an integer value, and return the name of the result."""
         from onnx import helper
 
         after = self.fresh(f"{value}.read")
@@ -115,7 +115,7 @@ class _Rewriting:
         return after
 
     def write(self, value: str, scale: tuple[str, ...]) -> str:
-        """Add a QuantizeLinear and return the name of its float input.
+        """Add a QuantizeLinear, and return the name of its float input.
 
         The name ends in `WRITTEN_SUFFIX`.
         """
@@ -128,11 +128,11 @@ class _Rewriting:
 
 
 def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
-    """Rewrite integer operators as operators between quantization pairs.
+    """Rewrite integer operators as float operators between quantization pairs.
 
-    A model without integer operators is returned unchanged. Operators that move integers (MaxPool,
-    Reshape, Concat …) keep their scale, and get such pairs too. A consumer that reads integers with
-    another scale than the producer used is then detected as in a graph of pairs.
+    A model without integer operators is returned unchanged. Operators that rearrange integers
+    (MaxPool, Reshape, Concat …) do not change the scale, and also get pairs. A reader that uses
+    another scale than the producer is then detected as in a graph of pairs.
     """
     if not any(_is_integer(node) for node in model.graph.node):
         return model
@@ -162,13 +162,16 @@ def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelPr
 
 
 def _keep_scale(work: _Rewriting, node: onnx.NodeProto) -> None:
-    """Put an operator that moves integers between pairs with its first input's scale."""
+    """Put an operator that rearranges integers between pairs.
+
+    Their scale is that of the operator's first input.
+    """
     scale = work.scales[node.input[0]]
     inputs = [
         work.read(name, scale, -1) if work.scales.get(name) == scale else name
         for name in node.input
     ]
-    place = len(work.nodes)  # before the QuantizeLinear nodes of its outputs
+    place = len(work.nodes)  # before the QuantizeLinear nodes of the operator's outputs
     moved = [work.write(name, scale) if name else "" for name in node.output]
     made = copy.deepcopy(node)
     made.input[:], made.output[:] = inputs, moved
@@ -178,7 +181,7 @@ def _keep_scale(work: _Rewriting, node: onnx.NodeProto) -> None:
 def refuse_channels_last(model: onnx.ModelProto, where: str) -> None:
     """Raise MeasurementError if integer operators have channels last.
 
-    Optimization for a processor introduces this layout.
+    This layout comes from optimization for a processor.
     """
     for node in model.graph.node:
         if any(a.name == "channels_last" and a.i for a in node.attribute):
@@ -223,9 +226,9 @@ def _expand(work: _Rewriting, node: onnx.NodeProto) -> None:
 
 
 def _find_weight_axis(node: onnx.NodeProto) -> int:
-    """Return the axis of a weight along which there is a scale for each channel.
+    """Return the axis of a weight that has a scale for each channel.
 
-    It is the axis of the outputs.
+    It is the axis of the output channels.
     """
     if node.op_type == "QLinearConv":
         return 0
@@ -238,17 +241,17 @@ _FOLDED = ("Relu", "Clip")
 _BOUNDED = frozenset({"Softmax", "Sigmoid", "HardSigmoid", "Tanh"})
 
 _WIDEST = 2
-"""Bytes of a level: activations have 8 or 16 bits."""
+"""Maximum bytes of a level: activations have 8 or 16 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedActivation:
-    """A QuantizeLinear with fixed parameters and a DequantizeLinear after it.
+    """A QuantizeLinear with constant parameters, followed by a DequantizeLinear.
 
-    `name` is the float value that is written, `origin` its name in the float export, `read` the
-    value read back. `low` and `high` are the values of the least and the largest level, `step`
-    their distance. A range that begins at 0 clips intentionally: it replaces a ReLU that was folded
-    into it.
+    `name` is the float value before the pair, `origin` its name in the float export, and `read` the
+    value after the pair. `low` and `high` are the values of the smallest and the largest level, and
+    `step` is the distance of levels. A range that begins at 0 clips intentionally: it replaces a
+    ReLU that was folded into the range.
     """
 
     name: str
@@ -262,8 +265,9 @@ class QuantizedActivation:
 def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     """Return the quantization pairs with one constant scale, in graph order.
 
-    Integer operators (QLinearConv …) count as their equivalent pairs: `expand_integer_operators`.
-    Scales that are computed (dynamic quantization) or differ by channel are left out.
+    Integer operators (QLinearConv …) are included as their equivalent pairs:
+    `expand_integer_operators`. Pairs whose scales are computed (dynamic quantization) or differ by
+    channel are omitted.
     """
     model = read_model(path)
     refuse_channels_last(model, path.name)
@@ -299,7 +303,7 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
 def find_folded_values(path: Path) -> dict[str, str]:
     """Return the output of each ReLU or Clip that a range can replace, by its input.
 
-    The operator must be the only reader of that input.
+    No other operator may read that input.
     """
     graph = share_structure(path).graph
     outputs = {value.name for value in graph.output}
@@ -316,7 +320,7 @@ def find_folded_values(path: Path) -> dict[str, str]:
 def find_bounded_values(path: Path) -> frozenset[str]:
     """Return the outputs of functions with a fixed range, such as Softmax.
 
-    Quantizers use that range for any rows.
+    Quantizers use the fixed range for any rows.
     """
     return frozenset(
         node.output[0] for node in share_structure(path).graph.node if node.op_type in _BOUNDED
@@ -326,7 +330,7 @@ def find_bounded_values(path: Path) -> frozenset[str]:
 def read_levels(
     node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]
 ) -> tuple[float, float, float] | None:
-    """Return step, lowest and highest value of a constant QuantizeLinear.
+    """Return step, lowest and highest value of a QuantizeLinear.
 
     Return None if its parameters are computed or differ by channel.
     """

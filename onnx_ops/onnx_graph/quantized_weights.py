@@ -1,4 +1,4 @@
-"""Read quantized weights beside the float weights that they were made from."""
+"""Read quantized weights together with the float weights that they were made from."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 _FLOAT = 1
 
 _KEPT_SPACINGS = 8
-"""Step of a constant that stays in float, in float32 spacings.
+"""Step of a constant that stays in float, in spacings of float32.
 
-The spacing is that at the constant's largest value. The constant can move by about half a step.
+The spacing is that at the constant's largest value. Such a constant can differ by about half a
+step.
 """
 
 
@@ -76,13 +77,13 @@ def read_quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight
     """Return the rounded weights of `derived` with their originals, by name.
 
     Raises:
-        MeasurementError: a weight has no original, or is stored in a way that cannot be read.
+        MeasurementError: a weight has no original, or its storage form is unknown.
     """
     paired = pair_quantized_weights(source, derived)
     if paired.unpaired:
         what = (
-            f"quantized weight {paired.unpaired[0]} cannot be compared: it has no original, "
-            "or another layout"
+            f"quantized weight {paired.unpaired[0]} cannot be compared: the source has no such "
+            "weight, or stores it in another layout"
         )
         raise MeasurementError(what, where=derived.name)
     return paired.pairs
@@ -91,10 +92,15 @@ def read_quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight
 def pair_quantized_weights(source: Path, derived: Path) -> PairedWeights:
     """Find the original of each rounded weight of `derived`.
 
-    Reads constants behind a DequantizeLinear, with one scale, one for each channel or each block;
-    constants of integer operators (QLinearConv, MatMulInteger …), of MatMulNBits and
-    GatherBlockQuantized; float constants before a QuantizeLinear; and float16. Originals are found
-    by `OriginFinder`, whatever their names.
+    The following constants are read:
+
+    - constants behind a DequantizeLinear, with one scale, or one for each channel or block.
+    - constants of integer operators (QLinearConv, MatMulInteger …), of MatMulNBits and of
+      GatherBlockQuantized.
+    - float constants before a QuantizeLinear.
+    - float16 constants.
+
+    `OriginFinder` finds the originals, whatever their names are.
 
     Raises:
         MeasurementError: an integer operator cannot be read.
@@ -122,8 +128,8 @@ def pair_quantized_weights(source: Path, derived: Path) -> PairedWeights:
                 stretch=weight.stretch,
             )
         )
-    # A single number without an original was folded from other numbers. The comparison of the
-    # functions without rounding shows whether it is right.
+    # A single number without an original was computed from other numbers. The comparison of the
+    # functions without rounding shows whether the number is right.
     unpaired = {
         weight.name for weight in rounded if weight.tensor not in origins and weight.values.size > 1
     }
@@ -138,7 +144,7 @@ def pair_quantized_weights(source: Path, derived: Path) -> PairedWeights:
 def _list_narrowed(
     finder: OriginFinder, reader: StoredWeightReader, read: set[str]
 ) -> list[StoredWeight]:
-    """Return the constants that are float16 or bfloat16 and were not in the source."""
+    """Return the float16 and bfloat16 constants that have another type in the source."""
     known = {name: tensor.data_type for name, tensor in finder.tensors.items()}
     return [
         weight
@@ -152,7 +158,7 @@ def _list_narrowed(
 def read_float_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
     """Return the constants that are float in both files.
 
-    Among them are the biases of a dynamically quantized model, so that a dropped bias is detected.
+    They include the biases of a dynamically quantized model, so that a dropped bias is detected.
     """
     before, after = read_model(source), read_model(derived)
     reader, finder = StoredWeightReader(after), OriginFinder(before, after)
@@ -203,11 +209,12 @@ def write_with_layer_errors(
 ) -> dict[str, tuple[ErrorSumNames, ...]]:
     """Write a copy of the float model that outputs squared errors of layers.
 
-    A layer is linear in its weight. The error of its answer is therefore its answer for the error
-    of the weight.
+    A layer is linear in its weight: the error of its answer is the layer's answer for the error of
+    the weight.
 
     Returns:
-        The two sums of each layer, by the weight's name; nothing for a weight of another operator.
+        The names of the two sums of each layer, by the weight's name; weights of other operators
+        have no entry.
     """
     from onnx import helper, numpy_helper
 
@@ -253,7 +260,7 @@ def read_layer_inputs(
 ) -> dict[str, tuple[Floats, Floats]]:
     """Return scale and zero point of the quantized input of each layer.
 
-    The keys are the original names of the layers' weights.
+    The keys are the names of the layers' weights in the original.
     """
     from onnx import numpy_helper
 
@@ -289,12 +296,12 @@ def write_with_bias_errors(
 
     The errors are those of layers with and without the moved bias. Quantizers move biases by the
     mean error that rounding causes in a layer (bias correction, Nagel et al. 2019, arXiv
-    1906.04721). This brings the layer's answers nearer to the float model's. `inputs` is the result
-    of `read_layer_inputs`.
+    1906.04721). The layer's answers are then nearer to those of the float model. `inputs` is the
+    result of `read_layer_inputs`.
 
     Returns:
-        The sums with the moved bias and with the original one, by the bias's name; nothing for a
-        constant that is not the bias of a layer with a rounded weight.
+        The names of the sums with the moved bias and with the original one, by the bias's name. A
+        constant that is not the bias of a layer with a rounded weight has no entry.
     """
     model = read_model(source)
     by_origin = {weight.origin: weight for weight in weights}
@@ -322,7 +329,7 @@ def _list_biased_layers(
 ) -> list[onnx.NodeProto]:
     """Return the layers that a bias belongs to.
 
-    A layer takes the bias as an input, or one of `sums` adds the bias to its answer.
+    Either the bias is an input of the layer, or one of `sums` adds the bias to the layer's answer.
     """
     added = {id(makers[name]) for node in sums for name in node.input if name in makers}
     return [layer for layer in layers if bias in layer.input[2:] or id(layer) in added]

@@ -1,6 +1,7 @@
-"""Rewrite graphs for tools and after them.
+"""Rewrite graphs before and after external tools process them.
 
-The functions clean up after tools, split Gemm, cast inputs and outputs, and follow excluded nodes.
+The functions restore metadata and names, split Gemm, cast inputs and outputs, and trace excluded
+nodes.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 def restore_metadata(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
     """Give a derived model its source's IR version, metadata and opset imports.
 
-    Inferred shapes are removed: a later tool that infers others refuses a file with them. The opset
-    of the default domain stays what the tool wrote, since its nodes are of that opset.
+    Inferred shapes are removed, since a later tool that infers other shapes refuses the file. The
+    opset of the default domain is unchanged, since the nodes that the tool wrote are of that opset.
     """
     model.ir_version = source.ir_version
     del model.metadata_props[:]
@@ -55,9 +56,9 @@ def restore_metadata(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
 
 
 def flatten_biases(model: onnx.ModelProto) -> None:
-    """Make Gemm biases of shape (1, n) vectors (n), as quantizers expect.
+    """Change Gemm biases of shape (1, n) to vectors (n), which quantizers expect.
 
-    A bias that another operator uses too keeps its shape.
+    A bias that another operator also uses is unchanged.
     """
     users: dict[str, set[str]] = {}
     for node in model.graph.node:
@@ -73,12 +74,12 @@ def flatten_biases(model: onnx.ModelProto) -> None:
 def renumber_names(model: onnx.ModelProto, pattern: str) -> None:
     """Renumber generated names in the order of appearance.
 
-    A converter numbers them per process. Weights take the order in which nodes use them, since
-    converters keep weights in sets.
+    The numbers of a converter differ between processes. Weights are numbered in the order in which
+    nodes use them, since converters store weights in sets.
 
     Args:
         model: changed in place, subgraphs included.
-        pattern: regular expression of such a name's generated part; its only group is the number.
+        pattern: regular expression for the generated part of a name; its only group is the number.
     """
     generated, numbers = re.compile(pattern), dict[str, str]()
 
@@ -140,20 +141,20 @@ def _lift_graph_constants(graph: onnx.GraphProto) -> None:
 
 
 PRODUCT = "_product"
-"""Name suffix of the MatMul result of a Gemm with a bias."""
+"""Suffix of the name of a MatMul result that replaces a Gemm with a bias."""
 
 
 def split_gemms(model: onnx.ModelProto, excluded: Collection[str] = ()) -> None:
-    """Replace each plain Gemm that is not excluded by a MatMul of its name, in place.
+    """Replace each plain Gemm that is not excluded by a MatMul of the same name.
 
-    An Add follows the MatMul if the Gemm has a bias. A plain Gemm multiplies by a constant matrix
-    that no other node reads, scales by 1 and does not transpose its input. If the Gemm transposes
-    the matrix, the transposed matrix is stored under the same name.
+    The model is changed in place. An Add follows the MatMul if the Gemm has a bias. A plain Gemm
+    multiplies by a constant matrix that no other node reads, scales by 1 and does not transpose its
+    input. If the Gemm transposes the matrix, the transposed matrix is stored under the same name.
     """
     from onnx import helper, numpy_helper
 
     matrices = {tensor.name: tensor for tensor in model.graph.initializer}
-    # Subgraphs read matrices too.
+    # Subgraphs also read matrices.
     readers = Counter(name for node in iterate_nodes(model) for name in node.input)
     rewritten: list[onnx.NodeProto] = []
     for node in model.graph.node:
@@ -191,7 +192,7 @@ def _read_flags(gemm: onnx.NodeProto) -> dict[str, float]:
 def _is_unscaled(gemm: onnx.NodeProto) -> bool:
     """Return whether a Gemm only multiplies its input and adds a bias.
 
-    It scales neither product nor bias, and does not transpose the input.
+    Such a Gemm scales neither product nor bias, and does not transpose the input.
     """
     flags = _read_flags(gemm)
     return flags.get("alpha", 1.0) == flags.get("beta", 1.0) == 1.0 and not flags.get("transA", 0)
@@ -200,7 +201,7 @@ def _is_unscaled(gemm: onnx.NodeProto) -> bool:
 _FLOAT, _BFLOAT = 1, 16
 _FLOATS = {_FLOAT: "float32", 10: "float16", 11: "float64", _BFLOAT: "bfloat16"}
 _CAST_OPSET = 13
-"""First opset whose Cast takes all float types."""
+"""First opset in which Cast takes all float types."""
 
 
 def read_boundary_types(model: Path) -> dict[str, int]:
@@ -216,10 +217,10 @@ def read_boundary_types(model: Path) -> dict[str, int]:
 def write_with_boundary_casts(model: Path, wanted: Mapping[str, int], path: Path) -> str:
     """Write the model with casts around float inputs of another type.
 
-    Outputs are then cast too. Shapes, names and other types stay unchanged.
+    If an input is cast, outputs are cast too. Shapes, names and other types are unchanged.
 
     Returns:
-        A description of the casts; empty, and nothing is written, where no float input differs.
+        A description of the casts; if no float input differs, it is empty and nothing is written.
     """
     structure = share_structure(model)
     types = {value.name: value.type.tensor_type.elem_type for value in _ends(structure)}
@@ -242,7 +243,7 @@ def write_with_boundary_casts(model: Path, wanted: Mapping[str, int], path: Path
 
 
 def _ends(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    # Old files list their weights as inputs.
+    # Files of old versions list their weights as inputs.
     stored = {tensor.name for tensor in model.graph.initializer}
     return [
         value for value in (*model.graph.input, *model.graph.output) if value.name not in stored
@@ -300,7 +301,7 @@ REMEDY = "Names are those of the exported file; `quantize.exclude` lists them."
 def trace_nodes(
     names: Iterable[str], source: onnx.ModelProto, prepared: onnx.ModelProto
 ) -> dict[str, tuple[str, ...]]:
-    """Find the nodes of `prepared` that came from named nodes of `source`.
+    """Return the nodes of `prepared` that came from named nodes of `source`.
 
     They are matched by name, else by output, else by weights.
 
@@ -317,10 +318,10 @@ def trace_nodes(
     }
     if lost := sorted(name for name, heirs in traced.items() if not heirs):
         raise UserError(
-            f"there is nothing left to exclude of {', '.join(lost)}",
+            f"{', '.join(lost)} cannot be excluded",
             where="quantize.exclude",
-            why="preparation folded it into a constant or into another node",
-            remedy="Leave it out of `quantize.exclude`.",
+            why="preparation folded these nodes into a constant or into another node",
+            remedy="Leave them out of `quantize.exclude`.",
         )
     return traced
 
@@ -340,9 +341,9 @@ def _refuse_unknown_names(wanted: Iterable[str], known: Collection[str]) -> None
 def _find_heirs(
     node: onnx.NodeProto, weights: Collection[str], prepared: onnx.ModelProto
 ) -> tuple[str, ...]:
-    """Return the nodes of `prepared` that came from a node.
+    """Return the nodes of `prepared` that came from one node.
 
-    They are matched by name, else by output, else by weights. The first way that finds any counts.
+    They are matched by name, else by output, else by weights. The first kind of match is used.
     """
     named = [n for n in prepared.graph.node if n.name]
     candidates = (
@@ -359,8 +360,8 @@ def find_quantized_nodes(
     """Return the excluded nodes that are quantized in `derived` nevertheless.
 
     Args:
-        rewritten: suffix of a node's name where the quantizer rewrites an operator before it
-            quantizes.
+        rewritten: suffix of a node's name if the quantizer rewrites the operator before
+            quantization.
     """
     stored = collect_constants(derived)
     integers = {

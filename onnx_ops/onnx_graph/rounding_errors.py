@@ -3,12 +3,12 @@
 The error is a first-order running error analysis in float32 (Higham, Accuracy and Stability of
 Numerical Algorithms, 2002, section 3.3). It begins at the last linear operators before an output.
 Such an operator errs by u (|W| |h| + |b|). The operators after it pass the error on by their
-slopes, and add what their kernels err.
+slopes, and add the errors of their kernels.
 
 The usual factor of sqrt(n) for n terms (section 2.8) is left out of products, whose kernels sum in
 blocks. With the factor, ten times the floor hides 1.2 % of the injected faults of
-`benchmarks.truth.parity`. Without it, 0.5 % are hidden, and every correct export stays below a
-third of the limit. Sums of one term after the other have the factor.
+`benchmarks.truth.parity`. Without the factor, 0.5 % are hidden, and every correct export stays
+below a third of the limit. Operators that add one term after the other have the factor.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FLOATS = frozenset({1, 10, 11, 16})
 """Element types: float32, float16, float64, bfloat16."""
 
 _OLDEST_OPSET = 9
-"""First opset with Where and ConstantOfShape."""
+"""First opset that has Where and ConstantOfShape."""
 
 _CLASSES = ("classlabels_int64s", "classlabels_ints", "classlabels_strings")
 """Attributes that hold the classes of a classifier."""
@@ -56,11 +56,12 @@ class RoundingOutputs:
 
     Args:
         error: the error of each element.
-        axis: axis of the output's columns: 1, the channels, behind a convolution, else the last.
+        axis: axis of the output's columns: 1, the channels, behind a convolution, otherwise the
+            last axis.
         segments: the number of the part that each element comes from, if the output is joined from
-            several.
-        scores: what an output of indices or classes ranks, along `scores_axis`, with the error
-            `scores_error`.
+            several parts.
+        scores: the values that an output of indices or classes ranks along `scores_axis`;
+            `scores_error` is the error of each score.
         labels: the class of each index, if the output holds classes.
     """
 
@@ -74,15 +75,15 @@ class RoundingOutputs:
 
 
 def list_ranked_outputs(path: Path) -> frozenset[str]:
-    """List the outputs that depend on a ranking, but are not indices themselves.
+    """Return the outputs that depend on a ranking, but are not indices.
 
-    Only outputs of the main graph are listed. They jump where two scores change places: boxes, for
-    example, in the order of their scores.
+    Only outputs of the main graph are returned. They jump where two scores change places: for
+    example, boxes in the order of their scores.
     """
     model = read_structure(path)
     ranked: set[str] = set()
     for node in model.graph.node:
-        if node.op_type == "TopK":  # its values are sorted, and do not jump
+        if node.op_type == "TopK":  # the values of TopK are sorted, and do not jump
             ranked.update(node.output[1:])
         if node.op_type in RANKINGS or not ranked.isdisjoint(node.input):
             ranked.update(node.output)
@@ -96,13 +97,11 @@ def write_with_rounding_errors(path: Path, copy: Path) -> dict[str, RoundingOutp
     """Write a copy that also computes the rounding errors of the outputs.
 
     Weights outside the file are not read: the copy refers to the same files, and so must be in the
-    same folder.
+    same folder. Errors are those of `read_structure`.
 
     Returns:
-        The additional outputs by output; empty, and no file, for a model older than opset 9.
-
-    Raises:
-        as `read_structure` does.
+        The additional outputs by output; for a model older than opset 9, the result is empty and no
+        file is written.
     """
     model = read_structure(path)
     if 0 < get_opset(model) < _OLDEST_OPSET:
@@ -136,8 +135,9 @@ def _describe_output(graph: ErrorGraph, value: onnx.ValueInfoProto) -> RoundingO
 
 
 def _find_axis(graph: ErrorGraph, name: str) -> int:
-    """Return the axis of the columns; that of channels behind a convolution."""
-    # Orders of the transpositions between the convolution and the output, the last one first.
+    """Return the axis of the columns; behind a convolution, the axis of channels."""
+    # Orders of the axes in the transpositions between the convolution and the output, the last one
+    # first.
     orders: list[tuple[int, ...]] = []
     for _ in range(MOST_STEPS):
         node = graph.producer(name)
@@ -178,7 +178,7 @@ def _number_segments(graph: ErrorGraph, name: str, depth: int = 0) -> str | None
 
 
 def _find_ranking(graph: ErrorGraph, name: str) -> RoundingOutputs | None:
-    """Return what an output of indices or classes ranks, and along which axis."""
+    """Return the values that an output of indices or classes ranks, and the axis."""
     labels: npt.NDArray[Any] | None = None
     for _ in range(MOST_STEPS):
         node = graph.producer(name)
@@ -199,7 +199,7 @@ def _find_ranking(graph: ErrorGraph, name: str) -> RoundingOutputs | None:
 
 
 def _read_ranking(node: onnx.NodeProto, name: str) -> RoundingOutputs | None:
-    """Return what a node ranks, if `name` holds its indices or classes."""
+    """Return the values that a node ranks, if `name` holds its indices or classes."""
     if node.op_type in ("ArgMax", "ArgMin"):
         return RoundingOutputs(scores=node.input[0], scores_axis=get_axis(node, 0))
     if node.op_type == "TopK" and name != node.output[0]:

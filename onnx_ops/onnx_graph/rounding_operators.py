@@ -1,7 +1,4 @@
-"""Tables of operators by how they round.
-
-They hold errors of kernels, slopes, and kinds of operators.
-"""
+"""Tables of operators by how they round: kernel errors, slopes, and kinds."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ ML_DOMAIN = "ai.onnx.ml"
 """Domain of the operators of classical machine learning."""
 
 DOMAINS = frozenset({*DEFAULT_DOMAINS, ML_DOMAIN, "com.microsoft"})
-"""Domains whose operators these tables name."""
+"""Domains of the operators in these tables."""
 
 KERNEL_ERRORS: Mapping[str, float] = {
     "Atan": 1.0,
@@ -39,7 +36,7 @@ KERNEL_ERRORS: Mapping[str, float] = {
 """Absolute errors of float32 kernels beyond eps |y|, in units of eps.
 
 The kernels are those of ONNX Runtime. Each error is the largest distance from float64 over the 2.6
-million arguments of `benchmarks.kernel_errors`. It is at most 2.5 times too small.
+million arguments of `benchmarks.kernel_errors`. The true error is at most 2.5 times as large.
 """
 
 SLOPES: Mapping[str, float] = {
@@ -88,7 +85,7 @@ SAME_SHAPE = frozenset(SLOPES) | frozenset(
         "Tanh",
     }
 )
-"""Operators whose answer has its columns where their main input has them."""
+"""Operators whose answer has its columns on the same axis as their main input."""
 
 MOVES = frozenset(
     {
@@ -115,7 +112,7 @@ MOVES = frozenset(
         "Unsqueeze",
     }
 )
-"""Operators that move elements of their first input, or choose among them."""
+"""Operators that move elements of their first input, or select some of them."""
 
 RESHAPES = frozenset({"Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
 """Operators through which the segments of a joined output can be followed."""
@@ -126,7 +123,7 @@ SUMS = frozenset({"AveragePool", "GlobalAveragePool", "ReduceL1", "ReduceMean", 
 WITH_CHANNELS = frozenset(
     {"AveragePool", "Conv", "ConvTranspose", "InstanceNormalization", "MaxPool", "Resize"}
 )
-"""Operators whose answer has its channels along axis 1."""
+"""Operators whose answer has its channels on axis 1."""
 
 EXACT = frozenset(
     {
@@ -160,10 +157,10 @@ EXACT = frozenset(
         "Xor",
     }
 )
-"""Operators whose answers are not rounded: they are right or wrong."""
+"""Operators whose answers have no rounding: they are right or wrong."""
 
 RANKINGS = frozenset({"ArgMax", "ArgMin", "NonMaxSuppression"})
-"""Operators all of whose answers jump where two scores change places."""
+"""Operators whose answers all jump where two scores change places."""
 
 BEHIND_INDICES = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-"""Operators that keep the indices or classes of a ranking, in their order."""
+"""Operators that preserve the order of a ranking's indices or classes."""

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     import onnx
 
 _LEAST_VARIANCE = 1e-5
-"""What normalizations add to the variance by default."""
+"""Default addition to the variance in normalizations."""
 
 
 def _estimate_unknown(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return 2 eps of the largest answer of an operator that has no rule."""
+    """Return the error of an operator without a rule: 2 eps of its largest answer."""
     return graph.expand(graph.largest(graph.own(name, 4.0)), name)
 
 
 def _estimate_product(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return u |a| |b| of a product, and what the errors of its inputs add."""
+    """Return the error of a product: u |a| |b|, plus the effect of its inputs' errors."""
     sizes = [graph.size(value) if value else "" for value in node.input]
     factors = {key: get_attribute(node, key) for key in ("alpha", "beta")}
     scales = {key: abs(float(factor)) for key, factor in factors.items() if factor is not None}
@@ -38,7 +38,10 @@ def _estimate_product(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str
 
 
 def _estimate_convolution(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return u (|W| |h| + |b|) of a convolution, and what the error of h adds."""
+    """Return the error of a convolution.
+
+    It is u (|W| |h| + |b|), plus the effect of the error of h.
+    """
     sizes = [graph.size(value) if value else "" for value in node.input]
     own = graph.scale(graph.copy(node, sizes), graph.epsilon / 2)
     return graph.total(own, *_pass_through(graph, node, sizes, {}, node.input[:1]))
@@ -51,10 +54,10 @@ def _pass_through(
     squared_attributes: Mapping[str, float],
     names: Sequence[str],
 ) -> list[str]:
-    """Return what the errors of the inputs add to a sum of products.
+    """Return the effects of the inputs' errors on a sum of products.
 
-    The errors are independent, so that their squares add up. Only the errors of one linear operator
-    further back count. Each level is as large as the next, and the distance of the source's two
+    The errors are independent, so that their squares add up. Only the errors of one further linear
+    operator are included. Each level is as large as the next, and the distance of the source's two
     answers shows all levels.
     """
     if not graph.levels:
@@ -73,9 +76,9 @@ def _pass_through(
 
 
 def _estimate_sum(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return eps sqrt(n) of the sum of |x|, and the sum of the errors.
+    """Return the error of a sum: eps sqrt(n) sum |x|, plus the sum of the errors.
 
-    The errors may have one cause, so that they add up.
+    The errors are added, since they may have the same cause.
     """
     terms = graph.root(graph.emit("Size", [node.input[0]]), graph.emit("Size", [name]))
     total = graph.copy(node, [graph.size(node.input[0]), *node.input[1:]])
@@ -85,7 +88,10 @@ def _estimate_sum(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | N
 
 
 def _estimate_cumulative_sum(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return eps sqrt(n) of the sum of |x|, and the sum of the errors."""
+    """Return the error of a cumulative sum.
+
+    It is eps sqrt(n) times the cumulative sum of |x|, plus that of the errors.
+    """
     axes = graph.constant_value(node.input[1])
     axis = -1 if axes is None else int(axes.reshape(-1)[0])
     terms = graph.root(graph.dimension(name, axis))
@@ -96,7 +102,7 @@ def _estimate_cumulative_sum(graph: ErrorGraph, node: onnx.NodeProto, name: str)
 
 
 def _estimate_moved(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return the errors, moved as the elements are."""
+    """Return the errors, moved in the same way as the elements."""
     before = graph.error(node.input[0])
     if before is None:
         return None
@@ -124,7 +130,7 @@ def _estimate_joined(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str 
 
 
 def _estimate_chosen(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return the error of what a condition chose."""
+    """Return the errors of the elements that a condition selected."""
     errors = [graph.error(choice) for choice in node.input[1:]]
     if not any(errors):
         return None
@@ -135,14 +141,14 @@ def _estimate_chosen(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str 
 
 
 def _estimate_total(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return the sum of the errors, and the rounding of the answer."""
+    """Return the error of an addition: the inputs' errors, plus the answer's rounding."""
     return graph.total(graph.own(name), *(graph.error(value) for value in node.input))
 
 
 def _estimate_times(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
     """Return the error of an element-wise product a b.
 
-    It is |b| times the error of a, |a| times that of b, and the rounding of the answer.
+    It is |b| times the error of a, plus |a| times the error of b, plus the rounding of the answer.
     """
     first, second = node.input
     parts = []
@@ -155,7 +161,8 @@ def _estimate_times(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str |
 def _estimate_quotient(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
     """Return the error of an element-wise quotient y = a / b.
 
-    It is the error of a / |b|, |y| / |b| times that of b, and the rounding of the answer.
+    It is 1 / |b| times the error of a, plus |y| / |b| times the error of b, plus the rounding of
+    the answer.
     """
     divisor = graph.size(node.input[1])
     parts = []
@@ -241,9 +248,9 @@ def _estimate_softmax(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str
 
 
 def _mix_errors(graph: ErrorGraph, y: str, errors: str, axes: list[int]) -> str:
-    """Return the relative error of a softmax.
+    """Return the error of a softmax, relative to its answer.
 
-    It is (1 - y) E + the sum of y E over the other elements.
+    It is (1 - y) E, plus the sum of y E over the other elements.
     """
     weighted = graph.emit("Mul", [y, errors])
     others = graph.emit("Sub", [graph.reduce("ReduceSum", weighted, axes), weighted])
@@ -253,7 +260,7 @@ def _mix_errors(graph: ErrorGraph, y: str, errors: str, axes: list[int]) -> str:
 
 
 def _estimate_log_sum(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return the error of ReduceLogSumExp, and the largest of the errors before it."""
+    """Return the error of ReduceLogSumExp, including the largest error of its inputs."""
     largest = graph.copy(node, [graph.size(node.input[0]), *node.input[1:]])
     own = graph.emit(
         "Add", [graph.scale(largest, 2 * graph.epsilon), graph.constant(2 * graph.epsilon)]
@@ -265,7 +272,10 @@ def _estimate_log_sum(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str
 
 
 def _estimate_batch_norm(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return eps (|s| (|x| + |m|) / sqrt(v) + |b|), since this is linear at inference."""
+    """Return a batch normalization's error: eps (|s| (|x| + |m|) / sqrt(v) + |b|).
+
+    At inference, a batch normalization is linear.
+    """
     x, scale, bias, mean, variance = node.input[:5]
     turned = graph.emit("Neg", [graph.size(mean)])
     own = graph.scale(
@@ -325,8 +335,8 @@ def _estimate_standardized(
         error = graph.emit(
             "Add", [error, graph.emit("Add", [before, graph.reduce("ReduceMean", before, axes)])]
         )
-    # A variance that is computed as the mean of squares less the square of the mean errs by eps
-    # mean^2.
+    # If a variance is computed as the mean of squares minus the square of the mean, its error is
+    # eps mean^2.
     lost = graph.scale(
         graph.emit("Div", [graph.emit("Mul", [mean, mean]), variance]), graph.epsilon
     )
@@ -335,7 +345,10 @@ def _estimate_standardized(
 
 
 def _estimate_linear_model(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return u (|W| |x| + |b|), passed on through the transformation of the scores."""
+    """Return the error of a linear model: u (|W| |x| + |b|).
+
+    The error is passed on through the transformation of the scores.
+    """
     weights = _read_sizes(node, "coefficients")
     offsets = _read_sizes(node, "intercepts")
     if node.op_type == "LinearRegressor":
@@ -365,9 +378,9 @@ def _estimate_linear_model(graph: ErrorGraph, node: onnx.NodeProto, name: str) -
 
 
 def _estimate_trees(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return eps sqrt(trees) times the sum of the largest leaves, by target.
+    """Return the error of a tree ensemble, by target.
 
-    The sum is over all trees.
+    It is eps sqrt(trees) times the sum over all trees of the largest leaf.
     """
     prefix = "target" if node.op_type == "TreeEnsembleRegressor" else "class"
     weights, targets, trees = (
@@ -386,7 +399,7 @@ def _estimate_trees(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str |
         largest, (np.asarray(trees), np.asarray(targets)), _read_sizes(node, f"{prefix}_weights")
     )
     total = largest.sum(axis=0)
-    if prefix == "class" and len(set(targets)) == 1:  # two classes, of which one is stored
+    if prefix == "class" and len(set(targets)) == 1:  # two classes, of which the file stores one
         total[:] = total.max()
     base = _read_sizes(node, "base_values")
     if base.size == width:
@@ -398,19 +411,19 @@ def _estimate_trees(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str |
 
 
 def _count_classes(node: onnx.NodeProto, key_of_numbers: str) -> int:
-    """Return the number of classes, which are numbers or texts."""
+    """Return the number of classes, which the node lists as numbers or texts."""
     return max(
         len(get_attribute(node, key) or ()) for key in (key_of_numbers, "classlabels_strings")
     )
 
 
 def _read_sizes(node: onnx.NodeProto, key: str) -> npt.NDArray[np.float64]:
-    """Return |w| of an attribute that holds numbers; one 0 if it is empty."""
+    """Return |w| of an attribute of numbers; a single 0 if the attribute is empty."""
     return np.abs(np.asarray(get_attribute(node, key) or [0.0], dtype=np.float64))
 
 
 def _estimate_scaled(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return |scale| (eps (|x| + |offset|) + E)."""
+    """Return the error of a scaler: |scale| (eps (|x| + |offset|) + E)."""
     factors, offsets = _read_sizes(node, "scale"), _read_sizes(node, "offset")
     inner = graph.scale(
         graph.emit("Add", [graph.size(node.input[0]), graph.constant(offsets)]), graph.epsilon
@@ -421,7 +434,7 @@ def _estimate_scaled(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str 
 
 
 def _estimate_top(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return the errors of what TopK chose; its indices have none."""
+    """Return the errors of the values that TopK selected; its indices have no error."""
     if name != node.output[0]:
         return None
     before = graph.error(node.input[0])
@@ -467,4 +480,4 @@ RULES: Mapping[str, Rule] = {
     "TopK": _estimate_top,
     "Where": _estimate_chosen,
 }
-"""The rule of each operator; that of "" is for all others."""
+"""The rule of each operator; the rule of "" is for all other operators."""

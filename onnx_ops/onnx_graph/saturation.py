@@ -2,10 +2,10 @@
 
 This happens on an x86 CPU without VNNI. There, ONNX Runtime multiplies uint8 activations by int8
 weights with `vpmaddubsw`, which adds neighbouring products in pairs and saturates each sum at 16
-bits (Intel 64 Software Developer's Manual, PMADDUBSW). Answers are then wrong, and no error is
-raised. Two weights of the same sign are safe if they add up to at most 128, since 255 * 128 <
-2**15: those of 7 bits always do. Products of other types, and those of depthwise convolutions, are
-added in 32 bits.
+bits (Intel 64 Software Developer's Manual, PMADDUBSW). Answers can then be wrong without any error
+message. Two weights of the same sign are safe if they add up to at most 128, since 255 * 128 <
+2**15: weights of 7 bits always do. Products of other types and of depthwise convolutions are added
+in 32 bits.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 _UINT8, _INT8 = 2, 3
 
 SAFE_SUM = 128
-"""Largest sum of two weights of the same sign that never overflows.
+"""Largest sum of two weights of the same sign that never overflows, in steps.
 
-The weights are in steps. No pair of uint8 activations makes the sum of products overflow.
+With such weights, no pair of uint8 activations overflows the sum of products.
 """
 
 _WEIGHT_INPUTS: Mapping[str, tuple[int, int]] = {
@@ -36,7 +36,7 @@ _WEIGHT_INPUTS: Mapping[str, tuple[int, int]] = {
     "QLinearConv": (3, 2),
     "QLinearMatMul": (3, 2),
 }
-"""Inputs with the weight and the activations' zero point, by integer operator.
+"""Indices of the weight and of the activations' zero point, by integer operator.
 
 -1 stands for activations that are always uint8.
 """
@@ -44,18 +44,15 @@ _WEIGHT_INPUTS: Mapping[str, tuple[int, int]] = {
 _PAIRED = frozenset({"Conv", "Gemm", "MatMul"})
 """Operators that the runtime replaces by integer operators.
 
-It replaces them where both inputs come from DequantizeLinear.
+Both of their inputs must come from DequantizeLinear.
 """
 
 _MOVES = frozenset({"DequantizeLinear", "Identity", "Reshape", "Transpose"})
-"""Operators through which a weight keeps its levels."""
+"""Operators that do not change the levels of a weight."""
 
 
 def find_saturating_weights(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Return the int8 weights whose products with uint8 activations can saturate.
-
-    The names are sorted.
-    """
+    """Return int8 weights whose products with uint8 activations can saturate, sorted."""
     stored = collect_constants(model)
     return tuple(
         sorted({name for name in _list_mixed_weights(model, stored) if _can_overflow(stored[name])})
@@ -84,13 +81,13 @@ def _list_mixed_weights(
             or _is_depthwise(node, stored[name])
         ):
             continue
-        # Without a stored type, uint8 is the default.
+        # Without a stored zero point, the type is uint8.
         if zero not in stored or stored[zero].data_type == _UINT8:
             yield name
 
 
 def _find_stored(name: str, makers: Mapping[str, onnx.NodeProto]) -> str:
-    """Return the constant behind a value that is only read or moved."""
+    """Return the constant that a value holds, directly or through moving operators."""
     while (maker := makers.get(name)) is not None and maker.op_type in _MOVES:
         name = maker.input[0]
     return name

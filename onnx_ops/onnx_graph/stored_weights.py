@@ -1,6 +1,6 @@
 """Read the rounded constants of a file.
 
-They are integers with their scales, blocks of few bits, and float16.
+They are integers with scales, blocks of few bits, or float16 numbers.
 """
 
 from __future__ import annotations
@@ -25,27 +25,24 @@ Tensors = Mapping[str, "onnx.TensorProto"]
 
 _FLOAT, _HALF, _BFLOAT = 1, 10, 16
 _NARROW = frozenset({2, 3, 17, 18, 19, 20, 21, 22, 23, 25, 26})
-"""Element types of weights of 8 bits and fewer.
-
-They are integers, and floats of 8 and 4 bits.
-"""
+"""Element types of weights of at most 8 bits: integers, and floats of 8 and 4 bits."""
 
 _BFLOAT_BITS, _SMALLEST = 7, -126
-"""Bits of the fraction of bfloat16, and its smallest exponent."""
+"""Number of fraction bits of bfloat16, and its smallest exponent."""
 
 _BLOCKED = re.compile(r"_(?:DQ_)?Q\d+(?:G\d+)?$")
-"""Suffix of the name of a weight that tools store in blocks."""
+"""Suffix of the names of weights that tools store in blocks."""
 
 _END_STEPS = 2.0
-"""Steps that count as one at the least and the largest level.
+"""Tolerance at the smallest and the largest level, in steps.
 
-A zero point is rounded, or the largest level is missing. Either moves the ends of a range by up to
-a step more than rounding does.
+If a zero point is rounded or the largest level is missing, the ends of a range move by up to a step
+more than rounding moves them.
 """
 
 _LEVEL_BITS = 8
 _LSTM_AXES, _LSTM_INPUTS = 3, 12
-"""Axes of a DynamicQuantizeLSTM's weights, and the number of its inputs.
+"""Number of axes of a DynamicQuantizeLSTM's weights, and number of its inputs.
 
 The inputs include all scales and zero points.
 """
@@ -57,20 +54,20 @@ _FIRST_PARAMETER = {
     "GatherBlockQuantized": 2,
     "DynamicQuantizeLSTM": 8,
 }
-"""The first input that is a scale or a zero point, as all after it are."""
+"""Index of the first input that is a scale or a zero point; all later inputs are too."""
 
 PRODUCTS = frozenset({"MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"})
-"""Products of integers whose weight is input 1, as it is in MatMul."""
+"""Integer products whose weight is input 1, as in MatMul."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeight:
-    """One rounded constant, and the values that it stands for.
+    """One rounded constant, and its values as floats.
 
-    `name` is without the suffixes of quantizers, `tensor` is the name that it is stored under.
+    `name` has no quantizer suffixes; `tensor` is the name under which the constant is stored.
     `step` is the distance of levels; its shape broadcasts against `values`. `allowed` is the
-    distance that counts as one step: it is wider at the ends of the range. `stretch` is as in
-    `WeightMeasurement`. `transposable` is True if its operator takes a matrix, whose original may
+    distance that counts as one step; it is larger at the ends of the range. `stretch` is as in
+    `WeightMeasurement`. `transposable` is True if the operator takes a matrix, whose original may
     be stored transposed.
     """
 
@@ -94,7 +91,7 @@ class _Scales:
 
 
 class StoredWeightReader:
-    """Reads the constants of a model as floats.
+    """Reads the rounded constants of a model as floats.
 
     The model must have no integer operators, as after `expand_integer_operators`.
     """
@@ -107,7 +104,7 @@ class StoredWeightReader:
         self._all_nodes = list(iterate_nodes(model))
 
     def iterate_weights(self) -> Iterator[StoredWeight]:
-        """Yield each rounded constant once; single numbers are left out."""
+        """Yield each rounded constant once; single numbers are omitted."""
         seen = set()
         for node in self._nodes:
             for weight in self._read_weights(node):
@@ -118,7 +115,7 @@ class StoredWeightReader:
     def list_unread(self, read: Collection[str]) -> tuple[str, ...]:
         """Return integer constants that look like weights and are not among `read`.
 
-        They have a layout that is not known here.
+        Their layout is unknown.
         """
         parameters = self.parameters()
         taken = {
@@ -149,7 +146,7 @@ class StoredWeightReader:
     def read_weight(self, node: onnx.NodeProto) -> StoredWeight | None:
         """Return the constant that a node dequantizes or multiplies by.
 
-        Return None if the node has no such constant, or one of another layout.
+        Return None if the node has no such constant, or if its layout is unknown.
         """
         match node.op_type:
             case "DequantizeLinear":
@@ -166,7 +163,7 @@ class StoredWeightReader:
                 return None
 
     def _read_weights(self, node: onnx.NodeProto) -> Iterator[StoredWeight]:
-        """Yield the rounded constants of a node: at most one, or two of a recurrent layer."""
+        """Yield the rounded constants of a node; only a recurrent layer has two."""
         if node.op_type == "DynamicQuantizeLSTM":
             yield from self._read_recurrent(node)
         elif (weight := self.read_weight(node)) is not None:
@@ -175,10 +172,9 @@ class StoredWeightReader:
     def _read_recurrent(self, node: onnx.NodeProto) -> Iterator[StoredWeight]:
         """Yield the weights of a DynamicQuantizeLSTM.
 
-        Their axes are in the order of LSTM's: directions, gates, inputs.
-
-        Source: onnxruntime's operator. Its weights have the last two axes exchanged, and its scales
-        are by direction, or by direction and gate.
+        Their axes are in the order of those of LSTM: directions, gates, inputs. Source:
+        onnxruntime's operator. Its weights have the last two axes exchanged, and its scales are by
+        direction, or by direction and gate.
         """
         if len(node.input) < _LSTM_INPUTS:
             return
@@ -206,7 +202,7 @@ class StoredWeightReader:
             )
 
     def _list_parameters(self, node: onnx.NodeProto) -> Iterator[str]:
-        """Yield the scales and zero points of a node."""
+        """Yield the names of the scales and zero points of a node."""
         first = _FIRST_PARAMETER.get(node.op_type)
         if first is not None:
             yield from node.input[first:]
@@ -219,9 +215,9 @@ class StoredWeightReader:
         return numpy_helper.to_array(self.tensors[name])
 
     def _read_linear(self, node: onnx.NodeProto) -> StoredWeight | None:
-        """Read the constant of a DequantizeLinear.
+        """Return the constant of a DequantizeLinear.
 
-        A Gather may choose rows of the constant before.
+        A Gather may select rows of the constant before it is dequantized.
         """
         name = node.input[0]
         maker = self._makers.get(name)
@@ -241,7 +237,7 @@ class StoredWeightReader:
         return self._scaled(name, self._array(name), scales, transposable=transposable)
 
     def _read_rounded_floats(self, node: onnx.NodeProto) -> StoredWeight | None:
-        """Read a float constant before a QuantizeLinear: it is rounded in each run."""
+        """Return a float constant that a QuantizeLinear rounds in each run."""
         name = node.input[0]
         if not {name, *node.input[1:3]} <= set(self.tensors) or len(node.input) < 3:
             return None
@@ -269,7 +265,7 @@ class StoredWeightReader:
                 np.nan_to_num(np.rint(values / scale) + centre), *_LIMITS[zero.dtype.name]
             )
         weight = self._scaled(name, levels, scales, transposable=True, stored_as=zero.dtype.name)
-        # It was rounded to float16 before.
+        # The constant was rounded to float16 before.
         if weight is not None and self.tensors[name].data_type == _HALF:
             return replace(
                 weight,
@@ -297,8 +293,8 @@ class StoredWeightReader:
     def _find_scale(self, node: onnx.NodeProto) -> str:
         """Return the name of the scale of an integer product's weight.
 
-        It is the constant with the weight's name and the suffix `_scale`, or else the constant that
-        the product's result is multiplied by.
+        It is a constant with the weight's name and the suffix `_scale`, or otherwise the constant
+        that the product's result is multiplied by.
         """
         named = f"{node.input[1].removesuffix(QUANTIZED_SUFFIX)}_scale"
         if named in self.tensors:
@@ -350,7 +346,7 @@ class StoredWeightReader:
         )
 
     def _read_blocks(self, node: onnx.NodeProto) -> StoredWeight | None:
-        """Read the matrix (K, N) of a MatMulNBits from its blocks along K."""
+        """Return the matrix (K, N) of a MatMulNBits from its blocks along K."""
         if not set(node.input[1:3]) <= set(self.tensors):
             return None
         sizes = {a.name: a.i for a in node.attribute}
@@ -366,7 +362,7 @@ class StoredWeightReader:
         return _build_blocked(node.input[1], levels.T, steps.T, centres.T, bits, transposable=True)
 
     def _read_block_table(self, node: onnx.NodeProto) -> StoredWeight | None:
-        """Read the table of a GatherBlockQuantized."""
+        """Return the table of a GatherBlockQuantized."""
         if not {node.input[0], node.input[2]} <= set(self.tensors):
             return None
         sizes = {a.name: a.i for a in node.attribute}
@@ -404,7 +400,7 @@ class StoredWeightReader:
     ) -> Floats | None:
         """Return the zero points of blocks.
 
-        If the node has none, they are `default`, or else the middle of the levels.
+        If the node has none, they are `default` or, without a default, the middle of the levels.
         """
         if len(node.input) <= place or not node.input[place]:
             return np.full(shape, float(1 << (bits - 1)) if default is None else default)
@@ -450,7 +446,7 @@ def iterate_half_weights(
 
 
 def iterate_float_weights(tensors: Tensors) -> Iterator[StoredWeight]:
-    """Yield constants in float32, whose levels are the spacings of the type."""
+    """Yield float32 constants; their levels are the spacings of float32."""
     from onnx import numpy_helper
 
     for name, tensor in sorted(tensors.items()):
@@ -465,12 +461,10 @@ def iterate_float_weights(tensors: Tensors) -> Iterator[StoredWeight]:
 def expand_scales(
     values: Floats, shape: tuple[int, ...], axis: int, block: int = 0
 ) -> Floats | None:
-    """Shape scales so that they broadcast against a weight.
+    """Return scales in a shape that broadcasts against a weight.
 
-    There is one scale, or one for each entry of an axis, or one for each block. Return None if the
-    scales do not fit.
-
-    Source: the ONNX operator DequantizeLinear-21.
+    There is one scale, one for each entry of an axis, or one for each block. Return None if the
+    scales do not fit. Source: the ONNX operator DequantizeLinear-21.
     """
     if block and values.ndim == len(shape):
         along = axis % len(shape)
@@ -517,19 +511,19 @@ _LIMITS = {
 
 
 def _count_end_steps(levels: Floats, kind: str) -> Floats:
-    """Return how many steps count as one for each level: more at the ends of the type."""
+    """Return how many steps count as one at each level; more at the ends of the type."""
     if kind not in _LIMITS:
         return np.ones((1,) * levels.ndim)
     least, most = _LIMITS[kind]
-    lowest = least + 1 if least < 0 else least  # symmetric quantizers omit the least level
+    lowest = least + 1 if least < 0 else least  # symmetric quantizers do not use the smallest level
     return np.where((levels <= lowest) | (levels >= most), _END_STEPS, 1.0)
 
 
 def _measure_stretch(kind: str, levels: Floats, centre: Floats) -> float | None:
-    """Return how much wider the type's range of levels is than the range in use.
+    """Return the type's range of levels, divided by the range in use.
 
-    The range in use is that of the part that uses the levels best. A part is a channel, or the
-    whole constant.
+    The range in use is that of the part with the widest range. A part is a channel, or the whole
+    constant.
     """
     if kind not in ("int8", "uint8") or not levels.size:
         return None
@@ -547,7 +541,7 @@ def _measure_stretch(kind: str, levels: Floats, centre: Floats) -> float | None:
 
 
 def _unpack(packed: npt.NDArray[Any], bits: int) -> Floats:
-    """Return the levels of each row, the low bits of a byte first."""
+    """Return the levels of each row; the low bits of a byte come first."""
     if bits == _LEVEL_BITS:
         return packed.astype(np.float64)
     shifts = np.arange(0, _LEVEL_BITS, bits, dtype=np.uint8)

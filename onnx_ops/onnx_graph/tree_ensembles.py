@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 ENSEMBLES = ("TreeEnsembleClassifier", "TreeEnsembleRegressor")
 
 _MOST_WEIGHTS = 1 << 28
-"""Most weights of all leaves together; a file can declare any number of outputs."""
+"""Maximum number of weights of all leaves; a file can declare any number of outputs."""
 
 _PARTS = ("treeids", "nodeids", "modes", "featureids", "values", "truenodeids", "falsenodeids")
 _LEAF, _AT_MOST, _BELOW = b"LEAF", b"BRANCH_LEQ", b"BRANCH_LT"
 
 
 class _Split(NamedTuple):
-    """A split: `low` is the next node where its feature is at most the threshold.
+    """A split; the next node is `low` if its feature is at most the threshold.
 
-    `high` is the next node otherwise.
+    Otherwise, the next node is `high`.
     """
 
     feature: int
@@ -41,14 +41,17 @@ class _Split(NamedTuple):
 
 @dataclass(slots=True)
 class _Growing:
-    """One tree of a file before it is put in order: splits and leaves by node number."""
+    """One tree of a file with unsorted nodes: splits and leaves by node number."""
 
     splits: dict[int, _Split] = field(default_factory=dict)
     leaves: dict[int, dict[int, float]] = field(default_factory=dict)
 
 
 def has_trees(path: Path) -> bool:
-    """Return whether a file holds a tree ensemble; raises as `read_structure` does."""
+    """Return whether a file holds a tree ensemble.
+
+    Errors are those of `read_structure`.
+    """
     return any(node.op_type in ENSEMBLES for node in iterate_nodes(share_structure(path)))
 
 
@@ -93,13 +96,12 @@ def order_nodes(
     leaves: Mapping[int, Mapping[int, float]],
     width: int,
 ) -> Tree:
-    """Return the nodes of the one tree in preorder.
+    """Return the nodes of a single tree in preorder.
 
     Args:
         roots: nodes that no split leads to.
-        splits: by node number: feature, threshold, the node where the comparison holds, and the
-            other
-            node.
+        splits: by node number: feature, threshold, the next node where the comparison is true, and
+            the next node where it is false.
         leaves: by node number: weights by output.
     """
     if len(roots) != 1:
@@ -133,10 +135,7 @@ def order_nodes(
 
 
 def _grow(node: onnx.NodeProto, where: str) -> tuple[dict[int, _Growing], int]:
-    """Return the trees by number, and the number of nodes.
-
-    The leaves have no weights yet.
-    """
+    """Return the trees by number, without leaf weights, and the number of nodes."""
     columns = _read_columns(node, [f"nodes_{part}" for part in _PARTS], where)
     growing: dict[int, _Growing] = {}
     for tree, number, mode, feature, threshold, yes, no in zip(*columns, strict=True):
@@ -148,7 +147,9 @@ def _grow(node: onnx.NodeProto, where: str) -> tuple[dict[int, _Growing], int]:
             exact = limit if mode == _AT_MOST else np.nextafter(limit, np.float32(-np.inf))
             grown.splits[number] = _Split(feature, float(exact), yes, no)
         else:
-            raise UserError(f"a tree asks {mode.decode(errors='replace')}", where=where)
+            raise UserError(
+                f"a tree has a split of mode {mode.decode(errors='replace')}", where=where
+            )
     return growing, len(columns[0])
 
 
@@ -173,24 +174,24 @@ MOST_SPLITS = 4096
 
 _TRANSPARENT = ("Cast", "Identity")
 _ASIDE = 2.0**-14
-"""Distance of a probe from its threshold, relative to the numbers on the way.
+"""Distance of a probe from its threshold.
 
-These are the numbers that are added before the comparison. The distance is far above the rounding
-of float32 (2^-24), so that a good export decides like its source. It is below the rounding of
+It is relative to the numbers that are added before the comparison. It is far above the rounding of
+float32 (2^-24), so that a correct export decides like its source. It is below the rounding of
 float16 (2^-11).
 """
 
 
 def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Build two rows for every split, one on each side of its threshold.
+    """Return two rows for every split, one on each side of its threshold.
 
-    A row is a real one that reaches that split, with the split's feature moved. A split with a
-    wrong position, branch or feature then changes the answer, even if no real row is near it. If
-    there are very many splits, an even selection is probed.
+    A row is a real row that reaches the split, with the split's feature moved. A split with a wrong
+    position, branch or feature then changes the answer, even if no real row is near the threshold.
+    If there are very many splits, an even selection is probed.
 
     Returns:
-        Inputs by name; None unless the model is an ensemble over its one matrix or its joined
-        columns of numbers, with scaling at most.
+        Inputs by name. None unless the model is an ensemble over one matrix or over joined columns
+        of numbers, with no more than scaling in between.
     """
     model = read_model(path)
     ensemble = next((node for node in model.graph.node if node.op_type in ENSEMBLES), None)
@@ -219,7 +220,7 @@ def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any]
 def _read_splits(ensemble: onnx.NodeProto, where: str) -> list[dict[int, _Split]]:
     """Return the splits of each tree that has any.
 
-    There are none if the ensemble cannot be read.
+    The result is empty if the ensemble cannot be read.
     """
     try:
         return [grown.splits for grown in _grow(ensemble, where)[0].values() if grown.splits]
@@ -234,7 +235,7 @@ def _is_matrix_of_numbers(array: Any) -> bool:
 def _split_columns(
     chosen: Floats, samples: Mapping[str, Any], order: Sequence[str]
 ) -> dict[str, Any]:
-    """Return pairs of joined rows as rows of the inputs in their types.
+    """Return pairs of joined rows as rows of the inputs, in the inputs' types.
 
     `chosen` has the shape (pairs, 2, columns).
     """
@@ -243,7 +244,7 @@ def _split_columns(
     probes = {}
     for name, array in samples.items():
         pairs = parts[name]
-        if array.dtype.kind == "i":  # the next whole numbers on either side
+        if array.dtype.kind == "i":  # use the next whole number on either side
             pairs = np.where(
                 pairs > pairs.min(axis=1, keepdims=True), np.ceil(pairs), np.floor(pairs)
             )
@@ -252,7 +253,7 @@ def _split_columns(
 
 
 def _matrix(model: onnx.ModelProto, names: list[str]) -> tuple[str, list[str]]:
-    """Return the value that joins all inputs, and their order in it.
+    """Return the value that joins all inputs, and their order in this value.
 
     The order is empty if there is no such value.
     """
@@ -279,9 +280,9 @@ def _origin(makers: Mapping[str, onnx.NodeProto], value: str) -> str:
 def _probes(
     tree: Mapping[int, _Split], rows: Floats, factor: Floats, shift: Floats
 ) -> Iterator[Floats]:
-    """Yield both sides of the threshold of each split that is reached.
+    """Yield one row on each side of the threshold, for each split that is reached.
 
-    Each has the shape (2, features).
+    Each pair of rows has the shape (2, features).
     """
     roots = _find_roots(tree, tree)
     waiting = [(root, rows[index % len(rows)]) for index, root in enumerate(roots)]
@@ -316,7 +317,7 @@ def _scaling(
 ) -> tuple[Floats, Floats] | None:
     """Return factor and shift of each column between the model's input and `value`.
 
-    Return None if other operations are between them.
+    Return None if there are other operations between them.
     """
     from onnx import numpy_helper
 

@@ -1,10 +1,15 @@
 """Find the float constant that each rounded weight of another file was made from.
 
-Quantizers keep the names of weights, or change them, or write the graph anew. A weight is therefore
-found by its name, by the place of its operator in both graphs, and by its values, in this order of
-trust: a name that the place confirms, unless the values are unrelated; values that are near, by
-name, by place, or else the nearest; a name that the place confirms; the place; the name; the only
-one left of its shape.
+Quantizers preserve or change the names of weights, or write a new graph. A weight is therefore
+matched by its name, by the place of its operator in both graphs, and by its values, in this order
+of trust:
+
+1. A name that the place confirms, unless the values are unrelated.
+2. Near values, by name, by place, or otherwise the nearest ones.
+3. A name that the place confirms.
+4. The place.
+5. The name.
+6. The only remaining constant of the same shape.
 """
 
 from __future__ import annotations
@@ -28,25 +33,26 @@ _FLOATS = frozenset({1, 10, 11, 16})
 _NEAR = 0.3
 """Squared distance from the original below which values are near.
 
-The distance is a share of the original's square. Rounding to 4 bits moves a normal weight by 0.01
-to 0.02 of it, rounding to 2 bits by 0.1 to 0.3. Another weight of the same spread is at 2.
+The distance is relative to the square of the original. Rounding to 4 bits gives normal weights a
+distance of 0.01 to 0.02, and rounding to 2 bits 0.1 to 0.3. Another weight of the same spread has a
+distance of 2.
 """
 
 _SAME_NUMBER = 1e-3
 """Squared relative distance below which two single numbers count as equal.
 
-One of them may be rounded.
+One of the numbers may be rounded.
 """
 
 _UNRELATED = 1.0
-"""Distance from which name and place are trusted less than near values elsewhere.
+"""Distance above which near values elsewhere are trusted more than name and place.
 
-Tools give generic names such as `v206` to tensors and nodes. Two files can have the same generic
-names by chance.
+Tools give tensors and nodes generic names such as `v206`. Two files can have the same generic names
+by chance.
 """
 
 _SAMPLED = 4096
-"""Elements of a weight that are compared to find its original."""
+"""Maximum number of elements of a weight that are compared to find its original."""
 
 _MOVING = frozenset(
     {
@@ -60,7 +66,7 @@ _MOVING = frozenset(
         "Unsqueeze",
     }
 )
-"""Operators between a constant and the operator that it is a weight of."""
+"""Operators that can be between a constant and the operator whose weight it is."""
 
 _KINDS = {
     "DynamicQuantizeLSTM": "LSTM",
@@ -69,7 +75,7 @@ _KINDS = {
     "GatherBlockQuantized": "Gather", "MatMulInteger": "MatMul",
     "MatMulIntegerToFloat": "MatMul", "MatMulNBits": "MatMul", "NhwcFusedConv": "Conv",
 }  # fmt: skip
-"""The operator that each of these operators stands for."""
+"""The standard operator that each of these operators stands for."""
 
 _TWO = 2
 
@@ -86,9 +92,9 @@ class Origin:
 class _Use:
     """The operator that takes a constant as input `slot`.
 
-    `number` counts such operators in the order of the graph. `names` are the names of the node and
-    its results, and `output` is its first result. `turned` is True for a product whose weight has
-    the outputs along axis 0. `biased` is True if the operator adds a bias.
+    `number` counts the operators of this kind and slot in graph order. `names` are the names of the
+    node and its results, and `output` is its first result. `turned` is True for a product whose
+    weight has the outputs on axis 0. `biased` is True if the operator adds a bias.
     """
 
     kind: str
@@ -102,7 +108,7 @@ class _Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PossibleOrigin:
-    """A possible original of a fitting shape, in one orientation, with its evidence."""
+    """A possible original of matching shape, in one orientation, with its evidence."""
 
     origin: Origin
     distance: float
@@ -123,12 +129,13 @@ class _PossibleOrigin:
             self.named,
         )
         level = next((place for place, trust in enumerate(trusts) if trust), len(trusts))
-        # Orientation decides between a square matrix and its transpose, unless only one is near.
+        # The orientation decides between a square matrix and its transpose, unless only one of them
+        # is near.
         return level, not (near or self.oriented), self.distance
 
 
 class OriginFinder:
-    """Finds originals in a float model for the weights of a derived model."""
+    """Finds the originals in a float model for the weights of a derived model."""
 
     def __init__(self, source: onnx.ModelProto, derived: onnx.ModelProto) -> None:
         self.tensors = {
@@ -146,7 +153,7 @@ class OriginFinder:
             ).append(name)
 
     def read(self, origin: Origin) -> npt.NDArray[Any]:
-        """Return the values of an original, in the orientation of its weight."""
+        """Return the values of an original, in the orientation of the weight."""
         from onnx import numpy_helper
 
         if origin.name not in self._arrays:
@@ -155,15 +162,16 @@ class OriginFinder:
         return values.T if origin.transposed else values
 
     def find(self, weights: Sequence[StoredWeight]) -> dict[str, Origin]:
-        """Return the original of each weight by the name that it is stored under.
+        """Return the original of each weight, by the name that it is stored under.
 
-        Weights without an original are left out.
+        Weights without an original are omitted.
         """
         found: dict[str, Origin] = {}
         waiting: list[tuple[StoredWeight, list[_PossibleOrigin]]] = []
         for weight in weights:
             candidates = sorted(self._list_candidates(weight), key=lambda candidate: candidate.rank)
-            # Any two files have single numbers in the same places, such as exponents and factors.
+            # In any two files, single numbers such as exponents and factors are in the same places:
+            # names and places are no evidence.
             if weight.values.size == 1:
                 candidates = [one for one in candidates if one.distance < _SAME_NUMBER]
             if candidates and candidates[0].rank[0] < _UNKNOWN:
@@ -178,9 +186,10 @@ class OriginFinder:
         return found
 
     def match_values(self, weights: Sequence[StoredWeight]) -> dict[str, str]:
-        """Return values that layers of rounded weights compute, with their counterparts.
+        """Return values that layers of rounded weights compute, with counterparts.
 
-        The counterparts are values of the source. A bias that is added after a layer belongs to it.
+        The counterparts are values of the source. A bias that is added after a layer is part of the
+        layer.
         """
         values = {}
         for tensor, origin in self.find(weights).items():
@@ -200,9 +209,10 @@ class OriginFinder:
         return values
 
     def find_by_name(self, weight: StoredWeight) -> Origin | None:
-        """Return the original of that name.
+        """Return the original with the same name as the weight.
 
-        Return None if its operator is another one of the same kind.
+        Return None if that constant belongs to another operator of the same kind, and its values
+        are not near.
         """
         own, use = self._uses.get(weight.name), self._derived_uses.get(weight.tensor)
         named = [
@@ -225,7 +235,7 @@ class OriginFinder:
         return min(named, key=lambda candidate: candidate.rank).origin if named else None
 
     def _list_candidates(self, weight: StoredWeight) -> Iterator[_PossibleOrigin]:
-        """Yield the originals of a fitting shape; axes of one element do not count."""
+        """Yield the originals of matching shape; axes of size 1 are ignored."""
         shape = tuple(size for size in weight.values.shape if size != 1)
         use = self._derived_uses.get(weight.tensor)
         own_shape = weight.values.shape or (1,)
@@ -252,7 +262,7 @@ class OriginFinder:
     ) -> Iterator[bool]:
         """Yield the orientations in which a constant can be the original of a weight.
 
-        False stands for the constant itself, True for its transpose. `shape` is that of the weight.
+        False stands for the constant, and True for its transpose. `shape` is that of the weight.
         """
         plain = tuple(size for size in self.tensors[name].dims if size != 1)
         if plain == shape:
@@ -276,7 +286,7 @@ _UNKNOWN = 7
 def _list_names(name: str) -> list[str]:
     """Return the name, and the name without the number of a copy.
 
-    Quantizers number the copies of a shared bias.
+    Quantizers add numbers to the copies of a shared bias.
     """
     stem = name.rstrip("0123456789")
     return [name[:end] for end in range(len(name), len(stem) - 1, -1)]
@@ -289,7 +299,7 @@ def _sample_places(shape: tuple[int, ...]) -> tuple[npt.NDArray[np.intp], ...]:
 
 
 def _measure_distance(values: Floats, original: Floats) -> float:
-    """Return the squared distance as a share of the original's square.
+    """Return the squared distance, relative to the square of the original.
 
     It is 0 for equal values.
     """
@@ -303,8 +313,8 @@ def _measure_distance(values: Floats, original: Floats) -> float:
 def _list_uses(model: onnx.ModelProto) -> tuple[dict[str, _Use], dict[tuple[str, int], int]]:
     """Return the first operator that takes each constant, and counts of operators.
 
-    The counts are those of the operators that take a constant, by kind and slot. Operators in
-    between that only move the values of a constant are passed over.
+    The counts are by kind and slot, of the operators that take a constant. Operators in between
+    that only move the values of a constant are skipped.
     """
     follows = _follow_constants(model, collect_constants(model))
     counts: dict[tuple[str, int], int] = {}
@@ -337,9 +347,9 @@ def _list_uses(model: onnx.ModelProto) -> tuple[dict[str, _Use], dict[tuple[str,
 
 
 def _list_sums(model: onnx.ModelProto) -> dict[str, str]:
-    """Return the sum of each value and a constant, by the value that is added.
+    """Return the sum of each value and a constant, by the name of the value.
 
-    The value may be quantized before it is added.
+    The value may be quantized before the addition.
     """
     follows = _follow_constants(model, collect_constants(model))
     before: dict[str, str] = {}  # by value that quantization wrote or read
@@ -358,7 +368,7 @@ def _follow_constants(
 ) -> dict[str, tuple[str, int]]:
     """Return the constant that each value holds, and how often its axes were swapped.
 
-    Such a value is a constant, or a constant that operators only move.
+    Such a value is a constant, or a constant that operators only moved.
     """
     follows = {name: (name, 0) for name in stored}
     for node in model.graph.node:

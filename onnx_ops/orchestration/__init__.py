@@ -1,4 +1,5 @@
 """Integration of Prefect.
 
-Stages are task runs, results artifacts, verdicts states, and releases events.
+A stage is a task run, and a verdict is the state of a run. Results are published as artifacts,
+releases as events.
 """

@@ -29,7 +29,7 @@ from onnx_ops.reporting.plots import as_data_url, variants_picture
 
 
 def publish_tables(summary: Summary) -> None:
-    """Publish the tables of a run; a run without decisions has none.
+    """Publish the tables of a run; without decisions, none are published.
 
     `<pipeline>-gates`: variant × target × gate with verdict and estimate; `<pipeline>-choices`: one
     row per target; `<pipeline>-report`: the address of the release's report.
@@ -103,7 +103,7 @@ def publish_pictures(summary: Summary, evidence: Collection[Evidence]) -> None:
 
 @contextlib.contextmanager
 def publish_progress() -> Iterator[Observer]:
-    """Publish `<pipeline>-progress`: the stages that have ended, of those planned.
+    """Publish `<pipeline>-progress`: the share of planned stages that have ended.
 
     A run does not fail if the server rejects the artifact.
     """
@@ -115,7 +115,10 @@ def publish_progress() -> Iterator[Observer]:
 
 
 class _Progress(Observer):
-    """Sends through a separate thread: no stage waits for the server."""
+    """Updates the progress artifact in a separate thread.
+
+    No stage waits for the server.
+    """
 
     def __init__(self, submit: Callable[[Callable[[], None]], Future[None]]) -> None:
         self._submit = submit
@@ -144,7 +147,7 @@ class _Progress(Observer):
 
     def _update(self) -> None:
         ended = self._ended
-        # Otherwise an earlier update has sent this number.
+        # If `ended` is not larger, an earlier update has already sent this number.
         if self._artifact is not None and ended > self._shown:
             with _patiently():
                 update_progress_artifact(self._artifact, progress=100.0 * ended / self._planned)
@@ -155,5 +158,5 @@ class _Progress(Observer):
 def _patiently() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # any exception of Prefect's client
+    except Exception as error:  # Prefect's client raises various types
         get_logger(__name__).info("no progress is shown: %s", type(error).__name__)

@@ -49,7 +49,8 @@ class EnvironmentBlock:
         """Return environment variables, with secrets in plain text; empty fields set none.
 
         Args:
-            folder: an empty folder for files that variables name; it exists as long as they do.
+            folder: an empty folder for files that variables name. It exists as long as the
+                variables.
         """
         raise NotImplementedError
 
@@ -260,7 +261,7 @@ def load_block(place: str) -> Block:
     where = f"prefect block {place}"
     try:
         block: Any = Block.load(place)
-    except ValueError as error:  # no such block, or none of that type
+    except ValueError as error:  # there is no such block, or not of that type
         remedy = "See `prefect block ls`; a block of another package needs that package here."
         raise UserError("there is no such block", where=where, remedy=remedy) from error
     except Exception as error:  # any exception of Prefect's client; it can contain a secret

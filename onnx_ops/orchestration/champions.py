@@ -1,6 +1,6 @@
 """The nightly check of champions as a flow run.
 
-It has a task run for each champion, a table, and notifications of drift.
+The flow run has a task run for each champion, publishes a table, and sends notifications of drift.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def check_champions(
 def concluded(drifts: Sequence[Drift]) -> State[Any]:
     """Return the final state of the flow run.
 
-    It is Failed, with the name `Drifted`, if a champion has drifted.
+    The state is Failed, with the name `Drifted`, if a champion has drifted.
     """
     lines = [f"{d.model} v{d.version} @ {d.target}: {_verdict(d)}. {d.reason}" for d in drifts]
     message = "\n".join(lines) or "no champions yet: the first release of a pipeline creates one"

@@ -38,15 +38,16 @@ class CollectionSettings(PrefectBaseSettings):
 def project_of(blocks: Sequence[str]) -> Iterator[Project]:
     """Open the project with the variables of Prefect blocks in the environment.
 
-    The environment is that of this process and its children. Blocks take precedence over the
+    The variables are set for this process and its children. Blocks take precedence over the
     environment and the settings file. Changes of traffic emit events. A flow run that is cancelled
     or fails ends its running stages, on every machine.
 
     Args:
-        blocks: types and names, such as `onnx-ops-registry/prod`; those of the settings if empty.
+        blocks: types and names, such as `onnx-ops-registry/prod`. If empty, the blocks of the
+            settings are used.
 
     Raises:
-        UserError: a block is missing, is of another package, or contradicts another.
+        UserError: a block is missing, belongs to another package, or contradicts another block.
         ServiceUnavailableError: Prefect's server does not answer.
     """
     settings = CollectionSettings()

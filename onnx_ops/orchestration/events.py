@@ -43,12 +43,12 @@ _log = logging.getLogger(__name__)
 class PrefectEvents(Notifier):
     """An event for every notification and every step of a rollout.
 
-    Flows emit them automatically if a server is configured. If `notify` names this notifier,
-    commands and the watch emit them too. The ledger records sent notifications under its name, so
-    that each is sent once.
+    Flows emit them automatically if a server is configured. If the setting `notify` names this
+    notifier, commands and the watch emit them too. The ledger records sent notifications under its
+    name, so that each is sent once.
 
     Raises:
-        UserError: the setting contains a place.
+        UserError: the setting names a place, which this notifier does not take.
     """
 
     wants_steps = True
@@ -86,8 +86,8 @@ def with_events(context: Context) -> Context:
 def emit_run_events(context: Context, pipeline: Pipeline, summary: Summary) -> None:
     """Emit the new decisions and registrations of a pipeline's run.
 
-    Cached ones were emitted before. Failures are logged. Without a configured server nothing is
-    emitted.
+    Events of cached results were emitted by an earlier run. Failures are logged. Without a
+    configured server, nothing is emitted.
     """
     events = tuple(run_events(pipeline, summary, context.clock.now()))
     if not events:
@@ -182,8 +182,8 @@ def _describe_release(
 def post(events: Sequence[ReleaseEvent]) -> None:
     """Send events to the server and wait until it has accepted them.
 
-    Prefect's `emit_event` passes events to a thread, which drops them if the server is down, and
-    delays the end of the process. A ledger must not record unsent events as sent.
+    Prefect's `emit_event` is not used. It passes events to a thread, which drops them if the server
+    is down, and delays the end of the process. A ledger must not record unsent events as sent.
 
     Raises:
         ServiceUnavailableError: the server does not answer, or does not accept them.
@@ -201,7 +201,7 @@ def post(events: Sequence[ReleaseEvent]) -> None:
             get_client(sync_client=True, httpx_settings={"timeout": TIMEOUT_S}) as client,
         ):
             client.request("POST", "/events", json=documents)
-    except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the server has another version
+    except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the server's version differs
         raise ServiceUnavailableError(
             "Prefect's server does not accept events", where=where, why=type(error).__name__
         ) from None

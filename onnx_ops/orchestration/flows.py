@@ -66,7 +66,7 @@ def actor(context: Context) -> str:
 def final_state(summary: Summary, errors: Mapping[str, OnnxOpsError]) -> State[Any]:
     """Return the final state of a pipeline's flow run.
 
-    It is Completed if `onnx-ops run` would exit with 0, else Failed.
+    The state is Completed if `onnx-ops run` would exit with 0, and Failed otherwise.
     """
     unserved = [_choice_line(choice) for choice in summary.choices if choice.variant is None]
     failures = [f"{stage} failed: {error}" for stage, error in errors.items()]
@@ -159,7 +159,7 @@ def roll_back_endpoints(
 def aggregate_state(states: Mapping[str, State[Any]]) -> State[Any]:
     """Return the state of a flow run over several endpoints.
 
-    It is Completed, or Failed with the name of the first failure.
+    The state is Completed, or Failed with the name of the first failure.
     """
     summary = "\n".join(f"{name}: {state.message}" for name, state in states.items())
     bad = [state.name for state in states.values() if not state.is_completed()]

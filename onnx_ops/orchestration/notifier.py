@@ -12,11 +12,11 @@ from onnx_ops.ports import Notifier
 
 
 class PrefectNotifier(Notifier):
-    """Calls `notify` of an existing block in Prefect.
+    """A notifier that calls `notify` of an existing Prefect block.
 
     Args:
         place: type and name of the block, as Prefect shows them: `slack-webhook/ops`.
-        state: the state folder; secrets are in the block.
+        state: the state folder; not used, since the block holds the secrets.
 
     Raises:
         UserError: the place does not name a block.

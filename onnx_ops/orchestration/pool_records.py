@@ -1,6 +1,6 @@
-"""Data of pools on Prefect's server, used by their clients and workers.
+"""Data of work pools on Prefect's server, shared by requesters and workers.
 
-These are heartbeats, descriptions and states.
+The data are heartbeats, descriptions of workers, and states of runs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_announcements(client: SyncPrefectClient) -> dict[str, WorkerStatus]:
     wanted = {"variables": {"tags": {"all_": [ANNOUNCEMENT]}}, "limit": PAGE_SIZE}
     described = dict[str, WorkerStatus]()
     for variable in client.request("POST", "/variables/filter", json=wanted).json():
-        with contextlib.suppress(CorruptStateError):  # of another release
+        with contextlib.suppress(CorruptStateError):  # a worker of another release
             described[variable["name"]] = codec.from_json(variable["value"], WorkerStatus)
     return described
 

@@ -1,6 +1,6 @@
 """A worker of a Prefect work pool that forks for each stage.
 
-Its process has done the imports already, so a stage starts without them.
+The worker's process has done the imports already, so the process of a stage need not repeat them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ _Logger = logging.Logger | logging.LoggerAdapter[Any]
 
 @flow(name=FLOW, persist_result=False)
 def work(request: str, store: str, asker: str) -> State[Any]:
-    """Execute one stage of a pipeline on this machine; its result is recorded in the shared store.
+    """Execute one stage of a pipeline on this machine.
+
+    The result is recorded in the shared store.
 
     Args:
         request: Digest of the request in the store; not written by hand.
@@ -120,8 +122,8 @@ class _Log(Observer):
 def _watched(project: Project, run: UUID) -> Iterator[None]:
     """Send heartbeats of a flow run, and end its processes when it is cancelled.
 
-    This process ends too. A heartbeat is an update of the run that keeps its name: the requesting
-    process reads the time of the last update.
+    This process ends too. A heartbeat is an update of the flow run without a change of its name:
+    the requesting process reads the time of the last update.
     """
     done = threading.Event()
 
@@ -130,7 +132,7 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
         with get_client(sync_client=True) as client:
             retry_soon(client)
             while not done.wait(_WATCH_S):
-                with contextlib.suppress(Exception):  # the server may be away; the stage continues
+                with contextlib.suppress(Exception):  # without the server, the stage continues
                     flow_run = client.read_flow_run(run)
                     if is_final(flow_run.state):
                         if flow_run.state is not None and flow_run.state.is_cancelling():
@@ -157,7 +159,7 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
 
 
 def create_pool(client: SyncPrefectClient, pool: str) -> None:
-    """Create what is missing of a work pool, its work queues and its deployment."""
+    """Create a work pool, its work queues and its deployment, where they are missing."""
     from prefect.client.schemas.actions import WorkPoolCreate
 
     with contextlib.suppress(ObjectAlreadyExists):
@@ -225,7 +227,7 @@ class PoolWorker:
                     for run in self._waiting(client)[:free]:
                         self._take(client, run)
             self._pause()
-        with contextlib.suppress(Exception):  # it counts as gone soon anyway
+        with contextlib.suppress(Exception):  # a silent worker is soon treated as gone
             client.delete_variable_by_name(variable)
             place = {"work_pool_name": self.pool, "name": self.name}
             client.request(
@@ -234,7 +236,7 @@ class PoolWorker:
         _LOG.info("worker %s of pool %s has ended", self.name, self.pool)
 
     def _pause(self) -> None:
-        """Wait until the next poll, or until a stage ends: its place is free then."""
+        """Wait until the next poll, or until a stage ends and another can start."""
         with contextlib.ExitStack() as stack:
             ends = list[int]()
             # The system has no `pidfd_open`, or too many files are open.
@@ -267,7 +269,7 @@ class PoolWorker:
         alive = list_alive(client, self.pool, server_time(client))
         for name, worker in read_announcements(client).items():
             if worker.pool == self.pool and worker.name not in alive:
-                with contextlib.suppress(ObjectNotFound):  # another worker was faster
+                with contextlib.suppress(ObjectNotFound):  # another worker was first
                     client.delete_variable_by_name(name)
         own = replace(
             _describe_machine(),
@@ -295,7 +297,7 @@ class PoolWorker:
 
     @contextlib.contextmanager
     def _outlasting(self, client: SyncPrefectClient, *, until: float = math.inf) -> Iterator[None]:
-        """Continue while the server does not answer.
+        """Suppress the errors of a server that does not answer, until a point in time.
 
         Running stages continue, and the scheduled ones wait. After `until`, in seconds of the
         monotonic clock, the exception is raised.
@@ -335,7 +337,7 @@ class PoolWorker:
         return [entry.flow_run for entry in scheduled]
 
     def _take(self, client: SyncPrefectClient, run: FlowRun) -> None:
-        """Start a stage, unless another worker was faster."""
+        """Start a stage, unless another worker was first."""
         result: Any = client.set_flow_run_state(
             run.id, Pending(name=CLAIMED, message=f"{TAKEN}{self.name}")
         )
@@ -348,22 +350,22 @@ class PoolWorker:
         self.stages[pid] = run
 
     def _reap(self, client: SyncPrefectClient) -> None:
-        """Report the ends of processes; a run that did not end regularly has crashed."""
+        """Report ended processes; a run without a recorded final state has crashed."""
         for pid, run in tuple(self.stages.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)  # what a killed stage has left
+                    os.killpg(pid, signal.SIGKILL)  # remains of a killed stage
                 del self.stages[pid]
                 self._ended[run.id] = describe_exit(os.waitstatus_to_exitcode(status))
                 _LOG.info("%s: ended with %s", run.name, self._ended[run.id])
         for run_id, how in tuple(self._ended.items()):
             try:
                 state = client.read_flow_run(run_id).state
-            except ObjectNotFound:  # a person has deleted it
+            except ObjectNotFound:  # a person has deleted the run
                 del self._ended[run_id]
                 continue
-            if state is not None and state.is_cancelling():  # before it had begun
+            if state is not None and state.is_cancelling():  # before the stage had begun
                 client.set_flow_run_state(
                     run_id, Cancelled(message=f"its process ended with {how}"), force=True
                 )
@@ -377,7 +379,7 @@ class PoolWorker:
 def _describe_machine() -> WorkerStatus:
     """Return what this machine can measure.
 
-    It is read in a child process, since ONNX Runtime may start threads.
+    A child process reads this, since ONNX Runtime may start threads.
     """
     fork = multiprocessing.get_context("fork")
     receiving, sending = fork.Pipe(duplex=False)
@@ -385,7 +387,7 @@ def _describe_machine() -> WorkerStatus:
     child.start()
     sending.close()
     try:
-        with contextlib.suppress(EOFError):  # its traceback is on standard error
+        with contextlib.suppress(EOFError):  # the traceback is on standard error
             if receiving.poll(_DESCRIBED_S):
                 return codec.loads(receiving.recv_bytes(), WorkerStatus)
         return WorkerStatus(pool="", name="")
@@ -399,7 +401,7 @@ def _send_description(sending: Connection) -> None:
     from onnx_ops.adapters.runtimes.onnxruntime_session import DISTRIBUTION, list_providers
 
     providers: tuple[str, ...] = ()
-    with contextlib.suppress(ImportError):  # this machine may train only
+    with contextlib.suppress(ImportError):  # a machine that only trains
         providers = list_providers()
     with project_of(()) as project:
         described = WorkerStatus(
@@ -441,7 +443,7 @@ def _execute(run: FlowRun) -> None:
         with get_client(sync_client=True) as client:
             retry_soon(client)
             begun: Any = client.set_flow_run_state(run.id, Running())
-            if begun.status == "ACCEPT":  # else it was cancelled
+            if begun.status == "ACCEPT":  # otherwise the run was cancelled
                 state = _work(run.id, run.parameters["request"], run.parameters["store"], logger)
                 client.set_flow_run_state(run.id, state)
                 code = 0 if state.is_completed() else 1

@@ -50,10 +50,12 @@ class _WorkerDied(Exception):
 
 @dataclass(kw_only=True)
 class PrefectPools(Pools):
-    """Runs the deployment `work/POOL` for each stage. Durations are in seconds.
+    """Runs stages on workers by the deployment `work/POOL`.
 
-    A worker that is killed together with its flow run reports nothing: it counts as dead after
-    `silence` without a heartbeat. Another run then takes the work, up to `tries` runs in total.
+    Durations are in seconds.
+
+    A worker that is killed together with its flow run reports nothing. After `silence` without a
+    heartbeat, it is treated as dead. Another run then takes the work, up to `tries` runs in total.
     """
 
     poll: float = 0.5
@@ -98,7 +100,10 @@ class PrefectPools(Pools):
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[SyncPrefectClient]:
-        """Yield the client of this process. Its exceptions are those of `_open_client`."""
+        """Yield the client of this process.
+
+        The exceptions are those of `_open_client`.
+        """
         with self._lock:
             if self._client is None:
                 self._client = self._open.enter_context(_open_client())
@@ -130,7 +135,7 @@ class PrefectPools(Pools):
                     run, is_ours = _create_run(client, deployment, stage, number)
                     if is_ours:
                         self.runs.add(run.id)
-                if is_final(run.state):  # it served an earlier request
+                if is_final(run.state):  # the run served an earlier request
                     if is_done():
                         return EndedRun(run=str(run.id), seconds=run.total_run_time.total_seconds())
                     continue
@@ -138,7 +143,7 @@ class PrefectPools(Pools):
                 try:
                     return self._wait(client, run.id, stage)
                 except _WorkerDied as death:
-                    if is_done():  # it died after its work
+                    if is_done():  # the worker died after its work
                         return EndedRun(run=str(run.id))
                     deaths.append(str(death))
                     if len(deaths) == self.tries:
@@ -162,7 +167,7 @@ class PrefectPools(Pools):
     def cancel(self) -> None:
         """Cancel the awaited flow runs that were created here, and create no further one."""
         self._cancelled = True
-        if self._turn.acquire(timeout=HEARTBEAT_S):  # wait for a run that is being created
+        if self._turn.acquire(timeout=HEARTBEAT_S):  # wait until a run in creation exists
             self._turn.release()
         if runs := tuple(self.runs):
             with contextlib.suppress(Exception), _open_client() as client:
@@ -191,7 +196,8 @@ class PrefectPools(Pools):
     def _read(self, client: SyncPrefectClient, run: UUID) -> FlowRun:
         """Return a flow run.
 
-        One request reads all awaited runs: a request for each would occupy the server.
+        One request reads all awaited runs, because a request for each run would overload the
+        server.
         """
         from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
         from prefect.exceptions import ObjectNotFound
@@ -250,9 +256,9 @@ class PrefectPools(Pools):
         """Return the end of a run.
 
         Raises:
-            _WorkerDied: its process recorded no end.
-            MeasurementError: it ran too long.
-            ServiceUnavailableError: no worker will take it, or the server is silent.
+            _WorkerDied: the run's process recorded no end.
+            MeasurementError: the run took too long.
+            ServiceUnavailableError: no worker will take the run, or the server does not answer.
         """
         contact = last_beat = checked = time.monotonic()
         started: float | None = None
@@ -270,7 +276,7 @@ class PrefectPools(Pools):
             if ended is not None:
                 return ended
             kind = get_state_type(flow_run.state)
-            # After an outage, the silence is counted anew.
+            # After an outage, the time without a heartbeat is measured anew.
             if (flow_run.updated, kind) != beat or silent:
                 beat, last_beat = (flow_run.updated, kind), now
             if _is_taken(flow_run) and now - last_beat > self.silence:
@@ -334,8 +340,8 @@ def require_workers(client: SyncPrefectClient, pool: str, kind: str, title: str)
 def _wait_for_late(client: SyncPrefectClient, pool: str) -> tuple[list[str], datetime]:
     """Return the names of a pool's live workers, and the time of Prefect's server.
 
-    Live workers send heartbeats. After an outage of the server, every worker is late. If a worker
-    was alive a minute ago, it is awaited for the time of one heartbeat.
+    Live workers send heartbeats. After an outage of the server, the heartbeats of all workers are
+    late. A worker that was alive a minute ago is therefore awaited for the time of one heartbeat.
     """
     end = time.monotonic() + HEARTBEAT_S
     while True:
@@ -359,7 +365,7 @@ def _read_pool(
     try:
         is_paused = client.read_work_pool(pool).is_paused
         alive = list_alive(client, pool, now)
-    except ObjectNotFound:  # deleted, and its deployment was not
+    except ObjectNotFound:  # the pool was deleted, its deployment was not
         is_paused, alive = False, []
     workers = tuple(own.get(name, WorkerStatus(pool=pool, name=name)) for name in alive)
     status = PoolStatus(pool=pool, workers=workers, runs=tuple(_list_runs(client, pool, alive)))
@@ -471,7 +477,7 @@ def _cancel(client: SyncPrefectClient, run: UUID) -> None:
     """Stop a running stage, and prevent the start of a pending one. Raise nothing."""
     from prefect.states import Cancelled, Cancelling
 
-    # The first error counts, not a further exception of Prefect's client.
+    # The first error is reported, not a further exception of Prefect's client.
     with contextlib.suppress(Exception):
         state = client.read_flow_run(run).state
         if not is_final(state):
@@ -490,7 +496,7 @@ def _is_taken(flow_run: FlowRun) -> bool:
 
 
 def _find_end(flow_run: FlowRun) -> EndedRun | None:
-    """Return the recorded end of a run; None if it has none yet."""
+    """Return the recorded end of a run; None if no end is recorded yet."""
     state, kind = flow_run.state, get_state_type(flow_run.state)
     if kind in DEAD_STATES:
         raise _WorkerDied(f"its flow run ended as {state.name if state else kind}")

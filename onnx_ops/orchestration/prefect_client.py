@@ -25,7 +25,7 @@ _PAUSES_S = (0.03, 0.07, 0.15, 0.3, 0.6)
 def is_unavailable(error: Exception) -> bool:
     """Return whether an exception means that the server is temporarily unavailable.
 
-    The exception is one of Prefect's client.
+    The exception must come from Prefect's client.
     """
     import httpx
 
@@ -58,5 +58,8 @@ def _send(
 
 
 def server_time(client: SyncPrefectClient) -> datetime:
-    """Return the time of Prefect's server; the clock of this machine may differ."""
+    """Return the time of Prefect's server.
+
+    The clock of this machine may differ.
+    """
     return parsedate_to_datetime(client.request("GET", "/admin/version").headers["date"])

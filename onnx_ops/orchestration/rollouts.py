@@ -1,6 +1,6 @@
 """One endpoint's rollout as a flow run.
 
-It has a task run for each step, and a page that describes it.
+The flow run has a task run for each step, and publishes a page about the rollout.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def run_rollout(
 ) -> State[Any]:
     """Reconcile the endpoint repeatedly until its rollout ends or the time is over.
 
-    Other processes can drive it at the same time. After the time limit the rollout keeps its step,
-    and the reconciler or another run continues it.
+    Other processes can reconcile the endpoint at the same time. After the time limit, the rollout
+    stays at its step, and the reconciler or another run continues it.
 
     Args:
         limit: longest duration, as `1 d`.

@@ -60,7 +60,7 @@ def _has_traceback(record: logging.LogRecord) -> bool:
 def failed(error: OnnxOpsError) -> State[Any]:
     """Return the final state of a run that raised this error.
 
-    It has the message of the error, without a traceback.
+    The state has the message of the error, without a traceback.
     """
     return Failed(name=FAILED_STATES[error.exit_code], message=str(error))
 
@@ -143,7 +143,10 @@ class PrefectExecutor:
 
 
 class _Attempt:
-    """The work of a stage, run once for each attempt; keeps the last result."""
+    """The work of a stage, run once for each attempt.
+
+    The result of the last attempt is kept.
+    """
 
     def __init__(self, name: str, work: Work, decide: Decide) -> None:
         self._name = name
@@ -153,7 +156,7 @@ class _Attempt:
         self.error: Exception | None = None
 
     def run(self) -> State[Any]:
-        """Do the work once, and return the final state of the task run."""
+        """Run the stage's work once, and return the final state of the task run."""
         begun = time.monotonic()
         self.error = None
         try:
@@ -187,7 +190,7 @@ def task_run_name(stage: Stage) -> str:
 def judged(decision: Decision) -> State[Any]:
     """Return the final state of a gate.
 
-    It is Completed if the gate passed, else Failed, named by the verdict.
+    The state is Completed if the gate passed. Otherwise it is Failed, with the verdict as its name.
     """
     message = f"{decision.variant} @ {decision.target}: {decision.reason}"
     if decision.verdict is Verdict.PASS:

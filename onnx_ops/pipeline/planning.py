@@ -72,7 +72,8 @@ def _plan_sources(pipeline: Pipeline, probe: ProjectProbe) -> list[Stage]:
             StageKind.DATA,
             data_id(name),
             None,
-            # Canonical JSON sorts keys, and the order of the inputs is part of the data.
+            # Canonical JSON sorts keys, which would lose the order of the inputs. This order is
+            # part of the data.
             {
                 "section": codec.to_json(section),
                 "inputs": list(section.inputs),
@@ -141,7 +142,7 @@ def _plan_models(
         **env,
         **operators,
     }
-    # Validation rests on the export, and needs the code for tracing only.
+    # Validation reads the export, and needs the user's code only for tracing.
     if table := pipeline.export.translations:
         depends = pipeline.train.depends if pipeline.train else ()
         export["translations"] = probe.code(table, depends).digest()
@@ -185,7 +186,7 @@ def _declares_order(pipeline: Pipeline) -> bool:
 
 
 def _list_metrics(pipeline: Pipeline) -> list[MetricDefinition]:
-    """Return the metrics that gates judge, and accuracy, by label."""
+    """Return accuracy and the metrics that gates judge, sorted by label."""
     metrics = {gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)} | {
         ACCURACY
     }
@@ -216,8 +217,8 @@ def _plan_judgement(
         "model": model,
         "batch": pipeline.benchmark.batch,
         "quantized": is_quantized(pipeline, variant, probe),
-        # These measurements are made only for a gate. Limits do not change a measurement, so they
-        # stay out of the key.
+        # These measurements are made only for a gate. Limits do not affect a measurement, so they
+        # are left out of the key.
         **({"throughput": list(request.throughput)} if request.throughput else {}),
         **({"starts": True} if request.starts else {}),
         # Accuracy is measured wherever possible.
@@ -375,8 +376,8 @@ def _plan_search(
 
     Such a stage only copies the variant.
     """
-    # The search times what it tries on one machine: that of the first target, unless the entry
-    # names a pool.
+    # The search times its trials on one machine. This is the machine of the first target, unless
+    # the entry names a pool.
     measured = [targets[name] for name in pipeline.benchmark.targets]
     pool, tuning_data = entry.pool or measured[0].pool, entry.tuning_data
     here = [target for target in measured if target.pool == pool]
@@ -424,7 +425,7 @@ def _plan_search(
 def _write_metric(pipeline: Pipeline, probe: ProjectProbe) -> Json:
     """Return the metric that the search optimizes.
 
-    It is that of the first metric gate, else accuracy.
+    This is the metric of the first metric gate; without a metric gate, accuracy.
     """
     gate = next((gate for gate in pipeline.gates if isinstance(gate, MetricGate)), None)
     definition = gate.definition() if gate else ACCURACY
@@ -445,7 +446,11 @@ def digest_metric_code(
 
 
 def is_quantized(pipeline: Pipeline, variant: str, probe: ProjectProbe) -> bool:
-    """Return whether a variant differs from the export by design."""
+    """Return whether a variant is quantized, so that its outputs may differ.
+
+    Outputs are compared with those of the export. A variant of the search (`method: auto`) is
+    treated as quantized, whatever recipe the search selects.
+    """
     entry = next((one for one in pipeline.quantize if variant in one.variant_names()), None)
     return entry is not None and (entry.method == AUTO or probe.is_quantizer(entry))
 
@@ -506,7 +511,7 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
 def _list_parameters(pipeline: Pipeline) -> dict[str, Json]:
     """Return what a registry records of a release.
 
-    This is its export, its parameters, and its training or model.
+    These are the settings of its export, its parameters, and its training or its existing model.
     """
     recorded: dict[str, Json] = {
         "export.framework": pipeline.export.framework,

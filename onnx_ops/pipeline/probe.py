@@ -20,7 +20,10 @@ from onnx_ops.ports import Context
 
 @dataclass(frozen=True)
 class ProjectProbe:
-    """Cheap queries of a plan about the project. No answer imports a framework."""
+    """Cheap queries of a plan about the project.
+
+    No query imports a framework.
+    """
 
     context: Context
 
@@ -45,7 +48,7 @@ class ProjectProbe:
     ) -> Mapping[str, str]:
         """Return the versions of the packages that shape a plugin's results.
 
-        With `trains`, the packages of an export are left out.
+        With `trains`, the packages that only an export needs are left out.
         """
         versions = {
             "onnx-ops": plugins.version("onnx-ops"),
@@ -141,7 +144,7 @@ class OutlineProbe(ProjectProbe):
 class ReleaseProbe(OutlineProbe):
     """An `OutlineProbe` for a plan whose gates and release are run.
 
-    It knows the key that signs, and no machine.
+    It returns the key that signs. It reads no properties of a machine.
     """
 
     def hardware(self, target: Target) -> Digest:

@@ -61,7 +61,7 @@ class DaemonThreadPool(Generic[R]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with suppress(Empty):  # what an interrupted run has queued never starts
+        with suppress(Empty):  # queued tasks of an interrupted run never start
             while error is not None:
                 self._tasks.get_nowait()
         for _ in range(self._jobs):
@@ -82,7 +82,7 @@ class DaemonThreadPool(Generic[R]):
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            del item, future, task  # or the last result would be kept while this thread waits
+            del item, future, task  # else the last result stays in memory while this thread waits
 
 
 def ordered_map(jobs: int, task: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
@@ -100,7 +100,7 @@ class Handler(Protocol):
     """The operations on stages that the engine needs."""
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
-        """Return the stage's result if it is cached and intact, or applied."""
+        """Return the stage's intact stored result; None if the stage must run."""
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
         """Return why the stage has nothing to do; empty if it must run.
@@ -224,7 +224,7 @@ def preview(
 ) -> Mapping[str, StageOutcome | None]:
     """Return the outcome of each stage that needs no work; None for the others.
 
-    If a stage would run, the stages that depend on it count as running too.
+    If a stage would run, the stages that depend on it are treated as running too.
     """
     outcomes: dict[str, StageOutcome] = {}
     result: dict[str, StageOutcome | None] = {}
@@ -297,7 +297,7 @@ class _StageRunner:
     def step(self, stage: Stage) -> StageResult:
         """Run a stage, unless its outcome needs no work.
 
-        The outcome also needs no work if another run produces it in the meantime.
+        If another run has produced the result in the meantime, the stage is not run either.
         """
         outcome, error = self._check(stage)
         if outcome is None:

@@ -69,11 +69,11 @@ class UserCode:
 def collect_user_code(
     references: Iterable[str], root: Path, depends: tuple[str, ...] = ()
 ) -> UserCode:
-    """Collect all that some modules can import, and `depends`.
+    """Collect the code that modules can import, and the files of `depends`.
 
     Source is followed in the project and in packages under development (an editable installation,
-    `PYTHONPATH`). An installed package counts with its version, and onnx-ops with the revisions of
-    its stages. The version of Python covers the standard library.
+    `PYTHONPATH`). An installed package is represented by its version, onnx-ops by the revisions of
+    its stages, and the standard library by the version of Python.
     """
     files: dict[str, Digest] = {}
     packages: dict[str, str] = {}
@@ -84,7 +84,7 @@ def collect_user_code(
             raise NotFoundError(
                 f"module {module} is not in the project", where=str(root), remedy=remedy
             )
-        for package in _with_packages(module):  # importing a module runs its packages too
+        for package in _with_packages(module):  # an import also runs the packages' `__init__`
             _collect_module(package, root, files, packages)
     for name in depends:
         file = root / name
@@ -98,7 +98,7 @@ def collect_user_code(
 def find_code_file(name: str, root: Path) -> Path:
     """Return a file that `UserCode` names.
 
-    It is a file of the project, or of a package under development.
+    The file belongs to the project, or to a package under development.
     """
     folder = _find_development_folder(name.partition("/")[0].removesuffix(".py"))
     return root / name if folder is None or (root / name).is_file() else folder / name
@@ -146,7 +146,7 @@ def _read_unpacked(path: Path) -> bytes:
 
 
 def _list_names(content: bytes) -> Iterator[tuple[str, bool]]:
-    """Yield names, and whether each is certainly that of a module.
+    """Yield names, and whether each name certainly belongs to a module.
 
     A text without a dot can be any word.
     """
@@ -155,7 +155,7 @@ def _list_names(content: bytes) -> Iterator[tuple[str, bool]]:
         name, is_class = match[kind or 0], kind == "c"
         if kind == "a":
             name = name[: match["short"][0]]
-            # A text of a pickle names a class if a second one and the opcode for a class follow.
+            # A text of a pickle names a module if a second text and the opcode for a class follow.
             second = _SECOND_TEXT.match(content, match.start("a") + match["short"][0])
             after = content[second.end() + second[1][0] :][:2] if second else b""
             is_class = after in (b"\x94\x93", b"\x93\x94", b"\x93")
@@ -170,7 +170,7 @@ def _collect_module(
     source = _find_source(module, root)
     if source is None:
         first = module.partition(".")[0]
-        if not any((root / first).glob("*.py")):  # else it is a name in a module of the project
+        if not any((root / first).glob("*.py")):  # else a name in a project's module
             packages.update(find_distributions(first))
         return
     path, base = source

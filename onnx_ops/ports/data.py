@@ -136,7 +136,7 @@ class DataSource(Plugin):
     def fingerprint(self, section: DataSection, root: Path) -> str:
         """Return a text that changes with the data.
 
-        It neither loads the data nor imports a heavy package.
+        The call neither loads the data nor imports a heavy package.
 
         Raises:
             NotFoundError: the data does not exist.
@@ -148,13 +148,13 @@ class DataSource(Plugin):
 
         Raises:
             NotFoundError: the data does not exist.
-            UserError: it is malformed.
+            UserError: the data is malformed.
         """
 
     def sample(self, section: DataSection, root: Path) -> Sample | None:
         """Return the first rows quickly and without network access.
 
-        None if they are not available locally.
+        The result is None if the rows are not available locally.
 
         Raises:
             NotFoundError, UserError: as `load`, as far as these rows show it.
@@ -174,7 +174,7 @@ class DataSource(Plugin):
     def list_dependencies(self, section: DataSection) -> Iterable[str]:
         """Return the project's files whose change can change the data.
 
-        They need not exist.
+        The files need not exist.
         """
         return ()
 

@@ -25,8 +25,8 @@ class ExportRequest:
 
     `samples` holds real inputs by ONNX name, at least two rows. `ordered`: whether the pipeline
     declares the order of the inputs. A model that takes several inputs without names needs that.
-    `features` are the names of the columns of a matrix, where they are known. `axes` is where
-    `samples` have rows, if not on axis 0; None for an input that has none.
+    `features` are the names of the columns of a matrix, where they are known. `axes` is the axis of
+    the rows of each input in `samples`, if it is not axis 0; None for an input without rows.
     """
 
     section: Export
@@ -37,7 +37,7 @@ class ExportRequest:
     axes: Mapping[str, int | None] = field(default_factory=dict)
 
     def take(self, rows: int) -> Tensors:
-        """Return the first rows of the samples, and the inputs that have none."""
+        """Return the first rows of the samples, and the inputs without rows."""
         chosen: dict[str, Array] = {}
         for name, array in self.samples.items():
             axis = self.axes.get(name, 0)
@@ -48,7 +48,7 @@ class ExportRequest:
 class Exporter(Plugin):
     """Turns a framework's model into an ONNX file.
 
-    It also runs the original for comparison.
+    An exporter also runs the source model for comparison.
     """
 
     options: tuple[str, ...] | None = None
@@ -80,8 +80,8 @@ class Exporter(Plugin):
     ) -> Mapping[str, Array] | None:
         """Return the source model's outputs under the ONNX output names.
 
-        They are computed in the given precision. None if the source cannot be run in that
-        precision; parity then falls back on fixed tolerances.
+        The outputs are computed in the given precision. The result is None if the source cannot be
+        run in that precision; parity then uses fixed tolerances.
         """
 
     def with_custom_ops(self, libraries: tuple[CustomOps, ...]) -> Exporter:
@@ -95,7 +95,7 @@ class Exporter(Plugin):
 class TrainingExporter(Exporter):
     """An exporter that trains in another environment.
 
-    Its framework is installed there.
+    The framework of the model is installed in that environment.
     """
 
     @abstractmethod
@@ -107,7 +107,7 @@ class TrainingExporter(Exporter):
         The function is `run`: `package.module:function`.
 
         Raises:
-            StageError: it failed, or its process crashed.
+            StageError: the function failed, or its process crashed.
         """
 
 
@@ -124,9 +124,9 @@ class TracingExporter(Exporter):
 
     @abstractmethod
     def tracer(self, model: object, request: ExportRequest) -> Tracer:
-        """Return what computes the source's intermediate values.
+        """Return a tracer that computes the source's intermediate values.
 
-        They have their names in the export. No file is written.
+        The values have the names that they have in the export. No file is written.
 
         Raises:
             UserError, StageError: as for `export`.

@@ -81,7 +81,7 @@ class Optimizer(Plugin):
             UserError: this optimizer calibrates with all rows together, or an option does not fit.
         """
         raise UserError(
-            "it calibrates with all rows at once", where=f"variant {request.section.name}"
+            "its calibration cannot be split into shards", where=f"variant {request.section.name}"
         )
 
     def files(self, section: Quantize) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class Optimizer(Plugin):
     def inline_files(self, section: Quantize, root: Path) -> Quantize:
         """Return the section with the content of its files in place of their names.
 
-        It is used for the stage's key.
+        The section with content is used for the stage's key.
 
         Raises:
             NotFoundError, UserError: a file does not exist, or an option does not fit.

@@ -11,8 +11,8 @@ from abc import ABC
 class Plugin(ABC):  # noqa: B024 (the base class of each kind has the abstract methods)
     """Attributes of every plug-in.
 
-    Each has a default; a class, or an instance, overrides those that differ. They are read without
-    calling a method, before packages of the plug-in are needed.
+    Each attribute has a default, which a class or an instance can override. Attributes are read
+    without calling a method, before packages of the plug-in are needed.
     """
 
     tools: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
 """Ports of release operations.
 
-They are those of the registry, the ledger, endpoints, metrics sources, model files and notifiers.
+These are the ports of the registry, the ledger, endpoints, metrics sources, model files and
+notifiers.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Registry(Protocol):
     def versions(self, model: str) -> tuple[ListedVersion, ...]:
         """Return all versions that onnx-ops registered, oldest first.
 
-        Empty if the model does not exist.
+        The result is empty if the model does not exist.
         """
 
     def delete_version(self, model: str, version: str) -> None:
@@ -71,7 +72,7 @@ class Registry(Protocol):
     def all_aliases(self) -> Mapping[str, Mapping[str, str]]:
         """Return versions by alias, by model.
 
-        They are requested in pages of models, regardless of the number of versions.
+        Aliases are requested by pages of models, so the number of versions does not matter.
 
         Raises:
             ServiceUnavailableError: the registry does not answer.
@@ -103,7 +104,7 @@ class Registry(Protocol):
     def mirror(self, entry: LedgerEntry, model: str) -> None:
         """Show a ledger entry to users of the registry.
 
-        Failures are allowed; nothing depends on the copy.
+        The call can fail without consequences, since nothing depends on the copy.
         """
 
     def where(self, model: str) -> str:
@@ -140,10 +141,10 @@ class Ledger(Protocol):
     def state(self, endpoint: str) -> ReleaseState:
         """Return the fold of all entries.
 
-        It takes a handful of reads, regardless of the number of entries.
+        The call makes a small number of reads, regardless of the number of entries.
 
         Raises:
-            CorruptStateError: an entry that it needs cannot be read.
+            CorruptStateError: an entry that is needed for the state cannot be read.
         """
 
     def read(self, endpoint: str, *, after: int = 0) -> tuple[LedgerEntry, ...]:
@@ -156,13 +157,13 @@ class Ledger(Protocol):
     def read_intact(self, endpoint: str, *, signed: bool = True) -> tuple[LedgerEntry, ...]:
         """Return the entries before the first one that cannot be read.
 
-        Without `signed`, signatures do not count.
+        Without `signed`, signatures are not verified.
         """
 
     def count(self, endpoint: str) -> int:
-        """Return the sequence of the last entry; 0 without any.
+        """Return the sequence of the last entry; 0 if there are no entries.
 
-        The entry is stored, readable or not, or was seen by this machine.
+        Entries that cannot be read, and entries that this machine has seen before, are included.
         """
 
     def append(self, entry: LedgerEntry) -> None:
@@ -182,7 +183,7 @@ class EndpointProvider(Plugin):
     def sign_with(self, signer: Callable[[], Signer | None]) -> None:
         """Take the signer of the release key.
 
-        A provider needs it if its servers accept signed tables only.
+        A provider needs the signer if its servers accept only signed tables.
         """
 
     @abstractmethod
@@ -205,14 +206,14 @@ class EndpointProvider(Plugin):
     def explain_unservable(self, target: Target) -> str:
         """Return why no endpoint here can run models as measured on the target.
 
-        Empty if an endpoint can.
+        The result is empty if an endpoint can run them.
         """
 
     @abstractmethod
     def place(self, config: EndpointConfig) -> str:
         """Return the endpoint's location, for people, without network access.
 
-        Configs of one place are the same endpoint.
+        Configs with the same place describe one endpoint.
         """
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
@@ -228,7 +229,7 @@ class EndpointProvider(Plugin):
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return the endpoint's state, and its drift from its settings.
 
-        None if it does not answer.
+        The result is None if the endpoint does not answer.
         """
 
     @abstractmethod
@@ -253,16 +254,16 @@ class EndpointProvider(Plugin):
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Give all traffic to the one deployment of `state` that has any.
 
-        Where the endpoint holds that deployment, this is one call that only changes weights; a
-        later `apply` cleans up. Deployments without traffic are neither loaded nor started, and
-        others that the endpoint holds stay. An endpoint that does not run, or does not answer, is
+        If the endpoint has that deployment, this is one call that only changes weights; a later
+        `apply` cleans up. Deployments without traffic are neither loaded nor started, and other
+        deployments of the endpoint stay. An endpoint that does not run, or does not answer, is
         started with this state only.
 
-        The state's own generation is that of the request. An endpoint that has reached the state
-        since the request can be left as it is.
+        The generation of `state` is the generation of the request. If the endpoint has reached the
+        state since the request, the provider can leave it unchanged.
 
         Raises:
-            NotFoundError, DigestMismatchError: the deployment's files are needed, and lost or
+            NotFoundError, DigestMismatchError: the deployment's files are needed, but lost or
                 damaged.
             ConflictError: a later generation was applied already.
             ServiceUnavailableError: the endpoint could not be reached or started.
@@ -271,7 +272,7 @@ class EndpointProvider(Plugin):
     def confirm_rollout(self, config: EndpointConfig) -> None:
         """Let a candidate keep its traffic.
 
-        A reconciliation has looked at the rollout, and continues it.
+        A reconciliation calls this after it has checked the rollout and decided to continue.
 
         Raises:
             ServiceUnavailableError: the endpoint could not be reached.
@@ -309,7 +310,7 @@ class EndpointProvider(Plugin):
     ) -> Sequence[GenerationCounts]:
         """Return the counts of servers that `list_servers` returned.
 
-        Each has the name of its server. Empty where there are no such servers.
+        Each count has the name of its server. The result is empty if there are no such servers.
 
         Raises:
             ServiceUnavailableError: their reports cannot be read.
@@ -317,9 +318,9 @@ class EndpointProvider(Plugin):
         return ()
 
     def forget_server(self, config: EndpointConfig, name: str) -> None:
-        """Wait no more for a server that `list_servers` returned.
+        """No longer wait for a server that `list_servers` returned.
 
-        A server that reports again counts again.
+        A server that reports again is waited for again.
         """
 
     @abstractmethod
@@ -366,7 +367,7 @@ class EndpointProvider(Plugin):
     def explain_elsewhere(self, config: EndpointConfig) -> str:
         """Return why a rollback from here would not reach the endpoint's clients.
 
-        Empty if it would.
+        The result is empty if it would reach them.
         """
         return ""
 
@@ -389,16 +390,16 @@ class EndpointProvider(Plugin):
 class MetricsSource(Plugin):
     """Counts of an endpoint's requests, from the server itself or a metrics service.
 
-    A source only reads. It can lag by a minute, as cloud metrics do; every reading then has the
-    same lag for all deployments.
+    A source changes nothing. Its counts can lag by a minute, as cloud metrics do; the lag is then
+    the same for all deployments.
     """
 
     @abstractmethod
     def capabilities(self) -> frozenset[str]:
         """Return what the source can report.
 
-        This is `exceedances` (requests over a latency) or `quantiles`, and `shadow`, `feedback`,
-        `cold_starts`.
+        The capabilities are `exceedances` (requests over a latency) or `quantiles`, and `shadow`,
+        `feedback`, `cold_starts`.
         """
 
     @abstractmethod
@@ -412,7 +413,7 @@ class MetricsSource(Plugin):
         it. Unknown counts are None.
 
         Raises:
-            ServiceUnavailableError: the source does not answer; a driver then waits.
+            ServiceUnavailableError: the source does not answer; the reconciler then waits.
         """
 
     def latencies(
@@ -420,8 +421,8 @@ class MetricsSource(Plugin):
     ) -> tuple[Sequence[float], Sequence[int]] | None:
         """Return a deployment's latency histogram; None if the source has none.
 
-        It consists of ascending upper bounds in seconds, and of one count more than bounds. It
-        covers what the source still knows, at most the last day.
+        The histogram consists of ascending upper bounds in seconds, and of one count more than
+        bounds. It covers the period for which the source has data, at most the last day.
 
         Raises:
             ServiceUnavailableError: the source does not answer.
@@ -440,7 +441,7 @@ class ModelFiles(Protocol):
     """Verified model folders by manifest digest, stored where endpoints can load them."""
 
     def place(self, manifest: Digest) -> str:
-        """Return the path that the folder has, or would have. Nothing is read."""
+        """Return the path of the folder, which need not exist. Nothing is read."""
 
     def location(self, manifest: Digest) -> str | None:
         """Return the folder's path, if it exists and is intact."""
@@ -458,7 +459,7 @@ class ModelFiles(Protocol):
     def list_folders(self) -> Sequence[StoredObject]:
         """Return every stored folder, by its manifest's digest.
 
-        `at` is when the folder was admitted.
+        `at` is the time at which the folder was admitted.
         """
 
     def forget(self, manifest: Digest) -> None:
@@ -475,7 +476,8 @@ class Notifier(Plugin):
     def send(self, notification: Notification) -> None:
         """Send a notification.
 
-        Return within seconds once the service has accepted it. Sending twice does no harm.
+        The call returns within seconds, after the service has accepted the notification. Sending a
+        notification twice does no harm.
 
         Raises:
             ServiceUnavailableError: the service does not answer, or limits the rate; try again.
@@ -495,5 +497,5 @@ class Notifier(Plugin):
 
     @property
     def wants_steps(self) -> bool:
-        """Whether it also gets every step of a rollout that passes."""
+        """Whether the notifier also gets the steps of a rollout without problems."""
         return False

@@ -49,7 +49,7 @@ class Clock(Protocol):
 class Executor(Protocol):
     """Runs the work of a stage.
 
-    It runs in this process, in a separate one, or as a task of an orchestrator.
+    The work runs in this process, in a separate process, or as a task of an orchestrator.
     """
 
     def run(
@@ -92,7 +92,7 @@ class Observer:
         """
 
     def worked(self, stage: Stage, seconds: float) -> None:
-        """Report how long a stage worked; the rest of its time it waited for a machine."""
+        """Report how long a stage worked, without the time it waited for a machine."""
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
         """Report that a stage ended."""
@@ -125,7 +125,7 @@ class EndedRun:
     """The end of a placed stage.
 
     Attributes:
-        run: The identifier that its worker had for it.
+        run: The worker's identifier of the execution.
         message: The message of a failure.
         seconds: Time that a worker spent on it; 0 if unknown.
     """
@@ -145,7 +145,7 @@ class WorkerStatus:
         limit: Maximum number of concurrent stages; 0 if unknown.
         release: Version of onnx-ops.
         store: Where it reads requests and records results.
-        machine: What its measurements are bound to.
+        machine: The machine and runtime to which its measurements are bound.
         providers: Execution providers of its ONNX Runtime.
     """
 
@@ -166,7 +166,7 @@ class PlacedRun:
     Attributes:
         run: The orchestrator's identifier.
         since: Time of its last change of state, in seconds since the epoch.
-        why: Why it waits, or what is wrong.
+        why: The reason why the stage waits, or the problem.
     """
 
     run: str
@@ -189,7 +189,7 @@ class PoolStatus:
     def list_takers(self, kind: str) -> tuple[WorkerStatus, ...]:
         """Return the workers that run a kind of stage.
 
-        A worker without a description counts for all kinds.
+        A worker without a description is taken to run all kinds.
         """
         return tuple(worker for worker in self.workers if not worker.kinds or kind in worker.kinds)
 

@@ -38,10 +38,10 @@ class PairedBenchmarkSamples:
 
     `probe`, of the same shape, is the duration of a short, constant piece of work on the same core
     directly before or after each run, the longer of the two. It shows how fast the machine was at
-    that moment. None where a runtime has no probe.
+    that moment. `probe` is None if the runtime has no probe.
 
-    `calls`: each sample is the mean of that many consecutive runs, where the clock is too coarse
-    for a single run.
+    Each sample is the mean of `calls` consecutive runs. `calls` exceeds 1 if the clock is too
+    coarse for a single run.
     """
 
     nanoseconds: Array
@@ -189,7 +189,7 @@ class Runtime(Plugin):
     def package(self, model: Path, target: Target, folder: Path) -> None:
         """Write the files of a target with an `ort_format` into `folder`.
 
-        They are `model.ort` and its facts.
+        The files are `model.ort` and a file of facts about it.
 
         Raises:
             UserError: the runtime has no such format.

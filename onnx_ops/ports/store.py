@@ -37,7 +37,7 @@ class Store(Protocol):
     def lookup(self, key: Digest) -> Manifest | None:
         """Return the result of a key, or None.
 
-        It is None unless the record and all its files are intact.
+        The result is None if the record or one of its files is missing or damaged.
         """
 
     def results(self) -> Iterator[Manifest]:
@@ -47,7 +47,7 @@ class Store(Protocol):
         """Return all stored content and the leftovers of killed writers, without records."""
 
     def forget(self, stored: StoredObject) -> bool:
-        """Remove the object, unless it was put again since.
+        """Remove the object, unless it was stored again in the meantime.
 
         Return whether it was removed. A missing object is no error.
         """
@@ -85,17 +85,17 @@ class Verifier(Protocol):
 class StageJournal(Protocol):
     """The progress of one long stage, in order.
 
-    It survives a crash of its writer at any moment.
+    The journal survives a crash of its writer at any moment.
     """
 
     def read(self) -> tuple[Any, ...]:
         """Return the documents so far.
 
-        Those after a torn or altered one are dropped permanently.
+        All documents after an incomplete or altered document are dropped permanently.
         """
 
     def append(self, document: Any) -> None:
-        """Add a JSON document. It is on the disk when this returns."""
+        """Add a JSON document, and sync it to the disk before returning."""
 
     def clear(self) -> None:
         """Remove all documents."""

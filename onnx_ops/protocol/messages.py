@@ -23,23 +23,22 @@ if TYPE_CHECKING:
 USER_KEY_HEADER = "x-user-key"
 """Header with the key of a user.
 
-Requests with the same value are answered by the same deployment, while the split or its epoch
-lasts.
+While the split or its epoch lasts, one deployment answers all requests with the same value.
 """
 REQUEST_ID_HEADER = "x-request-id"
-"""Copied to the response."""
+"""Header with the id of a request, which is copied to the response."""
 TRACE_PARENT_HEADER = "traceparent"
-"""W3C trace context, copied to the response."""
+"""Header with the W3C trace context, which is copied to the response."""
 TIMEOUT_HEADER = "x-request-timeout-ms"
-"""Milliseconds after which a request that is queued or runs gets a 504."""
+"""Header with the milliseconds after which a queued or running request gets a 504."""
 PIN_HEADERS = ("x-amzn-sagemaker-target-variant", "azureml-model-deployment")
 """Headers that select a deployment by name, regardless of its traffic weight."""
 DEPLOYMENT_HEADER = "x-onnx-ops-deployment"
-"""Names the deployment that answered."""
+"""Header with the name of the deployment that answered."""
 FEEDBACK_HEADER = "x-onnx-ops-feedback"
-"""Token by which any server of the endpoint counts feedback on the answer."""
+"""Header with the feedback token, which any server of the endpoint can count."""
 VARIANT_HEADER = "x-amzn-invoked-production-variant"
-"""Names the deployment that answered, as SageMaker does."""
+"""Header with the name of the deployment that answered, as in SageMaker."""
 BINARY_LENGTH_HEADER = "inference-header-content-length"
 """Header with the number of bytes of JSON at the start of a body.
 
@@ -54,8 +53,9 @@ LEASE_PATH = "/admin/lease"
 FAILURE_STATUSES = frozenset({"422", "429", "500", "503", "504", "other"})
 """Statuses that count against the deployment.
 
-Its model failed on inputs that fit its signature, was not loaded, or answered too late. It is fair
-to count queue overflow (429) and timeouts (504): all deployments share one first-come order.
+Its model failed on inputs that fit its signature, was not loaded, or answered too late. Queue
+overflow (429) and timeouts (504) can be counted without bias, because the requests of all
+deployments are served in the order of arrival.
 """
 REJECTION_STATUSES = frozenset({"400", "404", "413", "415"})
 """Statuses of requests that were rejected before they reached a model."""
@@ -63,7 +63,7 @@ REJECTION_STATUSES = frozenset({"400", "404", "413", "415"})
 USER_CELLS = 16_000
 """Number of cells into which users are grouped, by a hash of their key.
 
-There are 160 for each percent, so that every weight is met exactly.
+Each percent of traffic has 160 cells, so every weight is met exactly.
 """
 KEYLESS_CELL = USER_CELLS
 """The cell of requests without a user key."""
@@ -71,12 +71,12 @@ CELLS = USER_CELLS + 1
 CELL_REQUESTS, CELL_ERRORS, CELL_REFUSED, CELL_FEEDBACK, CELL_SUCCESSES, CELL_LATENCIES = range(6)
 """Fields of the counts of a cell.
 
-From `CELL_LATENCIES` on, they count requests by the number of thresholds that they exceed.
+The fields from `CELL_LATENCIES` on count requests by the number of thresholds that they exceed.
 """
 MAX_USER_THRESHOLDS = 24
 """Largest number of latency thresholds of a deployment.
 
-They are places of its distribution, and four quantiles with allowed slow-downs.
+The thresholds are quantiles of its latencies, and four quantiles multiplied by allowed slow-downs.
 """
 CELL_FIELDS = CELL_LATENCIES + MAX_USER_THRESHOLDS + 1
 _CELL_BYTES = 2 + 4 * CELL_FIELDS
@@ -84,12 +84,12 @@ _CELL_BYTES = 2 + 4 * CELL_FIELDS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminState:
-    """Response to GET and PUT of the state; None before the first publication.
+    """Response to GET and PUT of the state; the state is None before a publication.
 
-    `failed` are deployments that could not be loaded again, with the reason. `out_of_service` are
-    deployments that ended workers; they get no requests until the next publication.
-    `counting_failure` is why a rollout gets no evidence at present; empty if nothing failed.
-    `memory` is None if it cannot be read.
+    `failed` holds deployments that could not be loaded again, with the reason. `out_of_service`
+    holds deployments that ended workers. They get no requests until the next publication.
+    `counting_failure` is the reason why a rollout currently gets no evidence; empty if nothing
+    failed. `memory` is None if it cannot be read.
     """
 
     state: EndpointState | None
@@ -103,10 +103,10 @@ class AdminState:
 class Lease:
     """Body of a PUT of the lease, and of its response.
 
-    `until_ns` is the end of the lease in nanoseconds since boot (CLOCK_BOOTTIME); 0 ends it.
+    `until_ns` is the end of the lease in nanoseconds since boot (CLOCK_BOOTTIME); 0 ends the lease.
     `serving_until_ns` is the end of the lease that a table with `RoutingTable.is_leased` needs for
-    any request. `lapsed` counts requests since the start of the server: those that the fallback
-    answered, or that were refused, because there was no lease.
+    any request. `lapsed` counts requests since the start of the server that the fallback answered,
+    or that were refused, because the server had no lease.
     """
 
     until_ns: int
@@ -119,15 +119,18 @@ class DeploymentCounts:
     """Counts of one deployment, summed over all workers.
 
     Attributes:
-        statuses: requests by HTTP status by which the deployment can be judged; `other` for any
+        statuses: requests that are evidence about the deployment, by HTTP status; `other` for any
             status that is not listed. Shadow requests are excluded.
-        unjudged: all other requests by status: a client has selected the deployment, or every
+        unjudged: all other requests by status. A client has selected the deployment, or every
             version with traffic refuses the request.
-        latency: histogram of the time from the last byte of a request to its response.
-        service: the same without queueing, for requests that ran alone. Both have one bucket more
-            than `Counts.bounds_s`.
-        shadow_answered, shadow_differing, shadow_failed: mirrored requests by result.
-        feedback, successes: entries of feedback that clients reported, and the good ones.
+        latency: histogram of the time from the last byte of a request to its response. It has one
+            bucket more than `Counts.bounds_s`.
+        service: the same histogram without the time in the queue, for requests that ran alone.
+        shadow_answered: mirrored requests that the shadow deployment answered.
+        shadow_differing: mirrored requests whose responses differ.
+        shadow_failed: mirrored requests that failed.
+        feedback: number of feedback entries that clients sent.
+        successes: number of feedback entries that report a success.
     """
 
     statuses: Mapping[str, int]
@@ -145,10 +148,10 @@ class DeploymentCounts:
 class TableCounts:
     """Counts from the publication of one routing table to that of the next.
 
-    `generation` is that of the table. The counts only grow.
+    `generation` is the generation of the table. The counts never decrease.
 
     Attributes:
-        split: equal for servers that draw the same deployment for each user.
+        split: digest that is equal for servers that select the same deployment for each user.
         deployments: counts by name of deployment.
         cells: counts by cell of users and deployment (see `decode_cells`), if they were requested
             and the split is sticky. Unjudged requests are excluded.
@@ -164,8 +167,8 @@ class TableCounts:
 class EpochCounts:
     """Counts of the requests that were routed in one epoch of a split.
 
-    The split of `generation` held for the whole epoch; it is drawn anew in each epoch. `cells` are
-    as those of `TableCounts`.
+    The split of `generation` was valid for the whole epoch. It assigns users anew in each epoch.
+    `cells` has the format of `TableCounts.cells`.
     """
 
     generation: int
@@ -177,8 +180,8 @@ class EpochCounts:
 class UserCountsRequest:
     """Body of a POST to the counts: count the requests of two deployments by user.
 
-    `limits_s` are, by deployment, ascending latency thresholds, at most `MAX_USER_THRESHOLDS`.
-    Different thresholds than before reset the counts by user.
+    `limits_s` holds ascending latency thresholds by deployment, at most `MAX_USER_THRESHOLDS` each.
+    If the thresholds have changed, the counts by user are reset.
     """
 
     limits_s: Mapping[str, tuple[float, ...]]
@@ -193,18 +196,18 @@ class Counts:
         at: seconds since the epoch, on the server's clock.
         bounds_s: upper bounds of the latency histograms in seconds.
         deployments: counts of each deployment since it was first published.
-        tables: counts by generation of the table, the present one last.
-        epochs: closed epochs in ascending order. They do not change any more.
-        open_epoch: counts until now of the present epoch.
-        closed_through: no epoch up to this number is counted any more; 0 if the split has no
+        tables: counts by generation of the table, the current one last.
+        epochs: closed epochs in ascending order. Their counts do not change any more.
+        open_epoch: counts of the current epoch so far.
+        closed_through: number up to which no epoch is counted any more; 0 if the split has no
             epochs.
-        cold_s: by deployment, seconds of loads in fresh processes. Measured if a deployment of a
-            user counts request gets neither traffic nor mirrored requests.
-        failure: why evidence is missing at present, such as an epoch that could not be turned;
+        cold_s: seconds of loads in fresh processes, by deployment. They are measured if a
+            deployment of a user counts request gets neither traffic nor mirrored requests.
+        failure: why evidence is currently missing, such as an error at the change of an epoch;
             empty if nothing failed.
-        uptimes: by table, from the follower of a replica; servers leave it empty.
-        is_final: the follower has ended, and these are the last counts of its start.
-        server: name of the replica, from the name of its report; servers leave it empty.
+        uptimes: uptimes by table, from the follower of a replica. Servers leave this field empty.
+        is_final: whether the follower has ended, so that these are the last counts of its start.
+        server: name of the replica, from the name of its report. Servers leave this field empty.
     """
 
     origin: str
@@ -236,7 +239,8 @@ def encode_cells(cells: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) ->
 def decode_cells(text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the arguments of `encode_cells`. Raises ValueError or zlib.error.
 
-    A user can reach several servers: add the counts of all servers before comparing users.
+    A user can send requests to several servers. Therefore add the counts of all servers before you
+    compare users.
     """
     import numpy as np
 
@@ -244,7 +248,7 @@ def decode_cells(text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64
     raw = inflater.decompress(base64.b64decode(text, validate=True), CELLS * _CELL_BYTES)
     length, rest = divmod(len(raw), _CELL_BYTES)
     if rest or not inflater.eof:
-        raise ValueError("the counts by cell are not whole")
+        raise ValueError("the counts by cell are truncated")
     cells = np.frombuffer(raw, "<u2", length).astype(np.int64)
     if (cells >= CELLS).any() or (np.diff(cells) <= 0).any():
         raise ValueError("the cells are unknown or not in ascending order")

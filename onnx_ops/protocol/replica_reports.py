@@ -1,7 +1,7 @@
-"""What replicas report: their status, their counts, and their closed epochs.
+"""Reports of replicas: their status, their counts, and their closed epochs.
 
-Reports are claims of one process about itself. They judge a rollout, and hold no authority: they
-cannot change what is served.
+Each report describes the process that wrote it. The analysis of a rollout uses reports as evidence.
+Reports cannot change which table is served.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ STATUS_FOLDER, COUNTS_FOLDER, EPOCHS_FOLDER = "status", "counts", "epochs"
 REPORT_S = 5.0
 """Seconds between two reports of a replica."""
 SILENT_S = 20.0
-"""A replica without a report for this long is silent."""
+"""Seconds without a report after which a replica is silent."""
 MAX_REPORT_BYTES = 8 << 20
 
 _LARGEST_COUNT = 1 << 48
-"""The sum of 32,768 such counts has 63 bits."""
+"""Largest count in a report. The sum of 32,768 such counts has 63 bits."""
 _REPLICA = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
 _START = re.compile(r"[0-9a-f]{12}")
 _SEPARATOR = "~"
-"""Separates the parts of a report's name; no part contains it."""
+"""Separator of the parts of a report's name. No part contains it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStatus:
-    """What a replica serves.
+    """Status of a replica, as the replica reports it.
 
     Attributes:
-        replica: its name, the same after a restart on the same folder.
+        replica: name of the replica, which is the same after a restart on the same folder.
         start: random number of this start.
         endpoint: the endpoint whose tables it follows.
-        adopted: the table that it serves; None before the first.
+        adopted: number of the table that it serves; None before the first table.
         loaded: deployments of that table that it has loaded.
         failed: deployments that could not be loaded, with the reason.
-        refused: why a newer table than the adopted one is not served; empty if none is refused.
-        skipped: objects among the tables that do not count, with the reason.
+        refused: why it does not serve a table newer than the adopted one; empty if it refuses none.
+        skipped: objects in the folder of the tables that are not valid tables, with the reason.
         out_of_service: deployments that get no requests, with the reason.
-        has_lease: whether it may give a candidate traffic.
-        lapsed: requests that the fallback answered because there was no lease.
+        has_lease: whether it can give traffic to a candidate.
+        lapsed: requests that the fallback answered because the replica had no lease.
         beat: number of this report.
         at: seconds since the epoch, on the replica's clock.
-        address: where clients reach it; empty if it does not know.
-        versions: by package, of what it runs.
-        image: of its container; empty if it does not know.
-        memory: of its server; None if it cannot be read.
-        is_final: whether it has ended.
+        address: address for clients; empty if the replica does not know its address.
+        versions: versions of the packages that it runs, by package.
+        image: image of its container; empty if it does not know the image.
+        memory: memory of its server; None if it cannot be read.
+        is_final: whether the replica has ended.
     """
 
     replica: str
@@ -79,20 +79,20 @@ class ReplicaStatus:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it serves all deployments of its table."""
+        """Whether the replica serves all deployments of its table."""
         return not self.failed and not self.refused
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ReportSource:
-    """One start of one replica. The counts of a start only grow."""
+    """One start of one replica. Within a start, the counts never decrease."""
 
     replica: str
     start: str
 
     @property
     def status_name(self) -> str:
-        """Name of the replica's status; a later start replaces it."""
+        """Name of the status of the replica, which a later start overwrites."""
         return f"{STATUS_FOLDER}/{self.replica}.json"
 
     @property
@@ -109,7 +109,7 @@ class ReportSource:
 
     @classmethod
     def parse(cls, parts: list[str]) -> Self | None:
-        """Return the source in the last two parts of a name; None if they are no source."""
+        """Return the source that the last two parts of a name describe; None if invalid."""
         if len(parts) < 2 or not _REPLICA.fullmatch(parts[-2]) or not _START.fullmatch(parts[-1]):
             return None
         return cls(parts[-2], parts[-1])
@@ -118,7 +118,7 @@ class ReportSource:
 def has_possible_counts(counts: Counts) -> bool:
     """Return whether a server can have counted these numbers.
 
-    None of them is negative, or too large for sums of 64 bits.
+    They must not be negative, or too large for sums of 64 bits.
     """
     opened = {} if counts.open_epoch is None else counts.open_epoch.cells
     if not all(map(has_possible_cells, (opened, *(table.cells for table in counts.tables)))):
@@ -132,7 +132,7 @@ def has_possible_counts(counts: Counts) -> bool:
 
 
 def has_possible_cells(cells: Mapping[str, str]) -> bool:
-    """Return whether the counts by cell of each deployment can be read."""
+    """Return whether the counts by cell of each deployment can be decoded."""
     try:
         for text in cells.values():
             decode_cells(text)
@@ -155,7 +155,7 @@ def _list_numbers(counts: DeploymentCounts) -> Iterator[float]:
 def parse_counts_name(name: str) -> ReportSource | None:
     """Return the source of an object in the folder of the counts.
 
-    None if its name is not that of a report.
+    The result is None if the name is not that of a report.
     """
     return ReportSource.parse(name.removesuffix(".json").split(_SEPARATOR))
 
@@ -163,7 +163,7 @@ def parse_counts_name(name: str) -> ReportSource | None:
 def parse_epoch_name(name: str) -> tuple[int, int, ReportSource] | None:
     """Return generation, epoch and source of an object in the folder of the epochs.
 
-    None if its name is not that of a report.
+    The result is None if the name is not that of a report.
     """
     parts = name.removesuffix(".json").split(_SEPARATOR)
     generation, _, epoch = parts[0].partition("-")
@@ -174,10 +174,10 @@ def parse_epoch_name(name: str) -> tuple[int, int, ReportSource] | None:
 
 
 def check_replica_name(name: str) -> str:
-    """Return the name of a replica.
+    """Return the name of a replica after a check.
 
     Raises:
-        UserError: it cannot be part of a report's name.
+        UserError: the name cannot be part of a report's name.
     """
     if not _REPLICA.fullmatch(name):
         raise UserError(

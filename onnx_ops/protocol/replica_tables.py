@@ -1,9 +1,10 @@
 """Routing tables that replicas follow.
 
-A table is an object that is created once, numbered by the ledger, and signed. A replica follows the
-highest table that counts, and skips objects that do not. A table counts if a trusted release key
-has signed it for this endpoint and this number. A `WayBack` needs no signature: it names a signed
-table, and gives all traffic to the version that answers there without a lease.
+A table is an object that is created once, numbered by the ledger, and signed. A table is valid if a
+trusted release key has signed it for this endpoint and this number. A replica follows the valid
+table with the highest number, and skips invalid objects. A `WayBack` is valid without a signature.
+It refers to a signed table, and gives all traffic to the version that answers without a lease in
+that table.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from onnx_ops.ports import Signer, Verifier
 from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
 
 FOLDER = "table"
-"""Folder of the tables, below the control location of the place."""
+"""Folder of the tables, below the control location of the endpoint."""
 HEAD = "head.json"
-"""Name of a hint beside the folder: the last `TableHead` that was written.
+"""Name of an object beside the folder: the last `TableHead` that was written.
 
-Only the time of its writing has an effect.
+Only the time at which it was written has an effect.
 """
 PAYLOAD_TYPE = "application/vnd.onnx-ops.replica-table+json"
 LEASE_S = 30.0
-"""Seconds for which a replica gives a candidate traffic.
+"""Seconds for which a replica can give traffic to a candidate.
 
-They begin when it lists the tables.
+The lease begins when the replica lists the tables.
 """
 DEADLINE_S = 5.0
-"""Largest duration in seconds of a request that began under the lease.
+"""Longest duration in seconds of a request that began under the lease.
 
 A replica has the same time to adopt a table.
 """
@@ -48,9 +49,9 @@ _NAME = re.compile(r"(\d{8})-([01])\.json")
 
 @dataclass(frozen=True, slots=True, order=True)
 class TableNumber:
-    """Number of a table: the sequence of the ledger's entry, and a phase.
+    """Number of a table: the sequence number of the ledger's entry, and a phase.
 
-    The phase is 0 for the table that only has its models loaded.
+    Phase 0 is a table with which replicas only load models.
     """
 
     sequence: int
@@ -58,7 +59,7 @@ class TableNumber:
 
     @classmethod
     def parse(cls, name: str) -> Self | None:
-        """Return the number in the name of an object; None if it is not that of a table."""
+        """Return the number in the name of an object; None if it is not a table's name."""
         match = _NAME.fullmatch(name)
         return None if match is None else cls(int(match[1]), int(match[2]))
 
@@ -69,12 +70,12 @@ class TableNumber:
 
     @property
     def generation(self) -> int:
-        """Generation of the table at servers, which grows with the number."""
+        """Generation of the table at servers. It increases with the number."""
         return 2 * self.sequence + self.phase
 
     @property
     def name(self) -> str:
-        """Name of the object below the control location."""
+        """Name of the table's object below the control location."""
         return f"{FOLDER}/{self}.json"
 
     def __str__(self) -> str:
@@ -83,16 +84,16 @@ class TableNumber:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaTable:
-    """What all replicas of an endpoint serve from this number on.
+    """The table that all replicas of an endpoint serve from this number on.
 
     Attributes:
-        table: deployments, without locations, with their layout; its fallback answers without a
-            lease.
+        table: deployments, without locations, with their layout. The fallback of the table answers
+            without a lease.
         limits_s: latency thresholds of the deployments that are compared, as in a
             `UserCountsRequest`; empty if none are compared.
-        previous: digest of the bytes of the table that it follows; None if it is the first.
-        judge_timeout_s: seconds after which a candidate that is not judged any more loses its
-            traffic; 0: never.
+        previous: digest of the bytes of the previous table; None for the first table.
+        judge_timeout_s: seconds after which a candidate loses its traffic if its rollout is not
+            analyzed any more; 0: never.
     """
 
     endpoint: str
@@ -105,9 +106,9 @@ class ReplicaTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayBack:
-    """All traffic goes to the fallback of the table with number `to`.
+    """Object that gives all traffic to the fallback of the table with number `to`.
 
-    Without a fallback, it goes to the leader of that table.
+    If that table has no fallback, its leader gets all traffic.
     """
 
     endpoint: str
@@ -117,7 +118,7 @@ class WayBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableHead:
-    """The last table, and a count of the judge's observations of the endpoint."""
+    """Number of the last table, and how often the endpoint's rollout was analyzed."""
 
     number: TableNumber
     beat: int
@@ -129,7 +130,7 @@ StoredTable: TypeAlias = ReplicaTable | WayBack
 def encode_table(table: StoredTable, signer: Signer | None) -> bytes:
     """Return the object of a table.
 
-    It is a line of JSON and, with a signer, a line of its DSSE signatures.
+    The object consists of a line of JSON and, with a signer, a line of DSSE signatures.
     """
     kind = "table" if isinstance(table, ReplicaTable) else "way back"
     line = codec.dumps({"kind": kind, "content": codec.to_json(table)})
@@ -141,15 +142,17 @@ def encode_table(table: StoredTable, signer: Signer | None) -> bytes:
 def decode_table(
     data: bytes, number: TableNumber, endpoint: str, verifier: Verifier | None
 ) -> StoredTable:
-    """Return the table of an object. Without a verifier, signatures do not count.
+    """Return the table of an object. Without a verifier, signatures are not checked.
 
     Raises:
-        CorruptStateError: it is not a table of this endpoint with this number.
-        InvalidSignatureError: no trusted key has signed it.
+        CorruptStateError: the object is not a table of this endpoint with this number.
+        InvalidSignatureError: no trusted key has signed the table.
     """
     where = number.name
     if len(data) > MAX_TABLE_BYTES:
-        raise CorruptStateError(f"it has {len(data)} bytes, more than a table", where=where)
+        raise CorruptStateError(
+            f"it has {len(data)} bytes; the limit of a table is {MAX_TABLE_BYTES}", where=where
+        )
     line, _, rest = data.partition(b"\n")
     document = codec.loads(line, dict[str, Any], where=where)
     content = document.get("content")
@@ -166,7 +169,7 @@ def decode_table(
         )
     if isinstance(table, WayBack):
         if table.to >= number:
-            raise CorruptStateError("it leads to itself or forward", where=where)
+            raise CorruptStateError("it returns to itself or to a later table", where=where)
         return table
     if table.table.state.generation != number.generation:
         raise CorruptStateError("its state has another generation", where=where)
@@ -177,13 +180,13 @@ def decode_table(
 
 
 def resolve(table: StoredTable, read: Callable[[TableNumber], ReplicaTable]) -> ReplicaTable:
-    """Return the table itself, or the one that a `WayBack` stands for.
+    """Return a signed table: the given one, or the one to which a `WayBack` refers.
 
     Args:
-        read: returns the signed table with a number; raises an OnnxOpsError if there is none.
+        read: returns the signed table with a number. It raises an OnnxOpsError if there is none.
 
     Raises:
-        OnnxOpsError: the `WayBack` leads to no signed table.
+        OnnxOpsError: the `WayBack` does not lead to a signed table.
     """
     if isinstance(table, ReplicaTable):
         return table
@@ -201,9 +204,9 @@ def resolve(table: StoredTable, read: Callable[[TableNumber], ReplicaTable]) -> 
 
 
 def give_way(table: RoutingTable) -> EndpointState:
-    """Return the state in which all traffic goes to the fallback of a table.
+    """Return the state in which the fallback of a table gets all traffic.
 
-    Without a fallback, all traffic goes to its leader.
+    If the table has no fallback, its leader gets all traffic.
     """
     name = table.fallback or table.state.leader().name
     weights = {**dict.fromkeys(table.layout, 0), name: 100}
@@ -215,19 +218,20 @@ def find_newest(
     read: Callable[[TableNumber], StoredTable],
     above: TableNumber | None = None,
 ) -> tuple[ReplicaTable | None, Mapping[str, str]]:
-    """Return the highest table that counts, and why higher objects do not, by name.
+    """Return the highest valid table, and why higher objects are invalid, by name.
 
     Args:
         names: names of the objects in the folder of the tables.
-        read: as `read_stored`; raises an OnnxOpsError for an object that does not count.
-        above: number of a table that is known: lower ones are not read.
+        read: reads an object, as `read_stored` does. It raises an OnnxOpsError for an invalid
+            object.
+        above: number of a known table. Objects with lower numbers are not read.
     """
     skipped: dict[str, str] = {}
     numbers: list[TableNumber] = []
     for name in names:
         number = TableNumber.parse(name)
         if number is None:
-            skipped[name] = "its name is no number of a table"
+            skipped[name] = "its name is not the number of a table"
         elif above is None or number > above:
             numbers.append(number)
     for number in sorted(numbers, reverse=True):
@@ -239,25 +243,27 @@ def find_newest(
 
 
 def require_table(table: StoredTable) -> ReplicaTable:
-    """Return a table that is no `WayBack`.
+    """Return a table after checking that it is not a `WayBack`.
 
     Raises:
-        CorruptStateError: it is a `WayBack`.
+        CorruptStateError: the table is a `WayBack`.
     """
     if not isinstance(table, ReplicaTable):
-        raise CorruptStateError("a way back leads to another way back", where=table.number.name)
+        raise CorruptStateError(
+            "a rollback table returns to another rollback table", where=table.number.name
+        )
     return table
 
 
 def gives_candidate_traffic(table: RoutingTable) -> bool:
-    """Return whether any deployment but the fallback gets requests or copies of them."""
+    """Return whether a deployment other than the fallback gets requests or copies."""
     return bool(table.fallback) and bool(list_receivers(table.state) - {table.fallback})
 
 
 def has_same_traffic(one: RoutingTable, other: RoutingTable) -> bool:
     """Return whether both tables give the same deployments the same traffic.
 
-    Traffic consists of requests and copies.
+    Traffic consists of requests and mirrored copies of requests.
     """
     first, second = (
         (
@@ -287,14 +293,14 @@ def plan_tables(
     new_key: str = "",
     is_leased: bool = False,
 ) -> tuple[ReplicaTable | None, ReplicaTable]:
-    """Return the table that loads new models, if needed, and that of the state.
+    """Return the table that loads new models, if needed, and the table of the state.
 
-    A model that gets traffic for the first time is first loaded everywhere, while the traffic stays
-    as it was. The first table does that; it is None if nothing must be waited for.
+    Before a model gets its first traffic, all replicas must load it while the traffic stays
+    unchanged. The first table causes this load. It is None if no model must be loaded first.
 
     Args:
         before: the newest table.
-        digest: digest of its bytes.
+        digest: digest of the bytes of `before`.
         new_key: feedback key if the newest table has none.
         is_leased: whether replicas refuse all requests without a lease.
     """
@@ -330,10 +336,11 @@ def plan_tables(
 def _plan_load(
     before: ReplicaTable, state: EndpointState, number: TableNumber, digest: Digest | None
 ) -> ReplicaTable | None:
-    """Return the table that has the new models of a state loaded.
+    """Return the table with which replicas load the new models of a state.
 
-    Its traffic is that of the table before. None if no new model gets traffic. None, too, if a
-    deployment that serves gets other files: then nothing is kept.
+    Its traffic is the traffic of the previous table. The result is None if no new model gets
+    traffic. It is also None if a deployment with traffic gets other files, because the previous
+    traffic is then not continued.
     """
     old, served = before.table.state, before.table.state.split
     new = [d for d in state.deployments if d not in old.deployments]
@@ -354,7 +361,7 @@ def _plan_load(
 
 
 def list_receivers(state: EndpointState) -> set[str]:
-    """Return the deployments that get requests, or copies of them."""
+    """Return the deployments that get requests or mirrored copies of requests."""
     split = state.split
     return {
         name for shares in (split.weights, split.shadow) for name, share in shares.items() if share
@@ -364,8 +371,8 @@ def list_receivers(state: EndpointState) -> set[str]:
 def _choose_fallback(state: EndpointState, served: str | None) -> str:
     """Return the deployment that needs no lease.
 
-    Empty unless another one gets requests or copies too. It is the deployment that needed no lease
-    before, or else the last listed one with traffic.
+    The result is empty unless another deployment gets requests or copies too. It is the deployment
+    that needed no lease before, or otherwise the last listed one with traffic.
     """
     serving = [d.name for d in state.deployments if state.split.weights.get(d.name)]
     chosen = served if served in serving else serving[-1]

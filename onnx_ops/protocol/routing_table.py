@@ -1,4 +1,4 @@
-"""The routing table: what an endpoint serves and how its traffic is split."""
+"""The routing table: the deployments of an endpoint and the split of its traffic."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FORMAT = "onnx-ops/table"
 VERSION = 1
 
 NOTICE_S = 10.0
-"""Seconds between the moment a server is not ready and its refusal of requests.
+"""Seconds from the end of a server's readiness to its refusal of requests.
 
-In this time, a load balancer takes the server out.
+In this time, a load balancer stops sending requests to the server.
 """
 
 CURRENT_FILE = "table.json"
@@ -42,13 +42,13 @@ class RoutingTable:
     added and never on weights. Therefore a change of weights moves as few users as possible to
     another deployment.
 
-    `fallback` is the deployment that answers all requests while the server has no lease; empty if
-    no lease is needed. With `is_leased`, the server refuses all requests while it has no lease for
-    them. It stops being ready `NOTICE_S` seconds before that.
+    `fallback` is the deployment that answers all requests while the server has no lease. It is
+    empty if no lease is needed. With `is_leased`, a server without a lease refuses all requests.
+    `NOTICE_S` seconds before its lease ends, the server stops being ready.
 
-    `feedback_key` seals the tokens by which any server of the endpoint accepts feedback, in
-    hexadecimal. If it is empty, answers have no tokens. It is a secret, so it is in no text about a
-    table.
+    `feedback_key`, in hexadecimal, seals the tokens with which any server of the endpoint accepts
+    feedback. If it is empty, responses have no tokens. The key is a secret, so texts about a table
+    do not contain it.
     """
 
     state: EndpointState
@@ -78,7 +78,7 @@ class RoutingTable:
     def compute_split_digest(self) -> str:
         """Return a digest of what decides which deployment answers a user.
 
-        Generation and epoch decide that too, and are not part of the digest.
+        Generation and epoch also decide this, but are not part of the digest.
         """
         parts = (*self.get_experiment(), *self.list_slots(), repr(self.state.split.epoch_s))
         return short_digest(digest_bytes("\0".join(parts).encode()))
@@ -87,8 +87,8 @@ class RoutingTable:
 def build_next_table(previous: RoutingTable | None, state: EndpointState) -> RoutingTable:
     """Return the table that publishes `state` after `previous`.
 
-    Known deployments keep their order. New ones, and those with another manifest, come first, in
-    ascending order of traffic. The feedback key stays.
+    Known deployments keep their order. New deployments and deployments with another manifest
+    precede them, in ascending order of traffic. The feedback key is unchanged.
     """
     known = {} if previous is None else {d.name: d.manifest for d in previous.state.deployments}
     manifests = {d.name: d.manifest for d in state.deployments}
@@ -140,7 +140,7 @@ class TableFile:
         self._previous = folder / PREVIOUS_FILE
 
     def read(self) -> RoutingTable | None:
-        """Return the last valid table, if any. Invalid files are logged and kept."""
+        """Return the last valid table, if any. Invalid files are logged and not deleted."""
         for path in (self._current, self._previous):
             try:
                 table = self._load(path)
@@ -152,7 +152,7 @@ class TableFile:
         return None
 
     def write(self, table: RoutingTable) -> None:
-        """Write a table durably, and keep the last valid one as the previous table.
+        """Write a table durably, and store the last valid table as the previous one.
 
         After an OSError, `read` returns the old table.
         """

@@ -1,6 +1,6 @@
 """Options, files and processes of endpoint servers, and the holders of leases.
 
-With the files and processes, other programs find a server.
+Other programs use the files and processes to find a server.
 """
 
 from __future__ import annotations
@@ -22,30 +22,36 @@ from onnx_ops.domain.target import Target
 
 # Files of a server's folder.
 SERVER_FILE = "server.json"
-"""The `ServerRecord` of the running server; written when it answers."""
+"""File with the `ServerRecord` of the running server.
+
+The file is written when the server can answer.
+"""
 LOCK_FILE = "server.lock"
-"""Locked (flock) by the server while it runs; holds its process id."""
+"""File that the server locks (flock) while it runs.
+
+The file holds the server's process id.
+"""
 TOKEN_FILE = "token"  # noqa: S105 (the name of the file)
-"""The bearer token of the admin listener; readable by its owner only."""
+"""File with the bearer token of the admin listener. Only its owner can read it."""
 WORKERS_FOLDER = "workers"
 """Folder with one file per live worker, named after its process id.
 
 The file holds the start time of that process.
 """
 HANDOVER_SOCKET = "handover.sock"
-"""Unix socket on which workers hand over their listening sockets.
+"""Unix socket over which workers send their listening sockets.
 
-Workers without a supervisor give them to the next supervisor.
+Workers without a supervisor send them to the next supervisor.
 """
 AUDIT_FILE = "audit.jsonl"
 """Audit trail: one line per requested change and one per result."""
 
 FINAL_COUNTS_FILE = "counts.json"
-"""The counts of a server that has stopped, its last requests included."""
+"""The counts of a server that has stopped, including its last requests."""
 
 # Files and environment of a cloud container.
 DEPLOYMENT_FILE = "deployment.json"
-"""The deployment, without a location."""
+"""File of a container with the deployment, without a location."""
 MODEL_FOLDER = "model"
 """Folder beside `DEPLOYMENT_FILE` with the files of the version and nothing else."""
 CONTAINER_PROVIDERS = (CPU,)
@@ -177,7 +183,7 @@ class ServerRecord:
 def explain_unservable(target: Target, available: Collection[str]) -> str:
     """Return why a server with these providers cannot run the target's models.
 
-    Empty if it can.
+    The result is empty if the server can run them.
     """
     if target.runtime != "onnxruntime":
         return f"it measures with runtime '{target.runtime}', and the server runs 'onnxruntime'"
@@ -199,12 +205,13 @@ def explain_unservable(target: Target, available: Collection[str]) -> str:
 def read_start_time(pid: int) -> str | None:
     """Return when a process started, in clock ticks since boot; None if it ended.
 
-    Pid and start time together identify a process: the system reuses pids. A process whose first
-    thread has ended runs, and keeps its port, until its last thread ends.
+    The process id and the start time together identify a process, because the system reuses process
+    ids. If the first thread of a process has ended, the process still runs until its last thread
+    ends. It occupies its port until then.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        # The name of the process, in parentheses, can hold any character.
+        # The name of the process is in parentheses and can contain any character.
         columns = text[text.rindex(")") + 2 :].split()
         if columns[_STATE_FIELD - 2] in _DEAD_STATES and len(os.listdir(f"/proc/{pid}/task")) <= 1:
             return None
@@ -221,7 +228,7 @@ class LocalHost:
         return f"{socket.gethostname()}:{os.getpid()}:{_started(os.getpid())}"
 
     def alive(self, holder: str) -> bool:
-        """Return whether a holder runs; True for those of other hosts."""
+        """Return whether a holder runs; True for holders on other hosts."""
         host, _, rest = holder.partition(":")
         process, _, started = rest.partition(":")
         if host != socket.gethostname() or not process.isdecimal():
@@ -242,13 +249,13 @@ class LocalHost:
 def _started(process: int) -> str:
     """Return when a process started, in clock ticks since boot.
 
-    Empty if it does not run; `unknown` if the time is not known.
+    The result is empty if the process does not run, and `unknown` if the time cannot be read.
     """
     # Some systems hide the processes of other users.
     with contextlib.suppress(PermissionError):
         if Path("/proc/self").exists():
             return read_start_time(process) or ""
-    with contextlib.suppress(PermissionError):  # another user's process, which runs
+    with contextlib.suppress(PermissionError):  # the process runs and belongs to another user
         try:
             os.kill(process, 0)
         except ProcessLookupError:
@@ -267,7 +274,7 @@ def register_worker(folder: Path) -> Path:
 
 
 def list_workers(folder: Path) -> tuple[int, ...]:
-    """Return the running workers of a folder; remove the files of others."""
+    """Return the running workers of a folder; remove the files of ended workers."""
     running = []
     for path in sorted((folder / WORKERS_FOLDER).glob("[0-9]*")):
         try:
@@ -287,6 +294,6 @@ def signal_worker(pid: int, folder: Path, number: signal.Signals) -> None:
         contextlib.suppress(ProcessLookupError),
         open(os.pidfd_open(pid), "rb", buffering=0) as handle,
     ):
-        # Checked while the handle is open, so that the pid cannot be reused.
+        # This is checked while the handle is open, so that the process id cannot be reused.
         if pid in list_workers(folder):
             signal.pidfd_send_signal(handle.fileno(), number)

@@ -1,6 +1,6 @@
-"""MLflow's webhooks as their receiver checks them: headers, signature, age, body.
+"""MLflow's webhooks at the receiver: check of headers, signature, age and body.
 
-A delivery is only a hint that something changed: nothing but the name of a model is taken from it.
+A delivery is only a hint that an alias has changed. Only the name of the model is used.
 """
 
 from __future__ import annotations
@@ -25,10 +25,16 @@ ALIAS_EVENTS = ("model_version_alias.created", "model_version_alias.deleted")
 """Events that can change the desired state of an endpoint."""
 
 TOLERANCE_S = 300.0
-"""Largest difference between a delivery's clock and the receiver's, in seconds."""
+"""Largest accepted age of a delivery in seconds.
+
+A delivery whose time is further in the future is also refused.
+"""
 
 MAX_BODY_BYTES = 256 * 1024
-"""Largest body that is read. An alias event is far below 1 KiB."""
+"""Largest body in bytes that is read.
+
+An alias event is far below 1 KiB.
+"""
 
 _MAX_ID_CHARS = 128
 _SECONDS = re.compile(r"[0-9]{1,12}")
@@ -57,15 +63,15 @@ def verify_delivery(
     Header names are in lower case. `now` is in seconds since the epoch.
 
     Raises:
-        InvalidSignatureError: it was not signed with the secret.
-        RefusedError: it is too old, or from the future.
-        UserError: it is signed, but names no model.
+        InvalidSignatureError: the delivery was not signed with the secret.
+        RefusedError: the delivery is too old, or its time is in the future.
+        UserError: the delivery is signed but names no model.
     """
     delivery, timestamp = headers.get(ID_HEADER, ""), headers.get(TIMESTAMP_HEADER, "")
     signature = headers.get(SIGNATURE_HEADER, "").encode("utf-8", "replace")
     expected = sign_delivery(secret, delivery, timestamp, body).encode()
-    # The signature is always compared, so that the response time does not reveal which part was
-    # wrong.
+    # The signature is always compared, so that the response time does not reveal which check
+    # failed.
     if not hmac.compare_digest(signature, expected) or not 0 < len(delivery) <= _MAX_ID_CHARS:
         raise InvalidSignatureError("the delivery is not signed with this receiver's secret")
     if not _SECONDS.fullmatch(timestamp) or abs(now - int(timestamp)) > TOLERANCE_S:
@@ -83,7 +89,7 @@ def verify_delivery(
 
 
 class RecentDeliveryIds:
-    """The ids of the last deliveries, at most `limit`."""
+    """The ids of the last deliveries; it stores at most `limit` ids."""
 
     def __init__(self, limit: int = 10_000) -> None:
         self._ids: OrderedDict[str, None] = OrderedDict()

@@ -1,4 +1,4 @@
-"""Decide whose signatures count in ledgers, and which state of a ledger counts.
+"""Decide which keys' signatures are valid in ledgers, and which state applies.
 
 This is needed after a ledger was damaged, or after a key was stolen.
 """
@@ -26,11 +26,11 @@ from onnx_ops.release.journal import Journal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adoption:
-    """A state of a ledger that is to count from now on.
+    """A state of a ledger that is to apply from now on.
 
-    It is the state after entry `state.head`. Later entries, up to entry `count`, do not count. Some
-    of these later entries may be known only to this machine or to the endpoint. `damage` is the
-    reason why they cannot be read; it is empty if they can be read.
+    It is the state after entry `state.head`. Later entries, up to entry `count`, have no effect any
+    more. Some of these later entries may be known only to this machine or to the endpoint. `damage`
+    is the reason why the later entries cannot be read; it is empty if they can be read.
     """
 
     state: ReleaseState
@@ -44,13 +44,13 @@ def list_ledgers(context: Context) -> tuple[str, ...]:
 
 
 def find_missing_key(context: Context, key: Digest) -> dict[str, str]:
-    """Return why signatures by a key do not count in ledgers, by endpoint.
+    """Return why signatures by a key are not valid in ledgers, by endpoint.
 
-    Ledgers in which the key counts, and damaged ledgers, are left out.
+    Ledgers that accept the key, and damaged ledgers, are left out.
     """
     states, _ = call_each(list_ledgers(context), context.ledger.state)
     return {
-        name: f"keys that count: {', '.join(map(short_digest, sorted(state.keys)))}"
+        name: f"accepted keys: {', '.join(map(short_digest, sorted(state.keys)))}"
         for name, state in states.items()
         if state.keys and key not in state.keys
     }
@@ -59,11 +59,11 @@ def find_missing_key(context: Context, key: Digest) -> dict[str, str]:
 def admit_key(
     context: Context, keys: Mapping[Digest, str], *, by: Digest | None = None, actor: str = ""
 ) -> tuple[str, ...]:
-    """Admit further keys in all ledgers, so that signatures by these keys count.
+    """Admit further keys in all ledgers, so that signatures by these keys are valid.
 
     Args:
         keys: public keys in base64 of DER, by digest.
-        by: change only the ledgers in which this key counts.
+        by: change only the ledgers that accept this key.
 
     Returns:
         The endpoints of the ledgers that changed.
@@ -96,14 +96,14 @@ def withdraw_key(
     reason: str = "",
     actor: str = "",
 ) -> tuple[dict[str, int], dict[str, Exception]]:
-    """Withdraw a key, so that signatures by it no longer count in any ledger.
+    """Withdraw a key, so that no ledger accepts new signatures by this key.
 
-    Ledgers in which the key does not count stay unchanged. Call this function before the key is
-    removed from the trusted keys.
+    Ledgers that do not accept the key stay unchanged. Call this function before the key is removed
+    from the trusted keys.
 
     Args:
-        keep: the last entry of a ledger that still counts, by endpoint; by default all existing
-            entries count.
+        keep: the last entry of a ledger that stays in effect, by endpoint; by default, all existing
+            entries stay in effect.
 
     Returns:
         The sequence of the new entry by endpoint, and the errors of the ledgers that could not be
@@ -138,17 +138,17 @@ def withdraw_key(
 
 
 def _require_counting(context: Context, state: ReleaseState) -> None:
-    """Raise MissingKeyError if this machine's signature does not count in a ledger.
+    """Raise MissingKeyError if a ledger does not accept this machine's signature.
 
     Other machines would refuse an entry with such a signature.
     """
     signer = context.signer()
     if state.keys and (signer is None or signer.key not in state.keys):
         raise MissingKeyError(
-            "the signature of this machine does not count in this ledger",
+            "this ledger does not accept the signature of this machine",
             where=f"ledger {state.endpoint}",
-            why=f"keys that count: {', '.join(map(short_digest, sorted(state.keys)))}",
-            remedy="Have a machine with one of them admit the key of this one: "
+            why=f"accepted keys: {', '.join(map(short_digest, sorted(state.keys)))}",
+            remedy="Admit the key of this machine on a machine with an accepted key: "
             "`onnx-ops keys admit FILE`.",
         )
 
@@ -159,7 +159,8 @@ def find_adoption(
     """Return the state of a ledger before its damage, or after an earlier entry.
 
     Args:
-        last: sequence of the last entry that is to count; by default the last one that can be read.
+        last: sequence of the last entry that is to stay in effect; by default, the last entry that
+            can be read.
         signed: whether signatures are required. If False, the caller vouches for the storage.
 
     Raises:
@@ -206,22 +207,22 @@ def adopt(
     reason: str = "",
     actor: str = "",
 ) -> int:
-    """Make a state count from now on, with one signed entry; return its sequence.
+    """Set a ledger's state with one signed entry; return the entry's sequence.
 
-    The keys that count are the release keys of this machine: those of an older state may have been
+    The valid keys become the release keys of this machine: keys of an older state may have been
     retired since.
 
     Args:
-        without: a key whose signatures are to count no longer.
+        without: a key whose signatures are no longer valid.
 
     Raises:
-        MissingKeyError: no trusted key can sign it here.
-        RefusedError: no key would be left.
+        MissingKeyError: no trusted key on this machine can sign the entry.
+        RefusedError: no valid key would be left.
         LedgerConflictError: another process appended an entry meanwhile.
     """
     state = adoption.state
-    # The registry gets the marks of rollbacks again and the entries from here on. It keeps the
-    # marks of those rollbacks that are among the lost entries.
+    # The registry gets the tags of rollbacks again, and the entries from here on. Its tags of
+    # rollbacks that are among the lost entries stay.
     marked = frozenset(
         version for version, d in state.known.items() if state.find_rejection(d) is not None
     )
@@ -245,12 +246,12 @@ def _remove_key(keys: Mapping[Digest, str], key: Digest | None, endpoint: str) -
     """Return the keys without one of them.
 
     Raises:
-        RefusedError: none is left.
+        RefusedError: no key is left.
     """
     left = {digest: public for digest, public in keys.items() if digest != key}
     if keys and not left:
         raise RefusedError(
-            "no other key counts in this ledger",
+            "this ledger accepts no other key",
             where=f"ledger {endpoint}",
             remedy="Replace the key first (`onnx-ops keys rotate`), or admit another one "
             "(`onnx-ops keys admit`).",

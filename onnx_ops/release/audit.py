@@ -99,7 +99,7 @@ def reevaluate_release(
 ) -> dict[str, tuple[ReevaluatedDecision, ...]]:
     """Re-evaluate all variants of the release that a version belongs to.
 
-    For each variant, its newest version with decisions is re-evaluated.
+    For each variant, the newest version with decisions is re-evaluated.
 
     Returns:
         The re-evaluated decisions by variant.
@@ -171,7 +171,7 @@ def list_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
                     registry.version(model, aliases[name]), target, key, verifier
                 ):
                     dependents.append(Dependent(model=model, version=aliases[name], alias=name))
-            except NotFoundError:  # onnx-ops did not register it, so it has no decision to lose
+            except NotFoundError:  # not registered by onnx-ops: there is no decision to lose
                 continue
     return tuple(dependents)
 

@@ -38,10 +38,10 @@ def require_passing_decision(
     """Return the decision that allows the version to serve the target.
 
     Args:
-        others: decisions from elsewhere, such as another version with the same content. Those that
-            are validly signed and about exactly this content and target count too. The decision
-            with the highest sequence decides; among several with the same sequence, the one with
-            the worst verdict. The version must have a valid decision nevertheless.
+        others: decisions from elsewhere, such as another version with the same content. They are
+            considered too if they are validly signed and about exactly this content and target. The
+            decision with the highest sequence applies; among several with this sequence, the one
+            with the worst verdict. The version itself must also have a valid decision.
 
     Raises:
         RefusedError: there is no decision, or its verdict is not a pass.
@@ -137,8 +137,8 @@ def find_rejection_reason(
     """Return why an endpoint rejects a version that it rolled back, or None.
 
     The result is None if the endpoint does not reject the version, or if an override allows it. A
-    rollback in the registry's tag counts even if the ledger no longer holds it, unless an override
-    was signed later.
+    rollback that the registry's tag records rejects the version even if the ledger no longer holds
+    it, unless an override was signed later.
     """
     override = find_recorded_override(state, what, target, verifier)
     why = state.find_rejection(what) if override is None else None
@@ -153,7 +153,7 @@ def find_rejection_reason(
 class PublishedRollback:
     """The rollback of a version that its tag records.
 
-    It holds when the rollback was published, and why the version was rolled back.
+    The tag records when the rollback was published, and why the version was rolled back.
     """
 
     at: datetime
@@ -185,7 +185,7 @@ def is_later(override: SignedOverride, rollback: PublishedRollback) -> bool:
     """Return whether an override was signed after the rollback was published."""
     try:
         return datetime.fromisoformat(override.record.at) >= rollback.at
-    except (ValueError, TypeError):  # no time, or one without a zone
+    except (ValueError, TypeError):  # not a time, or a time without a zone
         return False
 
 
@@ -200,10 +200,10 @@ def build_override(
 ) -> OverrideRecord:
     """Return the override record to sign for a version.
 
-    Operator libraries and execution are those of a signed decision about these files, regardless of
-    its verdict. Without such a decision, the files are served without operator libraries, on one
-    CPU thread. The time is never before a published rollback of the version, even if the clock is
-    wrong, since the user knows of that rollback.
+    Operator libraries and execution are taken from a signed decision about these files, regardless
+    of its verdict. Without such a decision, the files are served without operator libraries, on one
+    CPU thread. The record's time is never before a published rollback of the version, even if the
+    clock is wrong: the user has seen that rollback.
 
     Args:
         verifier: verifies the decision; None if no decision can be verified.

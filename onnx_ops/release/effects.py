@@ -49,9 +49,10 @@ def perform_action(
 ) -> None:
     """Record the intent, apply the action to the endpoint, and record the outcome.
 
-    The lease is renewed meanwhile. A failed effect may still have taken place, because an answer
-    can be lost. After a failure, the endpoint is therefore observed: the action succeeded if the
-    endpoint shows its state. A rollback is complete only once it was observed.
+    The lease is renewed meanwhile. An effect may have taken place although it failed, because an
+    answer can be lost. After a failure, the endpoint is therefore observed: the action succeeded if
+    the endpoint shows its state. A rollback is complete only after the endpoint was observed in its
+    state.
 
     Args:
         effect: performs the action, given the intent's sequence; by default applies the action's
@@ -59,7 +60,7 @@ def perform_action(
         selected: the alias that the action follows.
 
     Raises:
-        LedgerConflictError: another process acted meanwhile; its record counts.
+        LedgerConflictError: another process acted meanwhile, and its entry takes precedence.
         RefusedError: the action deploys something that is not approved; nothing was done.
         OnnxOpsError: the effect failed; the outcome records it, and the roles stay as they were.
     """
@@ -120,7 +121,8 @@ def renew_lease(journal: Journal, sequence: int) -> bool:
 def locate_files(context: Context, state: EndpointState, generation: int) -> EndpointState:
     """Return a ledger's state with file locations and a generation, for a provider.
 
-    Locations in the ledger are not used: an attacker who can write there could name any folder.
+    Locations in the ledger are not used: an attacker who can write the ledger could name any
+    folder.
     """
     place = context.files.place
     deployments = tuple(replace(d, location=place(d.manifest)) for d in state.deployments)
@@ -188,7 +190,7 @@ def _find_missing(
 def _conclude(journal: Journal, outcome: ActionOutcome) -> None:
     """Append the outcome after any newer entries.
 
-    It is not appended if the intent was replaced or concluded.
+    No outcome is appended if the intent was replaced or already has an outcome.
     """
     while True:
         try:
@@ -204,7 +206,7 @@ def _conclude(journal: Journal, outcome: ActionOutcome) -> None:
 def _renewing_lease(journal: Journal, sequence: int) -> Iterator[None]:
     """Renew the lease in a thread until the block ends.
 
-    It is renewed each time that half of it is over.
+    The lease is renewed whenever half of its duration has passed.
     """
     ended, clock = threading.Event(), journal.context.clock
 
@@ -217,7 +219,7 @@ def _renewing_lease(journal: Journal, sequence: int) -> Iterator[None]:
             try:
                 if not renew_lease(journal, sequence):
                     return
-            except OnnxOpsError:  # tried again at the next check
+            except OnnxOpsError:  # the next check renews it
                 continue
             due = now + LEASE_S / 2
 

@@ -23,7 +23,8 @@ _Result = TypeVar("_Result")
 class Backoff:
     """Pauses of a failing operation, counted in skipped passes.
 
-    After successive failures 0, 1, 3, 7 … passes are skipped, for at most `MAX_PAUSE_S`.
+    After one failure, no pass is skipped; after further successive failures, 1, 3, 7 … passes. A
+    pause lasts at most `MAX_PAUSE_S`.
     """
 
     def __init__(self, interval_s: float) -> None:

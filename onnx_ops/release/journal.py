@@ -134,7 +134,8 @@ def list_bound_endpoints(context: Context) -> tuple[str, ...]:
 def read_readable_state(context: Context, endpoint: str) -> ReleaseState:
     """Return the state from the readable part of the ledger.
 
-    For a damaged ledger, only the binding in this state is reliable.
+    If the ledger is damaged, use only the binding of the endpoint from this state: later entries
+    are missing.
     """
     try:
         return context.ledger.state(endpoint)

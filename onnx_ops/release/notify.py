@@ -1,7 +1,7 @@
 """Send the pending notifications of the ledger.
 
-They include those that another process left unsent. A notification is sent at least once: it is
-sent first, and recorded as sent afterwards.
+They include notifications that another process did not send. A notification is sent at least once,
+since it is recorded as sent only afterwards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 class DeliveryResult:
     """The notifications that one notifier sent about one endpoint.
 
-    `error` is the reason why it sent no more; empty if nothing failed.
+    `error` is the reason why the notifier sent no further notification; empty if nothing failed.
     """
 
     endpoint: str
@@ -98,7 +98,7 @@ class NotificationLoop:
     """Send pending notifications in repeated passes, without delaying traffic changes.
 
     Args:
-        on_result: gets the notifications sent, and each failure when it starts.
+        on_result: receives the sent notifications, and each failure when it first occurs.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class NotificationLoop:
         self._errors: dict[str, str] = {}
 
     def run(self, stopped: threading.Event) -> None:
-        """Run until stopped, then once more for the last changes."""
+        """Run passes until stopped, then one more pass for the last changes."""
         while True:
             is_last = stopped.is_set()
             try:
@@ -161,8 +161,8 @@ def _send_through(context: Context, endpoint: str, name: str, notifier: Notifier
         return DeliveryResult(endpoint=endpoint, notifier=name)
     sent: list[Notification] = []
     try:
-        # The first pass records its starting position, so that no notification expires while the
-        # notifier fails.
+        # The first pass records the starting position of each notifier, so that no notification
+        # expires while a notifier fails.
         positions = [
             e.body.of
             for e in entries

@@ -53,7 +53,7 @@ class PromotionResult:
     """The result of a promotion.
 
     `endpoints` are the endpoints that follow the promotion. `left` is the version that serves
-    instead, if a run left that version in service; else empty.
+    instead if a run skipped the promotion; otherwise empty.
     """
 
     model: str
@@ -86,9 +86,9 @@ def promote_release(
 ) -> PromotionResult:
     """Promote the version that a run has registered, unless another one replaced it.
 
-    The version is left as it is if it was promoted before and another version serves now. That
-    other version was newer, or an operator chose it: a run that changed nothing does not undo that.
-    Otherwise the version is promoted by `promote`.
+    The promotion is skipped if the version was promoted before and another version serves now. That
+    other version is newer, or an operator chose it. A run without changes does not undo this.
+    Otherwise, the version is promoted by `promote`.
 
     Args:
         release: the release of the version. In a registry that was created anew, another release
@@ -134,12 +134,12 @@ def find_successor(state: ReleaseState, version: str, release: Digest) -> Deploy
 def _leave_to_serving(
     context: Context, bound: Sequence[ReleaseState], version: str, release: Digest, actor: str
 ) -> str:
-    """Record at each endpoint that a run left another version in service.
+    """Record at each endpoint that a run skipped the promotion.
 
-    Each endpoint records this once.
+    Another version keeps serving. Each endpoint records this once.
 
     Returns:
-        The version that serves instead; empty if there is none.
+        The version that serves; empty if there is none.
     """
     left = ""
     for state in bound:
@@ -204,8 +204,8 @@ def promote(
     Args:
         reason: recorded; required for an override.
         override: serve the version regardless of its gates and history.
-        expects: endpoints that will be bound next, so that the champion is left to their
-            reconciler.
+        expects: endpoints that will be bound next. With any, the champion is not set here: the
+            reconciler of these endpoints sets it.
 
     Raises:
         RefusedError: the version's decision does not allow it, it was rolled back, or no key here
@@ -252,13 +252,14 @@ def bind_endpoint(
     """Bind an endpoint to what its pipeline declares; return whether it changed.
 
     Args:
-        abandon: why deployments elsewhere under this name may be left behind; recorded.
+        abandon: why deployments at another place under this name may keep running unmanaged;
+            recorded.
 
     Raises:
         UserError: the endpoint serves another model or target, or does not support the change while
             it exists.
-        RefusedError: it runs elsewhere, and `abandon` is empty.
-        ConflictError: another process is changing what would be left behind.
+        RefusedError: the endpoint runs at another place, and `abandon` is empty.
+        ConflictError: another process is changing the deployments at the other place.
     """
 
     def bind(journal: Journal) -> bool:
@@ -293,14 +294,14 @@ def bind_endpoint(
 def require_no_orphans(
     context: Context, pipeline: str, configs: Sequence[EndpointConfig], *, abandon: str = ""
 ) -> None:
-    """Refuse a pipeline file that would leave running endpoints behind unmanaged.
+    """Refuse a pipeline file if endpoints would keep running unmanaged.
 
     Args:
-        configs: every endpoint that its file names.
-        abandon: why endpoints may be left behind.
+        configs: every endpoint that the file names.
+        abandon: why endpoints may keep running unmanaged.
 
     Raises:
-        RefusedError: an endpoint would be left behind, and `abandon` is empty.
+        RefusedError: an endpoint would keep running unmanaged, and `abandon` is empty.
         UserError: an existing endpoint cannot be changed as the file declares.
     """
     orphans = [
@@ -339,13 +340,13 @@ def abandon_dropped(
 def delete_endpoint(context: Context, endpoint: str, *, reason: str = "", actor: str = "") -> None:
     """Delete the endpoint and unbind its name; its ledger stays.
 
-    After a kill, the next call or the reconciler completes it. Versions, aliases and rejections
-    stay.
+    If the process is killed, the next call or the reconciler completes the deletion. Versions,
+    aliases and rejections stay.
 
     Raises:
         NotFoundError: no such endpoint.
-        ConflictError: another process is changing it.
-        StillPendingError: it could not be deleted yet, and every reconciliation tries again.
+        ConflictError: another process is changing the endpoint.
+        StillPendingError: the endpoint could not be deleted yet; every reconciliation tries again.
     """
     requested = False
 
@@ -443,7 +444,7 @@ def _override(
                 "the override cannot be signed here",
                 where=f"{record.model}/{record.version}",
                 why="it must be signed with a trusted key",
-                remedy="Run it where a signing key is, "
+                remedy="Run the command on a machine with a signing key, "
                 "or set the tag in MLflow if its server signs overrides.",
             )
         by, now = actor or context.host.actor(), context.clock.now()

@@ -1,6 +1,6 @@
-"""Retention: find and remove what nothing needs any more.
+"""Retention: find and remove objects that are no longer needed.
 
-This concerns versions, model folders, stored objects and provider resources.
+The objects are versions, model folders, stored objects and provider resources.
 
 A stored object is needed if it is named by a recorded result, the ledger, a decision behind an
 alias, or another needed document. A result is recorded only after its files were stored. Young
@@ -45,11 +45,11 @@ _DIGEST = re.compile(rb"sha256:[0-9a-f]{64}")
 def find_unreferenced(context: Context, *, older_than_s: float) -> tuple[StoredObject, ...]:
     """Return stored objects that nothing needs. Nothing is changed.
 
-    These objects are older than the limit, and older than a day.
+    Only objects older than the limit and older than a day are returned.
 
     Raises:
         ServiceUnavailableError: the store, the ledger or the registry does not answer.
-        CorruptStateError: a ledger is damaged, so that its needs are unknown.
+        CorruptStateError: a ledger is damaged, so the objects that it needs are unknown.
     """
     before = context.clock.now() - max(older_than_s, YOUNGEST_S)
     # The objects are listed before the results are read: a result that is recorded later cannot
@@ -120,7 +120,7 @@ class Orphan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrphanSurvey:
-    """Orphaned resources, and the endpoints that may have more.
+    """Orphaned resources, and endpoints whose resources could not be listed.
 
     The provider of the `silent` endpoints did not answer.
     """
@@ -132,8 +132,8 @@ class OrphanSurvey:
 def list_needed_deployments(context: Context, state: ReleaseState) -> tuple[Deployment, ...]:
     """Return the deployments that an endpoint needs now or next.
 
-    These are the deployments that it serves, can roll back to immediately, or will serve next. If
-    the endpoint does not answer, every version that it ever served is included.
+    These are the deployments that the endpoint serves, can roll back to immediately, or will serve
+    next. If the endpoint does not answer, every version that it ever served is included.
     """
     roles = state.roles
     deployments = [d for d in (roles.stable, roles.previous, roles.candidate) if d is not None]
@@ -172,7 +172,7 @@ def find_orphans(context: Context, endpoints: Sequence[str]) -> OrphanSurvey:
 def delete_orphans(context: Context, orphans: Sequence[Orphan]) -> tuple[Orphan, ...]:
     """Delete orphans, and return those that were deleted.
 
-    An orphan that is in use again stays.
+    An orphan that is in use again is not deleted.
 
     Raises:
         ServiceUnavailableError: a provider does not answer; earlier deletions stay.
@@ -236,7 +236,7 @@ def plan_pruning(
 
     Raises:
         ServiceUnavailableError: the registry or the store does not answer.
-        CorruptStateError: a ledger is damaged, so that its endpoint's needs are unknown.
+        CorruptStateError: a ledger is damaged, so the versions that its endpoint needs are unknown.
     """
     states = [context.ledger.state(name) for name in list_bound_endpoints(context)]
     in_use = [
@@ -285,8 +285,8 @@ def prune(context: Context, plan: PrunePlan) -> PrunePlan:
             entry for entry in versions if _delete_unneeded(context, model, entry.version)
         )
         left |= {entry.manifest for entry in versions if entry not in removed[model]}
-    # Folders are removed after the versions. If the process is killed in between, a folder is left,
-    # which the next pruning finds by its age.
+    # Folders are removed after the versions. If the process is killed in between, a folder remains.
+    # The next pruning finds this folder by its age.
     folders = _forget_folders(context, plan.folders, left)
     cleared = delete_orphans(context, plan.orphans.orphans)
     return PrunePlan(
@@ -309,9 +309,9 @@ def _select_states(
 def _find_folders(
     context: Context, wanted: Collection[Digest], leaving: Collection[Digest], before: float
 ) -> Iterator[StoredObject]:
-    """Yield the model folders that are not wanted any more.
+    """Yield the model folders that are no longer needed.
 
-    The version of such a folder leaves, or the folder is older than `before`.
+    The version of such a folder is removed by the plan, or the folder is older than `before`.
     """
     for folder in context.files.list_folders():
         # The version of an old folder may have been removed by a pruning that was killed. What
@@ -345,8 +345,8 @@ def _forget_folders(
 ) -> tuple[StoredObject, ...]:
     """Remove model folders that are not needed, and return them.
 
-    A folder is needed if `left` holds its manifest, since its version was not removed, or if an
-    endpoint needs it.
+    A folder is needed if its version was not removed (`left` holds its manifest), or if an endpoint
+    needs it.
     """
     states = (context.ledger.state(name) for name in list_bound_endpoints(context))
     in_use = {

@@ -1,10 +1,11 @@
 """Move an endpoint toward its desired state, as its metrics allow.
 
-It moves by one recorded action at a time. `reconcile_step` is level-triggered and idempotent: it
-reads desired and observed state, takes at most one action, and can be killed at any point; the next
-call continues or reverts the action. `find_step` makes its decision, and returns the change that is
-due without making it. So a pass over many endpoints (`reconcile_pass`) decides by what it has read
-once, and an endpoint without a change costs no request to the registry.
+The endpoint moves by one recorded action at a time. `reconcile_step` is level-triggered and
+idempotent: it reads desired and observed state, takes at most one action, and can be killed at any
+point; the next call continues or reverts the action. `find_step` makes the decision of
+`reconcile_step`, and returns the change that is due without making it. A pass over many endpoints
+(`reconcile_pass`) therefore decides from data that it has read once. An endpoint without a change
+then costs no request to the registry.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ A crash loses a minute of counts. A rollout of a week leaves about ten thousand 
 class StepReport:
     """The result of one step and its reason.
 
-    `stable` is whether a further step would do nothing now.
+    `stable` is True if a further step would change nothing now.
     """
 
     endpoint: str
@@ -115,7 +116,7 @@ def reconcile_until_stable(
 ) -> list[StepReport]:
     """Reconcile until no change is due, or until stopped.
 
-    A step that lost to another writer, such as a rollback command, is decided anew.
+    If another writer, such as a rollback command, was first, the step is decided anew.
 
     Returns:
         The report of each step. The last report gives the reason why no step followed.
@@ -149,7 +150,7 @@ def reconcile_with_retries(
 ) -> tuple[dict[str, list[StepReport]], dict[str, OnnxOpsError]]:
     """Call `reconcile_each` with growing pauses until it succeeds.
 
-    This takes at most `for_s` seconds. It succeeds when no endpoint fails and no rollback is
+    This takes at most `for_s` seconds. A call succeeds if no endpoint fails and no rollback is
     pending. A missing package is not retried.
     """
     deadline, pause = time.monotonic() + for_s, 1.0
@@ -194,7 +195,7 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
 
 
 def find_step(journal: Journal, read_aliases: ReadAliases) -> StepReport | Change:
-    """Return the change that is due now, or a report of why none is due.
+    """Return the change that is due now, or a report of why no change is due.
 
     Nothing is written before the change is made, except that a rollout that continues is confirmed.
 
@@ -221,10 +222,9 @@ def find_step(journal: Journal, read_aliases: ReadAliases) -> StepReport | Chang
 class _StepBasis:
     """The data on which a step is decided.
 
-    `unwritten` and `unrestored` are failures of earlier attempts in this step. An endpoint that
-    died is restored in spite of `unwritten`, a failure to write the registry. The registry may
-    request a version that can be served in spite of `unrestored`, a failure to restore the
-    endpoint.
+    `unwritten` and `unrestored` are failures of earlier attempts in this step. After `unwritten`, a
+    failure to write the registry, an endpoint that died is still restored. After `unrestored`, a
+    failure to restore the endpoint, a version that the registry requests can still be served.
     """
 
     journal: Journal
@@ -297,8 +297,8 @@ def _require_known(journal: Journal, observed: EndpointState | None) -> None:
     """Require that the ledger holds the entry that the endpoint has carried out.
 
     Raises:
-        LedgerConflictError: another process has just written it.
-        CorruptStateError: the ledger ends before it.
+        LedgerConflictError: another process has just written the entry.
+        CorruptStateError: the ledger ends before the entry.
     """
     endpoint, head = journal.state.endpoint, journal.state.head
     generation = 0 if observed is None else observed.generation
@@ -307,7 +307,7 @@ def _require_known(journal: Journal, observed: EndpointState | None) -> None:
     if generation <= journal.context.ledger.state(endpoint).head:
         raise LedgerConflictError("another process has changed the endpoint", where=endpoint)
     raise CorruptStateError(
-        f"the ledger went back: it ends with entry {head}",
+        f"the ledger lost entries: it ends with entry {head}",
         where=f"ledger {endpoint}",
         why=f"the endpoint has carried out entry {generation}; the storage was restored from a "
         "backup, or changed",
@@ -320,7 +320,7 @@ def _find_restoration(journal: Journal) -> Action | None:
     """Return the action that restores an endpoint that does not answer, or None.
 
     The result is None if another action comes first. The registry is not read: it may be slow or
-    down, or hold data that cannot be processed.
+    down, or hold invalid data.
     """
     roles = journal.state.roles
     desired = DesiredState(deployment=roles.candidate or roles.stable)
@@ -370,8 +370,8 @@ def _act(
         _note_wait(journal, desired, action)
         return _report_wait(journal, action.why, registry_down=desired.registry_down)
     if action.is_rollback:
-        # The rollback is requested before it is tried. A kill in between leaves a pending rollback,
-        # which every step tries again.
+        # The rollback is requested before it is tried. If the process is killed in between, the
+        # rollback is pending, and every step tries it again.
         request_and_carry_out(journal, pin_aliases(journal.context, journal.config, action))
         performed = action
     else:
@@ -463,7 +463,7 @@ def _resume_rollback(journal: Journal, pending: PendingRollback) -> StepReport:
 
 
 def _resume_action(journal: Journal, intent: Intent) -> StepReport:
-    """Complete the action of a dead process."""
+    """Complete the action that a dead process has begun."""
     performed = _perform(journal, intent.action, intent.selected)
     did, why = performed.kind.value, f"finished what {intent.holder} began: {performed.why}"
     return StepReport(endpoint=journal.state.endpoint, did=did, why=why, stable=False)
@@ -542,7 +542,7 @@ def choose_action(
 def _hold(
     action: Action, roles: Roles, snapshot: MetricsSnapshot, command: OperatorCommand | None
 ) -> Action | Wait:
-    """Return the action, or a wait if it would advance a rollout without evidence."""
+    """Return the action, or a wait if the action would advance without evidence."""
     goes_on = action.kind in (ActionKind.ADVANCE, ActionKind.FINISH) and roles.candidate is not None
     if goes_on and snapshot.failure and command is not OperatorCommand.ADVANCE:
         return Wait(why=f"evidence is missing: {snapshot.failure}", kind=WaitKind.ANALYZING)
@@ -593,7 +593,7 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
 def _is_reading_due(state: ReleaseState, reading: MetricsReading, action: Action | Wait) -> bool:
     """Return whether a reading is to be recorded.
 
-    It is recorded before every action, and otherwise at an interval.
+    A reading is recorded before every action, and otherwise at an interval.
     """
     last = state.observations.reading if state.observations is not None else None
     return (
@@ -604,7 +604,7 @@ def _is_reading_due(state: ReleaseState, reading: MetricsReading, action: Action
 def _is_record_due(
     journal: Journal, desired: DesiredState, snapshot: MetricsSnapshot, wait: Wait
 ) -> bool:
-    """Return whether a wait shows something that the ledger does not have yet."""
+    """Return whether a wait holds data that the ledger does not have yet."""
     return (
         (snapshot.reading is not None and _is_reading_due(journal.state, snapshot.reading, wait))
         or _find_pause(journal.state, wait) is not None
@@ -613,7 +613,7 @@ def _is_record_due(
 
 
 def _note_wait(journal: Journal, desired: DesiredState, wait: Wait) -> None:
-    """Record what is new in a wait, and confirm a rollout that continues."""
+    """Record the new data of a wait, and confirm a rollout that continues."""
     record_pause(journal, wait)
     record_selection(journal, desired)
     _confirm_rollout(journal)
@@ -638,7 +638,7 @@ def record_pause(journal: Journal, wait: Wait) -> None:
 
 
 def _find_pause(state: ReleaseState, wait: Wait) -> RolloutPaused | None:
-    """Return the pause that a wait begins; None if there is none or it is recorded."""
+    """Return the pause that a wait begins, or None if it is already recorded."""
     needs_operator = wait.kind in (WaitKind.INCONCLUSIVE, WaitKind.PAUSED, WaitKind.APPROVAL)
     if (
         not needs_operator

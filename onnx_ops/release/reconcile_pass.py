@@ -71,7 +71,7 @@ class ReconcilePass:
         on_step: Callable[[StepReport], None] = lambda _: None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> list[StepReport]:
-        """Reconcile an endpoint, but only if a change is due by what this pass has read.
+        """Reconcile an endpoint if a change is due according to this pass's data.
 
         The changes are made by `reconcile_until_stable`.
 
@@ -95,7 +95,7 @@ class ReconcilePass:
             step = find_step(Journal.open(self._cached, endpoint, actor=actor), self._read_aliases)
         except CorruptStateError:
             # The states of a pass may be older than what an endpoint has carried out meanwhile.
-            # Only fresh reads show whether its ledger went back.
+            # Only fresh reads show whether its ledger lost entries.
             return None
         return step if isinstance(step, StepReport) else None
 
@@ -113,9 +113,9 @@ class ReconcilePass:
 
 
 class _CachedLedger(Ledger):
-    """A ledger of which each state is read once.
+    """A ledger that caches each state after the first read.
 
-    Appending to an endpoint forgets its state.
+    Appending an entry for an endpoint drops its state from the cache.
     """
 
     def __init__(self, ledger: Ledger) -> None:

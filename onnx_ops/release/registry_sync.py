@@ -126,8 +126,8 @@ def _continue_without_registry(state: ReleaseState, error: OnnxOpsError) -> Desi
 def find_blocking_dependency(journal: Journal, version: VersionRecord) -> str:
     """Return why this endpoint cannot start the version yet; empty if it can.
 
-    The result is also empty if the version has started. It waits until the endpoints of its
-    policy's `depends_on` have served the release with all traffic for `depends_on_soak`.
+    The result is also empty if the version has started. The version waits until the endpoints in
+    the policy's `depends_on` have served the release with all traffic for `depends_on_soak`.
     """
     roles, policy = journal.state.roles, journal.state.policy
     if version.manifest in [d.manifest for d in (roles.candidate, roles.stable) if d is not None]:
@@ -246,7 +246,7 @@ def build_override_entry(signed: SignedOverride) -> OverrideRecorded:
 def revert_alias(journal: Journal, refused: VersionRefused) -> None:
     """Record a refusal, revert the alias, and publish the reason on the version.
 
-    A kill in between leaves a refusal without an outcome, which the next call completes.
+    If the process is killed in between, the refusal has no outcome, and the next call completes it.
     """
     if journal.state.open_refusal is None:
         journal.append(refused)
@@ -259,7 +259,7 @@ def revert_alias(journal: Journal, refused: VersionRefused) -> None:
             else:
                 registry.set_alias(model, refused.alias, refused.restored_to)
         except (NotFoundError, RefusedError):
-            # The version before is gone too, or no longer permitted.
+            # The previous version is gone too, or no longer permitted.
             if refused.restored_to is None:
                 raise
             registry.delete_alias(model, refused.alias)
@@ -278,9 +278,9 @@ def conclude_refusal(journal: Journal, refused: VersionRefused) -> None:
 
 
 def is_registry_outdated(journal: Journal, champion: str | None) -> bool:
-    """Return whether the registry or the ledger lacks something to write now.
+    """Return whether the registry or the ledger must be written now.
 
-    The registry can lack aliases or rejections of the ledger. The ledger can lack the registry's
+    The registry may lack aliases or rejections of the ledger, or the ledger may lack the registry's
     champion.
 
     Args:
@@ -296,9 +296,9 @@ def is_registry_outdated(journal: Journal, champion: str | None) -> bool:
 def write_pending_aliases(journal: Journal) -> str:
     """Write the pending aliases to the registry, and return what was written.
 
-    The result is empty if the aliases must wait. The champion is written once every endpoint of the
-    model and target serves it. An alias that a user moved after the entry that set it is not
-    changed: `read_request` takes it as a request.
+    The result is empty if the aliases must wait. The champion is written after every endpoint of
+    the model and target serves it. An alias that a user moved after the entry that set it is not
+    changed: `read_request` treats it as a request.
 
     Raises:
         ServiceUnavailableError, RefusedError: the registry does not answer, or refuses; the aliases
@@ -335,7 +335,8 @@ def publish_rejections(journal: Journal) -> bool:
     The tag is cleared on versions that are no longer rejected.
 
     Returns:
-        Whether there was anything to publish. It is repeated until `publish_entries` records it.
+        Whether there was anything to publish. Later calls publish the same rejections again until
+        `publish_entries` has recorded them.
     """
     state, registry = journal.state, journal.context.registry()
     now = datetime.fromtimestamp(journal.context.clock.now(), tz=UTC)
@@ -352,8 +353,8 @@ def publish_rejections(journal: Journal) -> bool:
 def record_alias(journal: Journal, champion: str | None) -> bool:
     """Record the registry's champion in the ledger if it serves here.
 
-    Another process set this alias. Without the record, it would permanently look as if a user had
-    moved it, and would take precedence over every later release.
+    Another process set this alias. Without the record, the alias would be treated as moved by a
+    user, and would take precedence over every later release.
 
     Returns:
         Whether the alias was recorded.
@@ -367,9 +368,9 @@ def record_alias(journal: Journal, champion: str | None) -> bool:
 def publish_entries(journal: Journal, aliases: Mapping[str, str | None]) -> None:
     """Record that the registry shows these aliases, and publish new ledger entries.
 
-    Entries since the last such record are published before the next one is written: a kill in
-    between repeats them. Readings, renewals and notifications are left out, as there can be one per
-    minute.
+    Entries since the last such record are published before the next record is written. If the
+    process is killed in between, they are published again. Readings, renewals and notifications are
+    left out, as there can be one per minute.
     """
     config = journal.config
 
@@ -383,10 +384,11 @@ def publish_entries(journal: Journal, aliases: Mapping[str, str | None]) -> None
 
 
 def is_alias_spent(journal: Journal, version: str) -> bool:
-    """Return whether a challenger alias on this version requests nothing any more.
+    """Return whether a challenger alias on this version is no longer a request.
 
-    Its version serves already; or it was rolled back here, and the alias will be deleted or is
-    still needed by another endpoint of the same model and target.
+    This is the case if the version serves already. It is also the case if the version was rolled
+    back here: the alias will be deleted, or another endpoint of the same model and target still
+    needs it.
     """
     state, config = journal.state, journal.config
     if state.roles.stable is not None and version == state.roles.stable.version:
@@ -405,7 +407,7 @@ def is_alias_spent(journal: Journal, version: str) -> bool:
 def _may_write_aliases(journal: Journal) -> bool:
     """Return whether pending aliases can be written now.
 
-    If the champion is among them, its version must be served everywhere.
+    If the champion is among them, every endpoint of the model and target must serve its version.
     """
     pending = journal.state.pending_aliases
     champion = pending.get(format_alias("champion", journal.config.target))
@@ -415,7 +417,7 @@ def _may_write_aliases(journal: Journal) -> bool:
 def _is_alias_unrecorded(journal: Journal, champion: str | None) -> bool:
     """Return whether the ledger lacks the champion alias of the version served here.
 
-    The ledger neither holds the registry's alias nor has it pending.
+    The ledger holds the registry's alias neither as written nor as pending.
     """
     state, name = journal.state, format_alias("champion", journal.config.target)
     serving = state.roles.stable
@@ -439,7 +441,7 @@ def _is_moved_by_user(state: ReleaseState, name: str, version: str | None) -> bo
 def _find_request(journal: Journal, aliases: Mapping[str, str]) -> tuple[str, str] | None:
     """Return the alias that requests a change, and its version.
 
-    A champion alias that a user moved counts as a challenger. An endpoint without any version
+    A champion alias that a user moved is treated as a challenger. An endpoint without any version
     starts with the champion, if the model has one on this target.
     """
     state, target = journal.state, journal.config.target
@@ -482,7 +484,7 @@ def _verify_version(journal: Journal, name: str, version: str) -> DesiredState:
 def _find_authority(journal: Journal, record: VersionRecord) -> SignedDecision | SignedOverride:
     """Return the decision or override that lets the version serve.
 
-    A signed override on the version is recorded in the ledger, unless that was done before.
+    A signed override on the version is recorded in the ledger, unless it is recorded already.
 
     Raises:
         RefusedError: there is no such decision or override.
@@ -508,7 +510,7 @@ def _find_authority(journal: Journal, record: VersionRecord) -> SignedDecision |
 
 
 def _not_serving(state: ReleaseState, version: VersionRecord, soak_s: float, now: float) -> str:
-    """Return why an endpoint has not served a release for long enough, or empty."""
+    """Return why an endpoint has not served a release long enough; empty if it has."""
     roles = state.roles
     if state.config is None:
         return "no pipeline has bound it"

@@ -1,8 +1,8 @@
-"""Move all traffic back to a version that is known to work.
+"""Move all traffic back to a version that served before.
 
 A rollback needs only the ledger and the endpoint. It is requested first, by an entry in the ledger,
-and is pending from then on. Despite any failure or kill, every reconciliation tries again, until
-the endpoint was observed in that state or an operator withdraws the request.
+and is pending from then on. Despite any failure or kill, every reconciliation tries again until the
+endpoint is observed in the requested state, or an operator withdraws the request.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ _POLL_INTERVAL_S = 0.1
 class RollbackResult:
     """The versions before and after a rollback.
 
-    `pending_aliases` are written later. `already` is whether nothing was left to do.
+    `pending_aliases` are written later. `already` is True if an earlier request had already moved
+    the traffic.
     """
 
     endpoint: str
@@ -78,7 +79,7 @@ class RollbackResult:
 def request_and_carry_out(journal: Journal, action: Action) -> None:
     """Request a rollback, and try once to carry it out.
 
-    Metrics or the registry call for the rollback.
+    Use this for a rollback that metrics or the registry require.
 
     Raises:
         OnnxOpsError: as `carry_out_pending` does.
@@ -91,7 +92,7 @@ def carry_out_pending(journal: Journal) -> None:
     """Try once to carry out the pending rollback.
 
     Raises:
-        OnnxOpsError: it is still pending; the ledger has the reason.
+        OnnxOpsError: the rollback is still pending; the ledger has the reason.
     """
     context, pending = journal.context, journal.state.pending_rollback
     if pending is None:
@@ -125,15 +126,14 @@ def roll_back_each(
     """Request a rollback on several endpoints, and carry it out concurrently.
 
     All traffic goes to the previous version, or to `to`. The request takes precedence over any open
-    action. The later outcome of that action no longer counts, and the endpoint refuses its later
-    effects, which carry a lower generation. A request that has already taken effect changes
-    nothing.
+    action. The later outcome of that action is ignored, and the endpoint refuses its later effects,
+    which carry a lower generation. A request that has already taken effect changes nothing.
 
     Args:
-        force: allow a version that was rolled back itself.
-        pin: keep aliases that several endpoints share; else the aliases change once all of these
-            endpoints have rolled back.
-        candidate_only: only abort a rollout in progress.
+        force: allow a target version that was itself rolled back before.
+        pin: keep aliases that several endpoints share. Otherwise, the aliases change after all of
+            these endpoints have rolled back.
+        candidate_only: abort a rollout in progress, and nothing else.
         timeout_s: seconds after which an unfinished rollback is reported as pending.
 
     Returns:
@@ -145,7 +145,7 @@ def roll_back_each(
     def request(journal: Journal) -> tuple[RollbackResult, Journal]:
         config, pending = journal.config, journal.state.pending_rollback
         goal = None if pending is None else pending.action.roles.stable
-        # An abort that rejects nothing does not satisfy the operator's request.
+        # An earlier abort that rejected nothing does not satisfy the operator's request.
         if (
             pending is not None
             and pending.action.reject
@@ -225,7 +225,7 @@ def write_off_server(
     """Record that a silent server is gone for good, and no longer wait for it.
 
     Returns:
-        False if that was recorded already.
+        False if this was recorded already.
 
     Raises:
         UserError: there is no reason.
@@ -252,14 +252,17 @@ def write_off_server(
                 or "none"
             )
             raise NotFoundError(
-                f"no replica {server!r} was heard", where=endpoint, remedy=f"Silent ones: {silent}."
+                f"no replica {server!r} has ever reported",
+                where=endpoint,
+                remedy=f"Silent replicas: {silent}.",
             )
         if found.state == "reports":
             raise RefusedError(
                 f"replica {server} reports",
                 where=endpoint,
-                why=f"last heard {found.age_s:.0f} s ago",
-                remedy="Stop it, and write it off 20 s later: what reports is waited for.",
+                why=f"its last report is {found.age_s:.0f} s old",
+                remedy="Stop it, and write it off 20 s later: "
+                "a rollback waits for replicas that report.",
             )
         journal.append(ServerWrittenOff(server=server, reason=reason))
         provider.forget_server(config, server)
@@ -307,8 +310,8 @@ def select_endpoints(
     """Return the endpoints of a rollback.
 
     These are the named endpoints, or with `every` all endpoints of a model and target. Without
-    `to`, `every` selects only the endpoints that have the latest release of any of them: an
-    endpoint that this release has not reached has nothing to roll back.
+    `to`, `every` selects only the endpoints that have the latest release among all of them. The
+    other endpoints have nothing to roll back.
 
     Raises:
         UserError: neither or both are given.
@@ -327,7 +330,7 @@ def select_endpoints(
 def _list_endpoints_of(
     context: Context, model: str, target: str, to: str | None
 ) -> tuple[str, ...]:
-    """Return the endpoints of a model and target, as `select_endpoints` with `every`."""
+    """Return what `select_endpoints` returns for a model and target with `every`."""
     states = _list_serving_states(context, model, target)
     if to is not None:
         return tuple(state.endpoint for state in states)
@@ -358,7 +361,7 @@ def _list_endpoints_of(
 def _list_serving_states(context: Context, model: str, target: str) -> list[ReleaseState]:
     """Return the states of the endpoints that serve a model on a target.
 
-    Endpoints whose damaged ledger may hide such a binding are included.
+    Endpoints with a damaged ledger are included if they may be bound to this model and target.
 
     Raises:
         NotFoundError: there is no such endpoint.
@@ -394,7 +397,7 @@ def _no_rollout(endpoint: str) -> UserError:
 
 
 def _carry_out(journal: Journal, result: RollbackResult) -> RollbackResult:
-    """Carry out the request. Raises StillPendingError with the cause."""
+    """Carry out the request; raise StillPendingError with the cause of a failure."""
 
     def attempt() -> None:
         deadline = time.monotonic() + COMMAND_TIMEOUT_S
@@ -425,7 +428,7 @@ def _require_here(journal: Journal) -> None:
     """Raise ServiceUnavailableError if another user or machine runs the server."""
     config = journal.config
     if why := journal.context.provider(config.provider).explain_elsewhere(config):
-        remedy = "Its own user carries it out, by `onnx-ops reconcile` or the watch."
+        remedy = "The next `onnx-ops reconcile` of the server's own user completes the rollback."
         raise ServiceUnavailableError(why, where=config.endpoint, remedy=remedy)
 
 
@@ -452,9 +455,9 @@ def _build_result(state: ReleaseState, action: Action) -> RollbackResult:
 
 
 def _find_done(journal: Journal, to: str | None, force: bool) -> RollbackResult | None:
-    """Return the result of an earlier request, or None if there is something to do.
+    """Return the result of an earlier request, or None if traffic must move.
 
-    Without `to`, a rollback command after a rollback counts as the same rollback. To go further
+    Without `to`, a rollback command after a rollback is treated as the same rollback. To go further
     back, an operator names a version.
     """
     state, config = journal.state, journal.config
@@ -502,8 +505,8 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
     begun = state.open_intent.action if state.open_intent is not None else None
     if state.pending_rollback is not None:
         begun = state.pending_rollback.action
-    # A started effect may have reached the endpoint, so it counts as done; a deployment being
-    # removed still counts as present, so that it is rejected too.
+    # A started effect may have reached the endpoint, so it is treated as done. A deployment that is
+    # being removed is treated as present, so that it is rejected too.
     roles = begun.roles if begun is not None and begun.kind is not ActionKind.ABORT else state.roles
     goal = _find_goal(state, roles, to, force)
     if (rejection := state.find_rejection(goal)) is not None and not force:

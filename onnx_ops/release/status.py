@@ -1,6 +1,7 @@
 """The status of endpoints.
 
-It shows what they serve, their history, their rollout, and metrics of pending operations.
+The status consists of what the endpoints serve, their history, their rollout, and metrics of
+pending operations.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class EndpointStatus:
 
     `actual` is None if the endpoint's manager does not answer. `unsupervised` is whether clients
     get answers although the manager does not answer. `servers` are the servers that report
-    separately. `outliers` are those servers whose requests fail or are slow, unlike those of the
-    others.
+    separately. `outliers` are servers whose requests fail or are slow more often than on the other
+    servers.
     """
 
     state: ReleaseState
@@ -81,10 +82,10 @@ class EndpointStatus:
 class HistoryLine:
     """One ledger entry for people and auditors.
 
-    `at` is ISO 8601 in UTC. `kind` is that of the entry or its action. `versions` are the
+    `at` is ISO 8601 in UTC. `kind` is the kind of the entry or of its action. `versions` are the
     deployments by role once the entry has taken effect; empty if it changes no roles. `traffic`
-    holds the shares of the versions after the entry, in percent; empty if it moves no traffic, or
-    failed to.
+    holds the shares of the versions after the entry, in percent; empty if the entry moved no
+    traffic.
     """
 
     endpoint: str
@@ -121,7 +122,7 @@ class RolloutView:
 
     `step` indexes `steps`; `seconds` is the time in that step. Without analysis or readable
     metrics, `judged` is None and `evidence` is empty. `next` describes in one line the next action
-    of a reconciliation, or what it waits for.
+    of a reconciliation, or why it waits.
     """
 
     endpoint: str
@@ -186,7 +187,7 @@ def read_status(context: Context, endpoint: str) -> EndpointStatus:
 def _compare_servers(
     provider: EndpointProvider, journal: Journal, servers: Sequence[EndpointServer]
 ) -> tuple[ServerOutlier, ...]:
-    """Return the reporting servers whose counts differ from those of the others."""
+    """Return the reporting servers whose counts differ from those of other servers."""
     reporting = [server.name for server in servers if server.state == "reports"]
     roles = journal.state.roles
     deployments = {role.name for role in (roles.stable, roles.candidate) if role is not None}
@@ -209,7 +210,7 @@ def read_statuses(
 def filter_endpoints(context: Context, selection: HistoryFilter) -> tuple[str, ...]:
     """Return the selected endpoints that are bound.
 
-    Endpoints whose damaged ledger hides their binding are included.
+    Endpoints whose binding is unknown because of a damaged ledger are included.
 
     Raises:
         NotFoundError: a named endpoint is not bound.
@@ -230,7 +231,8 @@ def read_history(
     """Return entries of ledgers, oldest first.
 
     Deleted endpoints and models without endpoints are included. For a damaged ledger, the entries
-    before the damage are returned, and its error by endpoint.
+    before the damage are returned. The second result holds the errors of damaged ledgers by
+    endpoint.
 
     Raises:
         NotFoundError: a named endpoint has no history.
@@ -361,7 +363,7 @@ def _is_selected(
     """Return whether the ledger was ever about the selected model and target."""
     configs = [entry.body.config for entry in entries if isinstance(entry.body, EndpointBound)]
     if is_damaged and not configs:
-        return True  # the damage can hide the binding
+        return True  # the lost entries may hold the binding
     model, _, target = name.partition("@")
     if target:
         return selection.model in ("", model) and selection.target in ("", target)
@@ -371,7 +373,7 @@ def _is_selected(
 
 
 def _build_lines(entries: Sequence[LedgerEntry], *, traffic_only: bool) -> list[HistoryLine]:
-    """Return the entries as lines, or only those that moved traffic.
+    """Return lines for all entries, or only for entries that moved traffic.
 
     An action that failed moved no traffic.
     """
@@ -433,7 +435,7 @@ def _describe_entry(body: EntryBody) -> tuple[str, str]:
             )
         case ReleaseLeft():
             what, why = (
-                f"left version {body.version}",
+                f"skipped version {body.version}",
                 f"it was promoted before version {body.serving}, which serves",
             )
         case OverrideRecorded():
@@ -460,7 +462,7 @@ def _describe_ledger(
         case LedgerAdopted():
             what = "adopted the state" if body.state is not None else "changed the keys"
             return (
-                f"{what}; keys that count: {', '.join(map(short_digest, sorted(body.keys)))}",
+                f"{what}; accepted keys: {', '.join(map(short_digest, sorted(body.keys)))}",
                 body.reason,
             )
         case EndpointDeleted():
@@ -472,7 +474,7 @@ def _describe_ledger(
 
 
 def _describe_selection(selected: AliasSelection) -> str:
-    """Describe which alias selects which version, and since when that is known."""
+    """Describe which alias selects which version, and when this was first seen."""
     since = datetime.datetime.fromtimestamp(selected.seen_at, tz=datetime.UTC).isoformat(
         timespec="seconds"
     )
@@ -526,7 +528,7 @@ def _describe_thresholds(body: ThresholdsFixed) -> str:
 
 
 def _describe_action(action: Action) -> str:
-    """Return the action's effect on traffic, and the stable versions before and after."""
+    """Return an action's effect on traffic, and the stable versions before and after."""
     weights, stable = action.state.split.weights, action.roles.stable
     split = ", ".join(f"{name} {weight} %" for name, weight in weights.items())
     before = next((name for name, weight in weights.items() if not weight), None)
@@ -552,7 +554,7 @@ def _extend_timeline(
 ) -> RolloutTimeline:
     """Add an entry to a rollout in progress.
 
-    The entry completes the `action`, or is a note or counts.
+    The entry completes the `action`, is a note, or records counts.
     """
     steps, end = _list_notes(entry), None
     if action is not None and action.kind in _TIMELINE:
@@ -576,7 +578,7 @@ def _build_step(entry: LedgerEntry, action: Action) -> TimelineStep:
 
 
 def _list_counts(body: EntryBody, observations: Observations | None) -> list[Observations]:
-    """Return the counts after a reading; empty for any other entry."""
+    """Return the counts after an entry that records a reading; empty for others."""
     return [observations] if isinstance(body, MetricsRecorded) and observations is not None else []
 
 

@@ -65,8 +65,8 @@ class WatchEvent:
 class ReconcileQueue:
     """Models that wait to be reconciled.
 
-    `add` can be called in any thread, `close` also in a signal handler. A SimpleQueue allows a put
-    while another put is in progress in the same thread.
+    `add` can be called in any thread. `close` can also be called in a signal handler, because a
+    SimpleQueue allows a put while another put is in progress in the same thread.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class ReconcileQueue:
     def add(self, model: str) -> None:
         """Queue a model.
 
-        Adding a queued model again, or one beyond `MAX_QUEUED`, has no effect.
+        The call has no effect if the model is queued already, or if `MAX_QUEUED` models are.
         """
         with self._lock:
             if model in self._models or len(self._models) >= MAX_QUEUED:
@@ -112,8 +112,8 @@ class WatchLoop:
     """Reconciles endpoints until the queue is closed.
 
     Args:
-        models: models to reconcile immediately; closing this queue ends the loop.
-        endpoints: names of endpoints; by default all that are bound, now or later.
+        models: queue of models to reconcile immediately; closing it ends the loop.
+        endpoints: names of endpoints; by default, all endpoints that are bound now or later.
         on_event: receives every event, and every change of what the loop waits for.
     """
 
@@ -156,7 +156,7 @@ class WatchLoop:
     def reconcile_all(self) -> None:
         """Run one pass over all endpoints.
 
-        The registry is read once per pass. While it is down, it is not read in every pass.
+        The registry is read at most once per pass. While it is down, some passes skip it.
         """
         names = self._list_endpoints()
         if names and self._registry_backoff.is_due():
@@ -180,7 +180,7 @@ class WatchLoop:
     def reconcile_models(self, models: frozenset[str]) -> None:
         """Run one pass over the endpoints of some models.
 
-        Models without an endpoint cost nothing.
+        A model that no endpoint serves has no effect.
         """
         reconcile_pass = ReconcilePass(self._context, lambda: self._snapshot)
         configs = {name: self._read_config(reconcile_pass, name) for name in self._list_endpoints()}

@@ -34,19 +34,16 @@ PAIRED = (
     "one machine."
 )
 APART = (
-    "Measured at different times, so a change has an interval only where it is of the same rows, "
-    "paired. Where it has none, and the two intervals overlap, noise may explain it."
+    "The two were measured at different times. A change has an interval only if it is paired, on "
+    "the same rows. Without one, noise can explain the change if the two intervals overlap."
 )
 Pairs = Callable[[Evidence, Evidence], Sequence[PairedCounts | ScoreComparison]]
-"""The comparison of two runs' answers to the same rows, metric by metric."""
+"""Compares the answers of two runs to the same rows, metric by metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedMetric:
-    """One line: a metric of the release and of the other model, and the change.
-
-    Texts include units.
-    """
+    """One metric of the release and of the other model, and its change, with units."""
 
     metric: str
     ours: str
@@ -56,10 +53,10 @@ class ComparedMetric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelComparison:
-    """A variant of the release compared with one other model on one target.
+    """A variant of the release, compared with one other model on one target.
 
-    `against` is "the champion", or the name of the base branch. `note` gives the basis of the
-    lines, or the reason why there are none.
+    `against` is "the champion", or the name of the base branch. `note` states how the metrics were
+    compared, or why there is no comparison.
     """
 
     against: str
@@ -74,12 +71,10 @@ class ModelComparison:
 class VariantRow:
     """The measurements of one variant on one target.
 
-    `latency` of the variant that others are timed beside is its median. For the others it is this
-    median times their paired ratio, since medians of different minutes contradict the ratios
-    between them.
-
-    The champion has a separate row, with its version and without a verdict. Without evidence,
-    `size_bytes` is None.
+    Several variants are timed beside the same variant. The `latency` of that variant is its median.
+    The `latency` of the others is this median times their paired ratio, since medians from
+    different minutes contradict the ratios. The champion has a separate row, with its version and
+    without a verdict. Without evidence, `size_bytes` is None.
     """
 
     variant: str
@@ -95,7 +90,7 @@ class VariantRow:
 def variant_rows(
     decisions: Sequence[Decision], evidence: Sequence[Evidence]
 ) -> tuple[VariantRow, ...]:
-    """Return every variant, then each target's champion on the same rows.
+    """Return every variant, followed by each target's champion on the same data.
 
     Variants are in the order of the decisions.
     """
@@ -134,9 +129,9 @@ def variant_rows(
 
 
 def _pair_medians(rows: Sequence[VariantRow]) -> list[VariantRow]:
-    """Return the rows with the medians of variants that are timed beside another one.
+    """Return the rows with comparable medians.
 
-    These medians are derived from the median of the other variant.
+    If a variant is timed beside another one, its median is derived from the median of that variant.
     """
     medians = {(row.variant, row.target): row.latency for row in rows}
     paired = []
@@ -161,9 +156,9 @@ def _pair_medians(rows: Sequence[VariantRow]) -> list[VariantRow]:
 
 
 def figures_of(evidence: Evidence) -> str:
-    """Return a variant's absolute measurements in one sentence.
+    """Return a variant's measurements as one sentence.
 
-    The differences from the champion's measurements follow.
+    The differences from the champion's measurements follow them.
     """
     labels = [f"{label} {value.figure}" for label, value in task_values(evidence).items()]
     if middle := median_latency(evidence.latency):
@@ -179,9 +174,9 @@ def figures_of(evidence: Evidence) -> str:
 def champion_comparisons(
     choices: Sequence[Choice], evidence: Sequence[Evidence]
 ) -> tuple[ModelComparison, ...]:
-    """Compare the chosen variant of each target with the champion.
+    """Return comparisons of each target's chosen variant with the champion.
 
-    If none is chosen, the export is compared.
+    If no variant is chosen, the export is compared.
     """
     chosen = (_of_choice(choice, evidence) for choice in choices)
     return tuple(_beside_champion(mine) for mine in chosen if mine is not None)
@@ -193,7 +188,7 @@ def base_comparisons(
     base: BaseRelease,
     pairs: Pairs = lambda *_: (),
 ) -> tuple[ModelComparison, ...]:
-    """Compare the chosen variant of each target with the choice of the base branch."""
+    """Return comparisons of each target's chosen variant with that of the base branch."""
     if base.why:
         return (ModelComparison(against=base.branch, target="", ours="", theirs="", note=base.why),)
     name = f"{base.branch} at {base.commit[:12]}"
@@ -316,7 +311,7 @@ def _compare_task_metrics(mine: Evidence, theirs: Evidence, pairs: Pairs) -> lis
     rows = []
     for label in dict.fromkeys((*ours, *before)):
         change = changes.get(label, "")
-        # They share no rows, so that the change has no interval.
+        # The two runs share no rows, so that the change has no interval.
         if not change and label in ours and label in before:
             change = _describe_difference(ours[label], before[label])
         rows.append(_make_row(label, ours.get(label), before.get(label), change or NOTHING))
@@ -324,9 +319,10 @@ def _compare_task_metrics(mine: Evidence, theirs: Evidence, pairs: Pairs) -> lis
 
 
 def _describe_difference(after: Measured, before: Measured) -> str:
-    """Return a change of a metric.
+    """Return the change of a metric as a text.
 
-    A share changes in points. Another metric changes by a ratio where the value before allows one.
+    A share changes in percentage points. Another metric changes by a ratio, if the old value allows
+    it.
     """
     difference = after.estimate - before.estimate
     if after.unit == "1":
@@ -355,7 +351,7 @@ def _sizes(mine: int, theirs: int) -> list[ComparedMetric]:
 
 
 def _change(entry: PairedCounts | ScoreComparison) -> str:
-    """Return the paired change of a task metric; empty where none could be measured."""
+    """Return the paired change of a task metric; empty if it was not measured."""
     if isinstance(entry, PairedCounts):
         parts = (entry.both, entry.only_baseline, entry.only_candidate)
         sound = entry.n > 0 and min(parts) >= 0 and sum(parts) <= entry.n
@@ -369,7 +365,7 @@ def _change(entry: PairedCounts | ScoreComparison) -> str:
 
 
 def _difference(interval: Interval, unit: str) -> str:
-    """Return a change with its sign; for a share in percentage points."""
+    """Return a change with its sign; in percentage points for a share."""
     scale = scale_for(interval.estimate, unit)
     shown = [
         _signed(value / scale.divisor) for value in (interval.estimate, interval.low, interval.high)

@@ -1,6 +1,6 @@
 """Descriptions of registered models and versions in Markdown.
 
-The gate table as rows for any surface is here too.
+The module also builds the rows of the gate table for all other reports.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from onnx_ops.domain.release import Lineage, Provenance
 from onnx_ops.reporting.formatting import markdown, markdown_table, result_figure, result_interval
 
 DESCRIPTION_LIMIT = 5000
-"""Characters that a registry keeps of a version's description."""
+"""Maximum number of characters of a version's description in a registry."""
 
-KEPT = (
-    "*Written by onnx-ops from the pipeline file. Change this text, and onnx-ops leaves it alone.*"
-)
-"""End of a registered model's description that only onnx-ops has written."""
+KEPT = "*Written by onnx-ops from the pipeline file. onnx-ops never overwrites a changed text.*"
+"""End of a registered model's description that onnx-ops has written."""
 
 _VERSIONS = (
     "Each version is one variant of one release. Its description begins with the verdict on each "
@@ -37,7 +35,7 @@ _ESCAPED = re.compile(r"\\([\\|`*_\[\]])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """One gate of one variant on one target, and its cells in tables."""
+    """One gate result of one variant on one target, with its table cells."""
 
     variant: str
     target: str
@@ -45,22 +43,22 @@ class ResultRow:
 
     @property
     def counted(self) -> str:
-        """The counts behind the result."""
+        """Return the counts behind the result."""
         n, groups = self.result.n, self.result.groups
         return f"{n} in {groups} groups" if groups else str(n or "")
 
     @property
     def measured(self) -> str:
-        """The estimate and its interval, with units."""
+        """Return the estimate and its interval with units."""
         return f"{result_figure(self.result)} {result_interval(self.result)}".strip()
 
     def describe_gate(self, separator: str = " ") -> str:
-        """Return the gate, with its metric if that differs."""
+        """Return the gate, followed by its metric if the two names differ."""
         gate, metric = self.result.gate, self.result.metric
         return f"{gate}{separator}{metric}" if metric and metric != gate else gate
 
     def markdown_cells(self) -> tuple[str, ...]:
-        """Return the cells of a Markdown table: gate, limit, estimate, verdict, reason."""
+        """Return the Markdown table cells: gate, limit, estimate, verdict and reason."""
         verdict = f"{self.result.verdict.value}{' (advisory)' if self.result.advisory else ''}"
         return (
             self.describe_gate(": "),
@@ -72,7 +70,7 @@ class ResultRow:
 
 
 def made_by(provenance: Provenance) -> str:
-    """Return date, author and commit in one line; missing ones as unknown."""
+    """Return date, author and commit in one line; missing parts are `unknown`."""
     branch = f" ({provenance.branch})" if provenance.branch else ""
     changed = ", with uncommitted changes" if provenance.changed else ""
     return " · ".join(
@@ -96,10 +94,7 @@ def result_table(decisions: Iterable[Decision]) -> tuple[ResultRow, ...]:
 
 
 def worst_first(rows: Iterable[ResultRow]) -> list[ResultRow]:
-    """Return the binding rows, then the advisory ones.
-
-    In both, the worst verdict comes first.
-    """
+    """Return the binding rows, then the advisory ones, each with the worst first."""
     return sorted(rows, key=lambda row: (row.result.advisory, -row.result.verdict.rank))
 
 
@@ -111,13 +106,12 @@ def version_description(
     figures: Sequence[str] = (),
     provenance: Provenance | None = None,
 ) -> str:
-    """Return Markdown for a registered version.
+    """Return the description of a registered version in Markdown.
 
     It has verdicts, measurements, gate table and origin. The verdicts are plain text, because
-    MLflow lists the first line of a description unrendered.
-
-    The text has at most `DESCRIPTION_LIMIT` characters: the worst results come first, and a line
-    counts those left out. `decisions` are by target; `figures` summarize the measurements in one
+    MLflow lists the first line of a description unrendered. The text has at most
+    `DESCRIPTION_LIMIT` characters: the worst results come first, and one line states how many
+    results are omitted. `decisions` are by target; `figures` summarize the measurements in one
     sentence per target.
     """
     ordered = [decisions[target] for target in sorted(decisions)]
@@ -165,9 +159,9 @@ def _describe_origin(variant: str, lineage: Lineage, provenance: Provenance | No
 def model_description(
     about: str, pipeline: str, variants: Iterable[str], targets: Iterable[str]
 ) -> str:
-    """Return Markdown for a registered model.
+    """Return the description of a registered model in Markdown.
 
-    It is the pipeline file's description, and how to read the model's versions.
+    It has the pipeline file's description, and explains how to read the model's versions.
     """
     variants, targets = (markdown(", ".join(names)) for names in (variants, targets))
     made = f"Pipeline {markdown(pipeline)}. Variants: {variants}. Targets: {targets}."
@@ -175,9 +169,9 @@ def model_description(
 
 
 def parse_reason(description: str, target: str) -> str:
-    """Return the reason that a description gives for the verdict on a target.
+    """Return the reason that a description states for the verdict on a target.
 
-    The result is empty if there is none.
+    The text is empty if the description has none.
     """
     shown = re.search(
         rf"^[A-Z]+ on {re.escape(markdown(target))}: (.*?) *$", description, re.MULTILINE
@@ -186,7 +180,7 @@ def parse_reason(description: str, target: str) -> str:
 
 
 def _fitted(lines: Sequence[str], room: int, what: str, *, prefix: Sequence[str]) -> str:
-    """Return as many lines as fit in `room` characters, and one that counts the rest."""
+    """Return the lines that fit in `room` characters, and one that counts the rest."""
     whole = "\n".join((*prefix, *lines))
     if len(whole) <= room:
         return whole

@@ -1,6 +1,6 @@
 """Format numbers with three significant digits and a short unit.
 
-Text and tables in Markdown are formatted here too.
+The module also formats text and tables in Markdown.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """The notation for one unit: values divided by `divisor` and followed by `suffix`."""
+    """The notation for a unit: the value / `divisor`, followed by `suffix`."""
 
     divisor: float
     suffix: str
@@ -64,10 +64,10 @@ def format_figure(value: float | None, unit: str) -> str:
 def format_interval(
     low: float | None, high: float | None, unit: str, *, near: float | None = None
 ) -> str:
-    """Format an interval: `[1.21, 1.30] ms`, or one-sided `≥ 1.21 ms`.
+    """Return an interval as a text: `[1.21, 1.30] ms`, or one-sided `≥ 1.21 ms`.
 
-    The result is empty without a bound. There is no bound where it is None or infinite. The scale
-    is that of the estimate, `near`.
+    A bound that is None or infinite is omitted, and the text is empty without a bound. The scale is
+    that of the estimate, `near`.
     """
     low, high = _drop_infinite(low), _drop_infinite(high)
     anchor = next((v for v in (near, high, low) if v is not None), None)
@@ -85,7 +85,7 @@ def _drop_infinite(bound: float | None) -> float | None:
 
 
 def result_figure(result: GateResult) -> str:
-    """Return the estimate of a gate's result.
+    """Return the estimate of a gate's result as a text.
 
     Durations are in milliseconds, as in the result's limit and reason.
     """
@@ -95,7 +95,7 @@ def result_figure(result: GateResult) -> str:
 
 
 def result_interval(result: GateResult) -> str:
-    """Return the interval of a gate's result, in the unit of its estimate."""
+    """Return the interval of a gate's result in the unit of the estimate."""
     near, low, high, unit = result.estimate, result.low, result.high, result.unit
     if unit == "s":
         near, low, high = (None if value is None else 1e3 * value for value in (near, low, high))
@@ -104,7 +104,10 @@ def result_interval(result: GateResult) -> str:
 
 
 def number(value: float) -> str:
-    """Return at least three significant digits; plain notation from 0.001 to 100,000."""
+    """Return a number with at least three significant digits.
+
+    Numbers from 0.001 to 100,000 have no exponent.
+    """
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -118,11 +121,14 @@ def number(value: float) -> str:
 
 
 def markdown(text: str) -> str:
-    """Return text that Markdown and HTML render literally, and that mentions no user."""
+    """Return text that Markdown and HTML show literally, without mentions of users."""
     return show(text).translate(_ESCAPES)
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table, with two header lines; cells are plain text."""
+    """Return the lines of a Markdown table, two of which are the header.
+
+    Cells are plain text.
+    """
     cells = (" | ".join(map(markdown, row)) for row in rows)
     return [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(f"| {row} |" for row in cells)]

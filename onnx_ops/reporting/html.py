@@ -1,4 +1,4 @@
-"""The HTML report of a release: one self-contained page from templates."""
+"""The HTML report of a release: one self-contained page, rendered from templates."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _load_environment() -> Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a page, which loads nothing from a network.
+    """Return the page of a template, which loads nothing from a network.
 
     The same values always give the same text.
     """
@@ -106,10 +106,11 @@ def release_report(
     It shows choices, comparisons, gate results, plots and measurement conditions.
 
     Args:
-        decisions: of every variant on every target, in the order of the pipeline file.
-        evidence: behind the decisions; decisions without evidence are shown without plots.
+        decisions: decisions on every variant and target, in the order of the pipeline file.
+        evidence: evidence for the decisions; decisions without evidence have no plots.
         versions: registered version by variant; empty before registration.
-        digests: of the stored evidence by variant and target; by default of its canonical text.
+        digests: digests of the stored evidence by variant and target; by default, digests of its
+            canonical text.
     """
     known = {(e.variant, e.target): e for e in evidence}
     stored = _complete_digests(digests or {}, known)
@@ -154,9 +155,9 @@ def _complete_digests(
 def _name_release(
     lineage: Lineage | None, evidence: Sequence[Evidence]
 ) -> tuple[str, Digest | None]:
-    """Return the pipeline and the release of a report.
+    """Return the names of the pipeline and the release of a report.
 
-    Without lineage, they are those of its first evidence.
+    Without lineage, they are those in the first evidence.
     """
     if lineage is not None:
         return lineage.pipeline, lineage.release
@@ -178,7 +179,7 @@ def _describe_origin(lineage: Lineage) -> dict[str, str]:
 
 
 def _describe_search(record: SearchRecord) -> dict[str, Any]:
-    """Return what the template shows of a search.
+    """Return the values of a search for the template.
 
     Nodes are by recipe, the most sensitive first.
     """
@@ -199,9 +200,10 @@ def list_gates(
     evidence: Mapping[tuple[str, str], Evidence],
     digests: Mapping[tuple[str, str], Digest],
 ) -> list[tuple[Decision, str, Digest | None, list[tuple[GateResult, list[str], list[str]]]]]:
-    """Return each decision with its place, the digest of its evidence, and results.
+    """Return each decision with its place, its evidence's digest and its results.
 
-    The results are as `gate_table` shows them. Evidence and its digests are by variant and target.
+    The results are in the form that `gate_table` shows. Evidence and digests are by variant and
+    target.
     """
     groups = []
     for decision in decisions:
@@ -217,9 +219,9 @@ def list_gates(
 
 
 def _describe_samples(result: GateResult, evidence: Evidence | None) -> tuple[list[str], list[str]]:
-    """Return lines on what n counts, and lines on the noise.
+    """Return lines on the number of samples, and lines on the noise.
 
-    The noise is a model against itself, and the runs that lost their core.
+    The noise is that of a model compared with itself, and of preempted runs.
     """
     comparison = None if evidence is None else _find_comparison(result, evidence)
     if comparison is not None:
@@ -248,7 +250,7 @@ def _describe_runs(
 def _name_counted(result: GateResult) -> str:
     """Return what n counts in a result that is not a ratio.
 
-    The result is empty if the kind of gate does not define it.
+    The text is empty if the kind of gate does not define it.
     """
     return GATES[result.gate].counts if result.gate in GATES else ""
 
@@ -256,9 +258,9 @@ def _name_counted(result: GateResult) -> str:
 def _describe_pairs(
     result: GateResult, comparison: LatencyComparison | PairedRatios
 ) -> tuple[list[str], list[str]]:
-    """Return lines on the pairs of a ratio, and lines on its noise.
+    """Return lines on the pairs of a ratio, and lines on the noise of the ratio.
 
-    The noise is the interval of the model against itself.
+    The noise is the interval of the model compared with itself.
     """
     selves = [pair for pair in comparison.self_log_ratios if pair]
     if selves:
@@ -276,7 +278,7 @@ def _describe_pairs(
 def _find_comparison(
     result: GateResult, evidence: Evidence
 ) -> LatencyComparison | PairedRatios | None:
-    """Return the measurement behind a result about a ratio."""
+    """Return the measurement that a result about a ratio was judged by."""
     if result.gate == "latency":
         timed = evidence.comparisons
         return next(
@@ -293,8 +295,8 @@ def _find_comparison(
 def _list_prospects(decisions: Sequence[Decision]) -> Iterator[tuple[str | float, ...]]:
     """Yield rows on the power of gates.
 
-    They hold the shares of verdicts for a variant without loss, and for a variant with twice the
-    limit. The spread of both is assumed to be that of the measured variant.
+    A row has the probabilities of the verdicts on a variant without loss, and on a variant with a
+    loss of twice the limit. Both are assumed to have the spread of the measured variant.
     """
     for decision in decisions:
         tried = sum(d.target == decision.target and d.variant != EXPORT for d in decisions)
@@ -317,7 +319,7 @@ def _plot_targets(
 def _plot_target(
     target: str, decisions: Sequence[Decision], evidence: Sequence[Evidence], chosen: str | None
 ) -> list[Figure]:
-    """Return the plots of each float variant, and of the export behind quantized ones.
+    """Return the plots of each float variant, and of the export of quantized variants.
 
     The plot of the export appears once.
     """
@@ -335,7 +337,7 @@ def _plot_target(
 
 
 def plot_ratios(entries: Sequence[tuple[Evidence, Decision | None]]) -> Iterator[Figure | None]:
-    """Yield the ratios of latency of all variants, then of throughput and starts."""
+    """Yield plots of the ratios of all variants: latency, then throughput and starts."""
     for e, decision in entries:
         yield from (ratio_figure(e, comparison, decision) for comparison in e.comparisons)
     for e, decision in entries:
@@ -349,9 +351,9 @@ def _plot_outputs(entries: Sequence[tuple[Evidence, Decision | None]]) -> Iterat
 
 
 def _plot_exports(entries: Sequence[tuple[Evidence, Decision | None]]) -> Iterator[Figure | None]:
-    """Yield the parity of each export behind quantized variants, once.
+    """Yield a parity plot of each export of quantized variants, once.
 
-    An export that a float variant shows is left out.
+    An export that is also a float variant is skipped.
     """
     seen = [e.parity for e, _ in entries]
     for e, decision in entries:

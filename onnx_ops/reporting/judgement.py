@@ -1,4 +1,4 @@
-"""The report of a verdict on two files: table rows, Markdown page and HTML page."""
+"""The report on a judgement of two files: table rows, Markdown page and HTML page."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from onnx_ops.reporting.structure import advice_lines
 class Heading:
     """The text above the table.
 
-    `rows` describes the rows that the files were run on. `times` are the median times of a request
-    after and before. `notes` are the parts that could not be shown.
+    `rows` describes the input rows. `times` are the median times of a request before and after.
+    `notes` name the checks that were not possible.
     """
 
     baseline: str
@@ -57,7 +57,7 @@ class Row:
 def table_rows(decisions: Sequence[Decision], sizes: tuple[int, int]) -> list[Row]:
     """Return every result in the order of the decisions, and the size.
 
-    Results that are the same on all targets appear once.
+    Results that are equal on all targets appear once.
     """
     rows: list[Row] = []
     seen: list[GateResult] = []
@@ -92,7 +92,7 @@ def table_rows(decisions: Sequence[Decision], sizes: tuple[int, int]) -> list[Ro
 
 
 def reason_of(decisions: Sequence[Decision], sizes: tuple[int, int]) -> str:
-    """Return one line: the reason of the worst result.
+    """Return the reason of the worst result as one line.
 
     If all results passed, the line has the main measurements.
     """
@@ -134,7 +134,7 @@ def _list_measurements(results: Sequence[GateResult], sizes: tuple[int, int]) ->
 
 
 def _figure(result: GateResult) -> str:
-    """Return the estimate with its interval; a change with its sign."""
+    """Return the estimate with its interval; a change has a sign."""
     sign = "+" if result.gate == "task" and (result.estimate or 0) > 0 else ""
     return f"{sign}{result_figure(result)} {result_interval(result)}".strip()
 
@@ -144,7 +144,7 @@ def _name(result: GateResult) -> str:
 
 
 def markdown_page(heading: Heading, decisions: Sequence[Decision]) -> str:
-    """Return Markdown for a pull request or a job summary."""
+    """Return the judgement as Markdown for a pull request or a job summary."""
     several = len(decisions) > 1
     rows = table_rows(decisions, heading.sizes)
     heads, first = ("target", "what", "measured", "limit", "verdict"), 0 if several else 1
@@ -181,14 +181,15 @@ def _list_items(texts: Sequence[str]) -> list[str]:
 def html_report(
     heading: Heading, decisions: Sequence[Decision], timings: Sequence[tuple[Decision, Evidence]]
 ) -> str:
-    """Return one self-contained page.
+    """Return the judgement as one self-contained HTML page.
 
     `timings` are the latency comparisons, each with its decision.
     """
-    # Most verdicts are text in a terminal, which appears sooner without charts and templates.
+    # Most verdicts are text in a terminal, which appears faster if charts and templates are not
+    # imported.
     from onnx_ops.reporting.html import list_gates, plot_ratios, render
 
-    # The first timing of each target names its machine.
+    # The machine of each target is that of its first timing.
     machines = {timing.target: timing for _, timing in reversed(timings)}
     evidence = {
         (d.variant, d.target): machines[d.target] for d in decisions if d.target in machines

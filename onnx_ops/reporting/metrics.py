@@ -1,7 +1,4 @@
-"""Measurements of the evidence for people.
-
-Each has its interval and number of observations.
-"""
+"""Measurements of the evidence as texts, with their intervals and counts."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from onnx_ops.statistics.rules.metric import INDEPENDENCE
 class Measured(Interval):
     """A measurement with its interval and the counts behind it.
 
-    `low` and `high` are as in the gate table.
+    `low` and `high` have the same meaning as in the gate table.
     """
 
     unit: str
@@ -42,7 +39,7 @@ class Measured(Interval):
 
     @property
     def figure(self) -> str:
-        """Return value and interval."""
+        """Return the value and its interval as a text."""
         interval = format_interval(self.low, self.high, self.unit, near=self.estimate)
         return f"{format_figure(self.estimate, self.unit)} {interval}".strip()
 
@@ -52,12 +49,12 @@ class Measured(Interval):
         return f"n = {self.n} {self.of}"
 
     def text(self) -> str:
-        """Return value, interval and count."""
+        """Return the value, its interval and its count as a text."""
         return f"{self.figure} ({self.count})"
 
 
 def sampled_rows(evidence: Iterable[Evidence]) -> str:
-    """Return which rows of the data set were scored; empty if all were."""
+    """Return which rows of the data set were scored; empty if all rows were."""
     texts = {
         f"metrics of {rows.used:,} of {rows.total:,} rows of {rows.data}"
         for one in evidence
@@ -93,7 +90,7 @@ def headline(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> str
 def task_values(evidence: Evidence) -> Mapping[str, Measured]:
     """Return every task metric of the variant that has a value.
 
-    The keys are the labels of the metrics' definitions.
+    The keys are the labels of the metrics.
     """
     labels = dict.fromkeys(
         [*(c.metric for c in evidence.metrics), *(s.metric for s in evidence.scores)]
@@ -105,7 +102,7 @@ def task_values(evidence: Evidence) -> Mapping[str, Measured]:
 def champion_values(evidence: Evidence) -> Mapping[str, Measured]:
     """Return every task metric of the champion that the variant was compared with.
 
-    They are measured on the same rows.
+    The metrics are measured on the same rows.
     """
     swapped = [
         replace(one, against="", only_baseline=one.only_candidate, only_candidate=one.only_baseline)
@@ -124,8 +121,7 @@ def champion_values(evidence: Evidence) -> Mapping[str, Measured]:
 def task_metric(evidence: Evidence, name: str) -> Measured | None:
     """Return the variant's value of a metric, by its label, with its 90 % interval.
 
-    Where models were compared with each other, without labels, it is the value against the
-    baseline.
+    If models were compared with each other without labels, it is the value against the baseline.
     """
     for counts in evidence.metrics:
         right = counts.both + counts.only_candidate
@@ -139,7 +135,7 @@ def task_metric(evidence: Evidence, name: str) -> Measured | None:
 
 
 def unit_of(name: str) -> str:
-    """Return `1` for metrics that are shares, else an empty text.
+    """Return `1` for metrics that are shares, otherwise an empty text.
 
     Other metrics have the label's unit, which is unknown here.
     """
@@ -148,7 +144,7 @@ def unit_of(name: str) -> str:
 
 
 def plain_figures(evidence: Evidence) -> dict[str, float]:
-    """Return measurements by name, which ends in the unit if there is one."""
+    """Return measurements by name; a name ends in the unit if there is one."""
     figures = {"size_bytes": float(evidence.size_bytes)}
     if evidence.latency is not None:
         figures |= {f"{name}_ms": ns / 1e6 for name, ns in evidence.latency.quantiles_ns.items()}
@@ -161,7 +157,7 @@ def plain_figures(evidence: Evidence) -> dict[str, float]:
 
 
 def _start_figures(evidence: Evidence) -> dict[str, float]:
-    """Return the medians over starts of the process, of those that were measured."""
+    """Return the medians of the measured quantities over starts of the process."""
     starts = evidence.starts
     if starts is None:
         return {}
@@ -174,9 +170,9 @@ def _start_figures(evidence: Evidence) -> dict[str, float]:
 
 
 def _task_figures(evidence: Evidence) -> dict[str, float]:
-    """Return task metrics.
+    """Return task metrics by name.
 
-    A comparison counts only for a metric that has no value against the labels.
+    A comparison with another model is used only for a metric without a value against labels.
     """
     figures = {
         _name(counts.metric): (counts.both + counts.only_candidate) / counts.n
@@ -192,7 +188,7 @@ def _task_figures(evidence: Evidence) -> dict[str, float]:
 
 
 def _name(metric: str) -> str:
-    """Replace characters that a registry refuses in names.
+    """Replace characters that a registry does not accept in names.
 
     Class labels and output names can contain any characters.
     """
@@ -204,7 +200,7 @@ VariantEvidence = Mapping[str, Mapping[str, tuple[Verdict, Evidence]]]
 
 
 def dvc_metrics(judged: VariantEvidence) -> Json:
-    """Return metrics by variant and target, as `dvc metrics show` flattens them."""
+    """Return metrics by variant and target, which `dvc metrics show` flattens."""
     return {
         variant: {
             target: {"verdict": verdict.value, **dict(sorted(plain_figures(evidence).items()))}
@@ -215,7 +211,7 @@ def dvc_metrics(judged: VariantEvidence) -> Json:
 
 
 def dvc_plots(judged: VariantEvidence) -> Mapping[str, Json]:
-    """Return lists of points by file name.
+    """Return points to plot by file name.
 
     `latency.json` has quantiles in ms, and `size.json` has bytes.
     """

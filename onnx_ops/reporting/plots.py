@@ -1,6 +1,6 @@
 """Draw the plots of a release from evidence.
 
-Each caption states units, intervals and n.
+Each caption states units, intervals and sample sizes.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from onnx_ops.statistics.rules.parity_rules import WEIGHTS
 from onnx_ops.statistics.rules.performance import PROCESS_FIGURES
 
 SERIES = 6
-"""Colours that the page has for variants.
+"""Number of colours for variants.
 
-Further variants reuse them with other dashes.
+Further variants use the same colours with other dashes.
 """
 
 _POINTS = 240
 _ROWS = 16
 _NAMED = 4
 _COLUMNS = 6
-"""Columns whose smallest visible error is named."""
+"""Maximum number of columns whose smallest visible error is listed."""
 
 _CLIPPED = 1e6
 
 _SHOWN_LOSSES = 6
-"""Budgets from which on losses are drawn at the edge.
+"""Multiple of the budget from which on losses are drawn at the edge.
 
 This leaves room for the other losses.
 """
 
 _LEAST_LOSS = 0.02
-"""Least width of an axis of losses, in points.
+"""Minimum width of an axis of losses, in percentage points.
 
-Smaller losses, such as none of a thousand rows, would make no plot.
+With smaller losses, such as 0 of 1,000 rows, the axis would have no width.
 """
 
 
@@ -80,7 +80,7 @@ def limit_of(decision: Decision | None, gate: str, metric: str) -> float | None:
 
 
 def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
-    """Plot the share of runs that took at most a given time, one curve per variant."""
+    """Plot the cumulative distribution of run times, with one curve per variant."""
     curves = _list_curves(evidence)
     if not curves:
         return None
@@ -116,7 +116,7 @@ def _list_curves(
 ) -> list[tuple[int, Evidence, LatencySamples, list[float]]]:
     """Return the variants that have positive run times.
 
-    The entries are the number of the variant, its evidence, its latency and the times in seconds.
+    An entry has the number of the variant, its evidence, its latency and the times in seconds.
     """
     curves = []
     for series, e in enumerate(evidence):
@@ -128,7 +128,7 @@ def _list_curves(
 
 
 def _step_curve(values: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the corners of the distribution of sorted values, in percent.
+    """Return the corners of the cumulative distribution of sorted values, in percent.
 
     There are at most `_POINTS` steps, evenly spread.
     """
@@ -180,7 +180,7 @@ def _make_error_axis(measurements: Sequence[ParityMeasurement], limit: float | N
 def _describe_error(
     measurement: ParityMeasurement, limit: float | None, edge: float
 ) -> tuple[str, float, str, bool, str]:
-    """Return the row of an error for `_draw_rows`.
+    """Return the row of one error for `_draw_rows`.
 
     A mismatch has no ratio, and is drawn at the edge.
     """
@@ -199,9 +199,9 @@ def _describe_error(
 
 
 def _describe_columns(measurements: Sequence[ParityMeasurement], limit: float | None) -> str:
-    """Describe the smallest error that the limit shows.
+    """Return a text on the smallest error that exceeds the limit.
 
-    The columns of real rows where this error is largest are described.
+    It describes the columns of real rows in which this error is largest.
     """
     if limit is None:
         return ""
@@ -245,7 +245,7 @@ def weights_figure(what: str, evidence: Evidence, decision: Decision | None) -> 
 def _describe_rounding(
     weight: WeightMeasurement, limit: float | None
 ) -> tuple[str, float, str, bool, str]:
-    """Return the row of a weight for `_draw_rows`."""
+    """Return the row of one weight for `_draw_rows`."""
     steps = number(weight.steps) if weight.steps < _CLIPPED else ">1e6"
     is_bad = limit is not None and weight.steps > limit
     return (
@@ -266,7 +266,7 @@ def _draw_rows(
 ) -> Chart:
     """Draw one dot per row.
 
-    A row is its name, its value, the value's text, whether the value exceeds the limit, and its
+    A row consists of a name, a value, the value's text, whether the value exceeds the limit, and a
     tooltip.
     """
     left, height = room_for([name for name, *_ in rows])
@@ -323,7 +323,7 @@ def pareto_figure(
         if e.variant == chosen:
             chart.dot(left, top, "ring", f"{e.variant} is chosen", radius=9)
         name = e.variant
-        # Many names would cover each other: a number stands for the variant.
+        # Many names would overlap: a number stands for each variant.
         if len(points) > _NAMED:
             name, label = f"{series + 1}:", f"{series + 1}: {label}"
         beside = f"{name} {format_figure(value.estimate, value.unit)}" if value else name
@@ -340,7 +340,7 @@ def pareto_figure(
 
 
 def _choose_sides(points: Sequence[tuple[int, Evidence, Measured]]) -> dict[str, bool]:
-    """Return whether each variant has its name above its dot.
+    """Return, for each variant, whether its name is above its dot.
 
     Neighbours have their names on opposite sides.
     """
@@ -372,7 +372,7 @@ def _make_size_chart(
 ) -> Chart:
     """Return an empty plot of size and latency.
 
-    It has room for the points and their intervals.
+    The axes have room for all points and their intervals.
     """
     ends = [
         v / time.divisor
@@ -425,9 +425,9 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
         title=f"What the search {record.name} saw on {target}",
         svg=chart.render(f"Loss of {record.metric} against time on {target}"),
         caption="Lower left is better. Every dot is a model that was built; "
-        "full ones are on the front: nothing else is at once as exact, "
+        "full ones are on the front: no other model is as exact, "
         "as small and as fast. Rings mark variants. Dashed: the budget, "
-        f"{number(limit)} points. What loses far more is at the upper edge. "
+        f"{number(limit)} points. Models that lose far more are at the upper edge. "
         f"Loss on {record.rows} tuning rows; times of 5 session pairs with 90 % intervals. "
         "The gates measure the variants afresh, on other rows.",
         keys=tuple(keys),
@@ -437,10 +437,10 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
 def _draw_trial(
     chart: Chart, n: int, trial: Trial, target: str, *, name: str, on_front: bool
 ) -> str:
-    """Draw the dot of a trial, and return its entry in the legend.
+    """Draw the dot of a trial, and return the entry of the trial in the legend.
 
-    The entry is empty for a trial that has no number in the plot. `name` is that of the variant
-    that the trial became, if any.
+    The entry is empty for a trial without a number in the plot. `name` is that of the variant that
+    the trial became, if any.
     """
     ratio, loss = trial.ratios[target], 100 * (trial.drop or 0.0)
     size = format_figure(trial.size_bytes, "B")
@@ -460,7 +460,7 @@ def _draw_trial(
 def _make_loss_chart(record: SearchRecord, trials: Sequence[Trial], target: str) -> Chart:
     """Return an empty plot of loss and time.
 
-    It has room for the trials, the budget and fp32.
+    The axes have room for the trials, the budget and fp32.
     """
     limit = 100 * record.budget.metric_drop
     losses = [100 * (trial.drop or 0.0) for trial in trials]
@@ -478,12 +478,12 @@ def _make_loss_chart(record: SearchRecord, trials: Sequence[Trial], target: str)
 
 
 def share(part: int, whole: int) -> str:
-    """Format a part of a whole as a percentage."""
+    """Return a part of a whole as a percentage."""
     return format_figure(part / whole if whole > 0 else 0.0, "1")
 
 
 def _is_bounded(interval: Interval) -> bool:
-    """Return whether a plot can show both ends of an interval."""
+    """Return whether both ends of an interval can be plotted."""
     return interval.low > 0 and interval.high < math.inf
 
 
@@ -498,7 +498,7 @@ _BAND = f"Band: interval ({100 * (1 - ALPHA):.3g} % a side over all looks)."
 def measured_ratio(comparison: LatencyComparison | PairedRatios) -> Measured | None:
     """Return the ratio to the baseline.
 
-    Return None where no pair was measured or a ratio is not finite.
+    Return None if no pair was measured, or if a ratio is not finite.
     """
     pairs = [pair for pair in comparison.log_ratios if pair]
     if not pairs or not all(map(math.isfinite, (x for pair in pairs for x in pair))):
@@ -512,7 +512,8 @@ def ratio_figure(
 ) -> Figure | None:
     """Plot the ratio of each pair.
 
-    The plot also shows the interval over all pairs, the limit, and the baseline against itself.
+    The plot also shows the interval over all pairs, the limit, and the ratios of the baseline to
+    itself.
     """
     ratio = measured_ratio(comparison)
     if ratio is None:
@@ -533,7 +534,7 @@ def ratio_figure(
         x=Axis(low=0.4, high=len(pairs) + 0.6, label=noun, marks=marks),
         y=axis_around(values, f"{of} / {comparison.against} (×)"),
     )
-    # Lines first: dots are drawn over them.
+    # Lines come first, so that dots are drawn over them.
     if _is_bounded(ratio):
         chart.band(ratio.low, ratio.high, "band")
     chart.across(ratio.estimate, "line estimate")
@@ -568,7 +569,7 @@ def _find_ratio_limit(
 
 
 def _describe_runs(comparison: LatencyComparison | PairedRatios) -> str:
-    """Return how many runs latency was measured on; other ratios do not count runs."""
+    """Return the number of runs behind a latency; other ratios do not count runs."""
     if not isinstance(comparison, LatencyComparison):
         return ""
     return f", {comparison.runs} runs, {share(comparison.preempted, comparison.runs)} preempted"
@@ -580,9 +581,9 @@ def _name_blocks(pairs: Sequence[Sequence[float]]) -> str:
 
 
 def _draw_selves(chart: Chart, selves: Sequence[Sequence[float]], against: str) -> None:
-    """Draw a ring for each pair of sessions of the baseline.
+    """Draw a ring for each pair of baseline sessions.
 
-    It is left of the pair that it was measured with.
+    The ring is left of the candidate's pair of the same round.
     """
     for index, pair in enumerate(selves, 1):
         if pair:
@@ -605,7 +606,7 @@ def _draw_pairs(chart: Chart, pairs: Sequence[Sequence[float]]) -> None:
 
 
 def name_of(comparison: LatencyComparison | PairedRatios) -> str:
-    """Return the name of the quantity of a ratio."""
+    """Return the name of the quantity that a ratio compares."""
     if isinstance(comparison, LatencyComparison):
         return "latency"
     return PROCESS_FIGURES.get(comparison.figure, f"time per request at {comparison.figure}")
@@ -621,16 +622,16 @@ def _exp(log_ratio: float) -> float:
 
 
 _FAR = 3.0
-"""How far below zero, and above the limit, evidence is drawn.
+"""Largest plotted distance of evidence below zero and above the limit.
 
-Values beyond are drawn at the edge.
+Evidence beyond is drawn at the edge.
 """
 
 
 def evidence_svg(paths: Sequence[EvidencePath]) -> str:
-    """Return a plot with one line for each guardrail that has counts.
+    """Return an SVG plot with one line for each guardrail that has counts.
 
-    The result is empty if none has.
+    The text is empty if no guardrail has counts.
     """
     drawn = [path for path in paths if path.requests]
     if not drawn:

@@ -1,6 +1,6 @@
-"""The Markdown page on a commit's effect on its models.
+"""The Markdown page on how a commit changes its models.
 
-It is for a pull request, a job summary or a check.
+The page is for a pull request, a job summary or a check.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from onnx_ops.reporting.description import result_table, worst_first
 from onnx_ops.reporting.formatting import NOTHING, SIGNS, format_figure, markdown, markdown_table
 
 LIMIT = 60_000
-"""Most characters of a page.
+"""Maximum number of characters of a page.
 
-GitHub accepts 65,536 in a comment, and as many in a check.
+GitHub accepts 65,536 characters in a comment or a check.
 """
 
 _LONGEST = 300
-"""Most characters of author and time."""
+"""Maximum number of characters of author and time."""
 
 _UNREVIEWED = (
     "Reported by this pull request's own code, in a job without credentials. "
@@ -37,9 +37,9 @@ class Checked:
     """One pipeline and its gate results.
 
     `error` is the reason for missing results, or another failure. `because` are the changed paths
-    that caused the run. `verdict` is that of the whole pipeline. `withheld` is why a passing
-    variant was not released. `comparisons` are with the champion and the base branch. `made_by` is
-    author and time of the change.
+    that caused the run. `verdict` is that of the whole pipeline. `withheld` is the reason why a
+    passing variant was not released. `comparisons` are with the champion and the base branch.
+    `made_by` is author and time of the change.
     """
 
     file: str
@@ -61,15 +61,15 @@ def overall(checked: Sequence[Checked]) -> Verdict | None:
 
 
 def find_contradiction(one: Checked) -> str:
-    """Return why a pipeline's verdict contradicts its own choices and decisions.
+    """Return why a pipeline's verdict contradicts its choices and decisions.
 
-    The verdict is then better than they are. The result is empty if there is no contradiction.
+    The verdict is then better than they are. The text is empty without a contradiction.
     """
     worst = (
         combine_verdicts(choice.verdict for choice in one.choices) if one.choices else one.verdict
     )
     if one.verdict.rank < worst.rank or (one.verdict is Verdict.PASS and not one.choices):
-        return f"{one.file} is called {one.verdict.value}, and its choices are not"
+        return f"{one.file} has verdict {one.verdict.value}, which its choices contradict"
     return _find_unfounded_choice(one)
 
 
@@ -86,10 +86,7 @@ def _find_unfounded_choice(one: Checked) -> str:
 
 
 def title(checked: Sequence[Checked]) -> str:
-    """Return one line that counts the pipelines by verdict.
-
-    They passed, failed, were inconclusive or could not be measured.
-    """
+    """Return the number of pipelines for each verdict, as one line."""
     if not checked:
         return "no pipeline is affected by this change"
     words = {
@@ -105,10 +102,10 @@ def title(checked: Sequence[Checked]) -> str:
 def page(
     checked: Sequence[Checked], *, commit: str, reports: str = "", unreviewed: bool = False
 ) -> str:
-    """Return Markdown on the pipelines that a commit affects, the worst first.
+    """Return a Markdown page on the pipelines that a commit affects, the worst first.
 
-    It is never longer than `LIMIT`. `reports` is the address of the whole reports; empty if there
-    is none. Results of `unreviewed` code are marked.
+    The page is never longer than `LIMIT`. `reports` is the address of the full reports; empty if
+    there is none. Results of `unreviewed` code are marked.
     """
     made = next((one.made_by for one in checked if one.made_by), f"commit {commit[:12]}")[:_LONGEST]
     head = f"## onnx-ops: {title(checked)}\n\n{markdown(made)}"
@@ -157,7 +154,7 @@ def _describe_choices(choices: Sequence[Choice]) -> str:
 
 
 def _describe_comparisons(comparisons: Sequence[ModelComparison]) -> list[str]:
-    """Return a heading, a table and a note for each model that was compared with."""
+    """Return a heading, a table and a note for each comparison with another model."""
     parts = []
     for against in dict.fromkeys(c.against for c in comparisons):
         parts.append(f"**Against {markdown(against)}**")
@@ -184,9 +181,9 @@ def _describe_variants(variants: Sequence[VariantRow]) -> str:
 
 
 def _describe_variant(variant: VariantRow) -> tuple[str, ...]:
-    """Return the cells of a variant.
+    """Return the table cells of a variant.
 
-    A variant without verdict is the one that serves now, and is not measured again.
+    A variant without a verdict is in service now, and is not measured again.
     """
     metrics = "; ".join(f"{label} {value.figure}" for label, value in variant.metrics.items())
     if variant.latency is not None:

@@ -1,4 +1,4 @@
-"""Findings about a variant beyond its answers.
+"""Findings about a variant other than its answers.
 
 They are the recipe, trees, activations, int8 coverage, advice and limits.
 """
@@ -20,7 +20,7 @@ _NAMED = 5
 
 
 def structure_entries(evidence: Evidence) -> dict[str, str]:
-    """Return the findings by name; checks that were not made have none."""
+    """Return the findings by name; checks that were not made have no entry."""
     entries: dict[str, str] = {}
     if (trees := evidence.trees) is not None:
         changed = f"{trees.changed} differ" if trees.changed else "all the same"
@@ -54,7 +54,7 @@ def _describe_activation(measured: ActivationMeasurement) -> str:
 
 
 def coverage_lines(coverage: Int8Coverage | None) -> list[str]:
-    """Return how much runs in int8, and each operator that does not, with its reason."""
+    """Return how much runs in int8, and each operator in float with the reason."""
     if coverage is None or not (coverage.int8 or coverage.floats):
         return []
     lines = [coverage.summary]
@@ -63,7 +63,7 @@ def coverage_lines(coverage: Int8Coverage | None) -> list[str]:
 
 
 def advice_lines(advice: Sequence[Advice]) -> list[str]:
-    """Return each finding, its first nodes, and the setting that fixes it."""
+    """Return each finding with its first nodes and the setting that fixes it."""
     lines = []
     for one in advice:
         more = f" and {len(one.nodes) - _NAMED} more" if len(one.nodes) > _NAMED else ""

@@ -12,10 +12,10 @@ from html import escape
 from pathlib import Path
 
 STYLE = (Path(__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
-"""The style sheet of the reports and their plots: light and dark, wide and narrow."""
+"""The style sheet of the reports and their plots, for light and dark, wide and narrow pages."""
 
 WIDTH = 480.0
-"""Width of every plot in its own units; the page scales it."""
+"""Width of every plot in user units; the page scales the plot."""
 
 _NEAR = 1e-9
 LINE = 15.0
@@ -27,7 +27,7 @@ _CHARACTER = 7.2
 def linear_ticks(low: float, high: float) -> tuple[float, ...]:
     """Return 2 to 6 round values from `low` to `high`.
 
-    They are in steps of 1, 2, 2.5 or 5 times a power of ten.
+    Their step is 1, 2, 2.5 or 5 times a power of ten.
     """
     _check(low, high)
     raw = (high - low) / 5
@@ -42,7 +42,7 @@ def linear_ticks(low: float, high: float) -> tuple[float, ...]:
 def log_ticks(low: float, high: float) -> tuple[float, ...]:
     """Return round values from `low` to `high` for a logarithmic axis.
 
-    They are powers of ten, and values in between if these are few.
+    They are powers of ten, and intermediate values if there are few powers.
     """
     _check(low, high)
     if low <= 0:
@@ -58,9 +58,9 @@ def log_ticks(low: float, high: float) -> tuple[float, ...]:
 
 
 def tick_texts(ticks: Sequence[float], *, even: bool = True) -> tuple[str, ...]:
-    """Return ticks with enough digits to distinguish them.
+    """Return the texts of ticks, with enough digits to distinguish them.
 
-    `even` gives all ticks the same number of decimals.
+    With `even`, all ticks have the same number of decimals.
     """
     texts: tuple[str, ...] = ()
     for digits in range(17):
@@ -101,7 +101,7 @@ def _check(low: float, high: float) -> None:
 class Axis:
     """An axis from `low` to `high`, with the name and unit of its values.
 
-    `marks` replaces the automatic ticks.
+    `marks` overrides the automatic ticks.
     """
 
     low: float
@@ -114,9 +114,9 @@ class Axis:
         _check(self.low, self.high)
 
     def place(self, value: float) -> float:
-        """Return the position, 0 at the low end and 1 at the high one.
+        """Return the position of a value, 0 at the low end and 1 at the high end.
 
-        Values outside are drawn at the edge.
+        Values outside the axis are drawn at the edge.
         """
         inside = min(max(value, self.low), self.high)
         if self.log:
@@ -124,7 +124,7 @@ class Axis:
         return (inside - self.low) / (self.high - self.low)
 
     def ticks(self) -> tuple[float, ...]:
-        """Return the values to mark."""
+        """Return the values that have a tick."""
         if self.marks:
             return self.marks
         return log_ticks(self.low, self.high) if self.log else linear_ticks(self.low, self.high)
@@ -148,9 +148,9 @@ def axis_around(
 
 @dataclass(slots=True, kw_only=True)
 class Chart:
-    """A plot to draw on in the units of its axes.
+    """A plot to draw on, in the units of its axes.
 
-    Text is escaped here. `style` names classes of the page's CSS.
+    Its methods escape text. `style` names classes of the page's CSS.
     """
 
     x: Axis
@@ -184,13 +184,13 @@ class Chart:
         self.path([(x, self.y.low), (x, self.y.high)], style)
 
     def band(self, low: float, high: float, style: str) -> None:
-        """Draw the range between two values of y over the whole width."""
+        """Draw a band between two values of y over the whole width."""
         top, bottom = self._top_of(high), self._top_of(low)
         box = f'x="{_px(self.left)}" y="{_px(top)}" width="{_px(WIDTH - self.left - self.right)}"'
         self._marks.append(f'<rect class="{style}" {box} height="{_px(max(bottom - top, 1.0))}"/>')
 
     def note(self, x: float, y: float, text: str, *, above: bool = True) -> None:
-        """Write text beside a point, on the side that has room."""
+        """Write text beside a point, on the side that has room for the text."""
         left, top = self._left_of(x), self._top_of(y)
         room = left + 8 + len(text) * _CHARACTER < WIDTH
         self._text(
@@ -201,7 +201,7 @@ class Chart:
         )
 
     def row(self, y: float, name: str, value: str) -> None:
-        """Write name and value of a horizontal row, left and right of the drawing.
+        """Write the name of a row on the left of the drawing, and its value on the right.
 
         A name that is wider than the left margin is written above the row, on as many lines as
         needed.
@@ -216,7 +216,7 @@ class Chart:
         self._text(WIDTH - self.right + 6, top + 4, value, "start")
 
     def render(self, title: str) -> str:
-        """Return the plot as SVG; `title` is its text alternative."""
+        """Return the plot as SVG, with `title` as its text alternative."""
         low, bottom = self._top_of(self.y.low), self.height - self.bottom
         grid = []
         ticks = self.x.ticks()
@@ -256,9 +256,9 @@ class Chart:
 
 
 def room_for(names: Sequence[str]) -> tuple[float, float]:
-    """Return the left margin and the height that rows with these names take.
+    """Return the left margin and the height that rows with these names need.
 
-    The margin holds all names, or none if the longest would leave too little of the drawing.
+    The margin holds all names, or none if the longest name would leave too little of the drawing.
     """
     margin = 8 + _CHARACTER * max(map(len, names), default=0)
     if margin <= WIDTH / 2:
@@ -273,7 +273,7 @@ def wrapped(text: str) -> tuple[str, ...]:
 
 
 def make_standalone(svg: str, style: str = "") -> str:
-    """Return the plot as a file, with the style sheet and additional `style`."""
+    """Return the plot as the text of a file, with the style sheet and `style`."""
     svg = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     return svg.replace(">", f"><style>\n{STYLE}{style}</style>", 1)
 

@@ -1,7 +1,7 @@
-"""The admin listeners: read and publish the state, read the counts.
+"""The admin listeners: clients read and publish the state, and read the counts.
 
-One listens on loopback and requires the token. An optional second one listens on a Unix socket that
-only the server's user can connect to.
+The first admin listener is on loopback, and requests need the token. An optional second listener is
+on a Unix socket. Only the server's user can connect to this socket.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class AdminOperations:
 class AdminApp(HttpApp):
     """Handlers of the admin routes.
 
-    Without a token, only the server's user can connect.
+    Without a token, every client that can connect is authorized.
 
-    `actor` is the name of clients of this listener in the audit trail.
+    `actor` is the name of this listener's clients in the audit trail.
     """
 
     def __init__(self, operations: AdminOperations, token: str | None, actor: str) -> None:
@@ -105,7 +105,7 @@ class AdminApp(HttpApp):
         body: bytes,
         deliver: Callable[[RawResponse], None],
     ) -> RawResponse | PendingResponse:
-        """Return what `HttpApp.respond` returns, to authorized clients."""
+        """Return what `HttpApp.respond` returns, or an error to unauthorized clients."""
         given = head.get(b"authorization", b"")
         if self._expected is not None and not hmac.compare_digest(given, self._expected):
             return build_error(
@@ -156,7 +156,7 @@ class AdminApp(HttpApp):
         return await self._publish(head, table)
 
     def put_lease(self, _head: RequestHead, body: bytes) -> RawResponse:
-        """Set the end of the lease of a table with a fallback."""
+        """Set the end of the lease that the published table needs."""
         try:
             lease = codec.loads(body, Lease)
         except CorruptStateError as error:
@@ -180,10 +180,10 @@ def _build_response(content: bytes, status: int = 200) -> RawResponse:
 
 
 class AuditTrail:
-    """Records each requested change and its result in a file, durably.
+    """File to which each requested change and its result are written durably.
 
     A change that cannot be recorded is not applied (ServiceUnavailableError). `actor` is `token`
-    for clients with the admin token, or `uid:N` for a user of the Unix socket.
+    for clients with the admin token, and `uid:N` for a user of the Unix socket.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -204,7 +204,7 @@ class AuditTrail:
         )
 
     def record_result(self, actor: str, state: EndpointState, error: str = "") -> None:
-        """Record the result of a change; `error` is why nothing was changed."""
+        """Record the result of a change. `error` is the reason if nothing changed."""
         line = {"what": "refused", "why": error} if error else {"what": "published"}
         self._write({**line, "who": actor, "generation": state.generation})
 

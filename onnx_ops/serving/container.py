@@ -1,13 +1,13 @@
-"""The entrypoint of the image: serve the model of the container.
+"""The entrypoint of the image, which serves the model of the container.
 
 Usage: `python -m onnx_ops.serving.container [serve]`.
 
-`ONNX_OPS_MODEL_DIR` or `AZUREML_MODEL_DIR` names the model's folder; default: `/opt/ml/model`. It,
-or a folder below, holds a `deployment.json` beside the version's files in `model/`, or just a
-`model.onnx`.
+`ONNX_OPS_MODEL_DIR` or `AZUREML_MODEL_DIR` names the model's folder; default: `/opt/ml/model`. This
+folder, or a folder below it, holds a `deployment.json` beside the version's files in `model/`, or
+only a `model.onnx`.
 
-With `ONNX_OPS_FOLLOW` and `ONNX_OPS_REPORTS` the container is a replica: it follows the tables at
-the first URL, and reports at the second one.
+With `ONNX_OPS_FOLLOW` and `ONNX_OPS_REPORTS`, the container is a replica. It follows the tables at
+the first URL, and writes its reports to the second URL.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 (the container's own network; the cloud
 _MAX_DEPTH = 3
 """Levels of folders that are searched for the model.
 
-Azure ML mounts a model below `AZUREML_MODEL_DIR`, in a folder of its name or path.
+Azure ML mounts a model below `AZUREML_MODEL_DIR`, in a folder with the model's name or path.
 """
 
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         deployment = find_deployment(
             Path(_get_first(environment, _FOLDERS) or _SAGEMAKER_FOLDER), environment
         )
-        # The server verifies signatures when it loads it.
+        # The server verifies the signatures when it loads the model.
         ModelCopies(folder / COPIES_FOLDER).fetch(deployment)
         state = EndpointState(
             deployments=(deployment,),
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 def _make_folder(environment: Mapping[str, str]) -> Path:
     configured = environment.get("ONNX_OPS_STATE_DIR")
     try:
-        # It need not outlive the container.
+        # The folder can be lost when the container ends.
         folder = Path(configured or tempfile.mkdtemp(prefix="onnx-ops-"))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -108,7 +108,7 @@ def _list_flags(folder: Path, environment: Mapping[str, str]) -> list[str]:
 
 
 def _follow(folder: Path, environment: Mapping[str, str]) -> NoReturn:
-    """Become the follower, which starts the server.
+    """Replace this process by the follower, which starts the server.
 
     The server does not get the credentials of the store.
     """
@@ -129,7 +129,7 @@ def _follow(folder: Path, environment: Mapping[str, str]) -> NoReturn:
 def find_deployment(root: Path, environment: Mapping[str, str]) -> Deployment:
     """Return the deployment in a model folder.
 
-    Without `deployment.json`, it is derived from the environment.
+    Without `deployment.json`, the deployment is derived from the environment.
     """
     try:
         level = [root]

@@ -24,7 +24,10 @@ def main(arguments: list[str] | None = None) -> int:
         prog="onnx_ops.serving.main", description="Serve one endpoint."
     )
     parser.add_argument(
-        "--state-dir", type=Path, required=True, help="folder of table, token and server record"
+        "--state-dir",
+        type=Path,
+        required=True,
+        help="folder of routing table, token and server record",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address of the public listener")
     parser.add_argument("--port", type=int, required=True, help="port of the public listener")
@@ -34,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--must-load",
         action="store_true",
-        help="exit if a deployment of the table cannot be loaded",
+        help="exit if a deployment of the routing table cannot be loaded",
     )
     for name, kind, default, text in list_options():
         flag = f"--{name.replace('_', '-')}"
@@ -46,13 +49,14 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
     )
-    # Before numpy is loaded: it would start threads, and a process that forks must have none.
+    # The variable is set before numpy is loaded. Otherwise numpy would start threads, and a process
+    # that forks must have none.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         options = bind_settings(values, ServerOptions)
         if options.grpc_port:
             require(*EXTRAS["grpc"], where="--grpc-port")
-        # Connections are files, and the usual limit is 1024.
+        # Each connection is an open file, and the usual limit is 1024.
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = options.max_connections + _SPARE_FILES
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)

@@ -1,8 +1,8 @@
-"""Metrics of all workers, in shared memory and as Prometheus scrapes them.
+"""Metrics of all workers: in shared memory, and as Prometheus scrapes them.
 
-The memory is anonymous and made before the first fork, so that it needs no file and outlives any
-worker. Each number has 8 bytes, is aligned, and has exactly one writer, except for counted tokens;
-a reader sees the old value or the new one.
+The memory is anonymous and allocated before the first fork. So it needs no file and outlives any
+worker. Each number has 8 bytes, is aligned, and has exactly one writer. Only the counted tokens
+have several writers. A reader sees the old value or the new value of a number.
 
     header:      published revision; its epoch; the watch of a rollout (see `cell_counts`); spare
     processes:   one per worker, `PROCESS_NUMBERS` each: its heartbeat, and what it runs (see
@@ -12,11 +12,11 @@ a reader sees the old value or the new one.
         each
     request ids: which deployment answered a request id, `REQUEST_IDS` per worker (see `feedback`)
     answers:     which deployment answered a cell of users last, per worker (see `feedback`)
-    tokens:      which tokens of answers have counted, of all workers (see `feedback`)
+    tokens:      which tokens of answers were counted, shared by all workers (see `feedback`)
     exemplars:   the last traced request of each shown latency bucket, per worker and slot
     cells:       counts by cell of users, `BLOCKS` per worker (see `cell_counts`)
 
-A slot belongs to one deployment; slot 0 counts requests that reached no deployment.
+A slot belongs to one deployment. Slot 0 counts requests that reached no deployment.
 """
 
 from __future__ import annotations
@@ -40,76 +40,95 @@ from onnx_ops.protocol.messages import CELL_FIELDS, CELLS, USER_CELLS
 from onnx_ops.protocol.routing_table import RoutingTable
 
 SLOTS = 64
-"""Deployments with separate metrics. Those of the present and the previous table always have a
-slot.
+"""Number of deployments with separate metrics.
+
+Deployments of the current table and of the previous table always have a slot.
 """
 _HEADER = 64
 REVISION = 0
-"""Place of the published revision in the header, which every worker serves."""
+"""Index in the header: the published revision, which every worker serves."""
 EPOCH = 1
-"""Place of the epoch in the header, for a revision whose split is drawn anew in each. Written
-before the revision.
+"""Index in the header: the epoch of a split that assigns users anew per epoch.
+
+The epoch is written before the revision.
 """
 WATCH = 2
-"""Place of the watch number in the header.
+"""Index in the header: the number of the watch.
 
-Behind it, for each of two deployments: its slot, and its thresholds as places in `BOUNDS_S`.
+For each of two deployments, the next fields hold its slot, and its thresholds as indices into
+`BOUNDS_S`.
 """
 OUT_OF_SERVICE = 60
-"""Place in the header of the slots that get no requests, one bit each (see `worker_health`)."""
-ISOLATION = 61
-"""Place in the header of whether new workers run one deployment at a time (see `worker_health`)."""
-LEASE = 62
-"""Place in the header of the end of the lease that a table with a fallback needs.
+"""Index in the header: a bit mask of the slots that get no requests.
 
-The end is in nanoseconds since boot; 0: none.
+`worker_health` takes deployments out of service.
+"""
+ISOLATION = 61
+"""Index in the header: whether new workers run one deployment at a time.
+
+`worker_health` sets this value.
+"""
+LEASE = 62
+"""Index in the header: the end of the lease that a table with a fallback needs.
+
+The end is in nanoseconds since boot; 0 means no lease.
 """
 SERVING_LEASE = 63
-"""Place in the header of the end of the lease that a leased table needs for any request, as
-`LEASE`.
+"""Index in the header: the end of the lease that a leased table needs.
+
+Without this lease, the server refuses all requests. The unit is that of `LEASE`.
 """
 HEARTBEAT = 0
-"""Place of the last heartbeat of a worker's event loop, in nanoseconds of `time.monotonic`."""
+"""Index in a worker's state: the last heartbeat of its event loop.
+
+The unit is nanoseconds of `time.monotonic`.
+"""
 LAPSED = 1
-"""Place of the requests that a worker has given to the fallback, or refused, because the server had
-no lease.
+"""Index in a worker's state: number of requests that lapsed.
+
+These requests were passed to the fallback or refused, because the server had no lease.
 """
 INLINE_RUN, HUNG_RUN, LOST_RUN = 2, 4, 6
-"""Places of recorded runs of a worker.
+"""Indices in a worker's state: recorded runs.
 
 In order: the run on its event loop; the run that did not end; and the run on the event loop of the
-worker that died before it.
+worker's predecessor when the predecessor died.
 """
 RUN_SLOT, RUN_CELL = 0, 1
-"""Numbers of a run: its slot, and the user's cell from 1 on. No cell: a client has selected the
-deployment.
+"""Numbers of a recorded run: its slot, and the user's cell plus 1.
+
+The cell is 0 if a client has selected the deployment.
 """
 THREAD_RUNS = 16
-"""Place of the numbers of runs in progress on a worker's threads: `RUN_KINDS` for each slot.
+"""Index in a worker's state: the numbers of runs in progress on its threads.
 
-They are counted by slot, not listed by thread: overdue runs (see `WorkerThreads`) can outnumber the
-threads.
+Each slot has `RUN_KINDS` numbers. Runs are counted by slot and not listed by thread, because
+overdue runs (see `WorkerThreads`) can outnumber the threads.
 """
 RUN_KINDS = 2
 ROUTED, SELECTED = 0, 1
 """Kinds of runs.
 
-All requests of a `ROUTED` run were routed by the split. For any request of a `SELECTED` run, a
+The split has routed all requests of a `ROUTED` run. For at least one request of a `SELECTED` run, a
 client has selected the deployment.
 """
 PROCESS_NUMBERS = THREAD_RUNS + RUN_KINDS * SLOTS
 RING = 3
-"""Epochs that are counted at the same time.
+"""Number of epochs that are counted at the same time.
 
-They are the present one, and those of requests that still run.
+These are the current epoch, and earlier epochs with requests that still run.
 """
 BLOCKS = RING + 1
-"""Blocks of counts by cell: one for each epoch of the ring, and one for a split without epochs."""
+"""Number of blocks of counts by cell per worker.
+
+Each epoch of the ring has one block, and splits without epochs share one block.
+"""
 BLOCK_CELLS = 2 * CELLS
-"""Cells of a block, of two deployments."""
+"""Number of cells in a block, for two deployments together."""
 CELL_NUMBERS = CELL_FIELDS + 2
-"""Numbers of a cell: its fields, requests in progress, and whether it is listed. 32 of them fill
-two cache lines.
+"""Numbers of a cell: its fields, requests in progress, and whether it is listed.
+
+32 of these numbers fill two cache lines.
 """
 _TAG_NUMBERS = 4
 _COUNT_BYTES = 4
@@ -118,29 +137,34 @@ _LABEL_BYTES = 1024
 _NUMBER_BYTES = 8
 
 STATUSES = (200, 400, 404, 408, 413, 415, 422, 429, 431, 499, 500, 503, 504)
-"""HTTP statuses with a counter; 499: the client closed the connection before its request ran."""
+"""HTTP statuses with a counter.
+
+499 means that the client closed the connection before its request ran.
+"""
 STEPS = 16
-"""Latency buckets per factor of two: 4.4 % a step, so that a rollout can detect a difference of 20
-%.
+"""Latency buckets per factor of two.
+
+A step of 4.4 % lets a rollout detect a difference of 20 %.
 """
 BOUNDS_S = tuple(1e-5 * 2 ** (k / STEPS) for k in range(21 * STEPS + STEPS // 2 + 1))
 """Upper bounds of the latency histograms in seconds: 10 µs to 30 s."""
 REQUEST_IDS = 1 << 15
 TOKEN_BUCKETS, BUCKET_TOKENS = 32_749, 8
-"""Tokens of answers that are remembered: 2 MiB. The number of buckets is a prime, which spreads
-stamps of any clock.
+"""Number of token buckets, and of remembered tokens in each: 2 MiB in total.
+
+The number of buckets is a prime, so the stamps of any clock are spread over all buckets.
 """
 WARM_UP_REQUESTS = 64
 """First requests to a deployment, whose latency is not compared.
 
-Caches and memory are still cold. Workers divide these requests, but each has at least
-`MIN_WARM_UP_REQUESTS`.
+During these requests, caches and memory are still cold. The workers divide this number, but each
+has at least `MIN_WARM_UP_REQUESTS`.
 """
 MIN_WARM_UP_REQUESTS = 16
 
-# Columns of a row. Requests that ran on the event loop and are comparable are counted in the INLINE
-# columns, all others in the QUEUED columns, and of these the comparable ones in the SERVICE columns
-# without their time in the queue.
+# Columns of a row. Comparable requests that ran on the event loop are counted in the INLINE
+# columns, and all other requests in the QUEUED columns. The comparable ones among the latter are
+# also counted in the SERVICE columns, without their time in the queue.
 _COLUMN_OF = {status: column for column, status in enumerate(STATUSES)}
 OTHER_STATUS = len(STATUSES)
 _STATUS_COLUMNS: Sequence[tuple[int | str, int]] = (*_COLUMN_OF.items(), ("other", OTHER_STATUS))
@@ -155,26 +179,28 @@ SHADOW_SENT, SHADOW_DROPPED, SHADOW_DONE, SHADOW_FAILED = (IN_PROGRESS + k for k
 LOADS, LOAD_FAILURES, LOAD_NANOSECONDS = (SHADOW_FAILED + k for k in range(1, 4))
 CONNECTIONS, CONNECTIONS_REFUSED, LOG_DROPPED = (LOAD_NANOSECONDS + k for k in range(1, 4))
 SHADOW_DIFFERING, FEEDBACK, SUCCESSES, UNKNOWN_FEEDBACK = (LOG_DROPPED + k for k in range(1, 5))
-# The part of INLINE_NANOSECONDS and QUEUED_NANOSECONDS without status 200.
+# The part of INLINE_NANOSECONDS and QUEUED_NANOSECONDS of requests without status 200.
 FAILED_NANOSECONDS = UNKNOWN_FEEDBACK + 1
 SHADOW_RESTARTS = FAILED_NANOSECONDS + 1
 EPOCH_FAILURES = SHADOW_RESTARTS + 1
 WORKER_DEATHS = EPOCH_FAILURES + 1
-# Not in FEEDBACK and SUCCESSES.
+# These entries are not included in FEEDBACK and SUCCESSES.
 UNJUDGED_FEEDBACK, UNJUDGED_SUCCESSES = (
     WORKER_DEATHS + 1,
     WORKER_DEATHS + 2,
 )
 WORKER_RESTARTS = UNJUDGED_SUCCESSES + 1
-# By status: requests that show nothing about a version, also in the columns by status.
+# Requests by status that are no evidence about a version. They are also counted in the columns by
+# status.
 UNJUDGED = WORKER_RESTARTS + 1
 COLUMNS = UNJUDGED + OTHER_STATUS + 1
 _GAUGES = (QUEUED, IN_PROGRESS, CONNECTIONS)
 
 _SHOWN_STEPS = STEPS // 2
 _SHOWN_BOUNDS = BOUNDS_S[::_SHOWN_STEPS]
-"""Bounds on the page, in steps of the square root of two: enough for dashboards, in an eighth of
-the lines.
+"""Bounds on the page, in steps of the square root of two.
+
+Dashboards need no finer steps, and the page has an eighth of the lines.
 """
 _TRACE_PARENT = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 """https://www.w3.org/TR/trace-context/#traceparent-header"""
@@ -193,27 +219,27 @@ def make_row() -> MetricsRow:
 
 
 def make_thread_runs() -> MetricsRow:
-    """Return numbers of runs that no other process sees.
+    """Return zeros for the numbers of runs, in memory that no other process sees.
 
-    See `SharedMetrics.get_thread_runs`.
+    `SharedMetrics.get_thread_runs` returns the shared numbers.
     """
     return memoryview(bytearray(RUN_KINDS * SLOTS * _NUMBER_BYTES)).cast("Q")
 
 
 def find_bound(latency_s: float) -> int:
-    """Return the place of a latency in `BOUNDS_S`, or of the next larger bound."""
+    """Return the index of a latency in `BOUNDS_S`, or of the next larger bound."""
     return bisect_left(BOUNDS_S, latency_s * (1 - _ROUNDING))
 
 
 def count_judged(row: Sequence[int]) -> Mapping[int | str, int]:
-    """Return by status the requests of a slot by which its version can be judged."""
+    """Return the requests of a slot that are evidence about its version, by status."""
     return {status: row[column] - row[UNJUDGED + column] for status, column in _STATUS_COLUMNS}
 
 
 def count_unjudged(row: Sequence[int]) -> Mapping[int | str, int]:
-    """Return by status the requests of a slot by which its version is not judged.
+    """Return the requests of a slot that are no evidence about its version, by status.
 
-    Clients have selected the version, or every version refuses the requests.
+    Clients have selected the version for these requests, or every version refuses them.
     """
     return {status: row[UNJUDGED + column] for status, column in _STATUS_COLUMNS}
 
@@ -228,11 +254,9 @@ class CellBlock:
     """Memory of one worker for the counts by cell of users of one epoch.
 
     Attributes:
-        tag: generation, epoch and watch that are counted, and the number of listed cells; format
-            `Q`.
+        tag: generation, epoch and watch of the counts, and the number of listed cells; format `Q`.
         counts: `CELL_NUMBERS` for each of `BLOCK_CELLS` cells; format `I`.
-        listed: numbers of the cells that have counts, so that the others need no reading; format
-            `I`.
+        listed: numbers of the cells with counts, so that readers skip all other cells; format `I`.
     """
 
     tag: memoryview
@@ -247,7 +271,7 @@ class Exemplars:
     memory: memoryview
 
     def put(self, slot: int, trace_parent: bytes, latency_s: float) -> None:
-        """Remember a request if its trace is sampled; `get` validates the trace context."""
+        """Store a request if its trace is sampled; `get` validates the trace context."""
         if len(trace_parent) == _TRACE_PARENT_BYTES and trace_parent[-1] in b"13579bdf":
             bucket = -(-bisect_left(BOUNDS_S, latency_s) // _SHOWN_STEPS)
             now = time.time()  # noqa: TID251 (for people)
@@ -257,7 +281,7 @@ class Exemplars:
     def get(self, slot: int, bucket: int) -> tuple[float, float, str] | None:
         """Return time, latency and trace of the last request in a shown bucket.
 
-        The result is None if there is no request, or a new one is being written.
+        The result is None if there is no request, or if a worker is writing a new one.
         """
         start = (slot * _EXEMPLARS + bucket) * _EXEMPLAR.size
         found = bytes(self.memory[start : start + _EXEMPLAR.size])
@@ -267,18 +291,18 @@ class Exemplars:
         return (at, latency_s, match[1].decode()) if match and is_whole else None
 
     def reset(self, slot: int) -> None:
-        """Forget the requests of a slot."""
+        """Remove the requests of a slot."""
         size = _EXEMPLARS * _EXEMPLAR.size
         self.memory[slot * size : (slot + 1) * size] = bytes(size)
 
 
 class SharedMetrics:
-    """Counters that supervisor and workers share, by fork."""
+    """Counters that the supervisor and the workers share, since workers are forked."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self.origin = secrets.token_hex(8)
-        """Identifies this memory: another value means that all counters were reset."""
+        """Identifier of this memory. Another value means that all counters were reset."""
         processes = _HEADER * _NUMBER_BYTES
         labels = processes + workers * PROCESS_NUMBERS * _NUMBER_BYTES
         rows = labels + SLOTS * _LABEL_BYTES
@@ -309,7 +333,7 @@ class SharedMetrics:
         return self._rows[start : start + COLUMNS]
 
     def get_process_state(self, worker: int) -> MetricsRow:
-        """Return the heartbeat of a worker, and what it runs."""
+        """Return a worker's heartbeat, and the runs that it has recorded."""
         return self._processes[worker * PROCESS_NUMBERS : (worker + 1) * PROCESS_NUMBERS]
 
     def get_thread_runs(self, worker: int) -> MetricsRow:
@@ -338,11 +362,11 @@ class SharedMetrics:
         return Exemplars(self._exemplars[worker * size : (worker + 1) * size])
 
     def get_answers(self, worker: int) -> MetricsRow:
-        """Return what a worker remembers of the last answer to each cell of users."""
+        """Return a worker's entries for the last answer to each cell of users."""
         return self._answers[worker * USER_CELLS : (worker + 1) * USER_CELLS]
 
     def get_cell_block(self, worker: int, place: int) -> CellBlock:
-        """Return a block of a worker."""
+        """Return the block at an index of a worker."""
         at = worker * BLOCKS + place
         numbers = BLOCK_CELLS * CELL_NUMBERS
         return CellBlock(
@@ -357,7 +381,7 @@ class SharedMetrics:
         return [sum(column) for column in zip(*rows, strict=True)]
 
     def reset_gauges(self, worker: int) -> None:
-        """Set the gauges of a restarted worker to 0; its counters continue."""
+        """Set the gauges of a restarted worker to 0; keep its counters."""
         for slot in range(SLOTS):
             row = self.get_row(worker, slot)
             for gauge in _GAUGES:
@@ -375,7 +399,7 @@ class SharedMetrics:
         text = bytes(self._labels[slot * _LABEL_BYTES : (slot + 1) * _LABEL_BYTES]).rstrip(b"\0")
         try:
             return dict(json.loads(text)) if text else None
-        except ValueError:  # it is being written
+        except ValueError:  # the supervisor is writing it
             return None
 
     def set_labels(self, slot: int, labels: Mapping[str, str]) -> None:
@@ -387,14 +411,14 @@ class SharedMetrics:
 
 
 class SlotAllocator:
-    """Assigns slots to deployments. A deployment that returns gets its slot again."""
+    """Assigns slots to deployments. A deployment that returns gets its earlier slot."""
 
     def __init__(self, shared: SharedMetrics) -> None:
         self._shared = shared
         self._slots: dict[Deployment, int] = {}
 
     def assign(self, table: RoutingTable, previous: RoutingTable | None) -> Mapping[str, int]:
-        """Return slots by deployment name. If needed, the oldest slot is reset."""
+        """Return slots by deployment name, resetting the oldest slots if needed."""
         wanted = table.state.deployments
         in_use = {*wanted, *(previous.state.deployments if previous else ())}
         if len(in_use) >= SLOTS:
@@ -413,7 +437,8 @@ class SlotAllocator:
                 )
                 self._shared.reset_slot(slot)
                 self._shared.set_labels(slot, _get_labels(deployment))
-            self._slots[deployment] = slot  # at the end: those before it were assigned longer ago
+            # Moved to the end: the first slots were assigned longest ago
+            self._slots[deployment] = slot
         return {d.name: self._slots[d] for d in wanted}
 
 
@@ -453,7 +478,7 @@ def count_queued_request(
 
 @contextmanager
 def count_load(row: MetricsRow) -> Iterator[None]:
-    """Count the load of a model in the block, with its time, or its failure."""
+    """Count the load of a model in the block, with its duration or its failure."""
     started_at = time.perf_counter_ns()
     try:
         yield
@@ -466,7 +491,7 @@ def count_load(row: MetricsRow) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class LatencyHistogram:
-    """Requests by latency, with one bucket more than `BOUNDS_S`, and their sum."""
+    """Requests by latency, and the sum of latencies; one bucket more than `BOUNDS_S`."""
 
     buckets: Sequence[int]
     nanoseconds: int
@@ -483,7 +508,7 @@ def get_request_latency(row: Sequence[int]) -> LatencyHistogram:
 
 
 def get_service_latency(row: Sequence[int]) -> LatencyHistogram:
-    """Return the time without queueing, of comparable requests."""
+    """Return the latencies of comparable requests without their time in the queue."""
     buckets = zip(
         row[INLINE_BUCKETS:QUEUED_BUCKETS], row[SERVICE_BUCKETS:INLINE_NANOSECONDS], strict=True
     )
@@ -545,7 +570,7 @@ _FAMILIES = (
     ("model_load_failures_total", "Loads of the model that failed.", "counter", LOAD_FAILURES),
     (
         "worker_deaths_total",
-        "Workers that died or stood still while they ran the model.",
+        "Workers that crashed or hung while they ran the model.",
         "counter",
         WORKER_DEATHS,
     ),
@@ -568,7 +593,7 @@ _FEEDBACK_FAMILIES = (
 )
 """Metrics of feedback.
 
-Each has the column of entries by which a version can be judged, and that of the other entries.
+Each has two columns: the entries that are evidence about a version, and all other entries.
 """
 _SERVER_FAMILIES = (
     ("connections", "Open connections.", "gauge", CONNECTIONS),
@@ -581,7 +606,7 @@ _SERVER_FAMILIES = (
     ),
     (
         "epoch_failures_total",
-        "Errors while an epoch was turned; it is no evidence for a rollout.",
+        "Errors at the change of epochs; the epoch is then no evidence for a rollout.",
         "counter",
         EPOCH_FAILURES,
     ),
@@ -616,9 +641,10 @@ class MetricsPage:
         self._endpoint = endpoint
 
     def render(self, state: EndpointState | None, *, open_metrics: bool = False) -> str:
-        """Return the page; `state` is the published one, if any.
+        """Return the page. `state` is the published state; None before a publication.
 
-        OpenMetrics (https://prometheus.io/docs/specs/om/open_metrics_spec/) also has the exemplars.
+        The OpenMetrics format (https://prometheus.io/docs/specs/om/open_metrics_spec/) also has the
+        exemplars.
         """
         text = "\n".join(self._render_lines(state, open_metrics=open_metrics)) + "\n"
         return _COUNTER_HEAD.sub(r"\1 ", text) + "# EOF\n" if open_metrics else text
@@ -689,7 +715,9 @@ class MetricsPage:
 
     def _render_table(self, state: EndpointState) -> Iterator[str]:
         generation = [(self._format_labels({}), state.generation)]
-        yield from _render_family("generation", "Generation of the table.", "gauge", generation)
+        yield from _render_family(
+            "generation", "Generation of the routing table.", "gauge", generation
+        )
         for name, text, percents in (
             ("traffic_weight_ratio", "Share of the traffic.", state.split.weights),
             ("shadow_traffic_ratio", "Share of the traffic that is mirrored.", state.split.shadow),
@@ -701,9 +729,9 @@ class MetricsPage:
             yield from _render_family(name, text, "gauge", shares)
 
     def _list_exemplars(self, slot: int) -> list[str]:
-        """Return the texts of the last traced requests in the shown buckets.
+        """Return the last traced request of each shown bucket, as text.
 
-        The text of a bucket without such a request is empty.
+        The text is empty for a bucket without a traced request.
         """
         workers = [self._shared.get_exemplars(worker) for worker in range(self._shared.workers)]
         found = (

@@ -1,11 +1,12 @@
-"""Counts by which a rollout is judged.
+"""Counts with which a rollout is analyzed.
 
-They are by generation of the routing table, by epoch, and by cell of users.
+Requests are counted by generation of the routing table, by epoch, and by cell of users.
 
-In a split with epochs, all requests of a user go to one version for the length of an epoch, so a
-user in an epoch is one draw of the split, however many requests it sends. An epoch is reported once
-its requests are answered. Counts may begin in an epoch, and end in it, at a time that depends on
-neither version. An epoch in which the table or the watch changed is not reported.
+In a split with epochs, all requests of a user are routed to one version for the length of an epoch.
+So a user in an epoch is one random assignment, regardless of its number of requests. An epoch is
+reported after its requests were answered. Counting may begin and end within an epoch, but only at
+times that depend on neither version. An epoch in which the table or the watch changed is not
+reported.
 """
 
 from __future__ import annotations
@@ -40,21 +41,24 @@ from onnx_ops.serving.metrics import (
 
 _NO_BOUND = len(BOUNDS_S)
 _TABLES = 16
-"""Generations whose counts are reported."""
+"""Number of generations whose counts are reported."""
 _KEPT_S = 3600.0
-"""How long closed epochs are reported at least, so that a judge that was away loses none of them.
+"""Shortest time in seconds for which closed epochs are reported.
+
+So a reader that was disconnected for less than this time misses no epoch.
 """
 _KEPT_BYTES = 32 << 20
 _MIN_KEPT = 60
 _SETTLE_S = 1.0
-"""Time after an epoch for requests that are running on event loops; queued requests are waited for
-by count.
+"""Seconds after an epoch in which requests on event loops can end.
+
+Queued requests are counted, so the wait for them ends when none is in progress.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PresentTable:
-    """The present generation, and its deployments' metrics when it was published."""
+    """The current generation, and its deployments' metrics when it was published."""
 
     revision: TableRevision
     rows: Mapping[str, Sequence[int]]
@@ -62,7 +66,7 @@ class _PresentTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EndedEpoch:
-    """An epoch that is over but not closed.
+    """An epoch that has ended but is not closed.
 
     `ended_at` is on the clock of `time.monotonic`.
     """
@@ -73,9 +77,9 @@ class _EndedEpoch:
 
 
 class RolloutCounts:
-    """Counts of a server by table and epoch, and the epochs themselves.
+    """Counts of a server by table and epoch; begins and closes the epochs.
 
-    It belongs to the supervisor.
+    The object is used only by the supervisor.
     """
 
     def __init__(self, shared: SharedMetrics) -> None:
@@ -90,7 +94,7 @@ class RolloutCounts:
 
     @property
     def epoch_s(self) -> float:
-        """Seconds of an epoch of the present split; 0 if it has none."""
+        """Length of an epoch of the current split in seconds; 0 if it has no epochs."""
         return 0.0 if self._table is None else self._table.revision.table.state.split.epoch_s
 
     def start_table(self, revision: TableRevision, now: float) -> None:
@@ -106,10 +110,11 @@ class RolloutCounts:
         split = revision.table.state.split
         if sum(weight > 0 for weight in split.weights.values()) < 2:
             self._shared.header[WATCH] = (
-                0  # the rollout is over, or has not begun: requests are cheaper without
+                0  # without a rollout, requests are not counted by cell, which saves time
             )
         if self.epoch_s:
-            epoch = max(1, int(now // self.epoch_s))  # epoch 0 is that of splits without epochs
+            # Epoch 0 is reserved for splits without epochs
+            epoch = max(1, int(now // self.epoch_s))
             self._close_epochs(reused_by=epoch)
             self._shared.header[EPOCH] = epoch
             self._first_counted = epoch + (not is_first)
@@ -118,13 +123,13 @@ class RolloutCounts:
         """Return the seconds until the next epoch; None if the split has no epochs."""
         if not self.epoch_s:
             return None
-        # A clock that was set back makes no epoch longer.
+        # If the clock is set back, an epoch does not become longer.
         return min(self.epoch_s, max(0.0, (self._shared.header[EPOCH] + 1) * self.epoch_s - now))
 
     def turn_epoch(self, now: float, *, is_complete: bool = True) -> None:
         """Begin the next epoch.
 
-        The epoch that ends is not reported unless all deployments were loaded (`is_complete`).
+        The epoch that ends is reported only if all deployments were loaded (`is_complete`).
         """
         if self._table is None or not self.epoch_s:
             return
@@ -139,7 +144,7 @@ class RolloutCounts:
         self._shared.header[EPOCH] = epoch
 
     def discard_epoch(self) -> None:
-        """Exclude the present epoch from the evidence, after an error while it was turned."""
+        """Exclude the current epoch from the evidence, after an error in its change."""
         epoch = self._shared.header[EPOCH]
         self._first_counted = max(self._first_counted, epoch + 1)
         while self._ended and self._ended[-1].epoch >= epoch:
@@ -151,9 +156,9 @@ class RolloutCounts:
         *,
         cold_s: Mapping[str, Sequence[float]] | None = None,
     ) -> Counts:
-        """Return the counts of the deployments of the present table by name.
+        """Return the counts of the deployments of the current table, by name.
 
-        They are also by user if `request` is given.
+        With `request`, the result also has counts by user.
         """
         if request is not None:
             self._set_watch(request)
@@ -178,7 +183,7 @@ class RolloutCounts:
         )
 
     def _set_watch(self, request: UserCountsRequest) -> None:
-        """Make the workers count two deployments by user. Idempotent."""
+        """Let the workers count two deployments by user. Idempotent."""
         slots = {} if self._table is None else self._table.revision.slots
         names = sorted(request.limits_s)[:2]
         wanted: list[int] = []
@@ -205,9 +210,10 @@ class RolloutCounts:
         self._closed.clear()
 
     def _close_epochs(self, reused_by: int | None = None) -> None:
-        """Close epochs, in their order.
+        """Close the ended epochs in their order.
 
-        An epoch is closed if it has no request in progress, or if the next epoch reuses its memory.
+        An epoch is closed when it has no request in progress, or when the next epoch reuses its
+        memory.
         """
         settle_s = min(_SETTLE_S, self.epoch_s / 4)
         reused = [
@@ -244,10 +250,10 @@ class RolloutCounts:
             size -= sum(map(len, self._closed.popleft().cells.values()))
 
     def _count_open_epoch(self) -> EpochCounts | None:
-        """Return the counts of the present epoch until now.
+        """Return the counts of the current epoch so far; None if it will not be reported.
 
-        Return None if the epoch will not be reported. Requests in progress count as answered well:
-        if their server ends now, only fast answers would count otherwise.
+        Requests in progress count as successes. If the server ended now, its counts would otherwise
+        include only requests with fast responses.
         """
         epoch = self._shared.header[EPOCH]
         if self._table is None or not self.epoch_s or epoch < self._first_counted:

@@ -1,4 +1,7 @@
-"""Drift of a released variant: the same files, measured then and now."""
+"""Drift of a released variant between its release and now.
+
+The same files are measured both times.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ from onnx_ops.statistics.rules.common import as_ms
 from onnx_ops.statistics.rules.metric import MetricLimit, list_limits
 
 _ROUNDING = 1e-9
-"""Tolerance beyond a limit: a share of rows is not an exact number."""
+"""Tolerance above a limit, since shares of rows are rounded floats."""
 
 
 def judge_drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[GateResult, ...]:
-    """Judge the present evidence, and its distance from that of the decision.
+    """Judge the present evidence, and its change since the evidence of the decision.
 
-    A gate that the old evidence also fails against the present baseline shows no drift: its result
-    is advisory. Measurements can move as far as the gates allow for a release: `max_regression` of
-    latency, `max_drop` and `max_increase` of a metric.
+    A result is advisory if the old evidence fails the same gate against the present baseline, since
+    this shows no drift. Measurements can change as far as the gates allow for a release: by
+    `max_regression` of latency, and by `max_drop` and `max_increase` of a metric.
     """
     changes: list[GateResult] = []
     for gate in gates:
@@ -37,9 +40,9 @@ def judge_drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[G
 
 
 def _judge_again(gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterator[GateResult]:
-    """Yield the results of the present evidence.
+    """Yield the gate results of the present evidence.
 
-    Results of gates that the old evidence also fails are advisory.
+    A failure is advisory if the old evidence also fails that gate against the present baseline.
     """
     old_results = judge(gates, replace(then, baseline=now.baseline)).results
     failed_before = {
@@ -48,7 +51,7 @@ def _judge_again(gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterat
     for result in judge(gates, now).results:
         if result.verdict is Verdict.FAIL and (result.gate, result.metric) in failed_before:
             yield replace(
-                result, advisory=True, reason=f"{result.reason}; it was so when it was decided"
+                result, advisory=True, reason=f"{result.reason}; the release failed this gate too"
             )
         else:
             yield result
@@ -85,10 +88,11 @@ def _describe_environment(evidence: Evidence) -> dict[str, str]:
 def _judge_latency(
     limit: float, gates: Sequence[Gate], then: Evidence, now: Evidence
 ) -> Iterator[GateResult]:
-    """Judge the speed against the export, and the median.
+    """Judge the change of the time ratio to the export, and of the median run time.
 
-    The speed is measured in pairs both times, so that the host cancels out. The median alone
-    depends on other load where the machine is shared, and is then advisory.
+    The ratio is measured in pairs at both times, so that the speed of the host cancels out. The
+    median depends on other load on a shared machine. Its result is advisory unless the machine was
+    dedicated both times.
     """
     yield from _judge_ratio_growth(limit, gates, then, now)
     if then.latency is None or now.latency is None:
@@ -121,7 +125,10 @@ def _judge_ratio_growth(
 def _make_growth(
     metric: str, limit: float, old: Interval, new: Interval, text: str, *, advisory: bool
 ) -> GateResult:
-    """Return the result of new over old; the interval is the widest that both allow."""
+    """Return the result for the ratio of a new value to an old one.
+
+    Its interval reaches from new low / old high to new high / old low.
+    """
     low, high = new.low / old.high, new.high / old.low
     bound = 1 + limit
     verdict = (
@@ -146,7 +153,7 @@ def _make_growth(
 def _judge_metric_change(
     name: str, limit: MetricLimit, then: Evidence, now: Evidence
 ) -> Iterator[GateResult]:
-    """Judge the change of a metric on the same rows. It is exact, and has no interval."""
+    """Judge the change of a metric on the same rows; it has no interval."""
     old, new = _find_value(name, then), _find_value(name, now)
     if old is None or new is None or old[1] != new[1]:
         return

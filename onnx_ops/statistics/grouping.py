@@ -1,8 +1,8 @@
-"""Rows that belong together: their design effect, and their detection.
+"""Detect groups of dependent rows, and compute their design effect.
 
-Answers to rows of one patient, customer or video are right or wrong together. Their errors vary
-more than those of as many independent rows, by a factor that survey statistics calls the design
-effect (Kish 1965, Survey Sampling, ch. 5).
+Answers to rows of one patient, customer or video tend to be right or wrong together. Errors in such
+rows vary more than errors in as many independent rows. Survey statistics calls the factor the
+design effect (Kish 1965, Survey Sampling, ch. 5).
 """
 
 from __future__ import annotations
@@ -20,30 +20,39 @@ from onnx_ops.statistics.intervals import CONFIDENCE
 Array: TypeAlias = npt.NDArray[Any]
 
 UNSEEN_GROUPS = 1.5
-"""Groups of mean size that are added to those seen, as if all their rows had changed together.
-It keeps groups that were missed by chance from leading to a PASS; chosen by simulation
-(`benchmarks/truth/grouped.py`)."""
+"""Number of groups of mean size that are added to the observed ones.
+
+All rows of an added group count as changed together. Groups that are missing from the sample by
+chance therefore cannot lead to a PASS. Chosen by simulation (`benchmarks/truth/grouped.py`).
+"""
 
 _FEWEST_CARRYING = 20
-"""Least degrees of freedom that groups with changes give.
+"""Minimum degrees of freedom that are used for groups with changes.
 
-With fewer changed groups the score interval is wide enough, and no change at all is a pass.
+With fewer changed groups, the score interval is wide enough. A comparison without any change
+passes.
 """
 
 ALARM = 0.02
-"""Share of data sets with independent rows whose neighbouring rows look alike by chance."""
+"""Chance below which neighbouring rows count as dependent.
+
+It is the share of false alarms among data sets with independent rows.
+"""
 
 _HINT = 1 / 3
-"""Same as `ALARM`, where the inputs of neighbouring rows are also alike."""
+"""The same as `ALARM`, for data whose neighbouring rows also have similar inputs."""
 
 _ALIKE = 0.005
-"""Share of data sets in random order whose neighbouring rows have similar inputs by chance."""
+"""Chance below which neighbouring rows count as similar.
+
+It is the share of false alarms among data sets in random order.
+"""
 _ALIKE_ROWS, _ALIKE_COLUMNS = 1000, 32
-"""Maximum number of successive rows that are compared, and of values of each."""
+"""Maximum number of successive rows to compare, and of values in each row."""
 
 _PERMUTATIONS = 399
 _ROWS = 20_000
-"""Maximum number of rows that are searched."""
+"""Maximum number of rows that are searched for groups."""
 _WINDOWS = (2, 4, 8, 16, 32, 64)
 _COLUMNS = 8
 _ID = re.compile(
@@ -56,12 +65,13 @@ _ID = re.compile(
 def number_groups(array: Array) -> Array | None:
     """Return the group of each row as a number from 0.
 
-    None if the array does not hold one value per row, or a value is missing.
+    Return None if the array does not hold one value per row, or if a value is missing.
     """
     flat = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
     if flat.ndim != 1 or flat.dtype.kind not in "iufbUSOMm" or _has_missing_values(flat):
         return None
-    if flat.dtype.kind == "O":  # as an array of fixed width, one long text would widen all others
+    # As an array of fixed width, one long text would widen all other elements.
+    if flat.dtype.kind == "O":
         numbers = {
             value: number for number, value in enumerate(sorted({str(value) for value in flat}))
         }
@@ -79,9 +89,9 @@ def _has_missing_values(flat: Array) -> bool:
 
 
 def find_group_columns(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the unused arrays that can identify groups, as numbers.
+    """Return arrays that can identify groups of rows, as group numbers.
 
-    The values of such an array repeat.
+    The values of such an array are not fractions, and occur in more than one row.
     """
     columns: dict[str, Array] = {}
     for name, array in arrays.items():
@@ -100,18 +110,15 @@ def find_group_columns(arrays: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def typical_size(group: Array) -> float:
-    """Return the mean size of the group of a row."""
+    """Return the size of the group that a row belongs to, averaged over rows."""
     sizes = np.bincount(group)
     return float((sizes**2).sum() / len(group))
 
 
 def compute_design_effect(values: Array, group: Array) -> float:
-    """Return how many times more rows the mean needs because rows are dependent.
+    """Return the design effect of a mean over grouped rows, at least 1.
 
-    The result is at least 1.
-
-    Args:
-        values: one per row, between -1 and 1.
+    A mean over dependent rows needs this many times more rows to be as exact.
     """
     sizes = np.bincount(group)
     occupied = sizes > 0
@@ -120,17 +127,17 @@ def compute_design_effect(values: Array, group: Array) -> float:
 
 
 def compute_effect_of_sums(sums: Array, sizes: Array, squares: Array) -> Array:
-    """Compute `compute_design_effect` for many data sets in one step.
+    """Return the result of `compute_design_effect` for many data sets in one step.
 
-    Includes `UNSEEN_GROUPS`, and the allowance for few groups: a quantile of Student's t in place
-    of the normal one (Korn and Graubard 1998, Survey Methodology 24:193-201). Its degrees of
-    freedom are those of the groups or, where few of them carry the changes, those of Satterthwaite
-    (1946, Biometrics Bulletin 2:110-114): a change shown by 24 rows is skewed, and its limit errs
-    in 5.8 % instead of 5 %.
+    The effect includes `UNSEEN_GROUPS`. It also includes an allowance for few groups: a quantile of
+    Student's t in place of the normal one (Korn and Graubard 1998, Survey Methodology 24:193-201).
+    The degrees of freedom are those of the groups. Where few groups carry the changes, they are
+    those of Satterthwaite (1946, Biometrics Bulletin 2:110-114): a change shown by 24 rows is
+    skewed, and its limit errs in 5.8 % instead of 5 %.
 
     Args:
-        sums: of the values of each group, of shape (…, groups).
-        sizes: rows of each group, likewise.
+        sums: sum of the values of each group, of shape (…, groups).
+        sizes: number of rows of each group, of the same shape.
         squares: sum of the squared values, of shape (…).
     """
     rows, groups = sizes.sum(axis=-1), sizes.shape[-1]
@@ -156,14 +163,15 @@ def detect_grouping(
     label: Array | None,
     seed: int,
 ) -> tuple[str, ...]:
-    """Return the signs that rows belong together, as phrases; empty if there are none.
+    """Return signs that rows depend on each other, as phrases; empty without signs.
 
     In shuffled rows without an array of groups, only duplicates are detectable.
 
     Args:
-        columns: see `find_group_columns`.
-        signals: one value per row: right or wrong, or by how much a model is better than another.
-        label: classes, if any; a data set that is sorted by them raises no alarm.
+        columns: the result of `find_group_columns`.
+        signals: arrays with one value per row: whether the answer is right, or by how much one
+            model is better than another.
+        label: class of each row, if there are classes; a data set sorted by class raises no alarm.
     """
     if not signals:
         return ()
@@ -185,9 +193,10 @@ def detect_grouping(
 def _permute_signals(
     signals: Sequence[Array], label: Array | None, rows: int, draw: np.random.Generator
 ) -> list[Array]:
-    """Return each signal that varies within classes, with its permutations below it.
+    """Return each signal that varies within classes, and its permutations.
 
-    All signals are permuted alike, so that their dependence stays (see `_compute_chance`).
+    Row 0 is the signal. All signals have the same permutations, which preserves their dependence
+    (see `_compute_chance`).
     """
     centred = [_centre_by_class(signal[:rows].astype(np.float64), label) for signal in signals]
     orders = np.argsort(draw.random((_PERMUTATIONS, rows)), axis=1)
@@ -195,9 +204,9 @@ def _permute_signals(
 
 
 def _find_copies(inputs: Mapping[str, Array], rows: int) -> Iterator[str]:
-    """Yield how many rows repeat the inputs of others, if those are more than a tenth.
+    """Yield the share of rows that repeat the inputs of other rows, if above a tenth.
 
-    Rows of a few categories are naturally equal, and are not checked.
+    Inputs that only hold whole numbers or booleans are often equal, and are not checked.
     """
     flat = [np.ascontiguousarray(array[:rows]).reshape(rows, -1) for array in inputs.values()]
     if any(_holds_measured_values(array) for array in flat):
@@ -207,16 +216,16 @@ def _find_copies(inputs: Mapping[str, Array], rows: int) -> Iterator[str]:
 
 
 def _holds_measured_values(array: Array) -> bool:
-    """Return whether equal values are rare by chance, as those of fractions and texts."""
+    """Return whether an array holds fractions or texts, which rarely repeat by chance."""
     return bool((array.dtype.kind == "f" and (array % 1 != 0).any()) or array.dtype.kind in "USO")
 
 
 def _find_unused_groups(
     columns: Mapping[str, Array], permuted: Sequence[Array], rows: int
 ) -> Iterator[str]:
-    """Yield the arrays that seem to identify groups.
+    """Yield a phrase on each array that seems to identify groups.
 
-    Their rows of equal value err together, or their name is that of an identifier.
+    Its rows with equal values err together, or its name is that of an identifier.
     """
     for name, numbers in columns.items():
         group = numbers[:rows]
@@ -233,12 +242,12 @@ def _find_unused_groups(
 
 
 def _compute_group_variances(permuted: Sequence[Array], group: Array) -> list[Array]:
-    """Return the squared sum of each group over its size, added over the groups.
+    """Return, for each signal, the sum over groups of squared group sum / group size.
 
     The shape is (permutations, 1) for each signal.
     """
     sizes = np.maximum(np.bincount(group), 1)
-    # One count for all permutations: each has its own numbers of the groups.
+    # A single bincount covers all permutations: each permutation has separate group numbers.
     places = (group + len(sizes) * np.arange(_PERMUTATIONS + 1)[:, None]).ravel()
     sums = (
         np.bincount(places, weights=values.ravel()).reshape(-1, len(sizes)) for values in permuted
@@ -247,12 +256,12 @@ def _compute_group_variances(permuted: Sequence[Array], group: Array) -> list[Ar
 
 
 def _encode_row(row: Array) -> bytes:
-    """Return bytes that only equal rows share; those of objects are addresses."""
+    """Return bytes that are equal only for equal rows; objects are compared as text."""
     return repr(row.tolist()).encode() if row.dtype.kind == "O" else row.tobytes()
 
 
 def _centre_by_class(signal: Array, label: Array | None) -> Array:
-    """Subtract the mean of each row's class."""
+    """Return the signal minus the mean of each row's class."""
     if label is not None and label.ndim == 1 and label.dtype.kind in "iubU":
         known, numbers = np.unique(label[: len(signal)], return_inverse=True)
         if len(known) <= len(signal) / 10:
@@ -267,7 +276,7 @@ def _are_neighbours_alike(
 ) -> bool:
     """Return whether successive rows have more similar inputs than reordered rows.
 
-    An input that the rows are sorted by is left out: it names no group.
+    Inputs that the rows are sorted by are skipped: their order shows no groups.
     """
     rows = min(rows, _ALIKE_ROWS)
     values = []
@@ -284,9 +293,9 @@ def _are_neighbours_alike(
 
 
 def _list_number_columns(inputs: Mapping[str, Array], rows: int) -> Iterator[Array]:
-    """Yield evenly spaced values of each row of the inputs of numbers.
+    """Yield columns of the numeric inputs, evenly spaced over the values of a row.
 
-    Values that are not finite are zero.
+    Values that are not finite are replaced by zero.
     """
     for array in inputs.values():
         if array.dtype.kind in "fiub":
@@ -296,9 +305,9 @@ def _list_number_columns(inputs: Mapping[str, Array], rows: int) -> Iterator[Arr
 
 
 def _window_variances(values: Array) -> Array:
-    """Return mean squared sums over windows of successive rows.
+    """Return the mean squared sums over windows of successive rows.
 
-    The shape is (permutations, lengths).
+    The shape is (permutations, window lengths).
     """
     sums = np.cumsum(np.pad(values, ((0, 0), (1, 0))), axis=1)
     lengths = [length for length in _WINDOWS if 8 * length <= values.shape[1]] or [2]
@@ -306,14 +315,14 @@ def _window_variances(values: Array) -> Array:
 
 
 def _compute_chance(signals: Sequence[Array]) -> float:
-    """Return the chance of the first row's statistics among their permutations.
+    """Return the chance of the statistics of row 0 among those of its permutations.
 
-    The chance is 1 without signals. Of each signal the largest statistic counts, in standard
-    deviations. The signals are combined by Fisher's method; the permutations account for their
-    dependence.
+    The chance is 1 without signals. For each signal, the largest statistic is used, in standard
+    deviations. The signals are combined by Fisher's method; the shared permutations account for
+    their dependence.
 
     Args:
-        signals: of shape (permutations, statistics), permuted alike.
+        signals: arrays of shape (permutations, statistics), with the same permutations.
     """
     if not signals:
         return 1.0
@@ -328,7 +337,7 @@ def _compute_chance(signals: Sequence[Array]) -> float:
 
 
 def _rank_shares(values: Array) -> Array:
-    """Return, for each value, the share of values that are no smaller."""
+    """Return, for each value, the share of values that are at least as large."""
     return np.asarray(
         1 - np.searchsorted(np.sort(values), values - 1e-9 * np.abs(values)) / len(values)
     )

@@ -1,10 +1,10 @@
-"""Confidence intervals: proportions, the paired bootstrap, ratios of losses.
+"""Confidence intervals of proportions, bootstrapped statistics and loss ratios.
 
 `tango_interval` and `clopper_pearson` are for shares of right rows. The paired bootstrap
-(`replicate`, `bca_interval`) draws rows or groups once for all models, so that what they share
-cancels out. A statistic is a function of weights (how often each row counts), which lets it be
-computed for many resamples in one step. `ratio_interval` is for the ratio of two sums of losses on
-the same rows, and holds where few rows carry most of the loss.
+(`replicate`, `bca_interval`) draws the same rows or groups for all models, so that variation common
+to the models cancels out. A statistic is a function of weights, the number of times that each row
+is drawn. It can therefore be computed for many resamples in one step. `ratio_interval` is for the
+ratio of two sums of losses on the same rows. It is valid where few rows carry most of the loss.
 """
 
 from __future__ import annotations
@@ -37,42 +37,45 @@ Their 5 % quantile has a standard error of 0.5 percentage points of probability.
 """
 
 GROUPS = 200
-"""Rows are left out in at most this many groups: the acceleration needs no finer jackknife."""
+"""Maximum number of parts of the rows that the jackknife leaves out in turn.
+
+The acceleration does not need more parts.
+"""
 
 _CELLS = 1 << 21
-"""Resamples times rows that are held in memory at the same time."""
+"""Maximum of resamples times rows in memory at the same time."""
 
 _TAIL = 0.9
-"""Factor of the nominal size of the tails of `bca_interval`.
+"""Factor on the nominal size of the tails of `bca_interval`.
 
-Without it, with some hundred rows, the interval of auc errs on one side in up to 5.3 % instead of 5
-%.
+Without it, an auc interval from some hundred rows errs on one side in up to 5.3 % instead of 5 %.
 """
 
 _UNDEFINED_SHARE = 0.01
-"""Share of undefined resamples above which an interval would be biased."""
+"""Share of undefined resamples above which no interval is returned, as it would be biased."""
 
 Losses: TypeAlias = npt.NDArray[np.float64]
 
 UNSEEN_CHANGES = 2.5
-"""`unseen` of `ratio_interval` for comparisons of two models.
+"""The argument `unseen` of `ratio_interval` for comparisons of two models.
 
 Chosen by simulation.
 """
 
 _CUT = 0.9
-"""Quantile of |u| at which the harmless side is cut."""
+"""Quantile of |u| below which losses on the harmless side are cut (see `ratio_interval`)."""
 
 _FAR, _HALVINGS = 2.0**60, 20
 """Limits of the search for the ends of an interval.
 
-A limit further away than `_FAR`, in units of its first estimate, counts as none. That estimate is
-very small where one row carries nearly all loss of both models.
+A limit that is more than `_FAR` first steps away counts as none. The first step is very small where
+one row carries nearly all loss of both models. After doubling, the step is halved `_HALVINGS`
+times.
 """
 
 
 def change_interval(counts: PairedCounts) -> Interval:
-    """Return the interval of a change: share of right rows, minus the baseline's."""
+    """Return the interval of the candidate's share of right rows minus the baseline's."""
     if counts.equal:
         return Interval.point(0.0)
     n, lost, won = _count_independent(counts)
@@ -102,13 +105,13 @@ def value_p_value(counts: PairedCounts, bound: float) -> float:
 
 
 def _count_independent_right(counts: PairedCounts) -> tuple[float, float]:
-    """Return the right rows, and the rows, of as much evidence without groups."""
+    """Return (right rows, rows) of an independent sample with as much evidence."""
     effect = min(counts.value_effect, max(1, counts.n))
     return (counts.both + counts.only_candidate) / effect, counts.n / effect
 
 
 def _count_independent(counts: PairedCounts) -> tuple[float, float, float]:
-    """Return the rows, lost rows and won rows of as much evidence without groups."""
+    """Return (rows, lost, won) of an independent sample with as much evidence."""
     effect = min(counts.change_effect, max(1, counts.n))
     return counts.n / effect, counts.only_baseline / effect, counts.only_candidate / effect
 
@@ -116,13 +119,14 @@ def _count_independent(counts: PairedCounts) -> tuple[float, float, float]:
 def tango_interval(
     n: float, only_baseline: float, only_candidate: float, confidence: float = CONFIDENCE
 ) -> tuple[float, float, float]:
-    """Return a score interval for the difference of two proportions on the same rows.
+    """Return a score interval of the difference of two proportions on the same rows.
 
-    Tango 1998, Statistics in Medicine 17:891-908, eqs. (24)-(27). It keeps its level where few or
-    no rows are discordant, where an interval from the normal approximation collapses.
+    Tango 1998, Statistics in Medicine 17:891-908, eqs. (24)-(27). The interval has its nominal
+    level even where few or no rows are discordant. An interval from the normal approximation is far
+    too narrow there.
 
     Args:
-        n: rows, at least one; not a whole number where grouped rows count as fewer.
+        n: number of rows, at least one; a fraction where grouped rows count as fewer rows.
         only_baseline: rows that only the baseline got right.
         only_candidate: rows that only the candidate got right.
 
@@ -137,7 +141,7 @@ def tango_interval(
     def score(difference: float, level: float) -> float:
         return _tango_score(n, only_baseline, only_candidate, difference) - level
 
-    from scipy.optimize import brentq  # a stage's own process starts sooner without it
+    from scipy.optimize import brentq  # the process of a stage starts sooner without SciPy
 
     low, high = -1.0, 1.0
     if estimate - _EDGE > -1 + _EDGE:
@@ -148,9 +152,9 @@ def tango_interval(
 
 
 def _tango_score(n: float, b: float, c: float, difference: float) -> float:
-    """Return the standardised distance of (c - b) / n from `difference`.
+    """Return (c - b) / n minus `difference`, divided by its standard error.
 
-    The variance is estimated under `difference`.
+    The variance is estimated under the hypothesis that the difference is `difference`.
     """
     linear = (2 * n - c + b) * difference - b - c
     constant = -b * difference * (1 - difference)
@@ -165,7 +169,7 @@ def _tango_score(n: float, b: float, c: float, difference: float) -> float:
 def clopper_pearson(
     successes: float, n: float, confidence: float = CONFIDENCE
 ) -> tuple[float, float, float]:
-    """Return (estimate, low, high) of a proportion, exact.
+    """Return (estimate, low, high) of a proportion, from the exact binomial test.
 
     Clopper and Pearson 1934, Biometrika 26:404-413.
     """
@@ -182,9 +186,9 @@ def clopper_pearson(
 
 
 def find_least(is_enough: Callable[[int], bool], above: int = 0) -> int:
-    """Return the least whole number above `above` that is enough.
+    """Return the smallest integer above `above` for which `is_enough` is true.
 
-    All larger numbers must be enough too.
+    `is_enough` must be true for all larger integers too.
     """
     short, enough = above, above + 1
     while not is_enough(enough):
@@ -193,13 +197,13 @@ def find_least(is_enough: Callable[[int], bool], above: int = 0) -> int:
 
 
 def advise_sample_size(n: int) -> str:
-    """Return advice about the number of rows; empty if there are enough."""
+    """Return advice on a number of rows that is too small; otherwise an empty text."""
     return f"expect INCONCLUSIVE below {FEW_SAMPLES} samples" if n < FEW_SAMPLES else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicates:
-    """A statistic of the rows, of each resample, and with each group of rows left out."""
+    """A statistic of all rows, of each resample, and without each group of rows."""
 
     observed: float
     resampled: npt.NDArray[np.float64]
@@ -226,11 +230,11 @@ def replicate(
     seed: int,
     resamples: int = RESAMPLES,
 ) -> dict[str, Replicates]:
-    """Compute all statistics on the same resamples.
+    """Return all statistics, computed on the same resamples.
 
     Args:
-        groups: number of each row's group; groups are drawn and left out as wholes. `arange` draws
-            rows.
+        groups: group number of each row; each group is drawn or left out as a whole. `arange` makes
+            each row a group.
     """
     draw = np.random.default_rng(seed)
     rows, units = len(groups), int(groups.max()) + 1
@@ -260,13 +264,14 @@ def replicate(
 
 
 def bca_interval(replicates: Replicates) -> Interval | None:
-    """Return the BCa bootstrap interval; None if too much is undefined.
+    """Return the BCa bootstrap interval; None if too many resamples are undefined.
 
     Efron 1987, Journal of the American Statistical Association 82:171-185, with tails of `_TAIL`
     times the nominal size. The acceleration is that of the jackknife over groups of rows, which has
-    the same expectation as over single ones. The levels are those of Student's t with the degrees
-    of freedom of rows of equal influence (Satterthwaite 1946, Biometrics Bulletin 2:110-114): where
-    ten rows carry a change, its spread is known from ten.
+    the same expectation as the jackknife over single rows. The levels are those of Student's t,
+    with as many degrees of freedom as rows of equal influence (Satterthwaite 1946, Biometrics
+    Bulletin 2:110-114). For example, if ten rows carry a change, its spread is an estimate from ten
+    values.
     """
     values = replicates.resampled[np.isfinite(replicates.resampled)]
     if values.size < (1 - _UNDEFINED_SHARE) * replicates.resampled.size or not np.isfinite(
@@ -304,26 +309,27 @@ def _combine(operation: Any, one: Replicates, other: Replicates) -> Replicates:
 
 
 def ratio_interval(mine: Losses, theirs: Losses, unseen: float) -> Interval:
-    """Return an interval for the ratio of the means of two losses.
+    """Return an interval of the ratio of the means of two losses.
 
     A ratio `r` is tested by the sign of the mean of `u = mine - r * theirs` (Fieller 1954, Journal
-    of the Royal Statistical Society B 16:175-185), with Student's t. Resampling errs here: rows
-    that are not in the sample are in no resample. Two corrections, one for each side of the
-    interval, compensate for skew and heavy tails: `unseen` more rows count as far to the dangerous
-    side as the worst row, and losses on the harmless side may be cut, since a mean that is below
-    zero although its lowest values were raised is below zero. `benchmarks/truth/losses.py` measures
-    the error rates.
+    of the Royal Statistical Society B 16:175-185), with Student's t. The bootstrap is not suitable:
+    a row that is missing from the sample is in no resample.
+
+    Each side of the interval has a correction for skew and heavy tails. On the dangerous side,
+    `unseen` additional rows are as bad as the worst row. On the harmless side, low values of `u`
+    are raised to a cut-off: if the mean is below zero even so, it is below zero without the
+    cut-off. `benchmarks/truth/losses.py` measures the error rates.
 
     Args:
         mine: losses of shape (rows,), one per row or summed by group, of any sign.
-        unseen: rows of the worst kind that may be missing by chance.
+        unseen: number of rows of the worst kind that may be missing by chance.
     """
     estimate = float(mine.sum() / theirs.sum())
     quantile = float(scipy.special.stdtrit(len(mine) - 1, (1 + CONFIDENCE) / 2))
     cut = int(_CUT * (len(mine) - 1))
 
     def beyond(side: int, distance: float) -> bool:
-        """Return whether a ratio this far from the estimate is rejected."""
+        """Return whether the test rejects the ratio at this distance from the estimate."""
         away = side * (mine - (estimate + side * distance) * theirs)
         raised = np.maximum(away, -np.partition(np.abs(away), cut)[cut])
         return min(_bound_mean(away, quantile, unseen), _bound_mean(raised, quantile, unseen)) < 0
@@ -338,14 +344,14 @@ def ratio_interval(mine: Losses, theirs: Losses, unseen: float) -> Interval:
 
 
 def _bound_mean(values: Losses, quantile: float, unseen: float) -> float:
-    """Return an upper limit of the mean."""
+    """Return an upper confidence limit of the mean."""
     mean = float(values.mean())
     error = quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
     return mean + error + unseen * (float(values.max()) - mean) / len(values)
 
 
 def _find_least_distance(beyond: Callable[[float], bool], step: float) -> float:
-    """Return the least distance beyond the interval, or a large one if there is none."""
+    """Return the smallest rejected distance, or a large one if none is rejected."""
     inside, outside = 0.0, step / 8
     while not beyond(outside):
         inside, outside = outside, 2 * outside
@@ -358,10 +364,11 @@ def _find_least_distance(beyond: Callable[[float], bool], step: float) -> float:
 
 
 def find_carrying_rows(losses: Losses, enough: float) -> npt.NDArray[np.bool_]:
-    """Return which rows, the heaviest ones, keep the loss from being carried evenly.
+    """Return the heaviest rows, without which the loss is evenly spread.
 
-    Without them, the loss is carried by at least `enough` equally bad rows. The result has no row
-    if all rows carry the loss so evenly. It has all rows if no part of the rows does.
+    A loss is evenly spread if it is carried by at least `enough` equally bad rows. No row is True
+    if the loss of all rows is evenly spread. All rows are True if no part of the rows has an evenly
+    spread loss.
     """
     order = np.argsort(-losses, kind="stable")
     totals = np.cumsum(losses[order][::-1])[::-1]
@@ -375,7 +382,7 @@ def find_carrying_rows(losses: Losses, enough: float) -> npt.NDArray[np.bool_]:
 
 
 def find_heavy_rows(losses: Losses) -> tuple[float, tuple[int, ...]]:
-    """Return the effective number of rows, and the rows with half of the loss."""
+    """Return the effective number of rows, and the heaviest with half of the loss."""
     total, squares = float(losses.sum()), float(np.square(losses).sum())
     if squares <= 0:
         return float(len(losses)), ()

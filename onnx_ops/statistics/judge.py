@@ -38,17 +38,19 @@ from onnx_ops.statistics.rules.performance import judge_provider
 T = TypeVar("T")
 
 _RANKING_METRICS = 2
-"""Schema of evidence that introduced ranking metrics in decisions; older evidence is judged without
-them.
+"""First schema of evidence with ranking metrics in decisions.
+
+Decisions on older evidence have no ranking metrics.
 """
 
 
 def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
     """Judge evidence by gates.
 
-    A failed measurement makes every gate an ERROR with its reason. A value that is not a number is
-    an ERROR and is not judged further. A gate that does not apply (the first export has no
-    baseline) yields nothing; one that applies and finds no measurement is INCONCLUSIVE.
+    If a measurement failed, every gate is an ERROR with the reason of the failure. A value that is
+    not a number is an ERROR, and is not judged further. A gate that does not apply yields no
+    result, such as a comparison with the baseline at the first release. A gate that applies but has
+    no measurement is INCONCLUSIVE.
     """
     if evidence.failure:
         reason = join_lines(evidence.failure)
@@ -77,9 +79,9 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
 
 
 def _keep_sound(evidence: Evidence) -> Evidence:
-    """Return the evidence without measurements that hold NaN or infinity.
+    """Return the evidence without measurements that contain NaN or infinity.
 
-    An output with a mismatch stays: its error need not be a number for it to fail.
+    An output with a mismatch is included: it fails even if its error is not a number.
     """
     return replace(
         evidence,
@@ -114,9 +116,9 @@ def _find_largest_ratio(compared: Sequence[Comparison]) -> float | None:
 
 
 def _find_non_finite(evidence: Evidence) -> Iterator[GateResult]:
-    """Yield one ERROR for each kind of measurement with NaN or infinity.
+    """Yield one ERROR for each kind of measurement that contains NaN or infinity.
 
-    It makes no difference whether a gate needs the measurement.
+    Measurements that no gate needs are checked too.
     """
     yield from _find_non_finite_parity(evidence)
     yield from _find_non_finite_performance(evidence)
@@ -167,7 +169,7 @@ def _find_non_finite_performance(evidence: Evidence) -> Iterator[GateResult]:
 def _is_sound(measured: object) -> bool:
     """Return whether every value of a measurement is a finite number.
 
-    Rates, times and sizes must be positive, too.
+    Rates, times and sizes must also be positive.
     """
     figures: Iterable[float | None]
     match measured:
@@ -197,9 +199,9 @@ def _make_error(gate: str, reason: str, metric: str = "") -> GateResult:
 
 
 def compute_ranking_metrics(gates: Sequence[Gate], evidence: Evidence) -> RankingMetrics:
-    """Read the metrics that variants are ranked by; None where not measured.
+    """Return the metrics by which variants are ranked; None where not measured.
 
-    The task metric is that of the first metric gate, else accuracy.
+    The task metric is that of the first metric gate, or accuracy without such a gate.
     """
     gate = next((gate for gate in gates if isinstance(gate, MetricGate)), None)
     metric = gate.definition().label if gate else ACCURACY.label
@@ -217,13 +219,13 @@ def compute_ranking_metrics(gates: Sequence[Gate], evidence: Evidence) -> Rankin
 
 
 def _find_time_ratio(evidence: Evidence) -> Interval | None:
-    """Return the time over that of the export."""
+    """Return the ratio of the variant's time to the export's."""
     compared = _compare_with_export(evidence)
     return next((_make_interval(c) for c in compared if math.isfinite(c.high)), None)
 
 
 def _find_load(evidence: Evidence) -> Interval | None:
-    """Return the seconds per request over fresh sessions at the highest concurrency."""
+    """Return the seconds per request of fresh sessions at the highest concurrency."""
     measured = [throughput for throughput in evidence.throughput if throughput.per_second]
     if not measured:
         return None
@@ -237,9 +239,9 @@ def _make_interval(compared: Comparison | QuantileComparison) -> Interval:
 
 
 def _find_change(evidence: Evidence, metric: str, *, lower: bool) -> Interval | None:
-    """Return how much better than the export a variant is by the task metric.
+    """Return by how much the variant's task metric is better than the export's.
 
-    The result is in rows or as a score.
+    The result is a number of rows or a difference of scores.
     """
     for counts in evidence.metrics:
         if (counts.metric, counts.against) == (metric, EXPORT):
@@ -259,9 +261,9 @@ def _compute_change(counts: PairedCounts) -> Interval | None:
 
 
 def _compute_gain(score: ScoreComparison, *, lower: bool) -> Interval | None:
-    """Return the difference of a score.
+    """Return the gain of a score over the export's.
 
-    Where less is better, it is the share by which the score falls.
+    If lower scores are better, the gain is the relative decrease of the score.
     """
     change = score.difference
     if lower and score.ratio is not None:

@@ -1,4 +1,4 @@
-"""Latency comparisons on a noisy machine, and absolute limits."""
+"""Comparisons of latency on a noisy machine, and tests of absolute latency limits."""
 
 from __future__ import annotations
 
@@ -18,49 +18,50 @@ from onnx_ops.errors import MeasurementError
 from onnx_ops.statistics.intervals import find_least
 
 FULL_RUN = 40
-"""Session pairs that represent a run. An undecided run continues if the pairs up to the last look
-may decide.
+"""Number of session pairs of a full run.
+
+A run that is undecided after them continues only if the pairs up to the last look may decide it.
 """
 
 LOOKS = (5, 6, 8, 11, 15, 20, 28, FULL_RUN, 56, 80, 113, 160, 226, 320)
-"""Session pairs after which an interim look at the samples is allowed."""
+"""Numbers of session pairs after which the samples are evaluated."""
 
 ALPHA = 0.05
-"""One-sided error rate of a whole comparison."""
+"""One-sided error rate of a comparison over all looks."""
 
 _SHARE, _LATE_SHARE = 5, 8
-"""Divisors of `ALPHA` for the error rate of each look.
+"""Divisors of `ALPHA` that give the error rate of a look before and after a full run.
 
-The rate is `ALPHA` / `_SHARE`, and from a full run on `ALPHA` / `_LATE_SHARE`. Looks at the same
-samples err together, and those before a full run carry `DRIFT`. `benchmarks.truth.latency` measures
-how often they err in total.
+The rate of a look is `ALPHA` / `_SHARE`, and `ALPHA` / `_LATE_SHARE` from a full run on. The errors
+of different looks are correlated, since they share samples. Looks before a full run also allow for
+`DRIFT`. `benchmarks.truth.latency` measures the total error rate.
 """
 
 DRIFT = 0.035
-"""How far the log ratio of the pairs that are not yet measured may be from that of the others."""
+"""Allowed difference of the log ratio between measured pairs and those still to come."""
 
 LARGEST_CORRELATION = 0.75
-"""Largest correlation of neighbouring pairs.
+"""Maximum assumed correlation of neighbouring pairs.
 
-Forty pairs cannot distinguish a larger one from a trend.
+Forty pairs cannot distinguish a larger correlation from a trend.
 """
 
 _FEWEST_CORRELATED = 7
-"""Pairs from which on their correlation is estimated."""
+"""Number of pairs from which on the correlation is estimated."""
 
 _ERRORS = 1.5
-"""Standard errors that are added to a measured correlation.
+"""Number of standard errors that are added to an estimated correlation.
 
-They are multiplied by the correlation, so that independent pairs pay nothing. Without them, one
-limit in fifteen was missed where pairs vary by as much as the limit.
+They are multiplied by the correlation, so that nothing is added for independent pairs. Without this
+addition, one limit in fifteen was missed where pairs vary by as much as the limit.
 """
 
 _USUAL_SD, _SPELLS_SD = 0.015, 0.028
-"""Standard deviations of sessions without and with slow spells of the machine.
+"""Standard deviations of sessions without and with slow phases of the machine.
 
-Memory layout makes sessions vary by 1 to 1.5 %, independently. A larger variation comes from slow
-spells of the machine, which last. Pairs count as correlated until enough of them show whether they
-are.
+Memory layout makes sessions vary independently by 1 to 1.5 %. A larger variation comes from slow
+phases of the machine, which last for several sessions. Pairs are treated as correlated until enough
+pairs allow an estimate of the correlation.
 """
 
 _TREND_ALPHA = 0.01
@@ -71,7 +72,7 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 PARTS = 20
-"""Points of the curve of run time over probe, for each model."""
+"""Number of points of each model's curve of run time over probe time."""
 
 FEWEST_PER_PART = 10
 
@@ -80,9 +81,10 @@ _TICK_NS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(Interval):
-    """Latency of B over A in `n` pairs with one-sided bounds; 0 and infinity for none.
+    """Latency of B over A in `n` session pairs, with one-sided bounds.
 
-    `rest` is the factor by which the unmeasured part of a full run may move the bounds: 1 after it.
+    The bounds are 0 and infinity where the pairs give none. `rest` is the factor by which the pairs
+    that a full run still lacks may move the bounds; it is 1 after a full run.
     """
 
     verdict: Verdict
@@ -92,7 +94,7 @@ class Comparison(Interval):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantileComparison(Interval):
-    """A quantile of `n` runs against a limit; with `needed` good runs it can pass."""
+    """A quantile of `n` runs against a limit; `needed` runs in the limit can pass."""
 
     verdict: Verdict
     n: int
@@ -101,9 +103,9 @@ class QuantileComparison(Interval):
 
 
 def load_functions() -> None:
-    """Import SciPy's special functions before their first use.
+    """Import SciPy's special functions before the first measurement needs them.
 
-    The import takes .15 s, and happens at their first use otherwise.
+    The import takes .15 s.
     """
     scipy.special.ndtri(0.5)
 
@@ -112,8 +114,9 @@ def hodges_lehmann(x: npt.ArrayLike, alpha_one_sided: float) -> tuple[float, flo
     """Return the Hodges-Lehmann centre with a bound on each side.
 
     Hodges and Lehmann 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, 3rd
-    ed., §3.2-3.3: the median of the Walsh averages, and those of them that the signed-rank test
-    does not reject. The test's distribution is exact up to 50 values and normal above.
+    ed., §3.2-3.3: the centre is the median of the Walsh averages, and the bounds are the outermost
+    averages that the signed-rank test does not reject. The test's distribution is exact up to 50
+    values and normal above.
 
     Args:
         x: shape (n,), n >= 1.
@@ -155,13 +158,13 @@ def session_interval(
 ) -> tuple[float, float, float]:
     """Return the log ratio over session pairs with its bounds.
 
-    The blocks of one session pair share the memory layout and core that its sessions happened to
-    get, so a pair counts once, by its median. With blocks as independent samples, one bound in five
-    misses where one in twenty may. Below six pairs the signed-rank distribution cannot reach the
-    error rate of a look; Student's interval is used instead.
+    The blocks of a session pair share the memory layout and core of its sessions. A pair therefore
+    counts as one value, the median of its blocks. If blocks were independent samples, one bound in
+    five would be wrong instead of one in twenty. Below six pairs, the signed-rank distribution
+    cannot reach the error rate of a look, and Student's interval is used instead.
 
     Returns:
-        (estimate, low, high) of log(B / A); infinite bounds for a single pair.
+        (estimate, low, high) of log(B / A); the bounds of a single pair are infinite.
     """
     values = _take_medians(log_ratios)
     if not len(values):
@@ -177,11 +180,12 @@ def session_interval(
 
 
 def run_interval(log_ratios: Sequence[Sequence[float]]) -> tuple[float, float, float]:
-    """Return `session_interval` of one look for correlated pairs.
+    """Return the `session_interval` of one look, widened for correlated pairs.
 
-    With the correlation r of neighbours, n pairs are worth n (1 - r) / (1 + r) independent ones:
-    the interval is wider by the root of that, and by the wider Student distribution of that many. r
-    is estimated without the bias of small samples (Marriott and Pope 1954, Biometrika 41:390).
+    With a correlation r of neighbours, n pairs are worth n (1 - r) / (1 + r) independent ones. The
+    interval is wider by the square root of this ratio, and by the wider Student distribution of
+    fewer pairs. The estimate of r has no small-sample bias (Marriott and Pope 1954, Biometrika
+    41:390).
     """
     values = _take_medians(log_ratios)
     alpha = ALPHA / (_SHARE if len(values) < FULL_RUN else _LATE_SHARE)
@@ -195,9 +199,9 @@ def _take_medians(log_ratios: Sequence[Sequence[float]]) -> Floats:
 
 
 def _compute_widening(values: Floats, alpha: float) -> float:
-    """Return the factor by which the interval of consecutive values must be wider.
+    """Return the factor by which the interval of consecutive values must be widened.
 
-    An interval for independent values is too narrow by this factor.
+    The factor is relative to the interval of independent values.
     """
     n, centred = len(values), values - np.mean(values)
     squares = float(centred @ centred)
@@ -218,8 +222,8 @@ def _compute_widening(values: Floats, alpha: float) -> float:
 def find_trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
     """Return the significant change of the log ratio over the run, or None.
 
-    A slow-down of both A and B cancels out in each pair. The slope is that of least squares, tested
-    with as many residuals as their correlation leaves.
+    A slow-down of both A and B cancels out in each pair. The slope comes from least squares. Its
+    test uses the effective number of residuals, given their correlation.
     """
     values = _take_medians(log_ratios)
     n = len(values)
@@ -237,14 +241,14 @@ def find_trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
 def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float) -> Comparison:
     """Compare B with A by the log ratios of their latencies.
 
-    The verdict is PASS with confidence below `1 + tolerance`, and FAIL with confidence above it.
-    The bounds are those of `run_interval`. The first pairs of a run do not predict the rest: before
-    `FULL_RUN` a verdict must also hold with each bound moved outwards by `DRIFT` times the missing
-    share of it.
+    The verdict is PASS if the ratio is below `1 + tolerance` with confidence, and FAIL if it is
+    above with confidence. The bounds are those of `run_interval`. The first pairs of a run do not
+    predict the rest. Before `FULL_RUN`, each bound is therefore moved outwards by `DRIFT` times the
+    missing share of the run, and must still support the verdict.
 
     Args:
-        log_ratios: of the blocks, one sequence for each session pair, in the order of measurement;
-            at least one.
+        log_ratios: those of the blocks, one sequence for each session pair, in the order of
+            measurement; at least one.
         tolerance: allowed slow-down as a fraction; 0 tests whether B is faster.
     """
     ratio, low, high = (_exp(v) for v in run_interval(log_ratios))
@@ -261,9 +265,9 @@ def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float) -> Compa
 
 
 def estimate_pairs_needed(log_ratios: Sequence[Sequence[float]], tolerance: float) -> int | None:
-    """Return the pairs of one run that would decide at the same ratio.
+    """Return the number of pairs at which a run with the same ratio would decide.
 
-    None if a hundred full runs would not be enough.
+    Return None if a hundred full runs would not be enough.
     """
     distance, half = _measure_distance(log_ratios, tolerance)
     if not distance * 100 > half:
@@ -277,12 +281,12 @@ def explain_withheld_verdict(
     self_log_ratios: Sequence[Sequence[float]],
     tolerance: float,
 ) -> str | None:
-    """Return why no verdict may be given on this host, or None.
+    """Return why no verdict is possible on this host, or None.
 
-    A model against itself has the ratio 1. The interval of B may be off by as much as the measured
-    self-ratio is: where it would then reach the limit, the verdict is withheld. The width of the
-    self-test's own interval does not matter, since the noise of the host is in the interval of B
-    too.
+    The true ratio of a model to itself is 1. The interval of B may be shifted by as much as the
+    measured ratio of the baseline to itself. The verdict is withheld if this shift would make the
+    interval reach the limit. The width of the baseline's interval does not matter, since the
+    interval of B already contains the noise of the host.
     """
     if sum(1 for pair in self_log_ratios if len(pair)) < LOOKS[0]:
         return "the noise of the host was not measured"
@@ -310,11 +314,11 @@ def should_continue(
 ) -> bool:
     """Return whether to measure up to the next look.
 
-    True while looks remain and a limit is undecided, or the host is too biased to decide it. After
-    a full run, True only if the pairs up to the last look may decide (see `_may_decide`).
+    Return True if looks remain, and a limit is undecided or the host is too biased to decide it.
+    After a full run, the pairs up to the last look must also be able to decide (see `_may_decide`).
 
     Args:
-        self_log_ratios: those of the baseline against itself.
+        self_log_ratios: log ratios of the baseline to itself.
         tolerances: every limit to decide; 0 means "faster than".
     """
     pairs = len(log_ratios)
@@ -334,12 +338,11 @@ def should_continue(
 
 
 def _may_decide(log_ratios: Sequence[Sequence[float]], tolerance: float) -> bool:
-    """Return whether the pairs up to the last look may decide.
+    """Return whether the pairs up to the last look may decide a limit.
 
-    They may if the present estimate, should it not change, decides with at most twice as many
-    pairs: the number of pairs needed is uncertain by a factor of two. They also may if the true
-    distance can still be that of two equal models, since lasting noise moves the estimate by as
-    much.
+    They may if the present estimate would decide with at most twice as many pairs: the number of
+    pairs needed is uncertain by a factor of two. They also may if the models can still be equally
+    fast, since lasting noise can move the estimate by the whole limit.
     """
     needed = estimate_pairs_needed(log_ratios, tolerance)
     if needed is not None and needed <= 2 * LOOKS[-1]:
@@ -354,7 +357,7 @@ def _measure_distance(
 ) -> tuple[float, float]:
     """Return the distances of the log ratio from its limit and from its bound.
 
-    The bound is the one on the side of the limit.
+    The bound is the one on the same side as the limit.
     """
     estimate, low, high = run_interval(log_ratios)
     distance = math.log1p(tolerance) - estimate
@@ -362,14 +365,17 @@ def _measure_distance(
 
 
 def get_next_look(pairs: int) -> int:
-    """Return the session pairs at the look after `pairs`, or at the last look."""
+    """Return the number of session pairs at the first look after `pairs`.
+
+    Return the last look if there is no later one.
+    """
     return LOOKS[min(bisect.bisect_right(LOOKS, pairs), len(LOOKS) - 1)]
 
 
 def compare_latency_quantile(
     samples_ns: npt.ArrayLike, q: float, limit_s: float
 ) -> QuantileComparison:
-    """Compare a quantile of single runs in nanoseconds with a limit in seconds."""
+    """Compare a quantile of run times in nanoseconds with a limit in seconds."""
     return compare_quantile(np.asarray(samples_ns, dtype=np.float64) / 1e9, q, limit_s)
 
 
@@ -378,10 +384,10 @@ def compare_quantile(
 ) -> QuantileComparison:
     """Compare quantile `q` of independent samples with an upper limit.
 
-    The test is that of the binomial distribution of exceedances, and the bounds are order
-    statistics (Conover, Practical Nonparametric Statistics, 3rd ed., §3.2): nothing is assumed
-    about the shape of the distribution. Fewer samples than could ever pass (299 for the 99th
-    percentile at 95 %, 5 for the median) are INCONCLUSIVE.
+    The test is the binomial test of the number of samples above the limit, and the bounds are order
+    statistics (Conover, Practical Nonparametric Statistics, 3rd ed., §3.2). They assume no
+    distribution. Samples that are too few to pass (below 299 for the 99th percentile at 95 %, below
+    5 for the median) are INCONCLUSIVE.
 
     Args:
         samples: shape (runs,), in any unit.
@@ -411,7 +417,7 @@ def compare_quantile(
 
 
 def compute_samples_needed(q: float, *, exceeding: int = 0, confidence: float = 0.95) -> int:
-    """Return the fewest runs that pass with `exceeding` of them too slow."""
+    """Return the smallest number of runs that pass if `exceeding` runs are too slow."""
     return find_least(
         lambda runs: bool(scipy.special.bdtr(exceeding, runs, 1 - q) <= 1 - confidence),
         above=exceeding,
@@ -419,9 +425,9 @@ def compute_samples_needed(q: float, *, exceeding: int = 0, confidence: float = 
 
 
 def _exp(value: float) -> float:
-    """Return exp(value), with the same digits on every machine.
+    """Return exp(value) with the same digits on every machine.
 
-    NumPy's last digit differs with AVX-512, and evidence is judged alike on every machine.
+    NumPy's last digit differs with AVX-512. Evidence must have the same verdict on every machine.
     """
     try:
         return math.exp(value)
@@ -432,13 +438,13 @@ def _exp(value: float) -> float:
 def compute_block_logs(
     nanoseconds: npt.ArrayLike, preempted: npt.ArrayLike, probe: npt.ArrayLike | None = None
 ) -> Floats:
-    """Return the log of each block's median run, up to a shared constant.
+    """Return the log of each block's median run time, up to a shared constant.
 
-    Medians are of the runs that were not preempted; of all runs in a block without one. A single
-    run that was not preempted is worth more than ten that were: with runs of 2 ms and three threads
-    a core, pairs varied by 6.7 %, and by 9.4 % with at least three such runs required. Where a
-    probe was timed around each run, its explanation of the run time is subtracted first
-    (`_explain_by_probe`).
+    Medians are of the runs that were not preempted, or of all runs if every run of a block was
+    preempted. One run that was not preempted is more exact than ten preempted ones. With runs of 2
+    ms and three threads per core, pairs varied by 6.7 %. They varied by 9.4 % where at least three
+    such runs were required. If a probe was timed around each run, the part of the run time that it
+    explains is subtracted first (`_explain_by_probe`).
 
     Args:
         nanoseconds: shape (rounds, blocks, models, runs).
@@ -465,12 +471,13 @@ def compute_block_logs(
 
 
 def _measure_slowness(probe: Floats) -> Floats | None:
-    """Return the log of each probe, less what is usual after that model.
+    """Return the log of each probe time, minus the usual value after the same model.
 
-    The result is None if the probe has no information. A model that leaves cold caches or a lower
-    clock behind always slows the probes after it; that must not excuse its own runs. The usual
-    value comes from runs of the same round, most of which meet the machine in the same state. Over
-    all runs, a slow spell of which one model had slightly more would look like such an effect.
+    Return None if the probe has no information. A model that leaves cold caches or a lower clock
+    always slows the probes after its runs. This effect must not reduce the run times of that model.
+    The usual value comes from runs of the same round, most of which see the machine in the same
+    state. If it came from all runs, a slow phase that affected one model slightly more would look
+    like an effect of that model.
     """
     if not probe.size or not (np.isfinite(probe) & (probe > 0)).all():
         return None
@@ -480,10 +487,10 @@ def _measure_slowness(probe: Floats) -> Floats | None:
 
 
 def _explain_by_probe(logs: Floats, usable: Flags, slowness: Floats) -> Floats | float:
-    """Return the run time that the machine's slowness explains.
+    """Return the part of the run time that the machine's slowness explains.
 
-    It is the mean over the models' curves. A curve is a model's median run over its median probe in
-    parts of equally many runs, linear in between.
+    It is the mean of the models' curves. A curve connects points linearly. Each point is the median
+    run time over the median probe time in one of several parts with equally many runs.
     """
     curves = []
     for model in range(logs.shape[2]):

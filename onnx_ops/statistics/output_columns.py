@@ -15,24 +15,25 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 LARGEST = 1e30
-"""Represents infinity in values that are written as JSON."""
+"""Value that represents infinity in JSON."""
 
 MAX_COLUMNS = 4096
-"""Columns above which those of one scale are measured as one: the largest of millions of errors is
-far from usual.
+"""Number of columns above which columns of the same scale are measured as one.
+
+The largest error of millions of columns is far above the usual one.
 """
 
 TOLERANCE_FACTOR = 10.0
-"""Error / noise that rounding explains: the default limit of the parity gate."""
+"""Ratio of error to noise that rounding can explain: the default limit of the parity gate."""
 
 _BFLOAT16_EPSILON = 2.0**-7
 _SINGLE_EPSILON = 2.0**-23
 
 _LARGEST_FLOOR = 1e-4
-"""Share of a column's largest answer above which no floor excuses an error.
+"""Maximum floor, as a share of a column's largest answer.
 
-Above it, only the source's own noise does. An estimate from the graph adds up worst cases, and
-would make a model with large terms that cancel pass whatever it answers.
+Above it, only the noise of the source's answers can excuse an error. A floor from the graph adds up
+worst cases. Without this maximum, a model with large terms that cancel would pass with any answer.
 """
 
 _SHOWN_COLUMNS = 16
@@ -40,16 +41,14 @@ _SHOWN_COLUMNS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """Columns of one output, and how far rounding may move its elements.
-
-    This is what the graph shows of the output.
+    """What the graph shows of one output: its columns and its rounding.
 
     Args:
         floor: error of each element in float32, of the output's shape; None if it is unknown.
         axis: axis of the columns; None makes the whole output one column.
         segments: number of the part that each element comes from, of the output's shape.
-        scores: what an output of indices or classes ranks along `scores_axis`, with the error
-            `scores_error` of each score.
+        scores: the values that an output of indices or classes ranks along `scores_axis`;
+            `scores_error` is the error of each score.
         labels: the class of each index; None if the output holds indices.
     """
 
@@ -63,12 +62,12 @@ class Rounding:
 
 
 WHOLE = Rounding(axis=None)
-"""Every value is measured in the noise of the whole output."""
+"""The rounding of an output whose values are all measured in the noise of the whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnNoise:
-    """Largest answer and largest distance of two correct answers in each column."""
+    """Largest answer, and largest difference of two correct answers, by column."""
 
     scales: Floats
     gaps: Floats
@@ -76,7 +75,7 @@ class ColumnNoise:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of an output: indices of one axis, apart in each segment."""
+    """The columns of an output: the indices along one axis, separate in each segment."""
 
     shape: tuple[int, ...]
     axis: int | None
@@ -84,7 +83,7 @@ class Columns:
 
     @classmethod
     def of(cls, array: Array, rounding: Rounding) -> Columns:
-        """Return the columns of an output; one, if it has one value a row."""
+        """Return the columns of an output; one column if a row has one value."""
         axis, segments = rounding.axis, rounding.segments
         has_columns = axis is not None and array.ndim > 1 and 0 < axis % array.ndim < array.ndim
         columns = cls(array.shape, axis if has_columns else None, None)
@@ -98,7 +97,7 @@ class Columns:
         return cls(array.shape, columns.axis, segments)
 
     def contain(self, segments: Array) -> bool:
-        """Return whether each column lies in one segment: segments divide no column."""
+        """Return whether each column lies within one segment."""
         by_column = (
             segments.reshape(-1, 1) if self.axis is None else np.moveaxis(segments, self.axis, -1)
         )
@@ -111,7 +110,7 @@ class Columns:
         return 1 if self.axis is None else self.shape[self.axis]
 
     def find_largest(self, values: Floats) -> Floats:
-        """Return the largest value of each column; values are not negative."""
+        """Return the largest value of each column of non-negative values."""
         parts = [values]
         if self.segments is not None:
             count = int(self.segments.max(initial=0)) + 1
@@ -126,7 +125,7 @@ class Columns:
         )
 
     def spread(self, by_column: Floats) -> Floats:
-        """Return for each element the value of its column.
+        """Return the value of each element's column.
 
         The shape broadcasts to that of the output.
         """
@@ -142,7 +141,7 @@ class Columns:
         return np.asarray(by_column[place])
 
     def name(self, number: int) -> str:
-        """Return how a column is called; empty if it is the only one."""
+        """Return the name of a column; empty if there is only one."""
         segment, index = divmod(number, self.width)
         kind = (
             "column"
@@ -155,12 +154,12 @@ class Columns:
 
 
 def measure_columns(single: Array, double: Array, rounding: Rounding) -> ColumnNoise | None:
-    """Return the columns of real rows; None if the answers are not floats.
+    """Return the columns' measurements on real rows; None unless answers are floats.
 
-    Groups of few rows are measured by these columns.
+    They are also used for groups of few rows.
 
     Args:
-        double: the answer in float64; the same answer again, if there is only one.
+        double: the answer in float64, or `single` again if there is none.
     """
     if not (is_float(single) and is_float(double) and single.shape == double.shape and single.size):
         return None
@@ -178,10 +177,10 @@ def compute_column_noises(
 ) -> Floats:
     """Return the noise of each column.
 
-    It is the larger of its floor and what two correct answers differ by in columns of its scale.
-    Few rows show the noise of a single column by luck only; columns of one scale are a larger
-    sample. So are `known` columns, those of real rows. Above `MAX_COLUMNS` columns, those of one
-    scale share their largest floor too.
+    The noise is the floor of the column, or a larger difference of two correct answers in columns
+    of the same scale. A few rows show the noise of a single column only by chance; columns of the
+    same scale are a larger sample. `known` columns, those of real rows, are part of the sample.
+    Above `MAX_COLUMNS` columns, columns of the same scale also share their largest floor.
     """
     scales, gaps = own.scales, own.gaps
     if known is not None:
@@ -196,12 +195,12 @@ def compute_column_noises(
 
 
 def _find_decades(scales: Floats) -> Floats:
-    """Return the decimal exponents of the scales; that of 0 is below all others."""
+    """Return the decimal exponents of the scales; the exponent of 0 is the lowest."""
     return np.where(scales > 0, np.floor(np.log10(np.where(scales > 0, scales, 1.0))), -400.0)
 
 
 def _share_largest(places: Floats, of_values: Floats, values: Floats) -> Floats:
-    """Return for each place the largest value of the same place."""
+    """Return for each place the largest value at the same place."""
     distinct, where = np.unique(np.concatenate([places, of_values]), return_inverse=True)
     largest = np.zeros(len(distinct))
     np.maximum.at(largest, where[len(places) :], values)
@@ -209,11 +208,11 @@ def _share_largest(places: Floats, of_values: Floats, values: Floats) -> Floats:
 
 
 def find_floors(scales: Floats, columns: Columns, rounding: Rounding, unit: float) -> Floats:
-    """Return the least noise of each column.
+    """Return the floor, the least noise, of each column.
 
-    It is the larger of its floor in float32 and twice the spacing `unit` of the output. A floor is
-    at most `_LARGEST_FLOOR` of the column's largest answer, or twice the spacing of float32 at 1,
-    which is what kernels err by.
+    It is the larger of the error in float32 and twice the spacing `unit` of the output. It is
+    limited to `_LARGEST_FLOOR` of the column's largest answer, or to twice the spacing of float32
+    at 1, the error of kernels.
     """
     floor = rounding.floor
     if floor is None or floor.shape != columns.shape:
@@ -228,10 +227,10 @@ def find_floors(scales: Floats, columns: Columns, rounding: Rounding, unit: floa
 def report_columns(
     blank: ParityMeasurement, columns: Columns, errors: Floats, noises: Floats, scales: Floats
 ) -> ParityMeasurement:
-    """Return the measurement of the worst column.
+    """Return the measurement of the column with the largest ratio of error to noise.
 
-    On real rows, it lists the columns in which the smallest part of an error is visible: those with
-    the most noise for their scale.
+    On real rows, it lists the columns with the most noise for their scale: only large errors are
+    visible there.
     """
     ratios = np.array(
         [compute_ratio(float(e), float(n)) for e, n in zip(errors, noises, strict=True)]
@@ -262,14 +261,14 @@ def report_columns(
 
 
 def compute_ratio(error: float, noise: float) -> float:
-    """Return error / noise, at most `LARGEST`; 0 without an error."""
+    """Return error / noise, at most `LARGEST`; 0 if the error is 0."""
     if error == 0:
         return 0.0
     return min(error / noise, LARGEST) if noise > error / LARGEST else LARGEST
 
 
 def compute_epsilon(array: Array) -> float:
-    """Return the relative spacing of floats, at least that of float32."""
+    """Return the relative spacing of an array's floats, or float32's if larger."""
     single = float(np.finfo(np.float32).eps)
     if array.dtype.name == "bfloat16":
         return _BFLOAT16_EPSILON
@@ -287,7 +286,7 @@ def is_text(array: Array) -> bool:
 
 
 def any_by_row(wrong: Bools) -> Bools:
-    """Return for each row whether any of its elements is wrong."""
+    """Return, for each row, whether any of its elements is wrong."""
     return np.asarray(
         wrong.reshape(len(wrong), -1).any(axis=1) if wrong.ndim else np.atleast_1d(wrong),
         dtype=np.bool_,

@@ -37,9 +37,9 @@ _RTOL_DEFAULT = 1e-3
 _ATOL_OF_RTOL = 1e-2
 
 DIVERGENCE_FACTOR = 16.0
-"""Error / noise above which a value diverges.
+"""Ratio of error to noise above which a value diverges.
 
-With 16, 153 of 189 injected faults show at the faulty node or its successor.
+With 16, 153 of 189 injected faults are located at the faulty node or its successor.
 """
 
 
@@ -56,29 +56,37 @@ def measure_output(
 ) -> ParityMeasurement:
     """Measure how far an export's output is from the source's answers.
 
-    Floats: by column, error = max |onnx - double| and noise = max(gap, floor, 2 eps max |double|),
-    where the gap is max |single - double| over the columns whose largest answers have the same
-    decimal exponent. Only values that are finite in all three count. The column with the largest
-    error / noise is reported. A value that is NaN or infinite unlike both answers is a mismatch.
-    eps is that of float32, or of a coarser output. Without a floor, the 2 eps are those of the
-    whole output's largest answer. With one answer only, the noise is the larger of the floor and
-    (rtol |answer| + atol max |answer|) / 10 with rtol 1e-3 (float16 5e-3, bfloat16 3e-2) and atol =
-    rtol / 100, so that the default limit of the ratio equals that tolerance.
+    Floats are measured by column, and the column with the largest error / noise is reported:
 
-    Other types: error = share of rows that differ where both answers agree, and whose scores do not
-    tie; there is no noise. Rows that differ and tie are `explained`.
+    - error = max |onnx - double|.
+    - noise = max(gap, floor, 2 eps max |double|).
+    - gap = max |single - double| over the columns whose largest answers have the same decimal
+      exponent.
 
-    A ratio without noise is 0 if nothing differs, else `LARGEST`, which also caps error and noise.
+    Only values that are finite in all three answers are compared. A value is a mismatch if it is
+    NaN, infinite or finite in the export, and of another kind in every answer of the source. eps is
+    that of float32, or of the output if it is coarser. Without a floor, the term 2 eps max |double|
+    is that of the whole output.
+
+    With one answer only, the noise is the larger of the floor and (rtol |answer| + atol max
+    |answer|) / 10. Here rtol is 1e-3 (float16 5e-3, bfloat16 3e-2) and atol is rtol / 100. The
+    default limit of the ratio then equals this tolerance.
+
+    Other types have no noise. Their error is the share of rows that differ where both answers agree
+    and the scores do not tie. Rows that differ and tie are `explained`.
+
+    Without noise, the ratio is 0 if nothing differs, and otherwise `LARGEST`. `LARGEST` is also the
+    maximum of error and noise.
 
     Args:
         onnx: the export's answer; axis 0 is the batch.
-        epsilon: spacing of the floats that the export computes in, where that is coarser than its
-            outputs'.
-        known: of real rows, for a group of inputs with too few rows to show the noise of its
+        epsilon: spacing of the floats that the export computes in, if coarser than that of its
+            outputs.
+        known: the columns of real rows, for a group with too few rows to show the noise of its
             columns.
 
     Raises:
-        MeasurementError: there is no answer, or the two have different shapes.
+        MeasurementError: there is no answer, or the two answers have different shapes.
     """
     reference = _choose_reference(single, double, where=f"output {output}, inputs {group}")
     rows = int(onnx.shape[0]) if onnx.ndim else 1
@@ -119,7 +127,7 @@ def _measure_floats(
 ) -> ParityMeasurement:
     """Measure the values that are finite in all answers.
 
-    The source's most exact answer is the first of `references`.
+    `references` begins with the source's most exact answer.
     """
     answer = onnx.astype(np.float64)
     exact, *others = (reference.astype(np.float64) for reference in references)
@@ -167,7 +175,7 @@ def _measure_in_tolerance(
 ) -> ParityMeasurement:
     """Measure an answer in tenths of a fixed tolerance.
 
-    The unit is the floor of the column where that is larger.
+    If the floor of a column is larger, it is the unit of that column.
     """
     rtol = _RTOL.get(kind, _RTOL_DEFAULT)
     atol = rtol * _ATOL_OF_RTOL
@@ -185,8 +193,8 @@ def _measure_in_tolerance(
     noises = np.maximum(noises, columns.spread(floors))
     ratios = columns.find_largest(np.where(errors == 0, 0.0, np.minimum(errors / noises, LARGEST)))
     worst_errors = columns.find_largest(errors)
-    # The largest error need not have the largest ratio: the noise reported is the one that belongs
-    # to both.
+    # The largest error and the largest ratio can be in different places: report the noise that
+    # belongs to both numbers.
     in_units = np.where(
         ratios > 0, worst_errors / np.where(ratios > 0, ratios, 1.0), columns.find_largest(noises)
     )
@@ -199,7 +207,7 @@ def _measure_labels(
 ) -> ParityMeasurement:
     """Measure the share of rows whose labels differ.
 
-    Rows count as differing only where the source is sure of its labels.
+    A row can differ only where both answers of the source agree on the label.
     """
     if not onnx.size:
         return blank
@@ -232,24 +240,24 @@ def _classify_numbers(array: Floats) -> npt.NDArray[np.int8]:
 
 
 def is_divergent(measurement: ParityMeasurement, factor: float = DIVERGENCE_FACTOR) -> bool:
-    """Return whether a value is farther from its source than rounding explains."""
+    """Return whether a value differs from the source by more than rounding explains."""
     return bool(measurement.mismatch) or not measurement.ratio <= factor
 
 
 def find_first_divergence(
     names: Iterable[str], onnx: Tensors, single: Tensors, double: Tensors | None = None
 ) -> tuple[str, float] | None:
-    """Return the first value that diverges, and its error / noise.
+    """Return the name of the first divergent value, and its error / noise.
 
-    It diverges if its error exceeds `DIVERGENCE_FACTOR` times its own noise. The ratio is `LARGEST`
-    for another shape. Only floats are compared: integers and booleans change on a tie as soon as
-    their inputs round differently, and a real fault shows at the next float. Values that one side
-    lacks are skipped.
+    A value diverges if its error exceeds `DIVERGENCE_FACTOR` times its noise. The ratio is
+    `LARGEST` if the shapes differ. Only floats are compared: a different rounding of the inputs can
+    change integers and booleans at a tie, and a real fault shows at the next float. Values that
+    only one of the models has are skipped.
 
     Args:
         names: names of the values in topological order.
-        double: the source's values in float64, if it runs in that; otherwise fixed tolerances
-            apply.
+        double: the source's values in float64, if the source runs in float64; otherwise fixed
+            tolerances apply.
     """
     for name in names:
         if (
@@ -270,14 +278,14 @@ def find_first_divergence(
 
 
 def pick_evenly(names: Sequence[str], limit: int) -> list[str]:
-    """Return at most `limit` of the names, evenly spaced, always with the last one."""
+    """Return at most `limit` of the names, evenly spaced and including the last one."""
     if len(names) <= limit:
         return list(names)
     return [names[(index + 1) * len(names) // limit - 1] for index in range(limit)]
 
 
 def select_rows(onnx: Array, reference: Array) -> list[int]:
-    """Return at most 32 rows: the worst one, and evenly spaced others."""
+    """Return the numbers of at most 32 rows: the worst row, and evenly spaced ones."""
     count = len(reference)
     if count <= MIN_NOISE_ROWS:
         return list(range(count))
@@ -288,7 +296,10 @@ def select_rows(onnx: Array, reference: Array) -> list[int]:
 
 
 def find_worst_row(onnx: Array, reference: Array) -> int:
-    """Return the row with the largest difference; one-sided NaN is largest."""
+    """Return the number of the row with the largest difference.
+
+    A value that is NaN in one answer only is the largest difference.
+    """
     if {onnx.dtype.kind, reference.dtype.kind} <= set("fiub"):
         a, b = onnx.astype(np.float64), reference.astype(np.float64)
         with np.errstate(all="ignore"):
@@ -303,12 +314,12 @@ def find_worst_row(onnx: Array, reference: Array) -> int:
 def measure_batch_invariance(
     batched: Tensors, alone: Sequence[Tensors], noise: Mapping[str, float] | None = None
 ) -> tuple[BatchInvariance, ...]:
-    """Measure how far the rows of one batch are from the same rows run one by one.
+    """Measure the difference between rows of one batch and the same rows run alone.
 
-    Floats: the ratio is in units of the output's noise or, without one, of a tenth of rtol 1e-3 +
-    atol 1e-5 max |answer|. Labels have no noise. If the model also has scores, a changed label
-    counts only as much as the scores differ, so that a tie is not a finding; otherwise every change
-    counts. A value that is finite on one side only counts as `LARGEST`.
+    For floats, the ratio is in units of the output's noise. Without noise, the unit is a tenth of
+    rtol 1e-3 + atol 1e-5 max |answer|. Labels have no noise. If the model also has scores, the
+    ratio of a changed label is that of the scores, so that a tie is not reported. Otherwise every
+    changed label is reported. The error of a value that is finite on one side only is `LARGEST`.
 
     Args:
         alone: outputs of n runs on one row each, in the same order.
@@ -333,7 +344,7 @@ def measure_batch_invariance(
 def _are_rows_of(rows: Sequence[Array], together: Array) -> bool:
     """Return whether a batch consists of rows like those that were run alone.
 
-    It must have as many rows, and each of them the shape of the row that was run alone.
+    The number of rows and the shape of each row must be equal.
     """
     if not rows or together.ndim == 0 or len(together) != len(rows):
         return False
@@ -358,7 +369,7 @@ def measure_noise(single: Tensors | None, double: Tensors | None) -> dict[str, f
 
 
 def _compare_batches(name: str, together: Array, single: Array, noise: float) -> BatchInvariance:
-    # Fixed tolerances, as for a source with one answer; the noise then takes their place.
+    # Fixed tolerances apply, as for a source with one answer; the noise replaces them below.
     measurement = measure_output(group=REAL, output=name, onnx=together, single=single, double=None)
     error, ratio = measurement.error, measurement.ratio
     is_scores = together.dtype.kind == "f"

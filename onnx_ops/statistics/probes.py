@@ -1,9 +1,9 @@
-"""Probes: deterministic input groups that reveal a wrong export.
+"""Probes: deterministic groups of inputs that reveal faults of an export.
 
-The domain of an input is the set of values that callers can send, learned from real rows, the graph
-and what the pipeline declares. A difference on a group within the domain refuses the export; on
-other groups (NaN where the data has none, rows of a thousandfold size, no rows at all) it is
-advisory.
+The domain of an input is the set of values that callers can send. It is learned from real rows, the
+graph, and the declarations of the pipeline. A difference on a group within the domain refuses the
+export. A difference on another group is advisory: NaN where the data has none, rows scaled by
+1,000, or an empty batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 MARGIN = 0.5
-"""Share of its width by which a range of real numbers is widened at each end.
+"""Share of its width that is added to each end of a range of real numbers.
 
 Rows are only a sample of what callers send.
 """
@@ -33,7 +33,7 @@ _MOST_PLACES = 1 << 16
 Rows = npt.NDArray[np.intp]
 
 REAL = "real"
-"""Name of the group of unchanged real samples."""
+"""Name of the group of unchanged real rows."""
 
 LENGTHS = "lengths:"
 """Prefix of the names of groups at other sizes of free axes.
@@ -42,10 +42,10 @@ For example: `lengths:height=1,width=1`.
 """
 
 RANGE = "range"
-"""Name of the group of rows that are made up within the domain."""
+"""Name of the group of rows that are generated within the domain."""
 
 MIN_NOISE_ROWS = 32
-"""Rows below which the largest rounding error is not a fair sample of the noise."""
+"""Number of rows below which the largest rounding error is no fair sample of the noise."""
 
 BATCH_SIZES = (1, 2, 3, 17, 64, 257)
 
@@ -53,19 +53,19 @@ _RANGE_ROWS = 3 * MIN_NOISE_ROWS
 _FACTORS = {"x10": 10.0, "x1e3": 1e3, "x1e5": 1e5, "x1e-8": 1e-8, "negatives": -1.0}
 
 Axes = Mapping[str, Sequence[tuple[str, int]]]
-"""Places (input, axis) of each free axis by its symbol, without axis 0, the batch."""
+"""Positions (input, axis) of each free axis by its symbol, without the batch axis 0."""
 
 _GROUP_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputDomain:
-    """The values of one input by place; a place is an element of a row.
+    """The possible values of one input, for each place (element of a row).
 
     Args:
         low: finite lower bounds, of a shape that broadcasts against a row.
-        listed: places that take only the values that occur there; same shape.
-        categories: all possible values, whatever the place; None if any value between the bounds is
+        listed: places that take only the values that occur at that place; same shape.
+        categories: all possible values of any place; None if any value between the bounds is
             possible.
         recombined: whether places vary independently, so that any mixture of rows is a valid row.
         missing: places that may hold NaN; same shape.
@@ -87,18 +87,18 @@ def learn_domains(
 ) -> dict[str, InputDomain]:
     """Learn the domain of each input.
 
-    Tables (2-D floats) have a range for each column; images, series and whole numbers of other
-    ranks have one for all places. A range of real numbers is widened by half its width at each end,
-    but not across zero; one of whole numbers is not. A table's column with up to 64 distinct whole
-    numbers may hold categories, so that no others are in the domain.
+    Tables (2-D floats) have a range for each column. Images, series and whole numbers of other
+    ranks have one range for all places. A range of real numbers is widened by half its width at
+    each end, but not across zero. A range of whole numbers is not widened. A column of a table with
+    up to 64 distinct whole numbers may hold categories; then no other values are in its domain.
 
     Args:
         samples: real rows by input; axis 0 is the batch.
         declared: values that the pipeline declares for some inputs.
-        bounds: smallest and largest index that the graph accepts, for inputs that are indices.
+        bounds: smallest and largest index that the graph accepts, for inputs of indices.
 
     Raises:
-        ValueError: there is no row, or texts are declared for an input of numbers.
+        ValueError: there is no row, or texts are declared for a numeric input.
     """
     if not min((len(array) for array in samples.values()), default=0):
         raise ValueError("there are no real samples to learn the domain from")
@@ -133,7 +133,7 @@ def _learn(array: Array, declared: InputValues, bound: tuple[int, int] | None) -
         whole=whole,
         listed=_find_listed(values, whole) if is_free else np.zeros_like(whole),
         categories=categories,
-        # The places of a mask depend on each other, as those of padding at the end of a row.
+        # Places of a mask depend on each other, for example by padding at the end of a row.
         recombined=(array.ndim <= 2 and not is_mask) or bound is not None,
         missing=_find_missing(values, axes, declared),
     )
@@ -147,7 +147,7 @@ def _read_categories(array: Array, declared: InputValues) -> Array | None:
 
 
 def _make_unordered_domain(array: Array, categories: Array | None) -> InputDomain:
-    """Return the domain of texts, booleans and objects, which have no range."""
+    """Return the domain of texts, booleans or objects, which have no range."""
     kind = array.dtype.kind
     return InputDomain(
         low=np.zeros(()),
@@ -165,7 +165,7 @@ def _find_range(
 ) -> tuple[Floats, Floats]:
     """Return the smallest and the largest finite value of each place.
 
-    Both are 0 where there is no finite value.
+    Both are 0 for a place without a finite value.
     """
     known = finite.any(axis=axes)
     low = np.where(known, np.where(finite, values, np.inf).min(axis=axes, initial=np.inf), 0.0)
@@ -174,9 +174,9 @@ def _find_range(
 
 
 def _widen_range(low: Floats, high: Floats, whole: Bools) -> tuple[Floats, Floats]:
-    """Widen ranges of real numbers at each end, but not across zero.
+    """Return ranges of real numbers, widened at each end but not across zero.
 
-    Counts and pixels have one sign.
+    Values such as counts and pixels have one sign.
     """
     room = np.where(whole, 0.0, (high - low) * MARGIN)
     return (
@@ -194,7 +194,7 @@ def _apply_declared_range(
 ) -> tuple[Floats, Floats]:
     """Replace learned bounds by declared ones.
 
-    What the pipeline declares overrides the graph, and listed values override a range.
+    Values that the pipeline declares override the graph. Listed values override a range.
     """
     if bound is not None:
         low, high = np.full_like(low, bound[0]), np.full_like(high, bound[1])
@@ -214,9 +214,9 @@ def _has_declared_range(declared: InputValues, bound: tuple[int, int] | None) ->
 def _find_listed(values: Floats, whole: Bools) -> Bools:
     """Return which columns of a table can hold categories.
 
-    Their values are few whole numbers, most of which repeat.
+    Such a column has a few distinct whole numbers, most of which repeat.
     """
-    if whole.ndim != 1:  # one range for all places: no table, or too wide a one
+    if whole.ndim != 1:  # one range for all places: the input is no table, or has too many columns
         return np.zeros_like(whole)
     distinct = 1 + (np.diff(np.sort(values, axis=0), axis=0) != 0).sum(axis=0)
     return np.asarray(whole & (distinct <= _MOST_CATEGORIES) & (distinct < len(values) / 2))
@@ -228,7 +228,7 @@ def _find_missing(values: Floats, axes: int | tuple[int, ...], declared: InputVa
 
 
 def _find_type_limits(dtype: np.dtype[Any]) -> tuple[float, float]:
-    """Return the smallest and the largest float64 that a number type can hold."""
+    """Return the smallest and the largest float64 that fit into a number type."""
     limits = np.finfo(dtype.name) if dtype.kind == "f" else np.iinfo(dtype.name)
     largest = float(limits.max)
     if int(largest) > limits.max:  # float64 rounds 2**63 - 1 up
@@ -238,17 +238,17 @@ def _find_type_limits(dtype: np.dtype[Any]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeGroup:
-    """Rows of one kind. `inside`: callers can send them."""
+    """Rows of one kind; `inside` is True if callers can send them."""
 
     inputs: Tensors
     inside: bool = True
 
 
 def make_range_inputs(samples: Tensors, domains: Mapping[str, InputDomain]) -> Tensors:
-    """Make 96 rows within the domain: bounds, mixtures and values in between.
+    """Make 96 rows within the domain: bounds, mixtures of rows, and values in between.
 
-    Places that do not vary independently keep real rows. So do texts and booleans, except that the
-    columns of a table of texts are mixed.
+    Places that do not vary independently have the values of real rows. This includes texts and
+    booleans, except that the columns of a table of texts are mixed.
     """
     rows = _even_rows(samples, _RANGE_ROWS)
     draw = np.random.default_rng(0)
@@ -258,7 +258,7 @@ def make_range_inputs(samples: Tensors, domains: Mapping[str, InputDomain]) -> T
 
 
 def make_batch_inputs(samples: Tensors) -> dict[str, Tensors]:
-    """Cut real rows into batches of 1, 2, 3, 17, 64 and 257 rows, one after the other."""
+    """Return successive batches of 1, 2, 3, 17, 64 and 257 real rows."""
     count = _count_rows(samples)
     groups: dict[str, Tensors] = {}
     start = 0
@@ -272,12 +272,12 @@ def make_batch_inputs(samples: Tensors) -> dict[str, Tensors]:
 def make_probe_groups(
     samples: Tensors, domains: Mapping[str, InputDomain], *, empty: bool
 ) -> dict[str, ProbeGroup]:
-    """Make the groups: real rows, and rows within and outside the domain.
+    """Return the groups of real rows, and of rows within and outside the domain.
 
-    `beyond_range` holds multiples of real rows, without those that an input's type cannot hold;
-    `beyond_range:texts` holds empty and unseen texts. `missing` and `infinite` have one such
-    element in each float input, NaN only where it may occur if it may occur anywhere. Only floats
-    are changed; a group that would only repeat real rows is left out.
+    `beyond_range` holds multiples of real rows that the type of the input can hold.
+    `beyond_range:texts` holds empty and unseen texts. `missing` has one NaN, and `infinite` one
+    infinity, in each float input. If the domain allows NaN in some places, `missing` has NaN only
+    in these places. Only floats are changed. A group that would only repeat real rows is omitted.
     """
     kinds = {array.dtype.kind for array in samples.values()}
     rows = _even_rows(samples, MIN_NOISE_ROWS)
@@ -299,8 +299,8 @@ def make_probe_groups(
 
 
 def _make_multiples(samples: Tensors, rows: Rows) -> dict[str, ProbeGroup]:
-    """Make multiples of real rows, without those that an input's type cannot hold."""
-    room = []  # the largest value of each float input, and of its type
+    """Return multiples of real rows, without those that an input's type cannot hold."""
+    room = []  # the largest value of each float input, and the largest of its type
     for array in (array for array in samples.values() if array.dtype.kind == "f"):
         values = np.abs(array.astype(np.float64))
         room.append(
@@ -328,7 +328,7 @@ def _multiply_floats(chosen: Array, factor: float) -> Array:
 def _make_non_finite(
     samples: Tensors, rows: Rows, domains: Mapping[str, InputDomain]
 ) -> dict[str, ProbeGroup]:
-    """Make rows with one NaN, and rows with one infinity, in each float input."""
+    """Return rows with one NaN, and rows with one infinity, in each float input."""
     has_missing = any(domain.missing.any() for domain in domains.values())
     everywhere = {
         name: np.ones((), dtype=bool) for name, array in samples.items() if array.dtype.kind == "f"
@@ -346,9 +346,9 @@ def _make_non_finite(
 
 
 def _insert_texts(samples: Tensors, rows: Rows, domains: Mapping[str, InputDomain]) -> Tensors:
-    """Make rows with an empty, an unseen and the real text in turn.
+    """Return rows whose text is empty, unseen or real in turn.
 
-    Inputs whose texts are categories do not change.
+    Inputs whose texts are categories are unchanged.
     """
     inputs = {name: array[rows] for name, array in samples.items()}
     for name, chosen in inputs.items():
@@ -359,7 +359,7 @@ def _insert_texts(samples: Tensors, rows: Rows, domains: Mapping[str, InputDomai
 
 
 def take_rows(samples: Tensors, count: int) -> Tensors:
-    """Return the first `count` rows; rows repeat if there are fewer."""
+    """Return the first `count` rows, repeated if there are fewer rows."""
     chosen = np.arange(count) % _count_rows(samples)
     return {name: array[chosen] for name, array in samples.items()}
 
@@ -392,7 +392,7 @@ def _draw_in_range(
     if array.dtype.kind == "f":
         made[~np.isfinite(chosen.astype(np.float64))] = np.nan
         return np.where(np.isnan(made), chosen.astype(np.float64), made).astype(array.dtype)
-    # Float64 rounds 2**63 - 1 up.
+    # float64 rounds 2**63 - 1 up.
     whole = np.clip(made, domain.low, domain.high).astype(array.dtype)
     if not domain.recombined:
         whole[2:] = chosen[2:]
@@ -417,7 +417,8 @@ def _draw_numbers(chosen: Array, domain: InputDomain, draw: np.random.Generator)
         ends = np.where(row % 2, low.reshape(-1)[place], high.reshape(-1)[place])
         spikes[row, place] = ends
     made[third : 2 * third] = spikes.reshape(made[third : 2 * third].shape)
-    if chosen.dtype.kind in "iu":  # whole numbers from end to end, as many different ones as fit
+    # whole numbers from end to end, with as many different ones as fit
+    if chosen.dtype.kind in "iu":
         swept = made[2 * third :].shape
         count, width = int(np.prod(swept)), high - low + 1
         step = np.maximum(1.0, np.floor(width / max(1, count)))
@@ -432,7 +433,7 @@ def _mix_rows(array: Array, shape: tuple[int, ...], draw: np.random.Generator) -
 def _insert_values(
     samples: Tensors, rows: Rows, values: Sequence[float], at: Mapping[str, Bools]
 ) -> Tensors:
-    """Put one of the values into each row, walking over the places that may hold it."""
+    """Put one of the values into each row, at successive allowed places."""
     inputs = {name: array[rows] for name, array in samples.items()}
     for name, allowed in at.items():
         chosen = inputs[name]
@@ -450,19 +451,19 @@ def _insert_values(
 
 
 def choose_other_sizes(size: int) -> tuple[int, ...]:
-    """Return other sizes of an axis.
+    """Return other sizes of an axis to test.
 
-    They are 1, the half, a smaller odd size, the next odd size, and twice the size.
+    They are 1, half the size, a smaller odd size, the next odd size, and twice the size.
     """
     half, larger = size // 2, size + 1 + size % 2
     return tuple(sorted({1, half, half | 1, larger, 2 * size} - {0, size}))
 
 
 def make_sized_inputs(samples: Tensors, axes: Axes) -> dict[str, Tensors]:
-    """Make 32 real rows at other sizes of each free axis, and of all axes together.
+    """Return 32 real rows at other sizes of each free axis, and of all axes together.
 
-    Rows are cut or repeated to fit. A symbol that several inputs share has one size in all of them.
-    Groups have as many rows as 64 MiB hold, and are left out if those are fewer than 2.
+    Rows are cut or repeated to fit. A symbol that several inputs share has the same size in all of
+    them. A group has fewer rows if 32 exceed 64 MiB, and is omitted if 2 rows exceed it.
     """
     first = take_rows(samples, 1)
     present = {symbol: int(first[at[0][0]].shape[at[0][1]]) for symbol, at in axes.items() if at}
@@ -479,15 +480,15 @@ def make_sized_inputs(samples: Tensors, axes: Axes) -> dict[str, Tensors]:
 def _combine_sizes(present: Mapping[str, int]) -> list[dict[str, int]]:
     """Return combinations of other sizes of the axes.
 
-    First come other sizes of each axis alone. Then come the smallest, the largest and unequal sizes
-    of all axes together.
+    The first combinations change one axis each. The others change all axes: to the smallest, to the
+    largest, and to unequal sizes.
     """
     ranked = {symbol: choose_other_sizes(size) for symbol, size in present.items()}
     combined = [{symbol: size} for symbol, sizes in ranked.items() for size in sizes]
     if len(ranked) > 1:
         combined += [{symbol: sizes[end] for symbol, sizes in ranked.items()} for end in (0, -1)]
-        # Each axis takes another place of its list, since equal sizes hide axes that were
-        # exchanged.
+        # Each axis takes a different position in its list of sizes: with equal sizes, exchanged
+        # axes would go unnoticed.
         unequal = {
             symbol: sizes[(place + 2) % len(sizes)]
             for place, (symbol, sizes) in enumerate(ranked.items())

@@ -15,12 +15,10 @@ from onnx_ops.statistics.output_columns import LARGEST
 _LEVELS = 255
 
 TINY = 1e-30
-"""Values closer to 0 are not counted as values that a range must hold."""
+"""Magnitude below which a value need not fit into a range."""
 
 _SPACINGS = 4
-"""Spacings of the value's type (float32 or float16) by which rounding may miss the middle of a
-step.
-"""
+"""Tolerance at the middle of a step, in spacings of the value's type (float32 or float16)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,7 +26,7 @@ class ActivationStatistics:
     """Accumulates the error of one quantized activation over several runs.
 
     Args:
-        bounded: whether the range is that of the function that computes it.
+        bounded: whether the range is the full range of the function that computes the activation.
     """
 
     tensor: str
@@ -49,11 +47,11 @@ class ActivationStatistics:
     def update(
         self, written: Array, read: Array, original: Array | None, meant: Array | None = None
     ) -> None:
-        """Add one run.
+        """Add the values of one run.
 
         Args:
             original: the float export's value of that name, or None.
-            meant: the same after a ReLU or Clip of the float export that the range replaces, or
+            meant: that value after the float export's ReLU or Clip that the range replaces, or
                 None.
         """
         before, after = written.astype(np.float64), read.astype(np.float64)
@@ -71,7 +69,7 @@ class ActivationStatistics:
             wrong = np.maximum(np.abs(after - before) - rounding, 0.0)[inside]
         self.largest = max(self.largest, float(wrong.max(initial=0.0)))
         beyond = truth > highest
-        if self.low < 0:  # a range that begins at 0 cuts off below on purpose
+        if self.low < 0:  # a range that begins at 0 clips lower values on purpose
             beyond |= truth < lowest
         self.outside += int(beyond.sum())
         self.values += int(truth.size)
@@ -87,9 +85,9 @@ class ActivationStatistics:
     def summarize(self) -> ActivationMeasurement:
         """Return the measurement, in units of step / sqrt(12).
 
-        Clipping is measured against steps of at least 8 bits: the gain of a finer step must not be
-        clipped. The stretch is that of the tighter end, since a symmetric range of values of one
-        sign fits at one end only.
+        Clipping is measured against steps of at least 8 bits, since the gain of a finer step must
+        not be lost by clipping. The stretch is that of the end that fits more tightly: a symmetric
+        range of values of one sign fits at one end only.
         """
         unit = self.step / math.sqrt(12)
         departure = math.sqrt(self.squares / self.compared) / unit if self.compared else None
@@ -125,7 +123,7 @@ def compute_weight_error(
 ) -> float:
     """Return the largest |original - dequantized| in quantization steps.
 
-    It is `LARGEST` if a weight is not finite, or moved where the step is 0.
+    Return `LARGEST` if a weight is not finite, or changes where the step is 0.
     """
     before, after = (
         np.asarray(original, dtype=np.float64),

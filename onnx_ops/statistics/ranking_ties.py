@@ -1,6 +1,6 @@
 """Ties of a ranking.
 
-A tie is an index or class that differs although rounding may exchange the scores.
+A tie is a different index or class that rounding of the scores can explain.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from onnx_ops.statistics.output_columns import (
 )
 
 _FEW_TIES, _OFTEN_UNSURE = 0.5, 0.05
-"""Share of rows whose scores may all tie, and of rows in which the source's two answers then have
-to differ.
+"""Two limits of `is_ranked_by_scores`.
+
+The first is the share of rows whose scores may all tie. The second is the share of rows in which
+the source's two answers must otherwise differ.
 """
 
 
 def find_ties(onnx: Array, expected: Array, rounding: Rounding) -> Bools:
     """Return where two different indices or classes are tied.
 
-    Rounding can exchange the scores of a tie. An index that occurs twice is no tie, unless it does
-    so in the expected answer.
+    Their scores are so close that rounding can exchange them. An index that occurs twice is not a
+    tie, unless the expected answer also has an index twice.
     """
     none = np.zeros(onnx.shape, dtype=bool)
     ranking = _read_scores(rounding)
@@ -61,7 +63,7 @@ def _take(values: Floats, indices: npt.NDArray[np.intp], axis: int) -> Floats:
 
 
 def _find_places(classes: Array, labels: Array) -> Array:
-    """Return the index of each class; -1 for others."""
+    """Return the position of each class in `labels`; -1 for unknown classes."""
     classes, labels = (a.astype(np.str_) for a in (classes, labels))
     order = np.argsort(labels)
     places = order[np.searchsorted(labels, classes, sorter=order).clip(max=len(labels) - 1)]
@@ -76,9 +78,10 @@ def _has_duplicates(indices: Array, axis: int) -> Bools:
 def is_ranked_by_scores(single: Array, double: Array, rounding: Rounding) -> bool:
     """Return whether the scores of real rows rank anything.
 
-    If so, their ties explain a difference. A wrong export may give all classes the same score.
-    Where that is so, its ties count only if the source is often unsure too, or gives practically
-    one answer, while the scores are not the same in all rows.
+    If they do, ties of the scores explain a difference. A wrong export may give all classes the
+    same score. If most rows have such scores, the result is True in two cases only. In the first,
+    the two answers of the source differ in 5 % of rows. In the second, the source has practically
+    one answer, and the scores differ between rows.
     """
     ranking = _read_scores(rounding)
     if ranking is None:
@@ -96,7 +99,7 @@ def is_ranked_by_scores(single: Array, double: Array, rounding: Rounding) -> boo
 
 
 def _read_scores(rounding: Rounding) -> tuple[Floats, Floats] | None:
-    """Return the scores, and how far rounding may move each.
+    """Return the scores, and by how much rounding may change each score.
 
     Return None if the output ranks nothing.
     """

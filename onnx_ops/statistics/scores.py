@@ -1,14 +1,15 @@
 """Scores of several models by one task metric, with intervals.
 
-The intervals of metrics that are mean losses are of ratios of losses, those of other metrics come
-from the paired bootstrap over rows; where the data names groups, groups take the place of rows. The
-bootstrap cannot represent kinds of rows that are not in the sample. So the interval of a metric
-with a range is never narrower than what such rows could do: even if none of n rows is wrong, up to
-3/n of all rows can be (at 5 % error), each at the metric's largest step.
+If a metric is a mean loss, its intervals are of ratios of losses. Other metrics use the paired
+bootstrap over rows. If the data names groups, groups take the place of rows.
 
-Where two models answer every row alike, the change is exactly 0, whatever the metric
-(`_find_equal`). It is unknown where only the scores of the rows are equal and the metric has no
-range.
+The bootstrap does not see kinds of rows that are missing from the sample. The interval of a metric
+with a range therefore includes their possible effect: even if none of n rows is wrong, up to 3/n of
+all rows can be (at 5 % error), and each can change the metric by its largest step.
+
+If two models have equal answers to every row, the change is exactly 0 for any metric
+(`_find_equal`). If only the scores of the rows are equal, and the metric has no range, the change
+is unknown.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from onnx_ops.statistics.intervals import (
 )
 
 CustomMetric: TypeAlias = Callable[[Array, Array], float]
-"""Takes (predictions, labels)."""
+"""A function of predictions and labels."""
 
 _NAMED = 10
 """Maximum number of rows that are named as those that carry an error."""
@@ -51,22 +52,25 @@ _NO_ERROR = "{name} has no error, so a change is no share of it"
 _SAME_SCORES = "the answers differ, but every row scores as with {name}: no interval for the change"
 
 FEW_ROWS = 20
-"""Rows or groups below which an interval has no meaningful level."""
+"""Number of rows or groups below which an interval has no meaningful level."""
 
 UNSEEN_ROWS = -math.log((1 - CONFIDENCE) / 2)
-"""Unseen rows that may be missing by chance: the upper 95 % bound of a Poisson count of 0."""
+"""Number of unseen rows that may be missing by chance.
+
+It is the upper 95 % bound of a Poisson count of 0.
+"""
 
 _FEW_EFFECTIVE = 10
-"""Equally bad rows that must carry the losses of two models.
+"""Minimum effective number of rows that must carry the losses of two models.
 
-At most a fifth of all rows must do so. The number was chosen by simulation: of models that differ
-little, as many pass at 20 to 2,000 rows as without this rule.
+At most a fifth of all rows is required. The number was chosen by simulation. Among models that
+differ little, as many pass with 20 to 2,000 rows as without this rule.
 """
 
 _UNSEEN_LOSSES = 4
-"""Rows that may be missing by chance, for the mean loss of one model.
+"""Number of rows that may be missing by chance, for the mean loss of one model.
 
-It corresponds to `UNSEEN_ROWS`: the missing rows may be worse than any that was seen. Chosen by
+It corresponds to `UNSEEN_ROWS`, but the missing rows may be worse than any observed row. Chosen by
 simulation.
 """
 
@@ -84,16 +88,17 @@ def score(
 ) -> tuple[ScoreComparison, ...]:
     """Score the candidate, and compare it with each other model.
 
-    The order of rows has no influence.
+    The order of rows does not change the result.
 
     Args:
-        definition: any metric but those that are counts of rows.
-        label: one entry per row, by what the metric reads: class numbers (1 for positive and else 0
-            if it is binary), True for positive rows, numbers, embeddings or tokens. None compares
-            the candidate's embeddings or tokens with those of the other models.
-        answers: by model, with `CANDIDATE`: class numbers as in the label, scores of the positive
-            class, numbers, embeddings, tokens, or what a custom metric takes.
-        group: number of each row's group, if rows belong together.
+        definition: any metric except those that are counts of rows.
+        label: one entry per row, as the metric reads it: class numbers (for binary metrics 1 for
+            the positive class and 0 otherwise), True for positive rows, numbers, embeddings or
+            tokens. None compares the candidate's embeddings or tokens with those of the other
+            models.
+        answers: answers by model, including `CANDIDATE`: class numbers as in the label, scores of
+            the positive class, numbers, embeddings, tokens, or the input of a custom metric.
+        group: group number of each row, if rows depend on each other.
         alike: models whose outputs are known to equal the candidate's on every row.
     """
     if label is None:
@@ -147,7 +152,7 @@ def _score_without_labels(
     group: Array | None,
     alike: Collection[str],
 ) -> tuple[ScoreComparison, ...]:
-    """Score the candidate against the answers of each other model as the labels."""
+    """Score the candidate with the answers of each other model as labels."""
     comparisons = []
     for name, reference in answers.items():
         if name == CANDIDATE:
@@ -159,8 +164,7 @@ def _score_without_labels(
         for entry in score(
             definition, reference, pair, seed=seed, resamples=resamples, group=group, alike=alike
         ):
-            # No candidate is closer to the reference than the reference itself: a gain is capped at
-            # 0.
+            # No candidate is closer to the reference than the reference: a gain is limited to 0.
             lost = entry.difference
             if entry.against or not entry.candidate:
                 capped = None if lost is None else replace(lost, high=min(lost.high, 0.0))
@@ -171,7 +175,7 @@ def _score_without_labels(
 def _sort_rows(definition: MetricDefinition, label: Array, answers: Mapping[str, Array]) -> Array:
     """Return the row numbers in an order that depends only on the content of the rows.
 
-    Rows of tokens without one that counts are left out.
+    Rows whose tokens are all ignored are omitted.
     """
     columns = [np.ascontiguousarray(array) for array in (label, *answers.values())]
     keys = [b"".join(column[row].tobytes() for column in columns) for row in range(len(label))]
@@ -184,7 +188,7 @@ def _sort_rows(definition: MetricDefinition, label: Array, answers: Mapping[str,
 def _restore_rows(
     entries: Mapping[str, ScoreComparison], order: Array, groups: Array | None
 ) -> dict[str, ScoreComparison]:
-    """Return entries with row numbers of the data, and with the number of groups.
+    """Return entries with the original row numbers, and with the number of groups.
 
     The row numbers in `entries` are those of the sorted rows.
     """
@@ -215,9 +219,9 @@ def _find_equal(
 def _make_equal(
     definition: MetricDefinition, mine: ScoreComparison, name: str, value: float
 ) -> ScoreComparison:
-    """Return the comparison of two models with equal answers.
+    """Return the comparison of the candidate with a model of equal answers.
 
-    Both of them have this value of the metric.
+    The metric of that model is `value`.
     """
     better = definition.higher_is_better
     return ScoreComparison(
@@ -243,7 +247,7 @@ def make_unscored(
     failed: str = "",
     broken: str = "",
 ) -> ScoreComparison:
-    """Return an entry without a score, and the reason."""
+    """Return an entry that has a reason in place of a score."""
     return ScoreComparison(
         metric=definition.label,
         against=against,
@@ -281,13 +285,13 @@ def _make_loss_statistic(method: MeanLoss, label: Array, answers: Array) -> Stat
 
 
 def _make_custom_statistic(function: CustomMetric, predictions: Array, labels: Array) -> Statistic:
-    """Return a custom metric on the rows of each resample."""
+    """Return a statistic that computes a custom metric on the rows of each resample."""
 
     def value(weights: Weights) -> float:
         rows = np.repeat(np.arange(len(labels)), weights.astype(np.intp))
         try:
             return float(function(predictions[rows], labels[rows]))
-        except Exception:  # user code may raise anything; on all rows together it did not
+        except Exception:  # user code may raise anything; on all rows together it did not raise
             return float("nan")
 
     return lambda weights: np.array([value(one) for one in weights])
@@ -303,7 +307,7 @@ def _compare_by_bootstrap(
     resamples: int,
     equal: Collection[str],
 ) -> dict[str, ScoreComparison]:
-    """Compare by the paired bootstrap over units, which are rows or groups."""
+    """Compare the models by the paired bootstrap over units, which are rows or groups."""
     size = typical_size(units)
     sides = {}
     for name, array in answers.items():
@@ -332,9 +336,9 @@ def _compare_replicates(
     sides: Mapping[str, MetricStatistic],
     replicates: Mapping[str, Replicates],
 ) -> ScoreComparison:
-    """Compare the candidate with the model that the entry is against.
+    """Return the comparison of the candidate with one other model.
 
-    The comparison is by difference, ratio or both.
+    It is a difference, a ratio or both.
     """
     name = entry.against
     own, other = replicates[CANDIDATE], replicates[name]
@@ -363,7 +367,7 @@ def _compare_losses(
     units: Array,
     equal: Collection[str],
 ) -> dict[str, ScoreComparison]:
-    """Compare the means of a loss per row.
+    """Compare models by the mean of a loss per row.
 
     An explained share divides the loss by the label's variance.
     """
@@ -373,8 +377,8 @@ def _compare_losses(
     sums: dict[str, Array] = {
         name: np.bincount(units, weights=loss) for name, loss in losses.items()
     }
-    # The divisor of each unit's loss: its rows, or for an explained share their share of the
-    # variance.
+    # Divisor of each unit's loss: its number of rows, or its part of the variance for an explained
+    # share.
     weights = np.square(label - label.mean()) if method.explained else None
     share = np.bincount(units, weights=weights).astype(float)
     if why := _explain_undefined_mean(definition, method, label, losses[CANDIDATE], share):
@@ -423,15 +427,15 @@ def _explain_undefined_mean(
 def _count_effective_units(method: MeanLoss, sums: Array, share: Array) -> float:
     """Return how many equally bad units carry the losses.
 
-    For an explained share, the units that carry the variance count if they are fewer. It divides
-    the losses by that variance.
+    An explained share is a loss divided by the variance of the label. If fewer units carry this
+    variance, their number is returned.
     """
     of_losses = find_heavy_rows(sums)[0]
     return min(of_losses, find_heavy_rows(share)[0]) if method.explained else of_losses
 
 
 def _bound_value(method: MeanLoss, sums: Array, share: Array) -> Interval:
-    """Return the interval of a metric by the losses of one model."""
+    """Return the interval of a metric, from the losses of one model."""
     mean_loss = ratio_interval(sums, share, _UNSEEN_LOSSES)
     if not method.explained:
         return _to_metric(method, mean_loss)
@@ -473,8 +477,8 @@ def _compare_rest(
 ) -> ScoreComparison:
     """Compare two models without the few rows (or groups) that carry the losses.
 
-    The entry does not change if many rows carry them. For an explained share, the labels' variance
-    counts as a loss: it carries the metric just as much.
+    The entry is unchanged if the losses are evenly spread. For an explained share, the labels'
+    variance counts as a loss, since the metric depends on it as much.
     """
     if entry.difference is None and entry.ratio is None:
         return entry
@@ -509,7 +513,7 @@ def _make_undefined(
 
 
 def _to_metric(method: MeanLoss, interval: Interval) -> Interval:
-    """Convert the interval of a mean loss to the metric, which can be the root of it."""
+    """Convert the interval of a mean loss to the metric, which can be its square root."""
     ends = (max(value, 0.0) for value in (interval.estimate, interval.low, interval.high))
     estimate, low, high = map(math.sqrt, ends) if method.root else ends
     return Interval(estimate=estimate, low=low, high=high)
@@ -528,7 +532,7 @@ def _find_problem(
     function: CustomMetric | None,
     groups: Array | None,
 ) -> ScoreComparison | None:
-    """Return why the candidate cannot be scored at all, or None."""
+    """Return an entry with the reason why the candidate cannot be scored, or None."""
     n = len(label)
     if not _is_finite(candidate):
         odd = int((~np.isfinite(candidate.reshape(n, -1))).any(axis=1).sum())
@@ -592,7 +596,7 @@ def _score_alone(
 def _estimate(between: Replicates, step: float | None = None) -> Interval | None:
     """Return the interval of a difference or ratio.
 
-    Return None if it has neither spread nor a step.
+    Return None for a statistic without spread and without a largest step.
     """
     if step is None and not between.spread:
         return None
@@ -601,7 +605,7 @@ def _estimate(between: Replicates, step: float | None = None) -> Interval | None
 
 
 def _widen(interval: Interval, step: float | None) -> Interval:
-    """Widen an interval by the effect that unseen rows can have."""
+    """Return an interval that also covers the possible effect of unseen rows."""
     if step is None:
         return interval
     room = UNSEEN_ROWS * step

@@ -1,9 +1,10 @@
-"""Parity of models that jump: trees and rankings.
+"""Parity of models whose answers jump: tree ensembles and rankings.
 
-Trees are compared node by node, and trees and rankings within a jitter envelope. A correct export
-of a scaler with trees differs from its source in some rows, because a feature that is rounded
-differently falls on the other side of a split. Such a row is explained if the answers of the source
-to jittered copies of it, by a few times the rounding of float32, enclose the export's answer.
+Trees are compared node by node. The answers of trees and rankings are compared with a jitter
+envelope. A correct export of a scaler with trees differs from its source in some rows, because a
+feature that is rounded differently falls on the other side of a split. Such a row is explained by
+its jittered copies, whose inputs differ by a few times the rounding of float32: the source's
+answers to the copies must enclose the export's answer.
 """
 
 from __future__ import annotations
@@ -39,26 +40,29 @@ from onnx_ops.statistics.ranking_ties import find_ties
 Floats = npt.NDArray[np.float64]
 
 JITTER = 2.0**-22
-"""Largest relative change of an input, four times the rounding of float32."""
+"""Maximum relative change of an input: four times the rounding of float32."""
 
 INNER_JITTER = 128 * JITTER
-"""The same for a model that ranks scores: their own rounding moves them as well, by more than that
-of inputs does.
+"""Maximum relative change of an input of a model that ranks scores.
+
+The scores are rounded too, by more than the inputs are.
 """
 
 COPIES = 32
-"""About a third of the jittered copies cross a split that rounding crosses, so that 32 practically
-never miss it.
+"""Number of jittered copies of each row.
+
+About a third of the copies cross a split that rounding crosses, so that 32 copies practically
+always include one that does.
 """
 
 _BEYOND = 10.0
-"""Error / noise above which a row differs: the default limit of the parity gate."""
+"""Ratio of error to noise above which a row differs: the default limit of the parity gate."""
 
 SHOWN = 20
-"""Number of differences that are reported one by one."""
+"""Maximum number of differences that are reported one by one."""
 
 _CLOSE = 2.0**-21
-"""Relative difference of a leaf's weight that another order of multiplication makes."""
+"""Relative tolerance of leaf weights, which depend on the order of multiplication."""
 
 
 def jitter_rows(
@@ -67,8 +71,8 @@ def jitter_rows(
     """Return copies of the rows with each float changed by up to `JITTER` of its size.
 
     Args:
-        ranks: change it by up to `INNER_JITTER` of its size in the second half of the copies.
-        parts_ties: change it by up to `JITTER` of the input's largest value as well, so that equal
+        ranks: change floats by up to `INNER_JITTER` of their size in the second half of the copies.
+        parts_ties: also change floats by up to `JITTER` of the input's largest value, so that equal
             values differ.
 
     Returns:
@@ -98,12 +102,12 @@ def compute_envelope(answers: Sequence[Tensors], wide: Sequence[Tensors] = ()) -
     """Return the bounds of several answers to the same rows, by output.
 
     Args:
-        wide: answers to copies that differ by up to `INNER_JITTER`. Floats among them count where
+        wide: answers to copies that differ by up to `INNER_JITTER`. Floats in them are used where
             they jump.
 
     Returns:
         Floats: (2, n, …), the smallest and largest answer. Other types: (k, n, …), the distinct
-        answers; the first one is repeated where a row has fewer than k.
+            answers; the first one is repeated where a row has fewer than k.
     """
     bounds: dict[str, Array] = {}
     for name, first in answers[0].items():
@@ -117,7 +121,7 @@ def compute_envelope(answers: Sequence[Tensors], wide: Sequence[Tensors] = ()) -
             with np.errstate(over="ignore", invalid="ignore"):  # infinite answers
                 followed = INNER_JITTER / JITTER * (near[1] - near[0])
                 jumps = reach[1] - reach[0] > 4 * followed
-                # What was exchanged has followed the inputs too.
+                # An exchanged answer has also followed the change of the inputs.
                 reach += np.stack([-followed, followed])
             bounds[name] = np.where(jumps, reach, near)
         else:
@@ -126,7 +130,7 @@ def compute_envelope(answers: Sequence[Tensors], wide: Sequence[Tensors] = ()) -
 
 
 def join_envelopes(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
-    """Join the bounds of consecutive row ranges, as `compute_envelope` returns them."""
+    """Join the bounds of successive row ranges, in the form of `compute_envelope`."""
     joined: dict[str, Array] = {}
     for name in parts[0]:
         arrays = [part[name] for part in parts]
@@ -149,14 +153,17 @@ def measure_within_envelope(
 ) -> ParityMeasurement:
     """Measure how far an export's output lies outside a jumping model's envelope.
 
-    Floats: error = largest distance beyond the bounds; noise as in `parity.measure_output`, over
-    the rows whose bounds are closer together than the noise. Other types: error = share of rows
-    with an answer that is not among the bounds; where the answers to the copies of a row differ, it
-    may also be an answer of another such place of that row, since a ranking of ties has any order.
+    For floats, the error is the largest distance beyond the bounds. The noise is that of
+    `parity.measure_output`, over the rows whose bounds are closer together than the noise.
+
+    For other types, the error is the share of rows with an answer that is not among the bounds. A
+    place whose answers differ between copies of a row is unsure. Its answer may also be that of
+    another unsure place of that row, since a ranking of ties has any order.
+
     Rows that differ from the source's exact answer and lie within the bounds are `explained`.
 
     Args:
-        bounds: of this output, from `compute_envelope`.
+        bounds: the bounds of this output, from `compute_envelope`.
         made_up: whether the rows are generated. Any order of such a row with ties is explained,
             since its ties do not occur in use.
     """
@@ -196,10 +203,10 @@ def _measure_labels(
 
 
 def _find_exchanged(onnx: Array, bounds: Array, *, made_up: bool) -> Bools:
-    """Return the places whose answer is one of another unsure place of the row.
+    """Return the places whose answer is that of another unsure place of the row.
 
-    A place is unsure if the source has several answers there. In a made-up row with an unsure
-    place, every place counts.
+    A place is unsure if the source has several answers at that place. In a generated row with an
+    unsure place, the result is True for every place.
     """
     unsure = (bounds != bounds[:1]).any(axis=0)
     rows = onnx.reshape(len(onnx), -1)
@@ -253,7 +260,7 @@ def _as_column(by_row: Bools, like: Floats) -> Bools:
 
 
 def _find_distinct(stacked: Array) -> Array:
-    """Return the distinct entries along axis 0, place by place.
+    """Return the distinct entries along axis 0 for each place.
 
     The result has length k along that axis: the largest number of distinct entries of a place.
     """
@@ -272,8 +279,8 @@ def _find_distinct(stacked: Array) -> Array:
 def compare_trees(trees: Sequence[Tree], source_trees: Sequence[Tree]) -> TreeStructure:
     """Compare the trees of an export with those of its source, by position.
 
-    Features and thresholds must be equal, weights of leaves to the rounding of float32. Where two
-    trees differ in shape, their splits are compared as multisets.
+    Features and thresholds must be equal; weights of leaves must be equal within the rounding of
+    float32. If two trees differ in shape, their splits are compared as multisets.
     """
     texts: list[str] = []
     changed = 0
@@ -294,7 +301,7 @@ def compare_trees(trees: Sequence[Tree], source_trees: Sequence[Tree]) -> TreeSt
 
 
 def _find_differences(tree: Tree, source: Tree) -> Iterator[tuple[int, str]]:
-    """Yield how many nodes differ, and how."""
+    """Yield how many nodes differ, and how they differ."""
     if tree.weights.shape[1:] != source.weights.shape[1:]:
         yield (
             1,

@@ -34,7 +34,7 @@ def scaling_deployment(
 ) -> Deployment:
     """Write a model to `folder` that computes y = scale * x.
 
-    It computes on float32 of shape (batch, 2).
+    Inputs and outputs are float32 of shape (batch, 2).
     """
     folder.mkdir(parents=True)
     linear_model(folder / "model.onnx", slope=scale)
@@ -63,7 +63,7 @@ Disturbance = Literal["none", "error", "lost answer", "kill"]
 class Killed(BaseException):
     """Simulated death of the process.
 
-    Like a signal, it passes handlers of ordinary errors.
+    Like a signal, it is not caught by handlers of ordinary errors.
     """
 
 
@@ -71,9 +71,10 @@ class Killed(BaseException):
 def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
     """Disturb requests of `http.client` from number `at` on.
 
-    It is the base of urllib, requests, boto3 and azure-core. Yields the requests made. `error`: the
-    service cannot be reached. Otherwise the first disturbed request takes effect. Then its answer
-    and all later requests are lost (`lost answer`), or the client is killed (`kill`).
+    `http.client` is the base of urllib, requests, boto3 and azure-core. The context manager yields
+    the requests made. With `error`, the service cannot be reached. Otherwise, the first disturbed
+    request takes effect. Then its answer and all later requests are lost (`lost answer`), or the
+    client is killed (`kill`).
     """
     client, own, hosts = http.client.HTTPConnection, threading.get_ident(), list[str]()
     send, receive = client.endheaders, client.getresponse
@@ -123,7 +124,7 @@ class EndpointProviderSuite:
     def chosen(self) -> Callable[[Iterable[int]], Sequence[int]]:
         """Choose which requests of a rollback are disturbed, by default all.
 
-        They are disturbed one at a time.
+        One request is disturbed in each repetition.
         """
         return list
 
@@ -278,8 +279,8 @@ class EndpointProviderSuite:
     ) -> None:
         """Check that a rollback succeeds when it is repeated after a failed request.
 
-        After a failure at any request, a reconciler observes, gives the traffic back, and cleans
-        up.
+        After a failure at any request, a reconciler observes the endpoint, moves the traffic back,
+        and cleans up.
         """
         blue, green = deployments
         split = "split" in provider.capabilities(config.settings)

@@ -68,7 +68,7 @@ class FakeClock:
 class FakeHost:
     """One process of a machine.
 
-    `dead` is shared by the machine's processes and holds those that have ended.
+    `dead` is shared by the machine's processes, and holds the processes that have ended.
     """
 
     def __init__(self, name: str = "process-1", dead: set[str] | None = None) -> None:
@@ -112,7 +112,7 @@ class FakeSigner:
     def private_pem(self) -> bytes:
         """Return the private key, PKCS 8 in PEM.
 
-        It is for projects whose commands are to sign with it.
+        Use it for projects whose commands sign with this key.
         """
         from cryptography.hazmat.primitives.serialization import (
             Encoding,
@@ -156,7 +156,7 @@ class FakeProvider(EndpointProvider):
 
     While `down`, `apply` cannot reach them and `observe` sees nothing. `applied` lists every change
     of every endpoint. `left` are orphaned resources of endpoints, each named by its manifest.
-    `confirmed` lists the endpoints of confirmed rollouts.
+    `confirmed` lists the endpoints whose rollouts were confirmed.
     """
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class FakeProvider(EndpointProvider):
         """Accept any settings."""
 
     def explain_unservable(self, target: Target) -> str:
-        """Return empty: every target is servable."""
+        """Return an empty text: every target can be served."""
         return ""
 
     def place(self, config: EndpointConfig) -> str:
@@ -184,7 +184,7 @@ class FakeProvider(EndpointProvider):
         return f"{config.endpoint} in {config.settings.get('region', 'memory')}"
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
-        """Allow every change except that of `auth`."""
+        """Allow every change except a change of `auth`."""
         if before.settings.get("auth") != after.settings.get("auth"):
             raise UserError("auth cannot be changed", where=after.endpoint)
 
@@ -272,8 +272,8 @@ class FakeProvider(EndpointProvider):
 class FakeMetrics(MetricsSource):
     """Counts that a test writes, of requests without keys.
 
-    While `down`, they cannot be read; `clock` dates readings. What was counted since the last
-    reading belongs to the present generation of the endpoint, and is a closed epoch.
+    While `down`, the counts cannot be read. Readings have the time of `clock`. Requests since the
+    last reading belong to the present generation of the endpoint, and form a closed epoch.
     """
 
     def __init__(self, generations: Mapping[str, int]) -> None:
@@ -361,7 +361,7 @@ class _Model:
 
 
 class FakeRegistry:
-    """An in-memory registry. While `down`, every call is unanswered."""
+    """An in-memory registry. While `down`, every call fails."""
 
     def __init__(self) -> None:
         self.down = False
@@ -498,7 +498,7 @@ class FakeRegistry:
         }
 
     def tamper(self, record: VersionRecord, name: str) -> None:
-        """Change a stored file without the registry."""
+        """Change a stored file, bypassing the registry."""
         files = self._version(record.model, record.version).files
         files[name] = bytes([files[name][0] ^ 1]) + files[name][1:]
 

@@ -4,9 +4,9 @@ class TestMyLedger(LedgerSuite):
     @pytest.fixture
     def opener(self, tmp_path) -> Opener: ...
 
-An opener opens the same ledger at every call. An opener that can be pickled is also called in other
-processes, which race for entries and are killed. For a ledger within one process, set `processes`
-to False.
+An opener opens the same ledger at every call. If the opener can be pickled, the suite also calls it
+in other processes, which compete for entries and are killed. For a ledger within one process, set
+`processes` to False.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def one_of_each() -> tuple[EntryBody, ...]:
 
 
 def _race(opener: Opener, barrier: Any, results: Any, name: str) -> None:
-    """Report for each entry whether this writer got it."""
+    """Append entries in competition; report which of them this writer wrote."""
     for sequence in range(1, ROUNDS + 1):
         ledger, won = opener(), False
         barrier.wait()
@@ -238,8 +238,8 @@ class LedgerSuite:
     def test_state_equals_fold_of_all_entries(self, ledger: Ledger, opener: Opener) -> None:
         """Check the state after every entry.
 
-        In the first round, a newly opened ledger is checked too. After each round, it is checked
-        again.
+        Each of three rounds appends one entry of each kind. A ledger that was opened anew is also
+        checked: in the first round after every entry, in later rounds at the end.
         """
         written: list[LedgerEntry] = []
         for number in range(3):
@@ -331,7 +331,7 @@ class LedgerSuite:
 def _context() -> Any:
     """Return a context whose processes are forked from a small server.
 
-    This is safe beside threads of the tests.
+    A fork of the test process itself would copy locks that its threads hold.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["onnx_ops.testing.ledgers", "onnx_ops.adapters.ledgers.log"])

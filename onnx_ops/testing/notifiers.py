@@ -152,7 +152,7 @@ class ReceivedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A reply; `hang` withholds it until the server stops."""
+    """A reply; `hang` delays it until the server stops."""
 
     status: int = 200
     document: Any = None
@@ -161,7 +161,7 @@ class Reply:
 
 
 class WebhookSink:
-    """Records requests in order; `answer` returns the reply to each."""
+    """A server that records requests in order; `answer` returns the reply to each."""
 
     def __init__(self, answer: Callable[[ReceivedRequest], Reply] = lambda _: Reply()) -> None:
         self.answer = answer

@@ -66,7 +66,7 @@ def publication(
 ) -> Publication:
     """Write a release of tiny models to `folder`.
 
-    `seed` determines its digest and content.
+    `seed` determines the digest and the content of the release.
     """
     release = digest_bytes(seed.encode())
     lineage = Lineage(
@@ -129,7 +129,7 @@ class RegistrySuite:
     """
 
     def tamper(self, registry: Registry, record: VersionRecord, name: str) -> None:
-        """Change the stored content of one of the version's files without the registry."""
+        """Change the stored content of a version's file, bypassing the registry."""
         raise NotImplementedError
 
     def test_publish_registers_version_of_each_variant(

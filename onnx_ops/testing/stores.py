@@ -31,7 +31,7 @@ class StoreSuite:
     """Conformance of a Store."""
 
     def spoil(self, digest: Digest, content: bytes | None) -> None:
-        """Change the content stored under a digest without the store; None deletes it."""
+        """Change the content under a digest, bypassing the store; None deletes it."""
         raise NotImplementedError
 
     def spoil_record(self, key: Digest, content: bytes) -> None:

@@ -1,7 +1,8 @@
 """Benchmark one ONNX file, or compare two, without a pipeline.
 
-Functions raise UserError for a file that is not a valid model or does not fit the target or the
-other file, and MeasurementError where a model does not run, or not on the requested provider.
+Functions raise UserError for a file that is not a valid model, or that does not fit the target or
+the other file. They raise MeasurementError if a model does not run, or does not run on the
+requested provider.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from onnx_ops.tools.model_inputs import shared_inputs
 
 LATENCY = "latency"
 UNITS = {LATENCY: "s", "load": "s", "first": "s", "peak": "B"}
-"""Unit of each of these quantities; the other quantities are throughputs."""
+"""Units of these quantities; all other quantities are throughputs."""
 
 Reporter = Callable[[str], None]
 Conditions = Callable[[], Mapping[str, str]]
@@ -81,9 +82,9 @@ class BenchmarkFigure:
 class SingleModelResult:
     """One model on one target.
 
-    `figures` holds quantiles of single runs in one session and, if requested, the median throughput
-    of fresh sessions and the medians of fresh processes, by their names in evidence. `advice` lists
-    what slows it down.
+    `figures` holds quantiles of single runs in one session. If requested, it also holds the median
+    throughput of fresh sessions and the medians of fresh processes. The keys are their names in
+    evidence. `advice` lists what slows the model down.
     """
 
     batch: int
@@ -108,7 +109,7 @@ def benchmark(
     seed: int = 0,
     report: Reporter = lambda _: None,
 ) -> SingleModelResult:
-    """Time one model."""
+    """Measure the time of one model on one target."""
     facts = read_runtime_facts(runtime, target, model)
     request = request or MeasurementRequest()
     report(f"{runs} runs of {model.name}")
@@ -119,7 +120,7 @@ def benchmark(
     }
     figures = {name: _make_figure(quantile, "s") for name, quantile in quantiles.items()}
     for level in request.throughput:
-        report(f"windows of {level} requests at once")
+        report(f"windows of {level} concurrent requests")
         throughput, _ = measure_throughput(runtime, model, target, feed, level, seed)
         median = compare_quantile(throughput.per_second, 0.5, math.inf)
         figures[throughput_metric_name(level)] = _make_figure(median, "req/s")
@@ -169,7 +170,7 @@ def _make_figure(quantile: QuantileComparison, unit: str) -> BenchmarkFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonResult:
-    """B against A; `medians` are those of both, in the unit of `UNITS`."""
+    """The comparison of B with A; `medians` are those of both, in the unit of `UNITS`."""
 
     batch: int
     decision: Decision
@@ -185,7 +186,7 @@ class ComparisonResult:
 def build_pair_gates(
     max_regression: float | None, *, concurrency: int | None, cold: bool
 ) -> tuple[Gate, ...]:
-    """Build the gates for B, with one limit or the defaults."""
+    """Return the gates for B, with one limit or with the default limits."""
 
     def limit(kind: str) -> float:
         return REGRESSIONS[kind] if max_regression is None else max_regression
@@ -213,9 +214,9 @@ def benchmark_pair(
     seed: int = 0,
     report: Reporter = lambda _: None,
 ) -> ComparisonResult:
-    """Time B against A and A against itself, and judge the result.
+    """Time B against A, and A against itself, and judge the result.
 
-    `gates` are a latency gate with `max_regression`, and others that need further measurements.
+    `gates` are a latency gate with `max_regression`, and gates that need further measurements.
     """
     shared_inputs(a, b)
     before = read_runtime_facts(runtime, target, a)
@@ -259,7 +260,7 @@ def benchmark_pair(
 
 
 def make_evidence(runtime: Runtime, target: Target, model: Path) -> Evidence:
-    """Make evidence about B; its digest replaces that of a release."""
+    """Return evidence about B, with the digest of B in place of a release digest."""
     digest = digest_file(model)
     return Evidence(
         pipeline="",
@@ -277,7 +278,10 @@ def make_evidence(runtime: Runtime, target: Target, model: Path) -> Evidence:
 
 
 def _find_median_latencies(raw: RawSamples) -> tuple[float, float]:
-    """Return seconds of A and B over all blocks of all looks, without preempted runs."""
+    """Return the median latencies of A and B in seconds.
+
+    They are over all blocks of all looks, without preempted runs.
+    """
     looks = [
         name.removesuffix("/nanoseconds")
         for name in raw

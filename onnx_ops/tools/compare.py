@@ -1,7 +1,7 @@
 """Compare two ONNX files: check whether they compute the same function.
 
-There is no source in float64, so rounding noise cannot be measured. A's answers without graph
-optimizations are the reference, and fixed tolerances replace the noise.
+There is no source in float64, so rounding noise cannot be measured. The reference is A's answers
+without graph optimizations, and fixed tolerances replace the noise.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from onnx_ops.tools.sample_rows import InputGroup, SampleRows, build_groups
 REFERENCE = replace(AS_WRITTEN, name="reference")
 
 _ENOUGH = 8
-"""Rows from which on equal answers to all of them are not a coincidence."""
+"""Number of rows from which on equal answers to all rows are no coincidence."""
 
 _SHOWN = 4
-"""Groups that a note names."""
+"""Maximum number of groups that a note names."""
 
 KEYS, LENGTH = " (keys)", " (length)"
-"""Suffixes of the additional outputs of maps and sequences; a matrix has neither."""
+"""Suffixes of the additional outputs that describe maps and sequences."""
 
 JoinedAnswers = Mapping[str, Tensors | MeasurementError]
 
@@ -75,9 +75,9 @@ Reporter = Callable[[str], None]
 class OutputDifference:
     """One output on one group of inputs.
 
-    `error` is the largest |B - A|; for `labels` (integers, booleans, texts) the share of rows that
-    differ. `limit` is the largest error allowed at the worst value; `ratio` is error / limit.
-    `mismatch` describes a difference without a number.
+    `error` is the largest |B - A|; for `labels` (integers, booleans, texts), it is the share of
+    rows that differ. `limit` is the largest allowed error at the worst value; `ratio` is error /
+    limit. `mismatch` describes a difference without a number.
     """
 
     output: str
@@ -96,9 +96,9 @@ class OutputDifference:
 class ParityResult:
     """The comparison of B with A.
 
-    `notes` list what was not compared, and why. `trees` compares the trees of both, if they have
-    any. `coverage` is the part of a quantized B that runs in int8. `advice` lists what slows B
-    down.
+    `notes` list what was not compared, with the reasons. `trees` compares the trees of both models,
+    if they have trees. `coverage` is the part of a quantized B that runs in int8. `advice` lists
+    what slows B down.
     """
 
     a: Digest
@@ -123,7 +123,7 @@ class ParityResult:
 
     @property
     def reason(self) -> str:
-        """Return the reason of the verdict."""
+        """Return the reason for the verdict."""
         if not self.differences:
             return (
                 "no answer can be compared: "
@@ -151,12 +151,12 @@ def compare(
 ) -> ParityResult:
     """Compare B, run on the target, with A.
 
-    `sizes` names dimensions of A at which one size is enough. If B fixes another dimension, it is
-    not the same function. `exact` runs A as the reference, if the target's runtime is not ONNX
-    Runtime on this machine.
+    `sizes` names dimensions of A that need only work at one size. If B fixes another dimension, the
+    functions differ. `exact` runs A as the reference, if the target's runtime is not ONNX Runtime
+    on this machine.
 
     Raises:
-        UserError: a file is not a valid model, or the two do not have the same inputs.
+        UserError: a file is not a valid model, or the two models do not have the same inputs.
         MeasurementError: a model does not run here, or A gives different answers to the same rows.
     """
     shared_inputs(a, b)
@@ -177,7 +177,7 @@ def compare(
             runtime, a, b, target
         )
 
-    # Each model runs in a process of the runtime, not in this one.
+    # Each model runs in a process of the runtime, not in this process.
     with ThreadPoolExecutor(1) as pool:
         candidate = pool.submit(run_candidate)
         expected = _run_reference(exact, reference, a, groups)
@@ -224,7 +224,7 @@ def _require_operators(model: Path, place: Target, target: Target) -> None:
 
 
 def _make_groups(a: Path, b: Path, samples: SampleRows) -> tuple[InputGroup, ...]:
-    """Return the groups of inputs, among them rows near the splits of trees."""
+    """Return the groups of inputs, including rows near the splits of trees."""
     with_trees = _list_tree_models(a, b)
     splits = (
         build_split_probes(with_trees[0], samples.rows)
@@ -242,7 +242,7 @@ def _list_tree_models(*models: Path) -> list[Path]:
 def _compare_trees(a: Path, b: Path) -> TreeStructure | None:
     """Compare the trees of two models node by node.
 
-    Return None unless both models have trees that can be read.
+    Return None unless the trees of both models can be read.
     """
     return compare_trees(read_trees(b), read_trees(a)) if len(_list_tree_models(a, b)) > 1 else None
 
@@ -250,10 +250,7 @@ def _compare_trees(a: Path, b: Path) -> TreeStructure | None:
 def _find_structural_mismatches(
     fixed: Mapping[str, int], sizes: Collection[str], trees: TreeStructure | None
 ) -> list[ParityMeasurement]:
-    """Return mismatches that no answer shows.
-
-    They are sizes that B alone fixes, and nodes of trees.
-    """
+    """Return mismatches that answers do not show: sizes that B fixes, and tree nodes."""
     mismatches = []
     if fixed_sizes := [f"{name} = {size}" for name, size in fixed.items() if name not in sizes]:
         why = (
@@ -270,9 +267,9 @@ def _find_structural_mismatches(
 def _drop_rejected(
     groups: Sequence[InputGroup], expected: JoinedAnswers
 ) -> tuple[tuple[InputGroup, ...], list[str]]:
-    """Return the groups, and the names of those that A rejects.
+    """Return the groups to compare, and the names of dropped groups.
 
-    Groups of assumed inputs that A rejects are left out.
+    Groups of assumed inputs that A rejects are dropped.
     """
     rejected = [
         g.name for g in groups if g.assumed and isinstance(expected[g.name], MeasurementError)
@@ -296,7 +293,7 @@ def _note_omissions(
 
 
 def _note_outputs(real: Tensors, answers: JoinedAnswers) -> list[str]:
-    """Return notes on outputs that only B has, and on those that are no tensors."""
+    """Return notes on outputs that only B has, and on outputs that are not tensors."""
     answered = {name for answer in answers.values() for name in _tensors(answer)}
     extra = sorted(answered - set(real))
     maps, sequences = (
@@ -313,7 +310,7 @@ def _note_outputs(real: Tensors, answers: JoinedAnswers) -> list[str]:
 
 
 def _note_outside(differences: Sequence[OutputDifference]) -> list[str]:
-    """Return a note on differences at inputs that are unlike every supplied row."""
+    """Return a note on differences at inputs that are unlike all supplied rows."""
     differing = [difference for difference in differences if difference.verdict is not Verdict.PASS]
     if not differing:
         return []
@@ -330,9 +327,9 @@ def _shorten(names: Sequence[str]) -> str:
 def _run_reference(
     runtime: Runtime, target: Target, a: Path, groups: Sequence[InputGroup]
 ) -> JoinedAnswers:
-    """Run A on all groups, and on the plain rows twice.
+    """Run A on all groups, and twice on the plain rows.
 
-    Both runs are in one session, since a fresh session would draw the same random numbers.
+    All runs are in one session, since a fresh session would draw the same random numbers again.
     """
     first, *others = groups
     repeated = replace(first, runs=(*first.runs, first.runs[0]))
@@ -348,9 +345,10 @@ def _run_reference(
 def _run_groups(
     runtime: Runtime, target: Target, model: Path, groups: Sequence[InputGroup]
 ) -> GroupAnswers:
-    """Run all groups; a group that the model rejects holds the error.
+    """Return the answers to all groups; a group that the model rejects has the error.
 
-    Rejecting the plain rows is an error.
+    Raises:
+        MeasurementError: the model rejects the plain rows.
     """
     try:
         return run_groups(runtime, target, model, {group.name: group.runs for group in groups})
@@ -366,10 +364,11 @@ def _join_groups(answers: GroupAnswers) -> JoinedAnswers:
 
 
 def _as_tensors(answer: Mapping[str, Any]) -> Tensors:
-    """Convert sequences and maps to tensors.
+    """Return answers with sequences and maps converted to tensors.
 
-    Maps (ZipMap) become a matrix with a column for each key, and their keys. Other sequences become
-    one output for each element, and their length. An optional output that is absent is left out.
+    Maps (ZipMap) become a matrix with a column for each key, and an output with their keys. Other
+    sequences become one output for each element, and an output with their length. An optional
+    output that is absent is omitted.
     """
     tensors: dict[str, Any] = {}
     for name, value in answer.items():
@@ -389,7 +388,7 @@ def _as_tensors(answer: Mapping[str, Any]) -> Tensors:
 
 
 def _join_maps(maps: Sequence[Mapping[Any, Any]]) -> tuple[Any, Any]:
-    """Return a matrix with a row for each map and a column for each key, and the keys."""
+    """Return a matrix with a row per map and a column per key, and the keys."""
     keys = sorted({key for entry in maps for key in entry})
     table = np.array([[entry.get(key, np.nan) for key in keys] for entry in maps])
     return table.astype(np.float32) if table.dtype.kind == "f" else table, np.array([keys])
@@ -399,7 +398,7 @@ def _join_runs(raw: Sequence[Mapping[str, Any]]) -> Tensors:
     answers = [_as_tensors(answer) for answer in raw]
     if len(answers) == 1:
         return answers[0]
-    parts: dict[str, list[Any]] = {}  # a sequence may be longer in one run than in another
+    parts: dict[str, list[Any]] = {}  # A sequence may be longer in one run than in another.
     for answer in answers:
         for name, array in answer.items():
             parts.setdefault(name, []).append(np.atleast_1d(array))
@@ -440,7 +439,7 @@ def _measure_groups(
     answers: JoinedAnswers,
     roundings: Mapping[str, Mapping[str, Rounding]],
 ) -> tuple[list[ParityMeasurement], list[str]]:
-    """Measure B's answers to each group; notes name the groups that A refuses."""
+    """Return B's differences on each group, and notes on the groups that A rejects."""
     measured, notes = [], []
     real = roundings.get(REAL, {})
     known: dict[str, ColumnNoise | None] = {
@@ -473,7 +472,7 @@ def _measure_outputs(
     roundings: Mapping[str, Rounding],
     known: Mapping[str, ColumnNoise | None],
 ) -> Iterator[ParityMeasurement]:
-    """Yield how far B's outputs are from A's, and those that B lacks."""
+    """Yield the differences of B's outputs from A's; also for outputs that B lacks."""
     for name, array in reference.items():
         if name in answer:
             yield measure_output(
@@ -490,7 +489,7 @@ def _measure_outputs(
 
 
 def _has_counterpart(name: str, array: Any, answer: Tensors) -> bool:
-    """Return whether an output has another form in B.
+    """Return whether an output that B lacks has another form in B.
 
     If one model returns a matrix and the other maps, keys and lengths have no counterpart of the
     same name.
@@ -504,9 +503,9 @@ def _has_counterpart(name: str, array: Any, answer: Tensors) -> bool:
 def _pool_assumed_noise(
     measured: Sequence[ParityMeasurement], groups: Sequence[InputGroup]
 ) -> list[ParityMeasurement]:
-    """Judge few answers at other sizes by the tolerance of the plain rows, if larger.
+    """Use the tolerance of the plain rows for few answers at other sizes, if larger.
 
-    All of these answers may be tiny by cancellation.
+    All of these answers may be tiny because terms cancel.
     """
     assumed = [group.name for group in groups if group.assumed]
     plain = {m.output: m.noise for m in measured if m.group == REAL}
@@ -519,9 +518,9 @@ def _pool_assumed_noise(
 
 
 def _find_halved(expected: Tensors, answers: Tensors) -> list[ParityMeasurement]:
-    """Return outputs that hold float16 numbers only.
+    """Return mismatches of outputs that only in B hold nothing but float16 numbers.
 
-    This error is too small for a tolerance for float32.
+    The error of rounding to float16 is too small to exceed the tolerance for float32.
     """
 
     def halved(array: Any) -> bool:
@@ -541,7 +540,7 @@ def _judge_measurements(
 ) -> tuple[tuple[OutputDifference, ...], tuple[OutputDifference, ...]]:
     """Judge each output, in A's order.
 
-    Return the differences at inputs that callers can send, and the others.
+    Return the differences at inputs that callers can send, and the other differences.
     """
     labels = _find_labels(expected)
     places = {name: place for place, name in enumerate(("*", *_tensors(expected[REAL])))}
@@ -552,7 +551,7 @@ def _judge_measurements(
 
 
 def _find_labels(expected: JoinedAnswers) -> set[str]:
-    """Return the outputs that hold other values than floats, in any group."""
+    """Return the outputs that hold other values than floats in any group."""
     tensors = [
         (name, array) for answer in expected.values() for name, array in _tensors(answer).items()
     ]
@@ -562,9 +561,9 @@ def _find_labels(expected: JoinedAnswers) -> set[str]:
 def _judge_distinction(
     samples: SampleRows, real: Tensors, groups: Sequence[Tensors]
 ) -> tuple[OutputDifference, ...]:
-    """Return an INCONCLUSIVE difference if the answers do not depend on the rows.
+    """Return an INCONCLUSIVE difference if A's answers are the same for all rows.
 
-    A then gives the same answer to all rows of each group.
+    The answers of each group are compared.
     """
     count = len(samples)
     outputs = _list_model_outputs(real)
@@ -582,7 +581,7 @@ def _judge_distinction(
 
 
 def _list_model_outputs(answers: Tensors) -> list[Any]:
-    """Return the outputs without keys and lengths."""
+    """Return the values of the model's outputs, without keys and lengths."""
     return [array for name, array in answers.items() if not name.endswith((KEYS, LENGTH))]
 
 

@@ -25,13 +25,13 @@ from onnx_ops.tools.model_inputs import check_fixed_names, find_batch
 from onnx_ops.tools.sample_rows import SET_BYTES, SampleRows
 
 LENGTH = 8
-"""Generated size of a symbolic dimension other than the batch."""
+"""Default size of a generated symbolic dimension other than the batch."""
 
 OTHER_SIZES = (1, 2, 3, 17)
-"""Further generated sizes of each symbolic dimension other than the batch."""
+"""Additional sizes of each symbolic dimension other than the batch."""
 
 _DRAWS = 3
-"""Further requests of a model that has inputs without rows."""
+"""Number of additional requests for a model that has inputs without rows."""
 
 _MOST_TRIALS = 32
 
@@ -42,7 +42,7 @@ _ROW_BYTES = 1 << 30
 class _Recipe:
     """The settings that requests are generated from.
 
-    `dims` are requested sizes, and `fix` requested values.
+    `dims` holds requested sizes, and `fix` requested values.
     """
 
     inputs: Sequence[TensorSpec]
@@ -68,7 +68,7 @@ class _Recipe:
         }
 
     def shape(self, spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of an input in one run, without the axis of the rows."""
+        """Return the shape of an input in one run, without the axis of rows."""
         names = {axis: symbol for symbol, _, axis in list_named_axes({spec.name: spec.shape})}
         return tuple(
             sizes.get(names[axis], self.batch or 1) if axis in names else int(size)
@@ -83,9 +83,9 @@ class _Recipe:
         }
 
     def choices(self, spec: TensorSpec) -> tuple[Any, ...]:
-        """Return the values to try of an input of one whole number or boolean.
+        """Return values to try for an input of one whole number or boolean.
 
-        There are none if it is an index, and none for other inputs.
+        The result is empty for an index, and for other inputs.
         """
         known, kind = self.bounds.get(spec.name, InputBounds()), read_dtype(spec)
         single = spec.name not in self.axes and all(size == 1 for size in spec.shape)
@@ -107,10 +107,10 @@ class _Recipe:
         *,
         fewest: int | None = None,
     ) -> tuple[Tensors, Tensors]:
-        """Return `count` rows, and the inputs without rows, at those sizes.
+        """Return `count` rows, and the inputs without rows, at these sizes.
 
-        Indices of rows are valid in runs of `fewest` rows or more. By default they are valid in
-        runs of any number of rows that the model takes.
+        Row indices are valid in runs of `fewest` or more rows. By default, they are valid in runs
+        of any number of rows that the model takes.
         """
         sizes = self.read_sizes(wanted)
         places = list_named_axes({spec.name: spec.shape for spec in self.inputs})
@@ -134,7 +134,7 @@ class _Recipe:
     ) -> Any:
         """Return the values of an input.
 
-        They are the requested value, the first of a few to try, or random values.
+        They are the requested value, the first of several values to try, or random values.
         """
         shape, rowed = self.shape(spec, sizes), spec.name in self.axes
         if spec.name in self.fix:
@@ -147,7 +147,7 @@ class _Recipe:
 
 
 def _select_possible(kind: np.dtype[Any], values: Iterable[int]) -> tuple[int, ...]:
-    """Return the values that a type of whole numbers can hold."""
+    """Return those values that an integer type can hold."""
     limits = np.iinfo(kind.name)
     return tuple(value for value in values if limits.min <= value <= limits.max)
 
@@ -163,20 +163,23 @@ def generate_samples(
 ) -> SampleRows:
     """Generate random rows from the types and shapes of the inputs.
 
-    Floats are standard normal, booleans 0 or 1, texts known to the model, `a` or `b`. Integers that
-    are indices reach every entry. Other integers are most often masks: they are 0 or 1, or what the
-    model compares them with. Rows are on the axis that the inputs share (`domain.row_axes`). Inputs
-    without that axis are drawn as a whole, and further groups draw them again. If there is no such
-    axis, this applies to all inputs. There are fewer rows than `count` if these would not fit into
-    64 MiB. Symbolic dimensions that are not in `dims`, other than the batch, have the size 8.
-    Further groups have other sizes.
+    Floats are standard normal, booleans 0 or 1, and texts known to the model, `a` or `b`. Integers
+    that are indices reach every entry. Other integers are most often masks: they are 0 or 1, or the
+    values that the model compares them with.
+
+    Rows are on the axis that the inputs share (`domain.row_axes`). Inputs without that axis are
+    drawn as a whole, and additional groups have other values of them. Without a shared axis, this
+    applies to all inputs. There are fewer rows than `count` if `count` rows exceed 64 MiB.
+
+    Symbolic dimensions other than the batch have the size 8, unless `dims` names them. Additional
+    groups have other sizes.
 
     Args:
         fix: values of inputs by name.
 
     Raises:
-        UserError: an input is not a tensor, or its type or size cannot be generated, or `dims` or
-            `fix` name what does not exist.
+        UserError: an input is not a tensor, its type or size cannot be generated, or `dims` or
+            `fix` has an unknown name.
     """
     fix, bounds = fix or {}, bounds or {}
     _check_dimension_names(inputs, dims)
@@ -215,7 +218,7 @@ def _check_dimension_names(inputs: Sequence[TensorSpec], dims: Mapping[str, int]
 def _find_axes(inputs: Sequence[TensorSpec], bounds: Mapping[str, InputBounds]) -> dict[str, int]:
     """Return the axes of rows by input.
 
-    An input of one number that the model compares with a constant has none.
+    An input of one number that the model compares with a constant has no axis of rows.
     """
     axes = find_row_axes({spec.name: spec.shape for spec in inputs}, pooled=False)
     flags = [
@@ -227,13 +230,13 @@ def _find_axes(inputs: Sequence[TensorSpec], bounds: Mapping[str, InputBounds]) 
 
 
 _DrawRun = Callable[[Mapping[str, int]], Tensors]
-"""Draws one run, with other sizes of the free dimensions that are named."""
+"""Draws one run with these sizes of free dimensions."""
 
 
 def _draw_further(recipe: _Recipe, seed: int) -> Iterator[tuple[str, Tensors]]:
-    """Yield further runs with other sizes or values.
+    """Yield additional runs by group name.
 
-    They have other sizes of free dimensions, other values, and other inputs without rows.
+    They have other sizes of free dimensions, other values to try, or other inputs without rows.
     """
     draw = np.random.default_rng((seed, 1))
     count = recipe.batch or MIN_NOISE_ROWS
@@ -254,7 +257,7 @@ def _draw_further(recipe: _Recipe, seed: int) -> Iterator[tuple[str, Tensors]]:
 
 
 def _draw_other_sizes(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[str, Tensors]]:
-    """Yield runs at other sizes of the free dimensions for which none was requested."""
+    """Yield runs at other sizes of the free dimensions without a requested size."""
     for sizes in _list_sizes([symbol for symbol in recipe.symbols if symbol not in recipe.dims]):
         run = draw_run(sizes)
         if sum(array.nbytes for array in run.values()) <= SET_BYTES:
@@ -262,7 +265,7 @@ def _draw_other_sizes(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[str
 
 
 def _draw_other_choices(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[str, Tensors]]:
-    """Yield a run for each further value of an input that has a few values to try."""
+    """Yield a run for each further value of the inputs that have values to try."""
     for spec in recipe.inputs:
         for value in recipe.choices(spec)[1:]:
             run = draw_run({})
@@ -273,9 +276,9 @@ def _draw_other_choices(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[s
 
 
 def _draw_unequal_counts(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[str, Tensors]]:
-    """Yield a run with another size of each first dimension.
+    """Yield a run in which the first dimensions of the inputs have different sizes.
 
-    There is none if a name states that these dimensions have the same size.
+    Nothing is yielded if a name states that these dimensions have the same size.
     """
     first_sizes = {spec.name: spec.shape[0] for spec in recipe.inputs if spec.name in recipe.axes}
     if len(first_sizes) < 2 or recipe.batch or any(map(is_named, first_sizes.values())):
@@ -288,9 +291,9 @@ def _draw_unequal_counts(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[
 def _list_sizes(symbols: Sequence[str]) -> Iterator[dict[str, int]]:
     """Yield other sizes of the dimensions.
 
-    They are sums, sizes of each dimension alone, and sizes of all together, the same and different
-    ones. A dimension can be the sum of the others: for example the length of a mask that covers a
-    cache too.
+    First, one dimension is the sum of the others, for example the length of a mask that also covers
+    a cache. Then each dimension changes alone. Finally all change together, to the same size and to
+    different sizes.
     """
     for size in (LENGTH, 1, 3) if len(symbols) > 2 else ():
         yield from (
@@ -328,9 +331,9 @@ def _draw_values(
 
 
 def _find_index_range(bounds: InputBounds, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return the smallest and the largest index that is valid in all tables.
+    """Return the smallest and the largest index that is valid in all of its tables.
 
-    The tables are those that the index is used in. If no bound is known, the range is 0 to 1.
+    If no bound is known, the range is 0 to 1.
     """
     low, high = bounds.index or (0, 1)
     if bounds.tables:
@@ -346,12 +349,12 @@ def _find_index_range(bounds: InputBounds, sizes: Mapping[str, int]) -> tuple[in
 def settle_samples(
     runtime: Runtime, target: Target, model: Path, samples: SampleRows
 ) -> SampleRows:
-    """Return generated samples that a model takes.
+    """Return generated samples that a model accepts.
 
-    They are the same samples, or samples with other values or sizes.
+    They are the given samples, or samples with other values or sizes.
 
     Raises:
-        MeasurementError: it takes none of them.
+        MeasurementError: the model accepts none of them.
     """
     if not _needs_trial(samples):
         return samples
@@ -372,9 +375,9 @@ def settle_samples(
 
 
 def _needs_trial(samples: SampleRows) -> bool:
-    """Return whether a trial is needed to know that the model takes the samples.
+    """Return whether only a trial can show that the model accepts the samples.
 
-    It is not for rows of one or two free dimensions.
+    Rows with one or two free dimensions need no trial.
     """
     if not samples.rows or samples.choices:
         return True
@@ -382,9 +385,9 @@ def _needs_trial(samples: SampleRows) -> bool:
 
 
 def _make_refusal(model: Path, samples: SampleRows, error: MeasurementError) -> MeasurementError:
-    """Return the error of a model that refuses all samples.
+    """Return the error for a model that rejects all samples.
 
-    The remedy names inputs that have no rows.
+    Its remedy names inputs that have no rows.
     """
     names = [*samples.choices, *(name for name in samples.fixed if name not in samples.choices)]
     options = " ".join(f"--fix {name}=VALUE" for name in names[:2])
@@ -398,10 +401,7 @@ def _make_refusal(model: Path, samples: SampleRows, error: MeasurementError) -> 
 
 
 def _list_trials(samples: SampleRows) -> Iterator[SampleRows]:
-    """Yield the samples with every combination of generated values.
-
-    Samples at other sizes follow.
-    """
+    """Yield samples with every combination of generated values, then at other sizes."""
     for values in itertools.product(*samples.choices.values()):
         yield _replace_choices(samples, dict(zip(samples.choices, values, strict=True)))
     for run in samples.further.values():
@@ -409,7 +409,7 @@ def _list_trials(samples: SampleRows) -> Iterator[SampleRows]:
             {name: run[name] for name in part if name in run}
             for part in (samples.rows, samples.fixed)
         )
-        # The first dimensions are independent, so that this is one request.
+        # The first dimensions are independent, so the rows are one request.
         if len({len(array) for array in rows.values()}) > 1:
             rows, fixed = {}, dict(run)
         yield replace(samples, rows=rows, fixed={**samples.fixed, **fixed})
@@ -418,7 +418,7 @@ def _list_trials(samples: SampleRows) -> Iterator[SampleRows]:
 def _replace_choices(samples: SampleRows, values: Mapping[str, Any]) -> SampleRows:
     """Return the samples with other generated values.
 
-    Runs that try one value keep it.
+    Runs of groups that try one value are unchanged.
     """
     chosen = {name: np.full_like(samples.fixed[name], value) for name, value in values.items()}
     others = {

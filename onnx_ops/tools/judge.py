@@ -1,8 +1,8 @@
-"""Judge whether one ONNX file may replace another, without a pipeline.
+"""Judge whether one ONNX file can replace another, without a pipeline.
 
-A float candidate must compute the same function as its baseline. A rounded one is judged by the
-parts of rounding: each weight and activation, the function without rounding, and the effect of
-rounding on the task.
+A float candidate must compute the same function as its baseline. A rounded candidate is judged by
+each weight and activation, by the function without rounding, and by the effect of rounding on the
+task.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _OPTIMIZED = (
 
 
 def judge_candidate(request: JudgeRequest) -> Judgement:
-    """Measure what the candidate's kind requires, and judge it by gates.
+    """Measure what the candidate's kind requires, and judge the evidence by gates.
 
     Raises:
-        UserError: a file is not valid, the two have different inputs, or a metric does not fit
-            them.
+        UserError: a file is not valid, the two files have different inputs, or a metric does not
+            fit them.
     """
     notes: dict[str, None] = {}
     try:
@@ -89,7 +89,7 @@ def _make_judgement(
 
 
 def _settle(request: JudgeRequest) -> JudgeRequest:
-    """Return the request with generated inputs that the baseline takes."""
+    """Return the request with generated inputs that the baseline accepts."""
     if request.dataset is not None:
         return request
     target = replace(REFERENCE, custom_ops=request.targets[0].custom_ops)
@@ -106,7 +106,7 @@ def _settle(request: JudgeRequest) -> JudgeRequest:
 def _make_unmeasured(
     request: JudgeRequest, target: Target, results: Sequence[GateResult], error: MeasurementError
 ) -> TargetJudgement:
-    """Return the judgement of a target where something could not be measured."""
+    """Return the judgement of a target on which a measurement failed."""
     why = f": {error.why}" if error.why else ""
     remedy = _find_running_level(request, target) or error.remedy
     reason = join_lines(f"{error.where}: {error.what}{why}" + (f". {remedy}" if remedy else ""))
@@ -120,7 +120,7 @@ def _make_unmeasured(
 def _judge_target(
     request: JudgeRequest, target: Target, rounding: Sequence[GateResult], notes: dict[str, None]
 ) -> TargetJudgement:
-    """Judge one target; a failed measurement is an error of that target only."""
+    """Judge one target; a failed measurement is an error of this target only."""
     results, paired = list(rounding), list[ComparisonResult]()
     advice: tuple[Advice, ...] | None = None
     try:
@@ -162,7 +162,7 @@ def _judge_target(
 
 
 def _name_timings(decision: Decision, setting: str) -> Iterator[GateResult]:
-    """Yield the results under the names of their quantities and of the setting."""
+    """Yield the results with the names of their quantities and of the setting."""
     for result in decision.results:
         metric = result.metric.removesuffix(f" vs {A}")
         parts = (_METRIC_NAMES.get(metric, metric), setting)
@@ -174,7 +174,7 @@ def _name_optimization_faults(
 ) -> list[GateResult]:
     """Return the results, with graph optimizations named as the cause of failures.
 
-    They are the cause of a failure that does not occur with fewer of them.
+    They are the cause if the failure does not occur with fewer optimizations.
     """
     plain = _with_fewer_optimizations(target)
     if plain is None or not any(r.verdict is Verdict.FAIL and not r.advisory for r in answers):
@@ -191,9 +191,9 @@ def _name_optimization_faults(
 
 
 def _find_running_level(request: JudgeRequest, target: Target) -> str:
-    """Return the remedy if a candidate runs with fewer graph optimizations only.
+    """Return the remedy if a candidate runs only with fewer graph optimizations.
 
-    The remedy is empty otherwise.
+    Otherwise, the text is empty.
     """
     plain, feed = _with_fewer_optimizations(target), request.settings[0].samples.feed(1)
 
@@ -210,7 +210,7 @@ def _find_running_level(request: JudgeRequest, target: Target) -> str:
 def _with_fewer_optimizations(target: Target) -> Target | None:
     """Return the target at graph level basic.
 
-    Return None if the target optimizes no more than that.
+    Return None if the target's graph level is basic or disabled.
     """
     if target.runtime != REFERENCE.runtime or target.session.graph_level in ("disabled", "basic"):
         return None
@@ -222,7 +222,7 @@ def _judge_answers(
 ) -> tuple[list[GateResult], tuple[Advice, ...] | None]:
     """Judge the candidate's answers on one target.
 
-    They are judged at every shape of the sweep, and by the task. The advice is None if the target's
+    They are judged at every setting of the sweep, and by the task. The advice is None if the
     execution of the candidate was not inspected.
     """
     results: list[GateResult] = []

@@ -1,4 +1,4 @@
-"""What is judged about two ONNX files, and the results."""
+"""The request and the results of a judgement on two ONNX files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Part = Literal["parity", "latency"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPoint:
-    """One point of the sweep: its name in results, the batch, and the rows to feed."""
+    """One setting of the sweep: its name in results, the batch, and the input rows."""
 
     name: str
     batch: int
@@ -40,10 +40,10 @@ class SweepPoint:
 class JudgeRequest:
     """Two files, how they are compared, and how much the candidate may lose.
 
-    `settings` is the sweep. `runtime` returns a runtime by its name. `inside` runs models that
-    expose their intermediate values. Without a dataset, rows are generated. Custom metrics are in
-    `functions` by reference. `max_regression` None takes the defaults. `concurrency` None measures
-    no throughput. At dimensions named in `sizes`, one size is enough.
+    `settings` is the sweep. `runtime` returns a runtime by its name. `inside` runs models with
+    their intermediate values as outputs. Without a dataset, rows are generated. `functions` holds
+    custom metrics by reference. `max_regression` None stands for the defaults. `concurrency` None
+    measures no throughput. `sizes` names dimensions that need only work at one size.
     """
 
     baseline: Path
@@ -73,7 +73,7 @@ class JudgeRequest:
     def arrange(self, runtime: Runtime, setting: SweepPoint | None = None) -> Runtime:
         """Return a runtime that takes rows on axis 0.
 
-        It adds the inputs without rows of a point of the sweep.
+        It adds the inputs without rows of one setting of the sweep.
         """
         return arrange_runtime(
             runtime, (setting or self.settings[0]).samples.read_layout(self.baseline)
@@ -82,9 +82,9 @@ class JudgeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetJudgement:
-    """The results on one target; `paired` is in the order of the sweep.
+    """The results on one target, with `paired` in the order of the sweep.
 
-    `remedy` is what to do where something could not be measured.
+    `remedy` is the remedy for a failed measurement.
     """
 
     target: str
@@ -96,7 +96,7 @@ class TargetJudgement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """The verdict on two files. `sizes` are bytes before and after."""
+    """The verdict on two files; `sizes` are bytes before and after."""
 
     kind: CandidateKind
     digests: tuple[Digest, Digest]
@@ -111,14 +111,14 @@ class Judgement:
 
 
 def add_cause(result: GateResult, cause: str) -> GateResult:
-    """Add the cause of a difference to the reason of a result that does not pass."""
+    """Add a cause to the reason of a result that does not pass."""
     if not cause or result.verdict is Verdict.PASS or result.advisory:
         return result
     return replace(result, reason=f"{result.reason}; {cause}")
 
 
 def make_parity_result(parity: ParityResult, metric: str) -> GateResult:
-    """Return the result of a comparison under the name of a metric."""
+    """Return the result of a parity comparison, with this metric name."""
     result = GateResult(
         gate="parity",
         metric=metric,

@@ -1,4 +1,4 @@
-"""The inputs that a model takes, or that two models share."""
+"""The inputs of a model, or the inputs that two models share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
     """Return the inputs of a model, or those that two models share.
 
     Raises:
-        UserError: a file is not ONNX, or the two do not have the same inputs.
+        UserError: a file is not ONNX, or the two models do not have the same inputs.
     """
     first = read_model_info(a).inputs
     if b is None:
@@ -49,7 +49,7 @@ def find_fixed_sizes(a: Path, b: Path) -> dict[str, int]:
 
 
 def check_fixed_names(inputs: Sequence[TensorSpec], fix: Mapping[str, Any]) -> None:
-    """Raise UserError if a value is given for an input that does not exist."""
+    """Raise UserError if a value is given for an unknown input."""
     names = [spec.name for spec in inputs]
     for name in fix:
         if name not in names:
@@ -68,15 +68,15 @@ def find_batch(
 
 
 def format_shape(spec: TensorSpec) -> str:
-    """Return the sizes and names of the dimensions of an input."""
+    """Return the sizes and names of an input's dimensions as a text."""
     return " × ".join(map(str, spec.shape)) or "a scalar"
 
 
 def _merge_specs(a: TensorSpec, b: TensorSpec) -> TensorSpec | None:
-    """Return a spec that fits both, or None."""
+    """Return a spec that fits both specs, or None."""
     if a.dtype != b.dtype:
         return None
-    if not (a.shape and b.shape):  # the rank of one is not known, or it is a scalar
+    if not (a.shape and b.shape):  # the rank of one spec is unknown, or it is a scalar
         return a if a.shape else b
     if len(a.shape) != len(b.shape):
         return None
@@ -87,7 +87,7 @@ def _merge_specs(a: TensorSpec, b: TensorSpec) -> TensorSpec | None:
 
 
 def _are_unlike(x: int | str, y: int | str) -> bool:
-    """Return whether two sizes are fixed and not the same."""
+    """Return whether two sizes are both fixed and differ."""
     return x != y and not is_free(x) and not is_free(y)
 
 

@@ -1,7 +1,7 @@
 """Quantize one ONNX file, by a recipe or by search.
 
-Functions raise UserError for a file that is not valid or exists already, a recipe that does not
-fit, or a budget that nothing keeps; and StageError where a library fails.
+Functions raise UserError for an invalid file, an output path that exists already, a recipe that
+does not fit, or a budget that no variant meets. They raise StageError if a library fails.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from onnx_ops.tools.sample_rows import SampleRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedupEstimate:
-    """The ratio of a variant's time to its source's, or why it is unknown.
+    """The ratio of a variant's time to that of its source, or why it is unknown.
 
     `low` and `high` are its 95 % bounds.
     """
@@ -76,7 +76,7 @@ class SpeedupEstimate:
 def estimate_speedup(
     runtime: Runtime, target: Target, source: Path, variant: Path
 ) -> SpeedupEstimate:
-    """Time a few fresh session pairs on one synthetic row."""
+    """Estimate the time ratio from a few session pairs on one synthetic row."""
     try:
         inputs, bounds = shared_inputs(source, variant), read_input_bounds(source)
         rows = settle_samples(
@@ -98,7 +98,7 @@ def estimate_speedup(
 class QuantizedFile:
     """How a variant was made, and how each target executes it.
 
-    `effects` are estimates for float variants, whose only purpose is speed.
+    `effects` are speed estimates of float variants, whose only purpose is speed.
     """
 
     recipe: tuple[str, ...]
@@ -116,7 +116,7 @@ def quantize_file(
     targets: Sequence[Target],
     calibration: SampleRows | None = None,
 ) -> QuantizedFile:
-    """Write the variant to `path`, completely or not at all.
+    """Quantize a file, and write the complete variant to `path` or nothing.
 
     The recipe may depend on the targets.
     """
@@ -163,7 +163,7 @@ def _describe_far_answers(
 ) -> str:
     """Return how far the variant's answers are from the source's.
 
-    The rows are the user's, or generated ones. The result is empty if the answers are close.
+    The rows are the user's, or generated. The text is empty if the answers are close.
     """
     runtime = context.runtime(SIMPLIFIED.runtime)
     try:
@@ -173,11 +173,11 @@ def _describe_far_answers(
             arrange_runtime(runtime, rows.read_layout(source)), source, variant, rows.rows
         )
     except (MeasurementError, UserError):
-        return ""  # `judge` and the benchmark of a pipeline report what does not run
+        return ""  # `judge` and the benchmark of a pipeline report models that do not run
 
 
 def check_paths(source: Path, path: Path) -> None:
-    """Raise UserError if the source is invalid or the path is taken."""
+    """Raise UserError if the source is invalid or the output path exists."""
     check_model(source)
     refuse_ort(source)
     for place in (path, _weights_path(path)):
@@ -226,12 +226,12 @@ def deliver(
 
 
 def _weights_path(path: Path) -> Path:
-    """Return the path of the weights beside a model."""
+    """Return the path of the weights file beside a model."""
     return path.with_name(f"{path.name}.data")
 
 
 def _copy_atomically(made: Path, path: Path) -> None:
-    """Copy a file; it appears completely or not at all."""
+    """Copy a file; the copy appears completely or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     shutil.copyfile(made, partial)
     os.replace(partial, path)
@@ -252,9 +252,9 @@ def search_variant(
 ) -> QuantizedFile:
     """Search, write the variant of a role, and record all trials.
 
-    The trials are recorded in `PATH.search.json`. The same search resumes where it was interrupted.
-    `section.variants` holds the one requested role. The metric is measured on the rows of
-    `tuning_data`. `data` are the digests of all rows by use.
+    The trials are recorded in `PATH.search.json`. The same search resumes after an interruption.
+    `section.variants` holds the requested role. The metric is measured on the rows of
+    `tuning_data`. `data` holds the digests of all rows by use.
     """
     check_paths(source, path)
     key = digest_json(
@@ -296,7 +296,7 @@ def search_variant(
         if not result.models:
             kept = _keep_closest(result, path)
             raise UserError(
-                "nothing keeps the budget",
+                "no model meets the budget",
                 where=path.name,
                 why="; ".join(slot.reason for slot in result.record.slots),
                 remedy=(
@@ -319,9 +319,9 @@ def search_variant(
 
 
 def _keep_closest(result: SearchResult, path: Path) -> str:
-    """Write the model that comes closest to the budget, and return where it is.
+    """Write the model closest to the budget, and return a text with its path.
 
-    It is beside the requested path, which only a model within the budget gets.
+    The path is beside the requested one, which only a model within the budget gets.
     """
     if result.closest is None:
         return ""

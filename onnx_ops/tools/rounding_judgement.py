@@ -1,6 +1,7 @@
 """Judge the rounding of a candidate.
 
-It is judged in units of noise, by its parts, and by the function without rounding.
+The rounding is judged in units of noise, by each weight and activation, and by the function without
+rounding.
 """
 
 from __future__ import annotations
@@ -54,19 +55,19 @@ from onnx_ops.tools.judgement import JudgeRequest, add_cause, make_parity_result
 from onnx_ops.tools.sample_rows import build_groups
 
 HALF = 2.0**-10
-"""Spacing of float16 relative to its values."""
+"""Spacing of float16, relative to its values."""
 
 _ACTIVATION_ROWS, _FUNCTION_ROWS = 256, 128
-"""Rows for measuring activations, and rows for comparing the function."""
+"""Numbers of rows to measure activations, and to compare the functions."""
 
 _LARGE_ROW = 1 << 14
-"""Bytes of a row from which on a quarter as many rows are enough."""
+"""Bytes of a row from which on a quarter of these rows is used."""
 
 _NAMED = 3
-"""Weights that a note names."""
+"""Maximum number of weights that a note names."""
 
 _NEEDS_REAL_ROWS = frozenset({SATURATION.metric, CLIPPING.metric})
-"""Activation metrics that need rows like those of use."""
+"""Activation metrics that need rows that resemble those in use."""
 
 
 def judge_within_noise(
@@ -76,9 +77,9 @@ def judge_within_noise(
 
     The rule is that of the parity gate. For float16, the noise is the effect of rounding the
     baseline's constants, by column. For a quantized baseline, it is the effect of the target's own
-    graph optimizations. That noise moves single elements by whole steps, which the columns share,
-    so that the output is measured as a whole. Where the baseline's sums saturate on the target,
-    that noise is no measure of rounding: then only equal answers pass.
+    graph optimizations. This noise moves single elements by whole steps, which all columns share,
+    so that the output is measured as a whole. If the baseline's sums saturate on the target, this
+    noise is no measure of rounding, and only equal answers pass.
     """
     samples = request.settings[0].samples
     groups = [
@@ -115,7 +116,7 @@ def judge_within_noise(
 
 
 def _judge_parity(evidence: Evidence, noise: str) -> GateResult:
-    """Return the result of the parity gate in the terms of two files.
+    """Return the result of the parity gate, worded for two files.
 
     `noise` names what errors are compared with.
     """
@@ -129,7 +130,7 @@ def _judge_parity(evidence: Evidence, noise: str) -> GateResult:
 def _run_with_fp16_weights(
     request: JudgeRequest, runtime: Runtime, runs: Mapping[str, tuple[Tensors, ...]]
 ) -> GroupAnswers:
-    """Run the baseline with constants rounded to float16 as in the candidate."""
+    """Run the baseline with the constants rounded to float16 that the candidate has."""
     narrowed = {
         pair.origin for pair in pair_quantized_weights(request.baseline, request.candidate).pairs
     }
@@ -149,8 +150,8 @@ def _measure_group(
 ) -> Iterator[ParityMeasurement]:
     """Yield the error of each output on one group of inputs.
 
-    There is none where the baseline rejects the inputs. `spacing` is that of the candidate's
-    floats, relative to their values.
+    Nothing is yielded if the baseline rejects the inputs. `spacing` is the spacing of the
+    candidate's floats, relative to their values.
     """
     if isinstance(expected, MeasurementError) or isinstance(noisy, MeasurementError):
         return
@@ -178,7 +179,7 @@ def _measure_group(
 def _are_equal(one: GroupAnswers, other: GroupAnswers) -> bool:
     """Return whether two models give equal answers to all groups of inputs.
 
-    Groups that one of them rejects do not count.
+    Groups that one of the models rejects are skipped.
     """
     for name, runs in one.items():
         others = other[name]
@@ -201,11 +202,11 @@ def _stack_runs(answers: Sequence[Tensors]) -> Tensors:
 
 
 def judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[GateResult]:
-    """Judge the structural invariants of a pipeline's parity gate.
+    """Judge the weights, activations and function without rounding of a candidate.
 
-    The function without rounding is judged too. Copies are measured, since files that expose
-    intermediate values are written beside them. Weights that cannot be compared are a note: the
-    task metric decides about them.
+    The rules are those of a pipeline's parity gate. Copies of both files are measured, since files
+    with intermediate values as outputs are written beside them. A weight that cannot be compared is
+    reported as a note: the task metric decides about it.
     """
     a, b = request.baseline, request.candidate
     request.report(f"comparing weights and activations of {b.name} with those of {a.name}")
@@ -223,7 +224,7 @@ def judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[Ga
             notes[f"weights were not compared: {error}"] = None
         activations = _measure_int8_activations(request, inside, a, b, rows, notes)
         corrected = {weight.tensor for weight in weights if weight.bias and is_compensating(weight)}
-        # It runs in a separate process, so that a crash is reported.
+        # The function runs in a separate process, so that a crash is reported.
         function = _judge_function(request, a, corrected, notes)
     target = request.targets[0]
     evidence = replace(
@@ -240,9 +241,9 @@ def judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[Ga
 
 
 def _list_excluded(request: JudgeRequest, weights: Sequence[WeightMeasurement]) -> set[str]:
-    """Return the metrics that were not measured, or not on rows like those of use.
+    """Return the metrics that were not measured, or not on rows like those in use.
 
-    The function without rounding takes the place of the export's outputs.
+    The function without rounding replaces the outputs of the export.
     """
     excluded = {EXPORT_OUTPUTS.metric}
     if request.dataset is None:
@@ -272,7 +273,7 @@ def _measure_int8_activations(
 
 
 def _copy_pair(a: Path, b: Path, folder: Path) -> tuple[Path, Path]:
-    """Copy two models into folders of their own and return the copies."""
+    """Copy two models into separate folders, and return the paths of the copies."""
     copies = folder / "baseline" / a.name, folder / "candidate" / b.name
     for path, copy in zip((a, b), copies, strict=True):
         copy.parent.mkdir()
@@ -292,7 +293,7 @@ def _describe_unpaired(names: Sequence[str]) -> str:
 
 
 def _take_few(rows: Tensors, count: int) -> Tensors:
-    """Return the first rows; fewer if one is large."""
+    """Return the first rows; fewer rows if a row is large."""
     size = sum(array.nbytes for array in rows.values()) // max(
         1, max(map(len, rows.values()), default=1)
     )
@@ -304,11 +305,11 @@ def _take_few(rows: Tensors, count: int) -> Tensors:
 def _judge_function(
     request: JudgeRequest, baseline: Path, corrected: Collection[str], notes: dict[str, None]
 ) -> list[GateResult]:
-    """Judge whether the candidate without rounding is the baseline with its weights.
+    """Judge whether the candidate without rounding computes the baseline's function.
 
-    The weights are those of the candidate. `corrected` names biases that the quantizer moved to
-    compensate for rounding. If this cannot be computed, nothing is returned and a note gives the
-    reason. The task metric decides then.
+    The baseline has the weights of the candidate. `corrected` names biases that the quantizer moved
+    to compensate for rounding. If the functions cannot be computed, nothing is returned, and a note
+    has the reason. The task metric then decides.
     """
     with Scratch() as folder:
         plain, exact = folder / "baseline.onnx", folder / "candidate.onnx"

@@ -1,4 +1,4 @@
-"""Rows to feed a model with, and the groups of inputs that are made from them."""
+"""Input rows of a model, and the groups of inputs that are made from them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from onnx_ops.statistics.probes import (
 )
 
 SET_BYTES = 1 << 26
-"""Bytes of the rows of one group; there are about ten groups."""
+"""Maximum bytes of the rows of one group; there are about ten groups."""
 
 _BITS = 40
-"""Bits of the largest generated whole numbers: above 32 bits."""
+"""Bits of the largest generated whole numbers; more than 32 bits."""
 
 _RUN_BYTES = 1 << 24
-"""Bytes of the inputs of one run.
+"""Maximum bytes of the inputs of one run.
 
 The intermediate values of a model may take a hundred times as much.
 """
@@ -41,10 +41,10 @@ The intermediate values of a model may take a hundred times as much.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputGroup:
-    """Inputs of one kind, split into runs, whose outputs belong together along axis 0.
+    """Inputs of one kind, in runs whose outputs are joined along axis 0.
 
-    `inside` is True if callers can send such inputs. `assumed` is True if only the model itself can
-    show whether it takes inputs of these sizes or values.
+    `inside` is True if callers can send such inputs. `assumed` is True if only the model can show
+    whether it accepts inputs of these sizes or values.
     """
 
     name: str
@@ -55,16 +55,16 @@ class InputGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRows:
-    """Rows to feed a model with, on axis 0 of every array.
+    """Input rows of a model, on axis 0 of every array.
 
     Args:
-        rows: the inputs that have rows; none of a model whose inputs share no dimension.
+        rows: the inputs that have rows; empty for a model whose inputs share no dimension.
         fixed: the other inputs, the same in every run.
         batch: the number of rows that every run must have, or 0 for any number.
-        axes: where the model takes the rows; default: on axis 0.
+        axes: axis of the rows in the model's inputs; by default axis 0.
         further: more runs by group, at other sizes of free dimensions and with other values of
             `fixed`.
-        choices: generated values of inputs of one value, of which the model may refuse some.
+        choices: generated values of inputs with one value; the model may reject some of them.
     """
 
     rows: Tensors
@@ -88,11 +88,11 @@ class SampleRows:
         return self.row_bytes * MIN_NOISE_ROWS > SET_BYTES
 
     def head(self, limit: int) -> SampleRows:
-        """Return the first rows."""
+        """Return samples of the first rows."""
         return replace(self, rows={name: array[:limit] for name, array in self.rows.items()})
 
     def select(self, rows: Any) -> Tensors:
-        """Return the rows of those indices as one run."""
+        """Return the rows with these indices as one run."""
         return {name: array[rows] for name, array in self.rows.items()}
 
     def feed(self, size: int) -> Tensors:
@@ -100,7 +100,7 @@ class SampleRows:
         return self.select(np.arange(self.batch or size) % max(1, len(self)))
 
     def read_layout(self, model: Path) -> RowLayout:
-        """Return where the model takes and returns these rows."""
+        """Return the layout in which the model takes and returns these rows."""
         info = read_model_info(model)
         shapes, outputs = (
             {spec.name: spec.shape for spec in specs} for specs in (info.inputs, info.outputs)
@@ -120,10 +120,10 @@ def build_groups(
 ) -> tuple[InputGroup, ...]:
     """Build the groups: the rows, rows derived from them, and batches.
 
-    Large rows come without other groups, and in batches of at most 16 MiB. Whole numbers that are
-    neither indices nor sizes have all magnitudes and both signs. A model that rejects these has no
-    answer to compare. `empty` adds a group without rows. `bounds` are the bounds that the graph
-    shows for the inputs, and `splits` rows next to the splits of trees.
+    Large rows have no derived groups, and are in batches of at most 16 MiB. Whole numbers that are
+    neither indices nor sizes have all magnitudes and both signs; a model that rejects them has no
+    answer to compare. `empty` adds a group without rows. `bounds` holds the bounds that the graph
+    shows for the inputs, and `splits` holds rows near the splits of trees.
     """
     further = [
         InputGroup(name=name, runs=(run,), assumed=True) for name, run in samples.further.items()
@@ -162,7 +162,7 @@ def _make_probes(
 def _holds_plain_numbers(array: Any, known: InputBounds | None) -> bool:
     """Return whether an input holds whole numbers that are neither indices nor sizes.
 
-    The graph shows what they are.
+    The graph shows which inputs are indices or sizes.
     """
     return array.dtype.kind in "iu" and known is not None and known.index is None and not known.size
 
@@ -170,7 +170,7 @@ def _holds_plain_numbers(array: Any, known: InputBounds | None) -> bool:
 def _make_batches(samples: SampleRows) -> Iterator[InputGroup]:
     """Yield batches of the rows, of at most 16 MiB.
 
-    There are none for a model with a fixed batch.
+    Nothing is yielded for a model with a fixed batch.
     """
     if samples.batch:
         return
@@ -181,7 +181,7 @@ def _make_batches(samples: SampleRows) -> Iterator[InputGroup]:
 
 
 def _draw_whole_numbers(rows: Tensors, names: Sequence[str]) -> Tensors:
-    """Replace whole numbers of those inputs by others of every magnitude and sign."""
+    """Return rows with whole numbers of every magnitude and sign in these inputs."""
     draw = np.random.default_rng(1)
     inputs = dict(take_rows(rows, 3 * MIN_NOISE_ROWS))
     for name in names:
@@ -195,5 +195,8 @@ def _draw_whole_numbers(rows: Tensors, names: Sequence[str]) -> Tensors:
 
 
 def _cut_runs(rows: Tensors, samples: SampleRows) -> tuple[Tensors, ...]:
-    """Cut the rows into runs of the batch; without rows there is one run."""
+    """Split rows into runs of the fixed batch size, or of at most 16 MiB.
+
+    Without rows, there is one empty run.
+    """
     return tuple(feed for feed, _ in cut_batches(rows, samples.batch, _RUN_BYTES)) or (rows,)

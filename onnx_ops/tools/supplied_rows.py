@@ -1,4 +1,4 @@
-"""Rows that a user supplies, checked against a model's inputs."""
+"""Input rows that the user supplies, checked against a model's inputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_samples(
     limit: int,
     fix: Mapping[str, Any] | None = None,
 ) -> SampleRows:
-    """Check the user's own rows against the model's inputs; other arrays are ignored.
+    """Return the user's rows, checked against the inputs; other arrays are ignored.
 
     Args:
         fix: values of inputs, in place of arrays.
@@ -47,7 +47,7 @@ def check_samples(
     arranged = _arrange_arrays(inputs, arrays, values, axes, where)
     counts = {name: len(arranged[name]) for name in axes}
     if len(set(counts.values())) > 1 and _are_independent(inputs, axes):
-        axes = {}  # the arrays are one request
+        axes = {}  # the arrays are a single request
     else:
         _check_row_counts(counts, axes, where)
     samples = SampleRows(
@@ -68,9 +68,9 @@ def _arrange_arrays(
     axes: Mapping[str, int],
     where: str,
 ) -> dict[str, Any]:
-    """Return the arrays with rows on axis 0, and the values.
+    """Return the arrays with rows on axis 0, and the values of inputs.
 
-    A value of an input with rows is repeated to the number of rows.
+    The value of an input with rows is repeated to the number of rows.
     """
     arranged = {
         spec.name: _read_array(spec, arrays, axes, inputs, where)
@@ -82,7 +82,7 @@ def _arrange_arrays(
 
 
 def _find_supplied_axes(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any]) -> dict[str, int]:
-    """Return the axes of rows by the names of dimensions, or by the arrays' sizes."""
+    """Return the axes of rows, from the dimensions' names or the arrays' sizes."""
     shapes = {spec.name: spec.shape for spec in inputs}
     if axes := find_row_axes(shapes):
         return axes
@@ -94,7 +94,7 @@ def _find_supplied_axes(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any])
 def _are_independent(inputs: Sequence[TensorSpec], axes: Mapping[str, int]) -> bool:
     """Return whether the axes can have different numbers of rows.
 
-    They can if neither a name nor a size states that the numbers are equal.
+    They can if neither a name nor a fixed size makes the numbers equal.
     """
     return not find_batch(inputs, axes, {}) and not find_batch_symbol(
         {spec.name: spec.shape for spec in inputs}
@@ -102,7 +102,7 @@ def _are_independent(inputs: Sequence[TensorSpec], axes: Mapping[str, int]) -> b
 
 
 def _check_row_counts(counts: Mapping[str, int], axes: Mapping[str, int], where: str) -> None:
-    """Raise UserError if the arrays do not have the same number of rows, or none."""
+    """Raise UserError if the arrays have different numbers of rows, or no rows."""
     if len(set(counts.values())) > 1 or 0 in counts.values():
         text = ", ".join(f"{name} {count} on axis {axes[name]}" for name, count in counts.items())
         raise UserError(
@@ -115,7 +115,7 @@ def _fit_values(
 ) -> dict[str, Any]:
     """Return the values as arrays of their inputs.
 
-    Those of an input with rows are repeated `count` times.
+    Values of inputs with rows are repeated `count` times.
     """
     arranged: dict[str, Any] = {}
     for spec in inputs:
@@ -150,7 +150,7 @@ def _read_array(
         what = f"array {spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
         raise UserError(what, where=where)
     rows = np.moveaxis(array, axis, 0) if axis else array
-    # `ascontiguousarray` makes a scalar an array of one element.
+    # `ascontiguousarray` converts a scalar to an array of one element.
     return np.asarray(rows, dtype=kind, order="C")
 
 
@@ -174,7 +174,7 @@ def _make_missing_error(
 
 
 def _read_scalar(spec: TensorSpec, array: Any, where: str) -> Any:
-    """Return the one value of an array, which a table repeats in each row."""
+    """Return the only value of an array; a table repeats it in each row."""
     values = np.unique(array)
     if len(values) == 1:
         return values[0]
@@ -182,13 +182,13 @@ def _read_scalar(spec: TensorSpec, array: Any, where: str) -> Any:
         f"array {spec.name!r} has {len(values)} different values, the model takes a scalar",
         where=where,
         why="a scalar has no rows: one request has one value",
-        remedy="Judge the rows of each value by themselves, or give one value: "
+        remedy="Judge the rows of each value separately, or give one value: "
         f"--fix {spec.name}=VALUE.",
     )
 
 
 def _resize(samples: SampleRows, inputs: Sequence[TensorSpec]) -> dict[str, Tensors]:
-    """Return real rows, cut or repeated to other sizes of the free dimensions."""
+    """Return real rows, cut or repeated to other sizes of free dimensions, by group."""
     shapes = {
         s.name: move_axis_first(s.shape, samples.axes[s.name])
         for s in inputs
@@ -200,10 +200,10 @@ def _resize(samples: SampleRows, inputs: Sequence[TensorSpec]) -> dict[str, Tens
 def find_input_problems(
     inputs: Sequence[TensorSpec], arrays: Mapping[str, Any], values: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yield why a model cannot take these arrays, by input.
+    """Yield why a model cannot accept these arrays, by input.
 
-    Unlike in `check_samples`, only `values` are converted: a pipeline passes on what its data set
-    holds.
+    Only `values` are converted, unlike in `check_samples`: a pipeline passes the data set's arrays
+    on unchanged.
     """
     if missing := [spec.name for spec in inputs if spec.name not in (*arrays, *values)]:
         names = ", ".join(map(repr, missing))
@@ -225,7 +225,7 @@ def find_input_problems(
 
 
 def _find_array_problems(spec: TensorSpec, array: Any, axis: int) -> Iterator[tuple[str, str]]:
-    """Yield why an input cannot be this array, with rows on that axis."""
+    """Yield why an array with rows on this axis does not fit an input."""
     if not _has_shape(spec, array, axis):
         shape = " × ".join(
             "rows" if place == axis else str(size) for place, size in enumerate(array.shape)
@@ -246,7 +246,7 @@ def _find_array_problems(spec: TensorSpec, array: Any, axis: int) -> Iterator[tu
 def _find_value_problems(
     spec: TensorSpec, value: Any, axis: int | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield why an input cannot have a value in every row."""
+    """Yield why a value that is the same in every row does not fit an input."""
     try:
         fit_value(value, spec if axis is None else remove_axis(spec, axis))
     except UserError as error:
@@ -256,7 +256,7 @@ def _find_value_problems(
 def _has_shape(spec: TensorSpec, array: Any, rows: int | None) -> bool:
     """Return whether an array has the shape of an input.
 
-    The size of the axis `rows`, the number of rows, can differ.
+    The size of axis `rows` is the number of rows, which can differ.
     """
     if len(spec.shape) != array.ndim:
         return False

@@ -1,4 +1,4 @@
-"""Judge what replacing one ONNX file by another costs the task."""
+"""Judge how replacing one ONNX file by another changes the task metric."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from onnx_ops.tools.judgement import JudgeRequest
 
 
 def judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list[GateResult]:
-    """Judge the task metric if labels exist or are not needed.
+    """Judge the task metric; without labels, judge how many answers change.
 
-    Otherwise judge how many answers change.
+    Some metrics need no labels, and are judged without them.
     """
     dataset, gate, runtime = request.dataset, request.metric, request.arrange(runtime)
     label_free = gate.definition().label_free
@@ -49,9 +49,9 @@ def judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list[
 
 
 def _explain_unknown_cost(agreement: GateResult | None, dataset: Dataset | None) -> str:
-    """Return why the share of changed answers does not show what the change costs.
+    """Return why the share of changed answers does not show the cost of the change.
 
-    The reason includes what would show it.
+    The text includes the remedy.
     """
     if agreement is None:
         remedy = "give --labels and --metric, or --metric cosine for embeddings"
@@ -64,7 +64,7 @@ def _explain_unknown_cost(agreement: GateResult | None, dataset: Dataset | None)
             f"the cost of rounding for the task is unknown: {agreement.reason}, but generated rows "
             "are not representative of yours: supply --data and --labels"
         )
-    return f"{agreement.reason}: whether it is worse, only labels can show; add --labels"
+    return f"{agreement.reason}: only labels can show whether the task gets worse; add --labels"
 
 
 def _judge_metric(
@@ -95,7 +95,7 @@ def _judge_metric(
 def _judge_agreement(
     request: JudgeRequest, runtime: Runtime, target: Target, rows: Tensors
 ) -> GateResult | None:
-    """Judge the share of answers that change, with A's answers as labels.
+    """Judge the share of rows whose class changes, with A's classes as labels.
 
     Return None if the answers are not classes.
     """
@@ -133,7 +133,11 @@ def _judge_agreement(
 
 
 def build_metric_gate(name: str | None, max_drop: float, *, lower_is_better: bool) -> MetricGate:
-    """Build the limit on a metric: an absolute drop, or a relative growth."""
+    """Return a gate that limits a metric.
+
+    `max_drop` is the maximum drop, or the maximum relative increase if lower values are better.
+    `name` is a metric or the reference of a custom metric.
+    """
     gate = MetricGate(name=name)
     if name is not None and ":" in name:
         gate = MetricGate(use=name, higher_is_better=not lower_is_better)

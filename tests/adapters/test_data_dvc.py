@@ -67,7 +67,7 @@ def test_load_dvc_file_in_folder_reads_it_through_folder_list(
         NotFoundError, match=r"data/many is a folder.*Name one file, such as data/many/a\.npz"
     ):
         reads.load(section("data/many"), repository.root)
-    with pytest.raises(NotFoundError, match=r"no file c\.npz.*it holds a\.npz, deep/b\.npz"):
+    with pytest.raises(NotFoundError, match=r"no file c\.npz.*contains a\.npz, deep/b\.npz"):
         reads.load(section("data/many/c.npz"), repository.root)
 
 
@@ -171,7 +171,7 @@ def test_dvc_fingerprint_at_cached_full_commit_needs_no_remote(
         ({"repo": "nowhere"}, NotFoundError, "no such folder"),
         ({"rev": "v9"}, NotFoundError, "no revision 'v9'"),
         ({"rev": "--all"}, NotFoundError, "no revision"),
-        ({"path": "data/nothing.npz"}, NotFoundError, "DVC knows no data/nothing.npz"),
+        ({"path": "data/nothing.npz"}, NotFoundError, "DVC does not track data/nothing.npz"),
     ],
 )
 def test_dvc_fingerprint_with_wrong_settings_raises_error(
@@ -243,7 +243,7 @@ def test_load_of_tampered_dvc_cache_file_raises_digest_mismatch_error(
     assert "DVC cache file" in error.what
     assert error.where == str(repository.cached(oid))
     assert md5(archive(7)) in error.why
-    assert f"data/train.npz.dvc leads to {oid}" in error.why
+    assert f"data/train.npz.dvc requires {oid}" in error.why
     assert "Delete that file" in error.remedy
     assert error.exit_code == 5
 
@@ -313,7 +313,7 @@ def test_load_with_uncommitted_dvc_pointer_raises_digest_mismatch_error(
         ("- 1", "validation failed"),
         (pointer("../../../etc/passwd", 8, "train.npz"), "not an MD5"),
         (pointer("g" * 32, 8, "train.npz"), "not an MD5"),
-        (pointer(md5(archive(1)), 8, "train.npz"), r"says 8 bytes; .* has \d+"),
+        (pointer(md5(archive(1)), 8, "train.npz"), r"names 8 bytes, and .* has \d+"),
         (pointer(md5(archive(1)), -5, "train.npz"), "its size is -5"),
     ],
 )
@@ -335,9 +335,7 @@ def test_load_with_swapped_md5_in_dvc_pointer_detects_size_or_pin_mismatch(
     size = len(archive(1))
     repository.write("data/train.npz.dvc", pointer(known, size, "train.npz"))
     repository.commit()
-    with pytest.raises(
-        DigestMismatchError, match=f"pointer is not what DVC writes.*says {size} bytes"
-    ):
+    with pytest.raises(DigestMismatchError, match=f"pointer is not valid.*names {size} bytes"):
         reads.load(section(), repository.root)
     repository.write("data/train.npz.dvc", pointer(known, len(archive(6, rows=40)), "train.npz"))
     repository.commit()

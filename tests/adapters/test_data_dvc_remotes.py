@@ -131,7 +131,7 @@ def test_load_of_tampered_dvc_remote_object_raises_digest_mismatch_error(
     assert "DVC remote" in error.what
     assert error.where.endswith(str(pushed.stored(oid)))
     assert md5(archive(7)) in error.why
-    assert f"data/train.npz.dvc leads to {oid}" in error.why
+    assert f"data/train.npz.dvc requires {oid}" in error.why
     assert "dvc push" in error.remedy
 
 
@@ -143,7 +143,7 @@ def test_load_with_dvc_pointer_to_missing_object_raises_not_found_error(
     with pytest.raises(DigestMismatchError, match="changed and not committed"):
         reads.load(section(PATH), pushed.root)
     pushed.commit()
-    with pytest.raises(NotFoundError, match=r"DVC has lost data/train\.npz") as caught:
+    with pytest.raises(NotFoundError, match=r"DVC has no copy of data/train\.npz") as caught:
         reads.load(section(PATH), pushed.root)
     assert caught.value.where == "data/train.npz.dvc"
     assert md5(archive(8)) in caught.value.why
@@ -194,7 +194,7 @@ def test_load_from_dvc_remote_on_s3_returns_verified_data(reads: DvcSource, tmp_
         assert caught.value.where == f"s3://{BUCKET}/{key}"
         assert md5(archive(7)) in caught.value.why
         client.delete_object(Bucket=BUCKET, Key=key)
-        with pytest.raises(NotFoundError, match="DVC has lost"):
+        with pytest.raises(NotFoundError, match="DVC has no copy of"):
             reads.load(section(PATH), repository.root)
         repository.write(
             ".dvc/config.local", "['remote \"cloud\"']\n    endpointurl = http://127.0.0.1:9\n"

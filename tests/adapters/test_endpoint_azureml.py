@@ -155,7 +155,7 @@ def test_azureml_apply_without_quota_raises_error_and_changes_nothing(world: Wor
     world.provider.apply(world.config, state, generation=1)
     world.cloud.conditions.quota = 13
     many = config_of(world.cloud, instances=10)
-    with pytest.raises(InfrastructureError, match="10 of its instances need quota for 12"):
+    with pytest.raises(InfrastructureError, match="10 instances needs quota for 12"):
         world.apply(2, many, blue=90, green=10)
     assert world.scale() == 2.0
     assert world.observed().is_equivalent(state)
@@ -213,7 +213,7 @@ def test_azureml_apply_after_recreation_by_other_tool_restores_traffic(world: Wo
     world.provider.roll_back(world.config, state, generation=3)
     assert world.scale() == 2.0
     other = replace(config_of(world.cloud, name="scaling"), endpoint="other")
-    with pytest.raises(RefusedError, match="not ours"):
+    with pytest.raises(RefusedError, match="does not own it"):
         world.provider.observe(other)
 
 
@@ -262,9 +262,9 @@ def test_azureml_apply_with_mirror_traffic_removes_or_refuses_it(world: World) -
 def test_azureml_apply_to_endpoint_of_other_owner_raises_refused_error(world: World) -> None:
     world.apply(1, blue=100)
     other = replace(config_of(world.cloud, name="scaling"), endpoint="other")
-    with pytest.raises(RefusedError, match="not ours"):
+    with pytest.raises(RefusedError, match="does not own it"):
         world.apply(1, other, green=100)
-    with pytest.raises(RefusedError, match="not ours"):
+    with pytest.raises(RefusedError, match="does not own it"):
         world.provider.remove(other)
     assert world.scale() == 2.0
 

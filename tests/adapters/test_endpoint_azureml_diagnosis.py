@@ -55,7 +55,7 @@ def test_azureml_diagnosis_of_image_checks_registry_and_pull_role(world: World) 
     )
     findings = look(world, image=image, identity=identity)
     assert broken(findings) == ()
-    assert findings["azure pull"].found == "serving may pull"
+    assert findings["azure pull"].found == "serving can pull"
     assert "own identity" in look(world, image=image)["azure pull"].found
     findings = look(world, image=image.replace("mlimages", "elsewhere"))
     assert broken(findings) == ("azure image",)
@@ -115,7 +115,7 @@ def test_azureml_diagnosis_with_html_response_reports_failed_check(
             {"roles": ["no role"]},
             {},
             "role on workspace",
-            "not what Azure Resource Manager answers",
+            "not have the format of Azure Resource Manager",
         ),
         (
             {"quota": 23},

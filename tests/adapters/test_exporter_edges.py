@@ -83,7 +83,7 @@ def test_export_with_setting_without_effect_raises_user_error(
             lambda: importlib.import_module("torch").nn.Linear(3, 2),
             "by name: to the parameters of `forward`",
         ),
-        (TORCH, lambda: module("Nested"), "other things than tensors"),
+        (TORCH, lambda: module("Nested"), "contains more than tensors"),
         (
             TORCH,
             lambda: module("Casting", "complex64"),

@@ -190,7 +190,7 @@ def test_torch_export_of_module_over_all_rows_raises_user_error(
     with pytest.raises(UserError, match="takes all rows of the samples together") as caught:
         TorchExporter().export(modules.GraphNodes(), request)
     assert "out of bounds" in caught.value.why
-    assert "one row of what belongs together" in caught.value.remedy
+    assert "data that belongs together into one row" in caught.value.remedy
 
 
 def test_torch_load_of_missing_or_invalid_file_raises_error(tmp_path: Path) -> None:

@@ -13,7 +13,11 @@ import psutil
 import pytest
 
 from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter, RemoteModel
-from onnx_ops.adapters.isolation.process import LAST_LINES, ProcessLimits
+from onnx_ops.adapters.isolation.process import (
+    LAST_LINES,
+    ProcessLimits,
+    build_interpreter_command,
+)
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import NotFoundError, RefusedError, StageError, UserError
 from onnx_ops.ports import Dataset, ExportRequest, TrainingExporter
@@ -176,7 +180,7 @@ def test_isolated_exporter_in_own_process_trains_and_exports_model(
 def test_isolated_exporter_after_crash_reports_signal_and_output(
     exporter: IsolatedExporter, tmp_path: Path, do: str, how: str
 ) -> None:
-    with pytest.raises(StageError, match=f"ended with {how} while it was to export") as failure:
+    with pytest.raises(StageError, match=f"ended with {how} before it could export") as failure:
         exporter.export(load(exporter, tmp_path / "m"), request(tmp_path / "o", do))
     assert f"about to {do}" in failure.value.why
     assert "env.requirements" in failure.value.remedy
@@ -247,7 +251,7 @@ def test_isolated_exporter_error_keeps_its_type(exporter: IsolatedExporter, tmp_
 def test_isolated_training_with_crash_or_failure_raises_error(
     exporter: IsolatedExporter, tmp_path: Path
 ) -> None:
-    with pytest.raises(StageError, match="SIGABRT while it was to train"):
+    with pytest.raises(StageError, match="SIGABRT before it could train"):
         exporter.train("training_of_mine:crash", {}, {}, tmp_path)
     with pytest.raises(UserError, match="ZeroDivisionError") as failure:
         exporter.train("training_of_mine:fail", {}, {}, tmp_path)
@@ -301,3 +305,20 @@ def test_isolated_save_of_missing_model_raises_not_found_error(
 ) -> None:
     with pytest.raises(NotFoundError, match="no such model"):
         exporter.save(tmp_path / "nowhere", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("package", "reason"),
+    [("onnx_ops_missing", "was not found"), ("bare", "is a namespace package")],
+)
+def test_interpreter_command_for_package_without_file_raises_not_found_error(
+    package: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bare").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = build_interpreter_command(Path(sys.executable), "module:function", [package])
+    with pytest.raises(NotFoundError, match=f"package {package} {reason}") as caught:
+        command(scratch, 3, 10**9)
+    assert caught.value.remedy

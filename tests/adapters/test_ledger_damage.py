@@ -272,7 +272,7 @@ def test_state_of_rewound_ledger_seen_before_raises_corrupt_state_error(
 ) -> None:
     storage = Storage(tmp_path)
     damage(storage)
-    with pytest.raises(CorruptStateError, match="the ledger went back") as caught:
+    with pytest.raises(CorruptStateError, match="the ledger lost entries") as caught:
         storage.open(seen=True).state(ENDPOINT)
     assert str(storage.seen / f"{ENDPOINT}.json") in caught.value.remedy
     (storage.seen / f"{ENDPOINT}.json").unlink()

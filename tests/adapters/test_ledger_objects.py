@@ -93,7 +93,7 @@ def test_ledger_read_with_entry_of_other_endpoint_raises_corrupt_state_error(
     other = folder.parent / "other"
     other.mkdir()
     (folder / "00000001.jsonl").rename(other / "00000001.jsonl")
-    with pytest.raises(CorruptStateError, match="not where it belongs"):
+    with pytest.raises(CorruptStateError, match="that of another place"):
         ledger.read("other")
 
 

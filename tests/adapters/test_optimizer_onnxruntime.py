@@ -111,7 +111,7 @@ def test_static_quantizer_with_sharded_ranges_writes_same_file(
 def test_dynamic_quantizer_read_ranges_raises_user_error(
     perceptron: OptimizeRequest, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="calibrates with all rows at once"):
+    with pytest.raises(UserError, match="calibration cannot be split into shards"):
         DynamicQuantizer().read_ranges(perceptron, tmp_path / "ranges", (0, 2))
 
 
@@ -420,7 +420,7 @@ def test_static_quantizer_of_fixed_batch_calibrates_with_it(perceptron: Optimize
     assert len(BatchReader(rows(11), read_model_info(perceptron.source))) == 2
     StaticQuantizer().optimize(replace(perceptron, calibration=rows(11)))
     assert run(perceptron.path, rows(4))["scores"].shape == (4, 3)
-    with pytest.raises(UserError, match="takes 4 at once"):
+    with pytest.raises(UserError, match="takes batches of 4"):
         StaticQuantizer().optimize(replace(perceptron, calibration=rows(3)))
 
 

@@ -643,7 +643,7 @@ def test_fetch_of_version_copied_to_other_storage_raises_refused_error(
             )
     copied = registry.version(model, str(copy.version))
     assert copied.manifest == record.manifest
-    with pytest.raises(RefusedError, match="from which none are fetched"):
+    with pytest.raises(RefusedError, match="does not fetch files from the artifact location"):
         registry.fetch(copied, tmp_path)
 
 

@@ -82,7 +82,7 @@ def test_isolated_runtime_after_kill_raises_error_and_restarts(
 
     with ended_in_the_middle(kill) as measure:
         runtime.run(file, APART, (rows(1),))
-        with pytest.raises(StageError, match=f"signal SIGKILL while it was to {do}") as killed:
+        with pytest.raises(StageError, match=f"signal SIGKILL before it could {do}") as killed:
             measure(runtime, do, file, APART)
     # This could be mistaken for a refusal of the model.
     assert not isinstance(killed.value, MeasurementError)

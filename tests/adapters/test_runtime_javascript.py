@@ -238,7 +238,7 @@ def test_javascript_runtime_with_ort_format_equals_source(
 def test_node_runtime_after_kill_raises_error_and_restarts(node: NodeRuntime, file: Path) -> None:
     with ended_in_the_middle(lambda: os.kill(pid(node), signal.SIGKILL)) as measure:
         node.run(file, NODE, (rows(1),))
-        with pytest.raises(StageError, match="signal SIGKILL while it was to benchmark") as killed:
+        with pytest.raises(StageError, match="signal SIGKILL before it could benchmark") as killed:
             measure(node, "benchmark", file, NODE)
     assert killed.value.where == "target node"
     assert node.run(file, NODE, (rows(2),))[0]["scores"].shape[0] == 2
@@ -251,7 +251,7 @@ def test_browser_runtime_after_kill_raises_error_and_restarts(
 ) -> None:
     with ended_in_the_middle(lambda: kill_chromium(browser, role)) as measure:
         browser.run(file, WASM, (rows(1),))
-        with pytest.raises(StageError, match="while it was to sample") as killed:
+        with pytest.raises(StageError, match="before it could sample") as killed:
             measure(browser, "sample", file, WASM)
     assert ("the page crashed" if role else "the browser ended") in killed.value.what
     assert browser.run(file, WASM, (rows(2),))[0]["scores"].shape[0] == 2

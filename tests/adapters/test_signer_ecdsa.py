@@ -72,7 +72,7 @@ def test_verify_of_changed_record_raises_invalid_signature_error(
 def test_verify_of_malformed_signature_raises_invalid_signature_error(
     signer: EcdsaSigner, trusted: TrustedKeys, signature: str
 ) -> None:
-    with pytest.raises(InvalidSignatureError, match="does not fit"):
+    with pytest.raises(InvalidSignatureError, match="is not valid"):
         trusted.verify(RECORD, signature, signer.key)
 
 
@@ -84,7 +84,7 @@ def test_verify_with_other_key_raises_invalid_signature_error(
         InvalidSignatureError, match=f"key {short_digest(other.key)} is not trusted"
     ):
         trusted.verify(RECORD, other.sign(RECORD), other.key)
-    with pytest.raises(InvalidSignatureError, match="does not fit"):
+    with pytest.raises(InvalidSignatureError, match="is not valid"):
         trusted.verify(RECORD, other.sign(RECORD), signer.key)
 
 

@@ -143,7 +143,7 @@ def test_run_with_tampered_dvc_cache_fails_data_stage(repository: Repository) ->
     result = execute(project, prepare(project, repository.root / FILE))
     failed = result.outcomes["data/test"]
     assert failed.status is StageStatus.FAILED
-    assert "the DVC cache file is not what its pointer names" in failed.reason
+    assert "the DVC cache file does not match its pointer" in failed.reason
     assert str(repository.cached(md5(iris(1)))) in failed.reason
     assert result.outcomes["export"].status is StageStatus.SKIPPED
     assert result.errors["data/test"].exit_code == 5

@@ -201,7 +201,7 @@ def test_remote_stage_with_other_store_raises_error_naming_both(
     asker: Project, tmp_path: Path
 ) -> None:
     other = project(tmp_path / "worker", store="elsewhere")
-    with pytest.raises(MeasurementError, match="did not execute it") as caught:
+    with pytest.raises(MeasurementError, match="did not execute this stage") as caught:
         asked(Nearby(other), asker, train_stage(asker))
     assert str(tmp_path / "elsewhere") in caught.value.why
     assert str(tmp_path / SHARED) in caught.value.why

@@ -193,9 +193,9 @@ def test_run_with_killed_runtimes_reports_errors_and_continues(root: Path, sweep
     failed = {o.stage: o.reason for o in result.outcomes.values() if o.status is StageStatus.FAILED}
     assert list(failed) == [f"benchmark/fp32@{target}" for target in victims]
     words = {
-        "node": "signal SIGKILL while it was to",
-        "browser-wasm": "the browser (ended while it was to|does not start)",
-        "apart": "signal SIGKILL while it was to",
+        "node": "signal SIGKILL before it could",
+        "browser-wasm": "the browser (ended before it could|does not start)",
+        "apart": "signal SIGKILL before it could",
     }
     for target in victims:
         assert re.search(words[target], failed[f"benchmark/fp32@{target}"])

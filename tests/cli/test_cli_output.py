@@ -110,7 +110,7 @@ def test_rollout_view_prints_reason_once(capsys: pytest.CaptureFixture[str]) -> 
         started_at=0.0, guardrails=(guard, replace(guard, name="slow", evidence=0.0))
     )
     common.console().print(
-        _render(make_view(judged, f"v2 holds 10 % and is paused: {guard.summary}"))
+        _render(make_view(judged, f"v2 has 10 % of traffic and is paused: {guard.summary}"))
     )
     output = capsys.readouterr().out
     assert (output.count(guard.summary), output.count("slow:"), len(output.splitlines())) == (
@@ -124,7 +124,7 @@ def test_rollout_view_names_outliers(capsys: pytest.CaptureFixture[str]) -> None
     outlier = ServerOutlier(
         server="r3", deployment="v2", place="slow", own=(90, 100), others=(5, 1000), evidence=8.0
     )
-    view = make_view(AnalysisResult(started_at=0.0, outliers=(outlier,)), "v2 holds 10 %")
+    view = make_view(AnalysisResult(started_at=0.0, outliers=(outlier,)), "v2 has 10 % of traffic")
     common.console().print(_render(view))
     assert capsys.readouterr().out.splitlines()[1].strip() == outlier.summary
     assert codec.to_json(view)["judged"]["outliers"][0]["server"] == "r3"

@@ -109,7 +109,7 @@ def test_load_pipeline_with_function_of_allowed_package_succeeds(load: Load) -> 
 
 def test_load_pipeline_with_forbidden_variable_raises_config_error(load: Load) -> None:
     overrides = ["register.model=${env:MLFLOW_TRACKING_TOKEN}"]
-    with pytest.raises(ConfigError, match="may not read MLFLOW_TRACKING_TOKEN") as caught:
+    with pytest.raises(ConfigError, match="to read variable MLFLOW_TRACKING_TOKEN") as caught:
         load(overrides=overrides, environ={"MLFLOW_TRACKING_TOKEN": SECRET}, reach=PROJECT_ONLY)
     assert SECRET not in str(caught.value)
 

@@ -159,7 +159,7 @@ def test_variant_with_name_of_search_result_reports_problem(root: Path) -> None:
         ),
         (
             "{name: v, method: dynamic, calibrate: {data: train, shards: 2}}",
-            "ranges are read in shards",
+            "'shards' is only for methods",
         ),
         (
             (

@@ -96,7 +96,7 @@ def test_unchanged_run_after_manual_promotion_moves_no_traffic(
         True,
     )
     assert traffic(twice) == {"v1": 100}
-    assert "left version 2" in twice.command("history", "digits").stdout
+    assert "skipped version 2" in twice.command("history", "digits").stdout
     # This is the command that the message names.
     assert twice.command("promote", "digits-mlp/2", "--target", TARGET).code == 0
     assert twice.command("reconcile", "digits").code == 0

@@ -131,7 +131,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_cloud_roles_trust_jobs_that_sign_in(folder: Path) -> None:
     signing = [job for job in jobs(folder) if job.audiences]
-    # Its roles are the operator's own, and can only read.
+    # The evaluation job assumes separate roles of the operator, which can only read.
     evaluation = "model-commit.yml:evaluate"
     released = {"model-commit.yml:release", "promote.yml:promote", "rollback.yml:rollback"}
     assert {job.name for job in signing} == {*released, evaluation}

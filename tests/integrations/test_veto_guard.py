@@ -236,9 +236,9 @@ class TestDecisionTags:
     @pytest.mark.parametrize("key", [DIGEST, RELEASE, VARIANT])
     def test_change_of_registration_tag_is_refused(self, plain: Guarded, key: str) -> None:
         plain.set_tag("1", key, plain.versions.kept[MODEL, "1"].tags[key])
-        with pytest.raises(RefusedError, match="keeps what it was registered as"):
+        with pytest.raises(RefusedError, match="the tags of a registration cannot be changed"):
             plain.set_tag("2", key, plain.versions.kept[MODEL, "1"].tags[key] + "x")
-        with pytest.raises(RefusedError, match="keeps what it was registered as"):
+        with pytest.raises(RefusedError, match="the tags of a registration cannot be changed"):
             plain.guard.delete_tag("", MODEL, "2", key)
 
 
@@ -247,7 +247,7 @@ class TestDeletion:
         found = plain.versions.kept[MODEL, "1"]
         plain.guard.delete_version(MODEL, "1")
         plain.versions.kept[MODEL, "1"] = replace(found, aliases=(CHAMPION, "prod"))
-        with pytest.raises(RefusedError, match=f"it holds {CHAMPION}"):
+        with pytest.raises(RefusedError, match=f"it has {CHAMPION}"):
             plain.guard.delete_version(MODEL, "1")
         with pytest.raises(RefusedError, match=f"{CHAMPION} on version 1"):
             plain.guard.delete_model(MODEL)
@@ -331,7 +331,7 @@ class TestOverride:
     [
         (
             {"ONNX_OPS_BASIC_AUTH": ""},
-            r"the policy names users \(alice, bob, release-bot\), but this server knows none",
+            r"names users \(alice, bob, release-bot\), but this server authenticates none",
         ),
         ({"ONNX_OPS_BASIC_AUTH": "maybe"}, "ONNX_OPS_BASIC_AUTH is 'maybe'"),
         ({"ONNX_OPS_PROMOTION_POLICY": "missing.yaml"}, "no such file"),

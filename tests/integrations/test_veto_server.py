@@ -203,7 +203,7 @@ def test_delete_rename_and_retag_of_guarded_version_return_403(
             "DELETE",
             f"{number}/delete",
             {"name": passed.model, "version": passed.version},
-            f"it holds {CHAMPION}",
+            f"it has {CHAMPION}",
         ),
         (
             "DELETE",
@@ -221,7 +221,7 @@ def test_delete_rename_and_retag_of_guarded_version_return_403(
             "POST",
             SET_TAG,
             tag(passed, DIGEST, "sha256:" + "0" * 64),
-            "keeps what it was registered as",
+            "the tags of a registration cannot be changed",
         ),
     ]
     for method, path, document, reason in ways:

@@ -82,8 +82,8 @@ BACK = "p = QuantizeLinear(o, s, z) y = DequantizeLinear(p, s, z)"
 @pytest.mark.parametrize(
     ("nodes", "zero", "reason"),
     [
-        ("y = MatMul(x, w)", np.uint8(0), "not quantized: it comes in float from the model"),
-        ("r = Relu(x) y = Gemm(r, w)", np.uint8(0), "from Relu"),
+        ("y = MatMul(x, w)", np.uint8(0), "the model input supplies it in float"),
+        ("r = Relu(x) y = Gemm(r, w)", np.uint8(0), "Relu supplies it in float"),
         ("y = MatMul(x, x)", np.uint8(0), "no constant weight"),
         (f"{PAIR} y = MatMul(d, w)", np.uint8(0), "the model output follows instead"),
         (f"{PAIR} o = MatMul(d, w) {BACK}", np.uint8(0), "though input and output"),

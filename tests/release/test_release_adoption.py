@@ -330,7 +330,7 @@ def test_adopt_of_older_backup_is_detected_by_machine_with_newer_state(
     site.damage(site.count)
     operator = site.open(MAIN, MAIN)
     adopt(operator, find_adoption(operator, ENDPOINT))
-    with pytest.raises(CorruptStateError, match="the ledger went back"):
+    with pytest.raises(CorruptStateError, match="the ledger lost entries"):
         ObjectLedger(site.objects, open_keys(MAIN, MAIN), tmp_path).state(ENDPOINT)
 
 

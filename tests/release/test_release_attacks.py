@@ -518,7 +518,7 @@ def everything_rewritten(site: Site) -> None:
 
 REGISTRY: dict[Callable[[Site], None], str] = {
     copied_decision: "about another model, version or target",
-    edited_decision: "does not fit",
+    edited_decision: "is not valid",
     self_signed_decision: "is not trusted",
     decision_of_another_target: "about another model, version or target",
     decision_of_another_model: "about another model, version or target",
@@ -549,12 +549,12 @@ BOTH: dict[Callable[[Site], None], str] = {
     known_override_on_other_files: "is FAIL",
     known_override_again: "rolled this release back",
     ledger_of_before_the_rollback: "rolled this release back|the endpoint has carried out entry",
-    everything_rewritten: "does not fit",
+    everything_rewritten: "is not valid",
 }
 ATTACKS = {**REGISTRY, **LEDGER, **BOTH}
 
 
-UNSIGNED = "has no signature|does not follow|does not fit|v1 serves all traffic"
+UNSIGNED = "has no signature|does not follow|is not valid|v1 serves all traffic"
 """Pattern of additional reports about changes by an attacker without a key."""
 
 

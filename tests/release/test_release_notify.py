@@ -309,7 +309,7 @@ def test_approval_wait_is_notified_once_per_step(golden: Golden) -> None:
     send_pending(scene.context, "digits")
     golden("reasons", chat.received[-1].headline)
     for n in range(3):
-        wait = Wait(why=f"v3 holds 10 %: waits {n}", kind=WaitKind.APPROVAL)
+        wait = Wait(why=f"v3 has 10 % of traffic: waits {n}", kind=WaitKind.APPROVAL)
         record_pause(Journal.open(scene.context, "digits"), wait)
         send_pending(scene.context, "digits")
     assert whats(chat).count(NotificationKind.WAITING) == 1

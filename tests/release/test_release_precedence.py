@@ -85,7 +85,7 @@ def test_run_of_serving_release_changes_nothing(scene: Scene, always: bool) -> N
     assert scene.state().head == before
 
 
-def test_run_of_older_release_is_left_and_recorded_once(scene: Scene) -> None:
+def test_run_of_older_release_is_skipped_and_recorded_once(scene: Scene) -> None:
     for _ in range(3):
         done = run(scene, "1")
         assert (done.did, done.left, done.endpoints) == ("left", "2", (ENDPOINT,))
@@ -95,7 +95,7 @@ def test_run_of_older_release_is_left_and_recorded_once(scene: Scene) -> None:
     left = [e.body for e in scene.world.ledger.read(ENDPOINT) if isinstance(e.body, ReleaseLeft)]
     assert left == [ReleaseLeft(version="1", serving="2")]
     lines, _ = read_history(scene.context, HistoryFilter(endpoints=(ENDPOINT,)))
-    assert [line.what for line in lines if line.kind == "release-left"] == ["left version 1"]
+    assert [line.what for line in lines if line.kind == "release-left"] == ["skipped version 1"]
 
 
 def test_run_of_older_release_with_always_serves_it(scene: Scene) -> None:

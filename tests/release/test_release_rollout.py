@@ -160,7 +160,7 @@ def test_resumed_rollout_stays_at_step_until_approval(trial: Scene) -> None:
         trial.say(OperatorCommand.RESUME)
     trial.say(OperatorCommand.PAUSE)
     trial.say(OperatorCommand.RESUME)
-    assert trial.reconcile()[-1].why == "v2 holds 10 % and waits for approval"
+    assert trial.reconcile()[-1].why == "v2 has 10 % of traffic and waits for approval"
     assert trial.traffic() == {"v2": 10, "v1": 90}
     with pytest.raises(UserError, match="no operator has paused"):
         trial.say(OperatorCommand.RESUME)

@@ -82,7 +82,7 @@ def test_write_off_server_records_reason_and_ends_server(scene: Scene, servers: 
     ("name", "reason", "error", "text"),
     [
         ("r1", "gone", RefusedError, "replica r1 reports"),
-        ("r9", "gone", NotFoundError, "Silent ones: r3"),
+        ("r9", "gone", NotFoundError, "Silent replicas: r3"),
         ("r3", " ", UserError, "needs a reason"),
     ],
 )

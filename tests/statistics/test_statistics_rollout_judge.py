@@ -177,7 +177,12 @@ def test_guardrail_abort_with_outlier_replica_names_it() -> None:
 
 
 def test_rollout_with_enough_clean_requests_advances_and_finishes() -> None:
-    waits(due(seen(*[healthy()] * 5)), WaitKind.ANALYZING, "v2 holds 10 %", "250 of 300 requests")
+    waits(
+        due(seen(*[healthy()] * 5)),
+        WaitKind.ANALYZING,
+        "v2 has 10 % of traffic",
+        "250 of 300 requests",
+    )
     acts(
         due(seen(*[healthy()] * 6)),
         ActionKind.ADVANCE,
@@ -329,7 +334,7 @@ def test_rollout_waits_until_service_level_is_certified() -> None:
         due(seen(*[interval] * 53), policy),
         WaitKind.ANALYZING,
         "53 intervals (53 min)",
-        "not below 2 %, which takes 54 i",
+        "not below 2 %; at least 54 i",
     )
     acts(due(seen(*[interval] * 54), policy), ActionKind.ADVANCE)
     crowded = replace(interval, canary=counted(5400), stable=counted(48_600, 1))
@@ -452,7 +457,11 @@ def test_trace_guardrails_ends_at_judged_evidence() -> None:
 def test_rollout_without_guardrails_waits_for_approval() -> None:
     manual = RolloutPolicy(steps=(0.1, 1.0))
     bad = replace(healthy(), canary=counted(errors=50))
-    waits(due(seen(*[bad] * 9), manual), WaitKind.APPROVAL, "v2 holds 10 % and waits for approval")
+    waits(
+        due(seen(*[bad] * 9), manual),
+        WaitKind.APPROVAL,
+        "v2 has 10 % of traffic and waits for approval",
+    )
     acts(due(seen(*[bad] * 9), manual, command=OperatorCommand.ADVANCE), ActionKind.FINISH)
 
 

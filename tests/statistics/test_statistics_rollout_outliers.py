@@ -54,7 +54,7 @@ def test_find_outliers_compares_each_server_with_others(
     assert list_found(count_each([*HONEST, row])) == [("r4", place) for place in expected]
 
 
-def test_find_outliers_of_two_servers_names_higher_share() -> None:
+def test_find_outliers_of_two_servers_names_server_with_higher_error_rate() -> None:
     for rows in ([(2000, 2), (2000, 100)], [(2000, 100), (2000, 2)]):
         (outlier,) = find_outliers(count_each(rows))
         assert (outlier.own, outlier.others) == ((100, 2000), (2, 2000))

@@ -104,7 +104,7 @@ def without_relu(path: Path) -> Path:
         ("weight-only", {"bits": 8, "block": 16}, {"weights", "function", "accuracy"}),
     ],
 )
-def test_judge_of_sound_variant_passes_by_rules_of_its_kind(
+def test_judge_of_correct_variant_passes_with_checks_of_its_method(
     source: Path, method: str, options: dict[str, int], metrics: set[str]
 ) -> None:
     # Its scores are close to one another.

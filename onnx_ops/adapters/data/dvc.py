@@ -66,7 +66,7 @@ Folders and http(s) need no package.
 """
 
 _FOLDER_SUFFIX = ".dir"
-"""Suffix of the MD5 of a list of files, which represents a folder."""
+"""Suffix of the MD5 of a file that lists the files of a folder."""
 
 _MD5 = re.compile(r"[0-9a-f]{32}(\.dir)?")
 _SCP_LIKE = re.compile(r"[^/\\:]+@[^/\\:]+:.*|[A-Za-z][A-Za-z0-9+.-]+::.*")
@@ -78,7 +78,10 @@ _GIT_VARIABLES = (
     "GIT_OBJECT_DIRECTORY",
     "GIT_COMMON_DIR",
 )
-"""Variables that git sets inside hooks. They would select another repository."""
+"""Variables that git sets inside hooks.
+
+With these variables, git would use another repository.
+"""
 
 _RESTORE = "Restore it with `git checkout`, or recreate it with `dvc add`, and commit."
 
@@ -105,7 +108,7 @@ class DvcSettings:
 
     @property
     def is_url(self) -> bool:
-        """Whether `repo` is a URL. Of such a repository, a local copy is kept."""
+        """Whether `repo` is a URL. A local copy of such a repository is stored."""
         return "://" in self.repo or _SCP_LIKE.fullmatch(self.repo) is not None
 
 
@@ -113,10 +116,10 @@ class DvcSettings:
 class DvcPointer:
     """DVC's record of one output.
 
-    It holds the pointer file, the MD5 and size (-1 if unknown), and the place of the objects.
-    `remote` is the remote that the pointer names, and `scheme` the scheme of its URL. `cache` is
-    the folder of objects on this machine (empty if there is none). `legacy` objects are those of
-    DVC 1 and 2, which are stored elsewhere.
+    The record holds the pointer file, the MD5 and the size (-1 if unknown) of the output, and where
+    its objects are. `remote` is the remote that the pointer names, and `scheme` is the scheme of
+    the remote's URL. `cache` is the folder of objects on this machine; empty if there is none. With
+    `legacy`, the objects are stored in the layout of DVC 1 and 2.
     """
 
     file: str
@@ -158,7 +161,7 @@ class DvcSource(DataSource):
     requirements: tuple[str, ...] = ("dvc==3.67.1",)
 
     def with_folders(self, environments: Path, state: Path) -> DvcSource:
-        """Return the same source with its state below these folders."""
+        """Return the same source with environments and state below these folders."""
         return replace(self, environments=environments, repositories=state / "repositories")
 
     def fingerprint(self, section: DataSection, root: Path) -> str:
@@ -211,7 +214,8 @@ class DvcSource(DataSource):
                 copy, _ = self._copy_object(tracked, _find_in_folder(tracked, copy, place), folder)
             elif pointer.size not in (-1, copy.stat().st_size):
                 raise _wrong_pointer(
-                    pointer, f"it says {pointer.size} bytes; {place} has {copy.stat().st_size}"
+                    pointer,
+                    f"it names {pointer.size} bytes, and {place} has {copy.stat().st_size}",
                 )
             where = f"{tracked.settings.path} at {tracked.commit[:12]}"
             return read_arrays(copy, where=where, name=tracked.settings.path)
@@ -238,7 +242,7 @@ class DvcSource(DataSource):
             raise DigestMismatchError(
                 f"the DVC pointer of {settings.path} is not the one that the pipeline pins",
                 where=f"{pointer.file} at {commit[:12]}",
-                why=f"it says {pointer.md5}, the pipeline file {settings.md5}",
+                why=f"it names MD5 {pointer.md5}, the pipeline file {settings.md5}",
                 remedy="If the data changed intentionally, write its MD5 into the pipeline file.",
             )
         return tracked
@@ -246,9 +250,9 @@ class DvcSource(DataSource):
     def _find_pointer(
         self, settings: DvcSettings, folder: Path, commit: str, path: str
     ) -> DvcPointer:
-        """Request the pointer of a commit from DVC, once per commit.
+        """Return the pointer of a commit from DVC, which is asked once per commit.
 
-        A commit never changes, so the pointer is kept.
+        A commit never changes, so the pointer is stored.
         """
         key = json.dumps([str(folder.resolve()), commit, path, settings.remote])
         stored = (
@@ -262,9 +266,9 @@ class DvcSource(DataSource):
         )
         if not answers:
             raise NotFoundError(
-                f"DVC knows no {path}",
+                f"DVC does not track {path}",
                 where=f"commit {commit[:12]}",
-                why="no .dvc file and no dvc.lock of that commit names it",
+                why="no .dvc file and no dvc.lock of that commit names this path",
                 remedy="Was the .dvc file committed, and before this revision? `path` is relative "
                 "to `repo`.",
             )
@@ -274,7 +278,7 @@ class DvcSource(DataSource):
                 f"the DVC pointer has no MD5 for {pointer.out}",
                 where=pointer.file,
                 why="its remote uses cloud versioning, or DVC does not store the file",
-                remedy="Only what DVC stores by content can be checked: `dvc add` it, "
+                remedy="Only data that DVC stores by content can be checked: run `dvc add` "
                 "with a remote that is neither `version_aware` nor `worktree`.",
             )
         if not _MD5.fullmatch(pointer.md5):
@@ -287,7 +291,7 @@ class DvcSource(DataSource):
         return pointer
 
     def _check_checkout(self, tracked: _TrackedFile, top: Path) -> None:
-        """Refuse a pointer with uncommitted changes in the checkout of the used commit."""
+        """Raise an error if the pointer has uncommitted changes in the used checkout."""
         file, path = tracked.pointer.file, tracked.path
         if (
             not (top / file).is_file()
@@ -308,7 +312,7 @@ class DvcSource(DataSource):
             raise DigestMismatchError(
                 f"the DVC pointer of {tracked.pointer.out} was changed and not committed",
                 where=file,
-                why=f"it says {stated}; the commit says {tracked.pointer.md5} "
+                why=f"it names {stated}; the commit names {tracked.pointer.md5} "
                 f"({tracked.pointer.size} bytes)",
                 remedy="Commit the change and name that revision, or restore the pointer with `git "
                 "checkout`.",
@@ -334,7 +338,7 @@ class DvcSource(DataSource):
             repo=str(tracked.folder.resolve()),
             rev=""
             if pointer.cache
-            else tracked.commit,  # the config of a checkout has the credentials
+            else tracked.commit,  # the config of the checkout contains the credentials
             remote=tracked.settings.remote or pointer.remote,
             md5=md5,
             legacy=pointer.legacy,
@@ -342,12 +346,12 @@ class DvcSource(DataSource):
         )
         if not answer["found"]:
             raise NotFoundError(
-                f"DVC has lost {pointer.out}",
+                f"DVC has no copy of {pointer.out}",
                 where=pointer.file,
                 why=f"neither the cache nor the remote has {md5}: {answer['place']}",
-                remedy="`dvc push` it from where it was added. What was imported is not pushed: "
-                "name its own repository as `repo`. If no copy is left, "
-                "the pointer may have been edited manually.",
+                remedy="Run `dvc push` where the data was added. DVC does not push imported data: "
+                "set `repo` to the repository that it comes from. If no copy exists, "
+                "check whether the pointer was edited manually.",
             )
         remedy = "Delete that object, then `dvc push` from a checkout whose cache is right"
         _check_object(copy, pointer, "object in the DVC remote", answer["place"], remedy)
@@ -371,7 +375,7 @@ class DvcSource(DataSource):
     def _refresh_mirror(self, settings: DvcSettings) -> Path:
         """Update the bare copy of a repository.
 
-        A copy that already has the commit whose full hash `rev` is stays unchanged.
+        If `rev` is a full hash and the copy has this commit, the copy is not updated.
         """
         mirror = self.repositories / hashlib.sha256(settings.repo.encode()).hexdigest()[:16]
         with hold_lock(mirror.with_suffix(".lock")):
@@ -427,7 +431,7 @@ def _read_settings(section: DataSection) -> DvcSettings:
 def _find_in_folder(tracked: _TrackedFile, listing: Path, place: str) -> str:
     """Return the MD5 of a file within a tracked folder.
 
-    `listing` is the list of files that the pointer of the folder names.
+    `listing` is the file that lists the files of the folder, as the pointer names it.
     """
     pointer = tracked.pointer
     try:
@@ -435,7 +439,7 @@ def _find_in_folder(tracked: _TrackedFile, listing: Path, place: str) -> str:
             str(entry["relpath"]): str(entry["md5"]) for entry in json.loads(listing.read_bytes())
         }
     except (ValueError, TypeError, KeyError) as error:
-        raise _wrong_pointer(pointer, f"what it names is not a list of files: {place}") from error
+        raise _wrong_pointer(pointer, f"its object is not a list of files: {place}") from error
     if unclear := [md5 for md5 in files.values() if not _MD5.fullmatch(md5)]:
         raise _wrong_pointer(pointer, f"the list of files names no MD5: {unclear[0]!r} in {place}")
     below = tracked.path[len(pointer.out) + 1 :]
@@ -443,7 +447,7 @@ def _find_in_folder(tracked: _TrackedFile, listing: Path, place: str) -> str:
         raise NotFoundError(
             f"{pointer.out} has no file {below}" if below else f"{pointer.out} is a folder",
             where=pointer.file,
-            why=f"it holds {', '.join(sorted(files)[:8])}",
+            why=f"the folder contains {', '.join(sorted(files)[:8])}",
             remedy=f"Name one file, such as {pointer.out}/{min(files, default='FILE')}.",
         )
     return files[below]
@@ -451,7 +455,7 @@ def _find_in_folder(tracked: _TrackedFile, listing: Path, place: str) -> str:
 
 def _wrong_pointer(pointer: DvcPointer, why: str) -> DigestMismatchError:
     return DigestMismatchError(
-        "the DVC pointer is not what DVC writes", where=pointer.file, why=why, remedy=_RESTORE
+        "the DVC pointer is not valid", where=pointer.file, why=why, remedy=_RESTORE
     )
 
 
@@ -463,10 +467,10 @@ def _check_object(copy: Path, pointer: DvcPointer, what: str, place: str, remedy
     if digest != wanted:
         copy.unlink()
         raise DigestMismatchError(
-            f"the {what} is not what its pointer names",
+            f"the {what} does not match its pointer",
             where=place,
-            why=f"its MD5 is {digest}; {pointer.file} leads to {wanted}",
-            remedy=f"It was damaged or changed; DVC does not detect this. {remedy}.",
+            why=f"its MD5 is {digest}; {pointer.file} requires {wanted}",
+            remedy=f"The data was damaged or changed; DVC does not detect this. {remedy}.",
         )
 
 

@@ -86,7 +86,8 @@ class DvcWorker:
                 ) from error
             except ImportError as error:
                 remedy = (
-                    "List it beside DVC: `with: {requirements: ['dvc==3.67.1', 'dvc-s3==3.3.0']}`."
+                    "List the package beside DVC: "
+                    "`with: {requirements: ['dvc==3.67.1', 'dvc-s3==3.3.0']}`."
                 )
                 what = "DVC lacks a package for this remote"
                 raise MissingPackageError(

@@ -22,13 +22,13 @@ _SMALL_BYTES = 16 << 20
 _HEAD_BYTES = 8 << 20
 
 _POINTER = b"version https://git-lfs"
-"""Start of the pointer file that Git LFS leaves in place of a file."""
+"""Start of the file that Git LFS writes in place of a file that was not fetched."""
 
 
 class FileSource(DataSource):
     """Data sets of `file: PATH`.
 
-    Nothing is unpickled, and the path stays below the project's root.
+    No pickled data is loaded, and the path must be below the project's root.
     """
 
     def fingerprint(self, section: DataSection, root: Path) -> str:
@@ -61,10 +61,10 @@ def sample_arrays(path: Path, *, where: str) -> Sample:
 def read_arrays(
     path: Path, *, where: str, name: str = "", most_bytes: int | None = None
 ) -> Mapping[str, Array]:
-    """Read the arrays of a `.npz` file or the columns of a table.
+    """Return the arrays of a `.npz` file or the columns of a table.
 
-    Nothing is unpickled. The suffix of `name`, the file's original name, gives
-    the format. With `most_bytes`, the first rows of each array are read.
+    No pickled data is loaded. The suffix of `name`, the file's original name, determines the
+    format. With `most_bytes`, only the first rows of each array are read.
     """
     suffix = find_table_suffix(Path(name or path).name)
     _require_data(path, where)
@@ -83,7 +83,7 @@ def read_arrays(
 
 
 def _require_data(path: Path, where: str) -> None:
-    """Raise UserError if a file is empty, or only a pointer to a file not fetched."""
+    """Raise UserError if a file is empty, or is a pointer to a file not fetched."""
     with path.open("rb") as stream:
         head = stream.read(len(_POINTER))
     if head == _POINTER:
@@ -122,7 +122,8 @@ def _read_archive(
             ]:
                 raise ValueError(f"{strange[0]} in it is not an array")
             return shapes, arrays
-    except Exception as error:  # a damaged archive makes the libraries below raise almost anything
+    except Exception as error:
+        # For a damaged archive, the libraries below raise errors of many types
         is_pickled = "allow_pickle" in str(error)
         raise UserError(
             "not an .npz file of plain arrays",
@@ -172,10 +173,10 @@ def _read_head(archive: Any, most_bytes: int) -> tuple[dict[str, tuple[int, ...]
 
 
 def _find_axes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Return the axis of the rows of each array that has such an axis.
+    """Return, for each array with an axis of rows, the index of this axis.
 
-    The number of rows is the size that most arrays have in their shape. Among equals, the size that
-    is more often on axis 0 counts.
+    The number of rows is the size that occurs in most shapes. If several sizes are equally
+    frequent, it is the one that is more often on axis 0.
     """
     sizes = {size for shape in shapes.values() for size in shape}
 
@@ -202,7 +203,8 @@ def _path(section: DataSection, root: Path) -> Path:
         raise UserError("this data source reads `file: PATH`", where=type(section).__name__)
     try:
         path = (root / section.file).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or a zero byte
+    except (OSError, RuntimeError, ValueError) as error:
+        # A loop of links, or a zero byte in the path
         raise NotFoundError("no such file", where=section.file, why=str(error)) from error
     if os.path.isdir(path):
         raise NotFoundError(

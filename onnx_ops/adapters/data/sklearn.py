@@ -30,9 +30,9 @@ The number of classes is 0 if the target is a quantity.
 
 
 class SklearnSource(DataSource):
-    """Loads `sklearn: NAME`, whole or one side of a split by seed.
+    """Loads `sklearn: NAME`: the whole data set, or one side of a split by seed.
 
-    Splits are stratified where the target is a class.
+    Splits are stratified if the target is a class.
 
     Arrays: `data` float32 (rows, features), `target` int64 (classes) or float32 (a quantity), and
     for digits `images` float32 (rows, 1, 8, 8) in [0, 1].

@@ -22,12 +22,12 @@ from onnx_ops.plugins import require
 from onnx_ops.ports.data import Array
 
 SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet", ".jsonl", ".ndjson")
-"""Ends of the names of files that hold a table."""
+"""Suffixes of the names of files that contain a table."""
 
 _MOST_COLUMNS = 4096
 
 _MOST_CSV_BYTES = 1 << 31
-"""Limit of the size of a CSV file.
+"""Largest size of a CSV file in bytes.
 
 pyarrow infers the types of the columns from one block, which is the whole file here.
 """
@@ -143,7 +143,8 @@ def _describe_format(suffix: str) -> str:
     if suffix in (".jsonl", ".ndjson"):
         return "Each line is one JSON object with a value per column, in UTF-8."
     return (
-        "The first line of a CSV file names the columns, every other has as many cells, in UTF-8."
+        "Write the CSV file in UTF-8: the first line names the columns, and every other line has "
+        "as many cells."
     )
 
 
@@ -165,7 +166,7 @@ def _read_csv(arrow: Any, path: Path, suffix: str, most_bytes: int | None) -> An
     size = path.stat().st_size if content is None else len(content)
     if size >= _MOST_CSV_BYTES:
         raise ValueError(
-            f"it has {size / 1e9:.3g} GB; a CSV file may have 2 GB; write it as Parquet"
+            f"it has {size / 1e9:.3g} GB, and the limit of a CSV file is 2 GB; write it as Parquet"
         )
     head = _read_head(path) if content is None else content[:_HEAD_BYTES]
     dialect = _find_dialect(head)
@@ -218,7 +219,7 @@ def _find_dialect(head: bytes) -> _Dialect:
     They are determined from `head`, the first part of the file.
 
     Raises:
-        ValueError: its names are not in UTF-8, or too many.
+        ValueError: the names of the columns are not in UTF-8, or are too many.
     """
     encoding = "utf-16" if head[:2] in _UTF16 else "utf-8-sig"
     if head[:4] in _FOREIGN:
@@ -236,9 +237,7 @@ def _find_dialect(head: bytes) -> _Dialect:
     separator = _find_separator(records)
     names = next(iter(records[separator]), [])
     if len(names) > _MOST_COLUMNS:
-        raise ValueError(
-            f"its first line names {len(names)} columns; a table may have {_MOST_COLUMNS}"
-        )
+        raise ValueError(f"its first line names {len(names)} columns; the limit is {_MOST_COLUMNS}")
     return _Dialect(
         encoding="utf16" if encoding == "utf-16" else "utf8",
         separator=separator,
@@ -273,7 +272,7 @@ def _find_separator(records: Mapping[str, list[list[str]]]) -> str:
 def _find_decimal_mark(records: Sequence[Sequence[str]]) -> str:
     """Return the decimal mark of the numbers.
 
-    It is the comma if numbers are written with a comma, and none is written with a point.
+    The mark is the comma if some numbers contain a comma and none contains a point.
     """
     cells = [cell.strip() for record in records for cell in record]
     with_comma = any(re.fullmatch(r"[+-]?\d+,\d+", cell) for cell in cells)
@@ -325,7 +324,7 @@ def _parse_csv(
 def _find_text_columns(
     arrow: Any, table: Any, source: str | bytes, dialect: _Dialect, most_bytes: int | None
 ) -> list[str]:
-    """Return the columns that must stay text though pyarrow converts them.
+    """Return the columns that must stay text although pyarrow converts them.
 
     These are dates, and whole numbers that are identifiers.
     """
@@ -353,9 +352,9 @@ def _find_text_columns(
 
 
 def _exceeds_int64(arrow: Any, column: Any) -> bool:
-    """Return whether a float64 column holds identifiers.
+    """Return whether a float64 column contains identifiers.
 
-    It does if all values are whole numbers, and some of them exceed int64.
+    This is so if all values are whole numbers, and some of them exceed int64.
     """
     compute = importlib.import_module("pyarrow.compute")
     largest = compute.max(compute.abs(column)).as_py()
@@ -365,7 +364,7 @@ def _exceeds_int64(arrow: Any, column: Any) -> bool:
 
 
 def _has_leading_zero(source: str | bytes, dialect: _Dialect, most_bytes: int | None) -> bool:
-    """Return whether some cell of the file can begin with a zero and another digit.
+    """Return whether a cell of the file can begin with a zero and another digit.
 
     The cell can be in any column.
     """
@@ -399,16 +398,17 @@ def _describe_undecodable(source: str | bytes) -> str:
             f"as Windows-1252 it reads {text!r}; convert the file: "
             "iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
         )
-    return "it holds bytes that are no text"
+    return "it contains bytes that are not text"
 
 
 def _read_json(arrow: Any, path: Path, most_bytes: int | None) -> Any:
-    """Read JSON Lines; dates stay text."""
+    """Return the columns of a JSON Lines file; dates stay text."""
     arrow_json = importlib.import_module("pyarrow.json")
     size = path.stat().st_size
     if size >= _MOST_CSV_BYTES:
         raise ValueError(
-            f"it has {size / 1e9:.3g} GB; a JSON Lines file may have 2 GB; write it as Parquet"
+            f"it has {size / 1e9:.3g} GB, and the limit of a JSON Lines file is 2 GB; "
+            "write it as Parquet"
         )
     with path.open("rb") as stream:
         content = stream.read() if most_bytes is None else stream.read(most_bytes)
@@ -426,7 +426,7 @@ def _read_json(arrow: Any, path: Path, most_bytes: int | None) -> Any:
 
     table = read()
     if table.num_columns > _MOST_COLUMNS:
-        raise ValueError(f"it has {table.num_columns} columns; a table may have {_MOST_COLUMNS}")
+        raise ValueError(f"it has {table.num_columns} columns; the limit is {_MOST_COLUMNS}")
     dates = [field.name for field in table.schema if arrow.types.is_temporal(field.type)]
     return (
         read(arrow.schema([(name, arrow.string()) for name in dates])).select(table.column_names)
@@ -440,7 +440,7 @@ def _read_parquet(arrow: Any, path: Path, most_bytes: int | None) -> Any:
     with parquet.ParquetFile(path) as file:
         if len(file.schema_arrow.names) > _MOST_COLUMNS:
             raise ValueError(
-                f"it has {len(file.schema_arrow.names)} columns; a table may have {_MOST_COLUMNS}"
+                f"it has {len(file.schema_arrow.names)} columns; the limit is {_MOST_COLUMNS}"
             )
         if most_bytes is None or not file.metadata.num_rows:
             table = file.read()
@@ -499,10 +499,10 @@ def _cast_column(arrow: Any, column: Any) -> Any:
 
 
 def _has_identifiers(column: Any) -> bool:
-    """Return whether a column of whole numbers holds identifiers.
+    """Return whether a column of whole numbers contains identifiers.
 
-    It does if a number exceeds int64. In a column with a missing value, which becomes a float
-    column, the limit is the range in which float64 is exact.
+    This is so if a number exceeds int64. A column with a missing value becomes a float column. Its
+    limit is the range in which float64 is exact.
     """
     most = 1 << 53 if column.null_count else 1 << 63
     limits = importlib.import_module("pyarrow.compute").min_max(column).as_py()
@@ -512,7 +512,7 @@ def _has_identifiers(column: Any) -> bool:
 def _convert_fractions(numbers: Any, where: str) -> Array:
     """Return numbers as float32.
 
-    A number beyond the range of float32 raises UserError, and does not become infinity.
+    A number beyond the range of float32 raises UserError instead of becoming infinity.
     """
     import numpy as np
 
@@ -521,7 +521,7 @@ def _convert_fractions(numbers: Any, where: str) -> Array:
         row = int(too_large.argmax())
         remedy = "Scale the column, or leave it out: columns are read as float32."
         raise UserError(
-            f"row {row + 1} holds {numbers[row]:g}, which float32 cannot",
+            f"row {row + 1} holds {numbers[row]:g}, which float32 cannot represent",
             where=where,
             remedy=remedy,
         )
@@ -529,9 +529,9 @@ def _convert_fractions(numbers: Any, where: str) -> Array:
 
 
 def _convert_texts(arrow: Any, column: Any, where: str) -> Array:
-    """Return texts with a fixed width.
+    """Return texts as an array of fixed width.
 
-    If one long text would widen all others, the texts are Python objects.
+    If one long text would widen all others, the array contains Python objects.
     """
     import numpy as np
 
@@ -547,7 +547,7 @@ def _convert_texts(arrow: Any, column: Any, where: str) -> Array:
     if fixed_bytes > max(
         1 << 20, _WIDTH_RATIO * compute.sum(compute.binary_length(column)).as_py()
     ):
-        # Equal texts then share one object.
+        # After this conversion, equal texts share one object.
         encoded = column.cast(arrow.large_string()).combine_chunks().dictionary_encode()
         texts = np.array([*encoded.dictionary.to_pylist()], dtype=object)
         return np.asarray(texts[encoded.indices.to_numpy()])[:, None]

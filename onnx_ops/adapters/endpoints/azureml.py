@@ -38,9 +38,9 @@ from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError
 
 
 class AzureEndpoints(CloudEndpoints):
-    """Endpoints of an Azure ML workspace.
+    """Provider for the endpoints of an Azure ML workspace.
 
-    `folder/<endpoint>/` holds a lock and the last generation that this machine sent.
+    `folder/<endpoint>/` contains a lock and the last generation that this machine sent.
     """
 
     tools = plugins.EXTRAS["azure"]
@@ -92,7 +92,7 @@ class AzureEndpoints(CloudEndpoints):
         return find_missing_credentials(where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return the endpoint's state; None if there is no endpoint or no valid state."""
+        """Return the endpoint's state; None without an endpoint or a valid state."""
         try:
             return self._observe(config)[0]
         except ServiceUnavailableError:
@@ -120,7 +120,7 @@ class AzureEndpoints(CloudEndpoints):
         self.apply(config, drop_idle_deployments(state), generation=generation)
 
     def address(self, config: EndpointConfig) -> str | None:
-        """Return the scoring address without its route; requests need a key or token."""
+        """Return the scoring address without its route; requests need a key or a token."""
         endpoint = self._connect(config).read()
         return None if endpoint is None else str(endpoint.scoring_uri).removesuffix(SCORING_ROUTE)
 
@@ -154,9 +154,9 @@ class AzureEndpoints(CloudEndpoints):
         )
 
     def _observe(self, config: EndpointConfig) -> tuple[EndpointState | None, Mapping[str, str]]:
-        """Return the endpoint's state, and names of its deployments in Azure.
+        """Return the endpoint's state, and the names of its deployments in Azure.
 
-        The names in Azure are by the names in onnx-ops.
+        The names in Azure are returned by their names in onnx-ops.
         """
         endpoint = self._connect(config)
         resource = endpoint.read()
@@ -191,9 +191,9 @@ class AzureEndpoints(CloudEndpoints):
 def _find_unused_deployments(
     own_tags: Mapping[str, Mapping[str, str]], used: Set[str], needed: Set[Digest]
 ) -> Iterator[OrphanedResource]:
-    """Yield our deployments that are not used and serve no needed version.
+    """Yield onnx-ops' deployments that are not used and serve no needed version.
 
-    `own_tags` are the tags of our deployments by name.
+    `own_tags` are the tags of these deployments by name.
     """
     for name, tags in sorted(own_tags.items()):
         if name not in used and tags.get(MANIFEST) not in needed:
@@ -206,8 +206,8 @@ def _find_unused_models(
 ) -> Iterator[OrphanedResource]:
     """Yield the stored models that are not needed and that no deployment serves.
 
-    `manifests` are the manifest digests of stored models by name, and `own_tags` the tags of our
-    deployments.
+    `manifests` are the manifest digests of stored models by name. `own_tags` are the tags of the
+    deployments that onnx-ops created.
     """
     served = {
         build_azure_name(record)

@@ -1,7 +1,8 @@
 """Client of Azure ML that uses the SDK's MLClient without the SDK's own retries.
 
-Reads are retried, and writes are sent once. The SDK would repeat a write even after another client
-has sent a newer one. Here, a read must first show that the write is still needed.
+Reads are retried, and each write is sent once. The SDK would repeat a write even after another
+client has sent a newer write. Before this client repeats a write, a read must show that the write
+is still needed.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SPARE = 1.2
-"""Ratio of counted instances to requested instances.
+"""Ratio of the instances that Azure counts to the requested instances.
 
-Azure reserves a fifth of a deployment's instances for its upgrades, and counts the reserve.
+Azure reserves a fifth of a deployment's instances for upgrades, and counts this reserve.
 """
 _TERMINAL_STATES = frozenset({"succeeded", "failed", "canceled"})
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -69,10 +70,10 @@ class UnansweredWriteError(ServiceUnavailableError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How long to wait for Azure, in seconds.
+    """Time limits and pauses of requests to Azure, in seconds.
 
-    `operation_s` limits an operation (a new deployment takes 5 to 20 minutes), `answer_s` the
-    retries of a failing service, and `lag_s` the time until a read shows what was written. Pauses
+    `operation_s` limits an operation (a new deployment takes 5 to 20 minutes). `answer_s` limits
+    the retries of a failing service, and `lag_s` the time until a read shows a write. Pauses
     between reads grow from `pause_s` to `longest_s`. A resource counts as missing after
     `confirmations` reads.
     """
@@ -85,7 +86,7 @@ class RetryPolicy:
     confirmations: int = 3
 
     def attempts(self, within_s: float) -> Iterator[int]:
-        """Count attempts with growing pauses, at least two, until the time is over."""
+        """Yield attempts with growing pauses until the time is over, but at least two."""
         return attempts(within_s, self.pause_s, longest_s=self.longest_s, at_least=2)
 
 
@@ -108,7 +109,7 @@ class AzureClient:
         return _ml_client(self.workspace, self.settings.api_timeout)
 
     def registry(self, name: str) -> MLClient:
-        """Return a client of the registry with that name, in whichever region it is."""
+        """Return a client of the registry with that name, in any region."""
         return _ml_client(None, self.settings.api_timeout, registry=name)
 
     def connect(self) -> None:
@@ -127,18 +128,18 @@ class AzureClient:
         return self.read(self.where, lambda: self.ml.online_endpoints.get(self.name))
 
     def deployments(self) -> dict[str, ManagedOnlineDeployment]:
-        """Read the deployments by name; empty if there is no such endpoint."""
+        """Return the deployments by name; empty if the endpoint does not exist."""
         listed: Any = self.read(
             self.where, lambda: list(self.ml.online_deployments.list(self.name))
         )
         return {deployment.name: deployment for deployment in listed or ()}
 
     def settled_endpoint(self) -> ManagedOnlineEndpoint | None:
-        """Return the endpoint once Azure no longer changes it."""
+        """Return the endpoint as soon as Azure has completed all changes of it."""
         return self._wait_until_settled(self.where, self.endpoint)
 
     def settled_deployment(self, name: str) -> ManagedOnlineDeployment | None:
-        """Return a deployment once Azure no longer changes it, as `settled_endpoint` does."""
+        """Return a deployment as soon as Azure has completed all changes of it."""
         where = f"deployment {name}"
         deployments = self.ml.online_deployments
         return self._wait_until_settled(
@@ -149,9 +150,10 @@ class AzureClient:
         """Start an operation and wait until it ends. Callers then read its result.
 
         Raises:
-            BusyError: another operation runs, or there are too many requests; nothing was done.
-            GoneError: a resource that it needs does not exist; nothing was done.
-            UnansweredWriteError: Azure does not answer; the operation can still be in progress.
+            BusyError: another operation is running, or there are too many requests. Nothing was
+                changed.
+            GoneError: a resource that the operation needs does not exist. Nothing was changed.
+            UnansweredWriteError: Azure does not answer. The operation can still be in progress.
             InfrastructureError: the operation failed.
         """
         try:
@@ -163,7 +165,8 @@ class AzureClient:
             )
             kind = BusyError if throttled else UnansweredWriteError
             raise kind(error.what, where=where, why=error.why, remedy=error.remedy) from error
-        # The operation continues in Azure, so an error of a poll does not mean that it failed.
+        # The operation continues in Azure after an error of a poll, so such an error does not mean
+        # that the operation failed.
         with (
             contextlib.suppress(GoneError, ServiceUnavailableError),
             translate_errors(where, instances=instances),
@@ -196,8 +199,8 @@ class AzureClient:
     ) -> T:
         """Repeat a step until it returns a result, for `policy.operation_s` seconds.
 
-        The step is repeated while Azure is busy, and after an unanswered write. With `retry_reads`
-        the step is also repeated when a read was not answered for `policy.answer_s` seconds.
+        The step is repeated while Azure is busy, and after an unanswered write. With `retry_reads`,
+        the step is also repeated if a read was not answered within `policy.answer_s` seconds.
         """
         retried = (BusyError, ServiceUnavailableError if retry_reads else UnansweredWriteError)
         tries = self.policy.attempts(self.policy.operation_s)
@@ -243,8 +246,8 @@ def make_unanswered_error(where: str, why: str = "") -> ServiceUnavailableError:
 
 def make_timeout_error(where: str) -> ServiceUnavailableError:
     """Return the error of a change that did not finish in time."""
-    what = "Azure did not finish changing it in time"
-    return ServiceUnavailableError(what, where=where, remedy="See its state in the portal.")
+    what = "Azure did not finish the change in time"
+    return ServiceUnavailableError(what, where=where, remedy="See the state in the portal.")
 
 
 def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
@@ -271,14 +274,18 @@ def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
         return RefusedError("Azure does not permit this", where=where, why=why, remedy=ROLE_REMEDY)
     if _QUOTA.search(f"{getattr(getattr(error, 'error', None), 'code', '')} {why}"):
         remedy = (
-            f"{instances} of its instances need quota for {math.ceil(instances * SPARE)}, "
+            f"A deployment of {instances} instances needs quota for "
+            f"{math.ceil(instances * SPARE)}, "
             "as Azure keeps 20% in reserve. Request more in the portal (Quotas, "
             "Machine learning), delete an unused deployment, or choose a smaller size."
         )
         return InfrastructureError("there is not enough quota", where=where, why=why, remedy=remedy)
     if status == 409 or (status == 400 and _BUSY.search(why)):
         return BusyError(
-            "Azure is changing it", where=where, why=why, remedy="Try again when that is done."
+            "Azure is changing this resource",
+            where=where,
+            why=why,
+            remedy="Try again when that change is complete.",
         )
     if status == 404:
         return GoneError("it does not exist", where=where, why=why)
@@ -325,8 +332,8 @@ def _ml_client(workspace: Workspace | None, answer_s: float, *, registry: str = 
         )
     except LookupError as error:
         raise InfrastructureError("there is no such cloud", why=str(error)) from error
-    # The SDK's progress dots and remarks must not be part of our output, in the terminal or in
-    # JSON. For one remark, about a model in a registry, the SDK creates a separate client, which
+    # The SDK's progress dots and remarks must not appear in the output of onnx-ops, in the terminal
+    # or in JSON. For one remark, about a model in a registry, the SDK creates a separate client and
     # waits minutes for an answer.
     _azureml_polling.print = lambda *_, **__: None
     _endpoint_utils.check_default_deployment_template = lambda *_, **__: None

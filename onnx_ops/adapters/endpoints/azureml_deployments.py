@@ -92,7 +92,7 @@ class AzureDeployments:
                     resource.tags or {}
                 ) is None:
                     raise RefusedError(
-                        f"a deployment {name} exists that is not ours",
+                        f"deployment {name} exists, but this endpoint does not own it",
                         where=self._client.owner,
                         remedy="Delete it, or choose another `name` for the endpoint.",
                     )
@@ -218,8 +218,8 @@ class Autoscaling:
     def apply(self, resource: ManagedOnlineDeployment) -> bool:
         """Apply the settings to a deployment; return True if nothing had to change.
 
-        A deployment with an autoscale setting always has the tag. For one without the tag, no
-        request to Azure Monitor is needed.
+        A deployment with an autoscale setting always has the tag. For a deployment without the tag,
+        no request to Azure Monitor is needed.
         """
         if (resource.tags or {}).get(SCALING, NOT_SCALED) == self.tag and not self._is_miscounted(
             resource
@@ -249,13 +249,14 @@ class Autoscaling:
     def _is_miscounted(self, resource: ManagedOnlineDeployment) -> bool:
         """Return whether a fixed instance count differs from the settings.
 
-        It does not count as different if another client scales the deployment.
+        The result is False if another client scales the deployment.
         """
         if self._settings.scaled or resource.instance_count == self._settings.instances:
             return False
         try:
             listed = self._request(f"{self._settings_path}?{_MONITOR_API}")
-        except RefusedError:  # without autoscaling, permission to read it is not required
+        except RefusedError:
+            # Without autoscaling in the settings, permission to read it is not required
             return True
         targets = (
             item["properties"].get("targetResourceUri", "")
@@ -264,9 +265,9 @@ class Autoscaling:
         return self._deployment_path(resource.name).lower() not in map(str.lower, targets)
 
     def _monitor_drift(self, name: str) -> str | None:
-        """Return how the autoscale setting of a deployment differs from ours.
+        """Return how the autoscale setting of a deployment differs from the settings.
 
-        None if it does not differ.
+        The result is None if it does not differ.
         """
         actual = self._request(self._setting_path(name))
         if actual is None:
@@ -322,7 +323,7 @@ class Autoscaling:
         )
 
     def _request(self, path: str, *, method: str = "GET", document: object = None) -> Any:
-        """Return the answer of Azure Resource Manager; None if there is no such resource."""
+        """Return the answer of Azure Resource Manager; None if the resource is missing."""
 
         def send() -> Any:
             try:

@@ -45,7 +45,7 @@ _PULL_ROLES = frozenset(
 )
 """Azure's ids of the roles AcrPull and AcrPush."""
 _VERSIONS_IN_ROLLOUT = 2
-"""During a rollout, the old and the new version run side by side."""
+"""Number of versions that run side by side during a rollout."""
 
 
 def diagnose(endpoints: Sequence[Mapping[str, Json]]) -> Iterator[Diagnosis]:
@@ -86,7 +86,10 @@ def _diagnose_endpoint(values: Mapping[str, Json]) -> Iterator[Diagnosis]:
         except RefusedError as error:
             if "HTTP 404" not in error.why:
                 return False, error.why, ROLE_REMEDY
-            remedy = "Check subscription, resource_group and workspace; make it with infra/."
+            remedy = (
+                "Check subscription, resource_group and workspace; "
+                "create the workspace with infra/."
+            )
             return False, "it does not exist", remedy
         return True, f"in {workspace.get('location')}", ""
 
@@ -179,7 +182,7 @@ def _check_pull(settings: AzureSettings, registry: str, attached: str) -> Findin
     }
     name = settings.identity.rpartition("/")[2]
     if roles & _PULL_ROLES:
-        return True, f"{name} may pull", ""
+        return True, f"{name} can pull", ""
     remedy = f"az role assignment create --assignee {principal} --role AcrPull --scope {registry}"
     return False, f"{name} has no role AcrPull there", remedy
 

@@ -1,8 +1,8 @@
-"""Models in the datastore, and in the workspace or a registry.
+"""Models of an endpoint in the datastore, and in the workspace or a registry.
 
 Workspaces in all regions can read a registry. A folder of the datastore is named by its content. It
-holds `model/` and, written last, `deployment.json`. Without that file, the upload was interrupted
-and is repeated.
+contains `model/` and `deployment.json`, which is written last. If this file is missing, the upload
+was interrupted and is repeated.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class AzureModels:
     def delete(self, name: str) -> None:
         """Delete a folder, if it exists.
 
-        The asset stays, since Azure keeps assets forever. The asset becomes valid again when the
+        The asset remains, since Azure never deletes assets. The asset becomes valid again when the
         same files are uploaded.
         """
         from azure.core.exceptions import ResourceNotFoundError
@@ -87,8 +87,8 @@ class AzureModels:
             blobs = [
                 blob.name for blob in container.list_blobs(name_starts_with=f"{self._path(name)}/")
             ]
-            # deployment.json is deleted first, so that a half deleted folder never counts as a
-            # whole model.
+            # deployment.json is deleted first, so that a partly deleted folder never counts as a
+            # complete model.
             for blob in sorted(blobs, key=lambda blob: not blob.endswith(f"/{DEPLOYMENT_FILE}")):
                 with contextlib.suppress(ResourceNotFoundError):
                     container.delete_blob(blob)
@@ -96,7 +96,7 @@ class AzureModels:
         self._client.retry(f"model {name}", delete_files)
 
     def _ensure_asset(self, name: str, deployment: Deployment) -> str:
-        """Return the name of the workspace's model."""
+        """Return the name of the workspace's model, which is created if missing."""
         from azure.ai.ml.constants import AssetTypes
         from azure.ai.ml.entities import Model
 
@@ -130,7 +130,7 @@ class AzureModels:
         The model is named by its content. A missing model is copied from the workspace.
 
         Raises:
-            RefusedError: a foreign model has that name.
+            RefusedError: a model that onnx-ops did not create has that name.
         """
         from azure.ai.ml.entities import WorkspaceModelReference
 

@@ -102,7 +102,7 @@ def build_record_tags(deployment: Deployment) -> dict[str, str]:
 
 
 def read_record(tags: Mapping[str, str]) -> Deployment | None:
-    """Return the deployment that the tags describe; None if it is not ours."""
+    """Return the deployment that the tags describe; None without such tags."""
     try:
         return codec.loads(join_text(_RECORD, tags).encode(), Deployment)
     except OnnxOpsError:

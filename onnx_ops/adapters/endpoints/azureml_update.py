@@ -1,8 +1,8 @@
 """Changes of an endpoint in Azure that survive a kill between any two requests.
 
-Traffic stays at 100 %. Deployments come first, then tags and traffic in one request, and deletions
-last. There is no ETag. So every write follows a read that shows no later generation, is made under
-a lock of this machine, and is read back.
+Traffic always sums to 100 %. Deployments are created first. Then tags and traffic change in one
+request, and deletions come last. Azure has no ETag for endpoints. Therefore every write follows a
+read that shows no later generation, is made under a lock of this machine, and is read back.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class SentGeneration:
 
     @property
     def value(self) -> int | None:
-        """Return the generation; 0 if the endpoint was only created, None if it was not."""
+        """Return the sent generation.
+
+        The result is 0 if the endpoint was only created, and None if it was not created.
+        """
         try:
             text = self._path.read_text(encoding="utf-8").strip()
         except FileNotFoundError:
@@ -61,13 +64,13 @@ class SentGeneration:
     def raise_to(self, generation: int) -> None:
         """Store a generation before it is sent.
 
-        If a crash prevents the request, reads that keep showing an older generation are trusted
-        after a while.
+        If a crash prevents the request, reads show an older generation. After a while, such reads
+        are trusted.
         """
         self.store(max(generation, self.value or 0))
 
     def store(self, generation: int | None) -> None:
-        """Store the generation that reads have confirmed; None if there is no endpoint."""
+        """Store the generation that reads have confirmed; None without an endpoint."""
         if generation is None:
             self._path.unlink(missing_ok=True)
             return
@@ -78,7 +81,7 @@ class SentGeneration:
 def _is_current(tags: Mapping[str, str], sent: int | None) -> bool:
     """Return whether an endpoint's tags show the generation that this machine sent.
 
-    It is true if this machine has not sent any.
+    The result is True if this machine has not sent any generation.
     """
     # An endpoint without an owner tag is foreign, so this read is not stale. Our endpoint has had
     # the tag since its creation.
@@ -96,9 +99,9 @@ class AzureEndpoint:
         self._owner = client.owner
 
     def read(self) -> ManagedOnlineEndpoint | None:
-        """Return the endpoint, once a read shows this machine's last write.
+        """Return the endpoint, as soon as a read shows this machine's last write.
 
-        None if the endpoint does not exist.
+        The result is None if the endpoint does not exist.
 
         Raises:
             RefusedError: onnx-ops did not create the endpoint.
@@ -123,8 +126,8 @@ class AzureEndpoint:
             is_confirmed = sent is None and count + 1 >= policy.confirmations
             if endpoint is None and is_confirmed:
                 return None
-        # The request did not arrive. The stored value changes, so that the next read does not wait
-        # again.
+        # The request did not arrive in Azure. The stored value is changed, so that the next read
+        # does not wait again.
         self._sent.store(None if endpoint is None else read_generation(endpoint.tags or {}))
         return endpoint
 
@@ -138,11 +141,12 @@ class AzureEndpoint:
         if self._owner in owners and owners <= {self._owner, None}:
             return
         raise RefusedError(
-            f"an endpoint {self.client.name} exists in the workspace that is not ours",
+            f"endpoint {self.client.name} exists in the workspace, "
+            "but this project does not own it",
             where=self._owner,
-            why=f"neither its tag {OWNER} nor that of a deployment in it says {self._owner}",
+            why=f"neither its tag {OWNER} nor the tag of one of its deployments is {self._owner}",
             remedy="Choose another `name` in its settings, or delete that endpoint; "
-            "if it is ours, set its tag.",
+            "if this project owns it, set its tag.",
         )
 
     def apply(self, plan: TrafficPlan) -> None:
@@ -160,8 +164,8 @@ class AzureEndpoint:
             return before
 
         tries = self.client.policy.attempts(self.client.policy.operation_s)
-        # Only deployments that existed before the change are deleted: a client with a later
-        # generation may be creating others now.
+        # Only deployments that existed before the change are deleted, because a client with a later
+        # generation can be creating other deployments now.
         for name, resource in converge(
             step, tries, lambda: make_timeout_error(self._owner)
         ).items():
@@ -278,13 +282,13 @@ class AzureEndpoint:
         }
         endpoint.tags = {**foreign, OWNER: self._owner, **plan.tags}
         endpoint.traffic = dict(plan.traffic)
-        endpoint.mirror_traffic = {}  # only a person can have set it
+        endpoint.mirror_traffic = {}  # only a person can have configured mirroring
         before = self._sent.value
         self._sent.raise_to(plan.generation)
         try:
             endpoints = self.client.ml.online_endpoints
             self.client.write(self.client.where, lambda: endpoints.begin_create_or_update(endpoint))
-        except BusyError:  # the request was not accepted, so no read can show it
+        except BusyError:  # Azure did not accept the request, so no read can show its effect
             self._sent.store(before)
             raise
 

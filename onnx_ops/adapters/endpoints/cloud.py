@@ -51,10 +51,10 @@ def verify_files(deployment: Deployment) -> dict[str, Path]:
     manifest = digest_folder(folder) if deployment.location else Manifest(files={})
     if not manifest.files:
         raise NotFoundError(
-            f"the files of {deployment.name} are not there",
+            f"the files of {deployment.name} do not exist",
             where=str(folder),
-            remedy="Run this on the machine that fetched the version, "
-            "or fetch it again with `onnx-ops reconcile`.",
+            remedy="Run the command on the machine that fetched the version, "
+            "or fetch the version again with `onnx-ops reconcile`.",
         )
     digest = manifest.digest()
     if digest != deployment.manifest:
@@ -94,11 +94,11 @@ Finding = tuple[bool, str, str]
 
 
 def run_check(check: str, find: Callable[[], Finding], *, cloud: str) -> Diagnosis:
-    """Return the diagnosis of a check. A check that fails to run is a finding too.
+    """Return the diagnosis of a check. If the check fails to run, that is a finding.
 
-    A missing permission to read is not a fault.
+    A missing permission to read is not reported as a fault.
     """
-    proxy = f"Check what is between this machine and {cloud}: a proxy, or a login page."
+    proxy = f"Check for a proxy or a login page between this machine and {cloud}."
     try:
         ok, found, remedy = find()
     except RefusedError as error:
@@ -111,5 +111,9 @@ def run_check(check: str, find: Callable[[], Finding], *, cloud: str) -> Diagnos
         TypeError,
         ValueError,
     ) as error:  # a success without the expected content
-        ok, found, remedy = False, f"the answer is not what {cloud} answers: {error!r}", proxy
+        ok, found, remedy = (
+            False,
+            f"the answer does not have the format of {cloud}: {error!r}",
+            proxy,
+        )
     return Diagnosis(check=check, ok=ok, found=found, remedy=remedy)

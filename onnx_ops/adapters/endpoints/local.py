@@ -56,8 +56,8 @@ _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 _FIRST_PORT = 18_000
 """First of the ports that are chosen for endpoints.
 
-They lie below the range that systems use for outgoing connections, so that a port is free after a
-restart.
+The chosen ports are below the range that systems use for outgoing connections, so that a port is
+free after a restart.
 """
 _PORTS = 10_000
 _OBSERVE_S = 5.0
@@ -67,9 +67,15 @@ _DEATH_S = 2.0
 The process releases its ports a little before its lock.
 """
 _ROLLBACK_S = 2.0
-"""Seconds to change weights. A slower server counts as not answering."""
+"""Seconds within which weights must change.
+
+A slower server counts as not answering.
+"""
 _APPLY_S = 300.0
-"""Seconds to apply a state, which can require loading several large models."""
+"""Seconds within which a state must be applied.
+
+Applying it can include loading several large models.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,14 +188,15 @@ class LocalEndpoints(EndpointProvider):
         return replace(answer.state, drift=tuple(drift), out_of_service=out_of_service)
 
     def list_memory(self, config: EndpointConfig) -> Sequence[ServerMemory]:
-        """Return the memory of the server, if it runs."""
+        """Return the memory of the server; empty if no server runs."""
         memory = _read_state(self._server(config)).memory
         return () if memory is None else (memory,)
 
     def explain_elsewhere(self, config: EndpointConfig) -> str:
         """Return why the server may run from another state folder; empty if it does not.
 
-        A server that is started here would not receive the requests of that server's clients.
+        A server that is started here would not receive the requests that the other server's clients
+        send.
         """
         folder = self._server(config).folder
         return (
@@ -220,7 +227,7 @@ class LocalEndpoints(EndpointProvider):
             except ServiceUnavailableError:
                 if not server.wait_until_stopped(_DEATH_S):
                     raise
-                # The server has died. Publishing the same generation again is safe.
+                # The server died. Publishing the same generation again is safe.
                 status, answer = server.request(
                     self._ensure_running(server, config), "PUT", body, timeout_s=_APPLY_S
                 )
@@ -312,8 +319,8 @@ class LocalEndpoints(EndpointProvider):
             port = next(filter(_is_free, candidates), None)
             if port is None:
                 raise ServiceUnavailableError("no port is free", where=server.folder.name)
-        # The path is relative to the server's folder, in which the server runs, since both folders
-        # can be moved meanwhile.
+        # The path is relative to the server's folder, which is its working directory. So both
+        # folders can be moved together.
         trusted = (
             ""
             if self._trusted is None

@@ -104,7 +104,7 @@ class LocalServer:
             write_durably(token, secrets.token_urlsafe(32).encode())
         if token.stat().st_mode & 0o077:
             raise RefusedError(
-                "others may read the admin token",
+                "other users can read the admin token",
                 where=str(token),
                 remedy=f"Run: chmod 600 {token}",
             )
@@ -131,15 +131,16 @@ class LocalServer:
                 return record
             if process.poll() is not None:
                 raise self._failure(
-                    f"the endpoint server ended at once (exit code {process.returncode})"
+                    "the endpoint server ended before it was ready "
+                    f"(exit code {process.returncode})"
                 )
         process.kill()
         raise self._failure(f"the endpoint server was not ready within {_START_S:.0f} s")
 
     def kill_supervisor(self) -> None:
-        """Kill the supervisor, if any.
+        """Kill the supervisor if it runs.
 
-        Its workers answer according to its last table, until another server replaces them.
+        The supervisor's workers answer with the last table, until another server replaces them.
         """
         if (pid := self._pid()) is not None:
             with suppress(ProcessLookupError):
@@ -147,7 +148,7 @@ class LocalServer:
             self.wait_until_stopped(_KILLED_S)
 
     def kill(self, port: int | None) -> None:
-        """Kill the supervisor, if any, and its workers if the port does not answer."""
+        """Kill the supervisor if it runs. Kill its workers if the port does not answer."""
         self.kill_supervisor()
         if list_workers(self.folder) and (
             port is None or self.is_ready(port, timeout_s=_KILLED_S) is None
@@ -155,7 +156,7 @@ class LocalServer:
             self._signal_workers(signal.SIGKILL, _KILLED_S)
 
     def stop(self) -> None:
-        """Stop the server and its workers, if any, by SIGTERM, then by SIGKILL."""
+        """Stop the server and its workers, if any run, by SIGTERM and then by SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if (pid := self._pid()) is not None:
                 with suppress(ProcessLookupError):

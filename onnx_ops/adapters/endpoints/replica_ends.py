@@ -14,7 +14,7 @@ from onnx_ops.protocol.replica_tables import DEADLINE_S, LEASE_S
 SAME_MOMENT_S = 2 * REPORT_S
 """Seconds within which several ends count as one.
 
-Such ends have one cause, such as a machine or a network.
+Such ends have one cause, for example the failure of a machine or of a network.
 """
 
 
@@ -25,13 +25,13 @@ def find_ends(
 ) -> set[ReportSource]:
     """Return the starts that ended without a last report, one per moment.
 
-    A silent replica has ended only if others report. If no replica reports, the store or this
-    process was disconnected.
+    A silent replica counts as ended only if other replicas report. If no replica reports, the store
+    or this process was disconnected.
 
     Args:
         starts: the last counts of each start, and when they were written.
         statuses: the last status of each replica, and when it was written.
-        now: the present time, by the store's clock as the other times.
+        now: the current time. All times are those of the store's clock.
     """
     latest = max((at for _, at in statuses.values()), default=0.0)
     gone_s = LEASE_S + DEADLINE_S
@@ -52,7 +52,7 @@ def find_ends(
 def _has_successor(
     source: ReportSource, starts: Mapping[ReportSource, tuple[Counts, float]]
 ) -> bool:
-    """Return whether the server outlived this follower and reports by a later one."""
+    """Return whether a later follower reports for the server of an ended follower."""
     counts, at = starts[source]
     return any(
         other.origin == counts.origin

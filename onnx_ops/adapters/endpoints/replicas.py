@@ -1,8 +1,8 @@
-"""Endpoints whose servers run anywhere and follow signed routing tables.
+"""Endpoints whose servers run on any machine and follow signed routing tables.
 
-The tables are in object storage. A step, a split and a rollback are each one created object, so no
-control plane takes part. The servers of an endpoint are its replicas, and users start them with
-their own tools. Reports of the replicas show what they serve and count.
+The tables are in object storage. A rollout step, a split and a rollback are one new object each, so
+no control plane is involved. The servers of an endpoint are its replicas, and users start them with
+their own tools. The replicas' reports contain what they serve and count.
 """
 
 from __future__ import annotations
@@ -91,21 +91,22 @@ from onnx_ops.protocol.server_process import CONTAINER_PROVIDERS, explain_unserv
 _STORE = "the object store"
 _CLOCKS_S = 2.0
 _CLOCK = "clock"
-"""Folder of an object that is written to read the store's time."""
+"""Name of the folder for an object that is written to read the store's time."""
 _READERS = 16
 _PREPARE_S = 300.0
 _ADOPT_S = 10.0
 _REQUEST_S = 4.0
 """Seconds for one request to a store.
 
-An operator gets an answer within ten seconds, and the reconciler repeats what failed.
+With this limit, an operator gets an answer within ten seconds. The reconciler repeats failed
+requests.
 """
 _ROLLBACK_S = 2.6
 """Seconds within which replicas that report adopt a rollback."""
 _LOOK_S, _LOCAL_LOOK_S = 1.3, 0.1
 """Seconds between two reads of the reports, in a remote store and in a folder."""
 _COMPARED_STARTS, _COMPARED_TABLES = 8, 16
-"""Starts of a replica, and tables of a start, by which replicas are compared.
+"""Numbers of starts of a replica and of tables of a start that are compared.
 
 A server reports 16 tables.
 """
@@ -138,15 +139,15 @@ class ReplicaSettings:
         Ge(0),
         Le(604_800),
         doc(
-            "Time without a look at the rollout after which a candidate loses its traffic; "
-            "0 s: never."
+            "Time without a reconciliation of the rollout after which a candidate loses its "
+            "traffic; 0 s: never."
         ),
     ] = 1800.0
     lease: Annotated[
         Literal["serve", "leave"],
         doc(
-            "What a replica does that has not heard from the store for 30 s: "
-            "serve the stable version, or refuse."
+            "What a replica does that could not read the store for 30 s: "
+            "`serve` the stable version, or `leave`: refuse requests."
         ),
     ] = "serve"
 
@@ -186,19 +187,19 @@ class _Place:
 
     @property
     def went_back(self) -> bool:
-        """Whether a replica serves a later table than the newest one.
+        """Whether a replica serves a table later than the newest one in the store.
 
-        In this case the store lost a table, or was restored from a backup.
+        In this case, the store lost a table or was restored from a backup.
         """
         newest = TableNumber(0) if self.newest is None else self.newest.number
         return any(one.is_live and (one.status.adopted or newest) > newest for one in self.replicas)
 
 
 class ReplicaEndpoints(EndpointProvider):
-    """Endpoints of replicas that others start, with `ReplicaSettings`.
+    """Provider for endpoints whose replicas users start, with `ReplicaSettings`.
 
     Nothing is stored in `folder`. Tables are signed with the release key of this process. A table
-    counts if a key in the folder `trusted` has signed it.
+    is valid if a key in the folder `trusted` has signed it.
     """
 
     tools = ()
@@ -212,7 +213,7 @@ class ReplicaEndpoints(EndpointProvider):
         self._starts: dict[str, dict[tuple[ReportSource, float], Counts]] = {}
 
     def sign_with(self, signer: Callable[[], Signer | None]) -> None:
-        """Sign tables with the signer that a function returns."""
+        """Set the function that returns the signer of tables."""
         self._signer = signer
 
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
@@ -232,13 +233,13 @@ class ReplicaEndpoints(EndpointProvider):
         return explain_unservable(target, CONTAINER_PROVIDERS)
 
     def place(self, config: EndpointConfig) -> str:
-        """Return the location of its tables."""
+        """Return the location of the endpoint's tables."""
         return f"the replicas that follow {self._control(config).place}"
 
     def address(self, config: EndpointConfig) -> str | None:
-        """Return the address in the settings, or that of a replica that reports.
+        """Return the address in the settings, or the address of a replica that reports.
 
-        None before the first table.
+        The result is None before the first table.
         """
         if not self._control(config).list_names(FOLDER):
             return None
@@ -248,7 +249,7 @@ class ReplicaEndpoints(EndpointProvider):
         return next(filter(None, live), None)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return the state of the newest table, and which replicas may serve another one."""
+        """Return the state of the newest table, and the replicas that may differ from it."""
         seen = self._look(config)
         if seen.newest is None:
             return None
@@ -259,7 +260,7 @@ class ReplicaEndpoints(EndpointProvider):
             [] if len(live) >= expected else [f"{len(live)} of {expected} replicas report"]
         )
         out_of_service += [
-            f"object {FOLDER}/{name} does not count: {why}" for name, why in seen.skipped.items()
+            f"object {FOLDER}/{name} is ignored: {why}" for name, why in seen.skipped.items()
         ]
         out_of_service += [
             f"{name} on replica {status.replica}: {why}"
@@ -311,9 +312,9 @@ class ReplicaEndpoints(EndpointProvider):
         self._wait_until_adopted(config, number, _ROLLBACK_S)
 
     def confirm_rollout(self, config: EndpointConfig) -> None:
-        """Record that the rollout was judged once more.
+        """Record that the rollout was analyzed once more.
 
-        Replicas wait for this record after a gap, and leases end without it.
+        After a gap, replicas wait for this record. If it is missing, leases end.
         """
         seen = self._look(config, with_replicas=False)
         if seen.newest is not None:
@@ -322,11 +323,14 @@ class ReplicaEndpoints(EndpointProvider):
     def _publish(
         self, config: EndpointConfig, seen: _Place, state: EndpointState, generation: int
     ) -> None:
-        """Create the table of a state, after a table that has its new models loaded."""
+        """Create the table of a state.
+
+        If the state has new models, a table with which replicas load them is created first.
+        """
         settings = _read_settings(config.settings, config.endpoint)
         self._upload(config, seen, state.deployments)
-        # The traffic of a table from a store that went back is not used. It would serve again a
-        # version that was rolled back since.
+        # If the store was restored from a backup, the traffic of its newest table is not used. That
+        # table could give traffic to a version that was rolled back since.
         before = None if seen.went_back else seen.newest
         prepared, table = plan_tables(
             config.endpoint,
@@ -381,7 +385,7 @@ class ReplicaEndpoints(EndpointProvider):
                 upload_model(self._control(config), Path(deployment.location))
 
     def list_replicas(self, config: EndpointConfig) -> Sequence[SeenReplica]:
-        """Return what the endpoint's replicas report."""
+        """Return the replicas of the endpoint with their last status."""
         return self._read_replicas(config)[0]
 
     def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:
@@ -492,7 +496,8 @@ class ReplicaEndpoints(EndpointProvider):
         seen = self._look(config, with_replicas=False)
         if seen.skipped:
             listed = "; ".join(f"{name}: {why}" for name, why in seen.skipped.items())
-            return False, f"do not count: {listed}", "Look at who may write there, and delete them."
+            remedy = "Check who can write to this location, and delete these objects."
+            return False, f"ignored: {listed}", remedy
         newest = (
             "no table yet" if seen.newest is None else f"table {seen.newest.number} is the newest"
         )
@@ -526,16 +531,13 @@ class ReplicaEndpoints(EndpointProvider):
             else f"within {_CLOCKS_S:g} s of the store's"
         )
         remedy = (
-            "Run NTP there: a user may meet both versions in an epoch on replicas whose clocks "
-            "are apart."
+            "Run NTP on these machines: if the clocks of replicas differ, a user can get both "
+            "versions in one epoch."
         )
         return not apart, found, remedy
 
     def _list_stragglers(self, config: EndpointConfig, seen: _Place) -> Iterator[str]:
-        """Yield the replicas that may serve an earlier table, with the reason.
-
-        The table is earlier than the newest table.
-        """
+        """Yield the replicas that may serve a table earlier than the newest, with reason."""
         newest = seen.newest
         if newest is None:
             return
@@ -543,7 +545,8 @@ class ReplicaEndpoints(EndpointProvider):
             _read_settings(config.settings, config.endpoint).replicas,
             len(seen.replicas),
         )
-        if count < expected:  # reports were deleted, or their location is not mounted here
+        if count < expected:
+            # Reports were deleted, or the location of the reports is not mounted here
             yield (
                 f"{count} of {expected} replicas have ever reported to "
                 f"{self._reports(config).place}"
@@ -555,14 +558,14 @@ class ReplicaEndpoints(EndpointProvider):
             ):
                 continue
             what = "no table" if status.adopted is None else f"table {status.adopted}"
-            why = status.refused or f"last heard {one.age_s:.0f} s ago"
+            why = status.refused or f"last report {one.age_s:.0f} s ago"
             yield f"replica {status.replica} serves {what}, not {newest.number}: {why}"
 
     def _has_fallen_back(self, config: EndpointConfig, seen: _Place, one: SeenReplica) -> bool:
-        """Return whether a silent replica can only answer like the newest table.
+        """Return whether a silent replica can only answer as the newest table specifies.
 
-        This is so once its lease is over. The replica may have adopted any table after the one that
-        it reported last.
+        This is the case once the lease of the replica is over. The replica may have adopted any
+        table after the one in its last report.
         """
         is_over = min(seen.age_s, one.age_s) > LEASE_S + DEADLINE_S
         adopted, newest = one.status.adopted, seen.newest
@@ -584,7 +587,7 @@ class ReplicaEndpoints(EndpointProvider):
             except (CorruptStateError, InvalidSignatureError):
                 if number == adopted:
                     return False
-                continue  # replicas skip it too
+                continue  # replicas skip this table too
             except OnnxOpsError:
                 return False
             if not (table.is_leased or _answers_alike(table, newest.table)):
@@ -657,11 +660,12 @@ class ReplicaEndpoints(EndpointProvider):
     def _read_replicas(self, config: EndpointConfig) -> tuple[list[SeenReplica], float]:
         """Return the replicas by their last status, and the store's time.
 
-        Ages are those of objects, by the store's clock. An object that is written now shows the
-        store's time.
+        The ages of objects are computed with the store's clock. An object that is written now shows
+        the store's time.
         """
         reports = self._reports(config)
-        with suppress(OnnxOpsError):  # a client that can only read uses the time of the last report
+        with suppress(OnnxOpsError):
+            # A client that can only read uses the time of the last report instead
             reports.write(f"{_CLOCK}/now", b"")
         entries = [*reports.list_objects(STATUS_FOLDER), *reports.list_objects(_CLOCK)]
         now = max((entry.at for entry in entries), default=0.0)
@@ -708,8 +712,8 @@ class ReplicaEndpoints(EndpointProvider):
                 raise ConflictError(
                     f"there is another object with the number of table {table.number}",
                     where=f"{control.place}/{table.number.name}",
-                    remedy="Another process has published it, or what may write there has: "
-                    "look at it, and at who may.",
+                    remedy="Another process, or another writer of this location, has published "
+                    "it: inspect the object, and check who can write there.",
                 )
         self._write_head(config, table.number)
 
@@ -726,15 +730,15 @@ class ReplicaEndpoints(EndpointProvider):
             raise MissingKeyError(
                 "a table needs a signature, and signing is off",
                 where=config.endpoint,
-                remedy="Run it where a trusted release key is: "
+                remedy="Run the command on a machine with a trusted release key: "
                 "`onnx-ops keys list` shows the keys.",
             )
         return signer
 
     def _write_head(self, config: EndpointConfig, number: TableNumber) -> None:
-        """Record the number of the newest table, and that the rollout is judged.
+        """Record the number of the newest table, and that the rollout is analyzed.
 
-        This may fail, since the tables themselves count.
+        This write can fail without harm, since replicas list the tables themselves.
         """
         with suppress(OnnxOpsError):
             self._control(config).write(
@@ -751,9 +755,10 @@ class ReplicaEndpoints(EndpointProvider):
                 ):
                     return number
         raise MissingKeyError(
-            "no signed table leads back to that version, and no key here can sign one",
+            "no signed table serves that version, and no key here can sign one",
             where=config.endpoint,
-            remedy="Run it where a trusted release key is: `onnx-ops keys list` shows the keys.",
+            remedy="Run the command on a machine with a trusted release key: "
+            "`onnx-ops keys list` shows the keys.",
         )
 
     def _wait_until_loaded(
@@ -779,7 +784,9 @@ class ReplicaEndpoints(EndpointProvider):
                         f"{name}: {text}" for name, text in status.failed.items()
                     )
                     raise InfrastructureError(
-                        f"replica {status.replica} cannot load it", where=config.endpoint, why=why
+                        f"replica {status.replica} cannot load the new version",
+                        where=config.endpoint,
+                        why=why,
                     )
             missing[:] = [
                 one.status.replica
@@ -792,10 +799,10 @@ class ReplicaEndpoints(EndpointProvider):
 
         if not wait_until(is_loaded, _PREPARE_S, self._get_pause_s(config)):
             raise ServiceUnavailableError(
-                "the new version is not loaded everywhere",
+                "some replicas have not loaded the new version",
                 where=config.endpoint,
-                why=f"without a report that it is: {', '.join(missing)}",
-                remedy="Start these replicas, or wait until they count as gone: "
+                why=f"no report that it is loaded: {', '.join(missing)}",
+                remedy="Start these replicas, or wait until they are no longer registered: "
                 "see `onnx-ops status`.",
             )
 
@@ -804,7 +811,7 @@ class ReplicaEndpoints(EndpointProvider):
     ) -> None:
         """Wait a limited time until the replicas that report serve a table.
 
-        Replicas that do not serve it then are stragglers.
+        Replicas that do not serve the table at the end are stragglers.
         """
 
         def is_adopted() -> bool:
@@ -818,7 +825,7 @@ class ReplicaEndpoints(EndpointProvider):
     def _clean_up(self, config: EndpointConfig) -> None:
         """Delete the oldest tables, and reports that rollouts no longer need.
 
-        No rollback restores a version of these tables.
+        No rollback restores a version of the deleted tables.
         """
         control, reports = self._control(config), self._reports(config)
         with suppress(OnnxOpsError):
@@ -865,7 +872,8 @@ class ReplicaEndpoints(EndpointProvider):
                 uptimes=uptimes.get(source, ()),
                 server=source.replica,
             )
-            # Sorted by time: a later follower of one server knows more of an epoch.
+            # The counts are sorted by time. A later follower of the same server has more complete
+            # counts of an epoch.
             for source, (one, _) in sorted(
                 found.items(), key=lambda each: (each[0] in live, each[1][1])
             )
@@ -883,14 +891,14 @@ class ReplicaEndpoints(EndpointProvider):
         ]
 
     def _list_left_out(self, config: EndpointConfig, seen: _Place) -> Iterator[str]:
-        """Yield the registered replicas that are currently no evidence, with the reason."""
+        """Yield the registered replicas that currently give no evidence, with the reason."""
         for one in _list_registered(
             seen.replicas, _read_settings(config.settings, config.endpoint).replicas
         ):
             if not (one.is_live and one.status.is_healthy):
                 yield (
-                    f"replica {one.status.replica} is left out: it is silent, "
-                    "or could not load everything"
+                    f"replica {one.status.replica} is skipped: it does not report, "
+                    "or could not load all versions"
                 )
 
     def _read_starts(
@@ -898,7 +906,7 @@ class ReplicaEndpoints(EndpointProvider):
     ) -> dict[ReportSource, tuple[Counts, float]]:
         """Return the last counts of each start, and when they were written.
 
-        The counts of starts that are not the present ones are read once.
+        The counts of earlier starts of a replica are read only once.
         """
         reports = self._reports(config)
         present = {ReportSource(one.status.replica, one.status.start) for one in replicas}
@@ -955,10 +963,10 @@ class ReplicaEndpoints(EndpointProvider):
     def _is_alone(
         self, config: EndpointConfig, names: Sequence[str], generation: int
     ) -> bool | None:
-        """Return whether only the stable version got requests, without a candidate.
+        """Return whether only the stable version got requests, without a loaded candidate.
 
-        It is False if the candidate was loaded. None for a table that only had models loaded, for a
-        table of other versions, and for a table that was deleted.
+        The result is False if the candidate was loaded. It is None for a table with which replicas
+        only loaded models, for a table of other versions, and for a deleted table.
         """
         number = TableNumber.from_generation(generation)
         if len(names) != 2 or not number.phase:
@@ -975,7 +983,7 @@ class ReplicaEndpoints(EndpointProvider):
         return True if list_receivers(state) == {stable} else None
 
     def _read_epochs(self, config: EndpointConfig) -> Mapping[ReportSource, list[EpochCounts]]:
-        """Return the closed epochs that were reported, each read once."""
+        """Return the reported closed epochs; each of them is read once."""
         reports = self._reports(config)
         wanted = [
             (entry, parsed[2])
@@ -997,9 +1005,9 @@ class ReplicaEndpoints(EndpointProvider):
 
 
 def _check_rights(objects: ObjectStore, what: str) -> Finding:
-    """Try the operations that are done in a location.
+    """Perform each operation that a location must permit.
 
-    These are to list, create, read and delete an object.
+    The operations are to list, create, read and delete an object.
     """
     name, remedy = (
         f"probe/{secrets.token_hex(8)}",
@@ -1035,8 +1043,8 @@ def _check_locations(settings: ReplicaSettings) -> Iterator[tuple[str, str]]:
 def _answers_alike(table: RoutingTable, newest: RoutingTable) -> bool:
     """Return whether two tables give all traffic to the same version.
 
-    `newest` must give all traffic to one version. The answer of `table` is that after its lease has
-    ended.
+    `newest` must give all traffic to one version. For `table`, the traffic after the end of its
+    lease is compared.
     """
     leader = newest.state.leader()
     if not serves_only(newest.state, leader):
@@ -1051,8 +1059,8 @@ def _list_registered(replicas: Sequence[SeenReplica], expected: int) -> list[See
     """Return the replicas that take part.
 
     These are the replicas that report. Silent replicas also take part, unless the expected number
-    of replicas reports. In that case, a silent replica is gone after lease and deadline, since it
-    gives a candidate no traffic by then.
+    of replicas reports. In that case, silent replicas are ignored after lease and deadline, since
+    they give a candidate no traffic by then.
     """
     live = [one for one in replicas if one.is_live]
     is_complete = len(live) >= expected
@@ -1076,9 +1084,10 @@ def _convert_counts(
 ) -> Counts:
     """Return a replica's counts by generations of the ledger.
 
-    Counts of tables that only had models loaded are left out. While a replica reports, only its
-    closed epochs count. For a start that has ended, the last report of its open epoch counts too.
-    The report of the whole epoch replaces that if it arrives in time.
+    Counts of tables with which replicas only loaded models are left out. While a replica reports,
+    only its closed epochs count. For a start that has ended, the last report of its open epoch also
+    counts. If a report of the whole epoch arrives in time, it replaces the report of the open
+    epoch.
     """
     opened = _halve_generations([counts.open_epoch] if counts.open_epoch is not None else [])
     closed = _halve_generations(epochs)
@@ -1099,7 +1108,7 @@ def _convert_counts(
 def _halve_generations(items: Iterable[_Counted]) -> tuple[_Counted, ...]:
     """Return the counts of tables with traffic, by generations of the ledger.
 
-    Tables with an even generation only had models loaded.
+    With tables of even generations, replicas only loaded models.
     """
     return tuple(
         replace(one, generation=one.generation // 2) for one in items if one.generation % 2
@@ -1107,7 +1116,7 @@ def _halve_generations(items: Iterable[_Counted]) -> tuple[_Counted, ...]:
 
 
 def _list_starts(reports: ObjectStore) -> dict[ReportSource, ListedObject]:
-    """Return the object with the counts of every start that was reported."""
+    """Return the object with the counts of each reported start."""
     return {
         source: entry
         for entry in reports.list_objects(COUNTS_FOLDER)

@@ -1,8 +1,8 @@
 """Endpoints on Amazon SageMaker, through boto3.
 
 With strategy `ab`, each deployment has a variant, and a rollback changes weights. With strategy
-`guarded`, there is one variant, which SageMaker replaces while CloudWatch alarms guard the update.
-A rollback is then an update to the previous config.
+`guarded`, the endpoint has one variant. SageMaker replaces this variant while CloudWatch alarms
+guard the update. A rollback is then an update to the previous config.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class SageMakerEndpoints(CloudEndpoints):
         return find_missing_credentials(read_access(config.settings), where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return the endpoint's state; during an update, the state before it."""
+        """Return the endpoint's state; during an update, the state before the update."""
         client = self._connect(config)
         try:
             description = client.describe()
@@ -130,8 +130,8 @@ class SageMakerEndpoints(CloudEndpoints):
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Upload archives, create models and config, and update the endpoint to them.
 
-        If an alarm reverted the update to the state, now or in an earlier attempt,
-        AlarmRollbackError is raised.
+        Raises AlarmRollbackError if an alarm reverted the update to the state, now or in an earlier
+        attempt.
         """
         self._apply(self._connect(config), replace(state, generation=generation))
 
@@ -155,7 +155,7 @@ class SageMakerEndpoints(CloudEndpoints):
             fence.record_reached(layout.config_name)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Change only the weights if the deployment runs as a variant; else call `apply`."""
+        """Change only the weights if the deployment is a variant; otherwise call `apply`."""
         client = self._connect(config)
         fence, state = GenerationFence(client), replace(state, generation=generation)
         claimed = fence.latest()
@@ -169,7 +169,7 @@ class SageMakerEndpoints(CloudEndpoints):
         fence.take(build_rollback_state(claimed, state))
         try:
             EndpointUpdate(client, fence, generation).shift(build_variant_name(state.leader().name))
-        except NotFoundError:  # the update of the last claim was never carried out
+        except NotFoundError:  # the update of the last claim was never made
             self._apply(client, build_rollback_state(claimed, state), is_rollback=True)
 
     def address(self, config: EndpointConfig) -> str | None:
@@ -221,7 +221,7 @@ class SageMakerEndpoints(CloudEndpoints):
         return tuple(EndpointResources(self._connect(config)).orphans(needed))
 
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
-        """Delete an orphan; raises ConflictError if the endpoint uses it again."""
+        """Delete an orphan; raise ConflictError if the endpoint uses it again."""
         EndpointResources(self._connect(config)).delete_orphan(orphan)
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:
@@ -239,7 +239,7 @@ class SageMakerEndpoints(CloudEndpoints):
     ) -> tuple[str, ...]:
         """Return how the endpoint's config differs from the config of these settings.
 
-        Empty if these settings cannot produce the state.
+        The result is empty if these settings cannot produce the state.
         """
         try:
             layout = self._layout(client, state)

@@ -83,7 +83,7 @@ class SageMakerClient:
         return sorted(item["Key"] for item in objects)
 
     def describe(self) -> dict[str, Any] | None:
-        """Return SageMaker's description, which may be stale; None if there is none."""
+        """Return SageMaker's description, which may be stale; None without an endpoint."""
         description: dict[str, Any] | None = self.call(
             "sagemaker", "describe_endpoint", ignored_messages=NOT_FOUND, EndpointName=self.endpoint
         )
@@ -99,11 +99,11 @@ class SageMakerClient:
         return dict(self.call("sagemaker", "describe_model", ModelName=name))
 
     def is_ours(self, description: Mapping[str, Any]) -> bool:
-        """Return whether the described endpoint carries our tag."""
+        """Return whether the described endpoint has the tag of onnx-ops."""
         return self.tag_of(description["EndpointArn"]) == self.endpoint
 
     def tag_of(self, arn: str) -> str | None:
-        """Return the endpoint that a resource belongs to, from its tag."""
+        """Return the endpoint in a resource's tag."""
         tags = {
             tag["Key"]: tag["Value"]
             for tag in self.list_all("sagemaker", "list_tags", "Tags", ResourceArn=arn)
@@ -192,7 +192,7 @@ class GenerationFence:
     def begin_update(self, config_name: str, alarms: Mapping[str, str]) -> None:
         """Record the states of alarms before a guarded update.
 
-        The record of an update that was started earlier stays.
+        If the update was started earlier, its first record is not replaced.
         """
         self._create(f"{self._updates}{config_name}", json.dumps(alarms).encode())
 

@@ -142,7 +142,7 @@ def _check_image(connect: Clients, image: str) -> Finding:
         return False, f"{image} is not in ECR", remedy
     ecr, region = connect("ecr"), connect("sagemaker").meta.region_name
     if match["region"] != region:
-        remedy = f"Push it to {region} too (ECR can replicate), and name that one in `image`."
+        remedy = f"Push it to {region} too (ECR can replicate), and set `image` to that copy."
         return False, f"it is in {match['region']}, not in {region}", remedy
     tag, repository = match["tag"] or "latest", match["repository"]
     ids = [{"imageDigest": match["digest"]} if match["digest"] else {"imageTag": tag}]
@@ -187,15 +187,15 @@ def _check_pull(iam: Any, role: str, image: str) -> Finding:
         return (
             False,
             f"the role lacks the permission {', '.join(denied)}",
-            f"Permit that to the role, on {arn} and *.",
+            f"Grant the role these permissions on {arn} and *.",
         )
     if account != match["account"]:
         found = (
-            f"the role may; whether account {match['account']} lets account {account} cannot be "
-            "checked here"
+            f"the role can pull it; whether account {match['account']} permits this to account "
+            f"{account} cannot be checked here"
         )
         return True, found, ""
-    return True, "the role may pull it", ""
+    return True, "the role can pull it", ""
 
 
 def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> Finding:
@@ -209,7 +209,8 @@ def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> Finding:
 def _check_quota(quotas: Any, settings: SageMakerSettings) -> Finding:
     """Check that the quota of instances suffices for an update.
 
-    An update runs old and new instances side by side: two variants of them with strategy `ab`.
+    An update runs old and new instances side by side. With strategy `guarded`, it needs twice the
+    instance count of the settings, and with `ab` three times.
     """
     name = f"{settings.instance_type} for endpoint usage"
     pages = quotas.get_paginator("list_service_quotas").paginate(ServiceCode="sagemaker")

@@ -1,8 +1,8 @@
 """Conversion between the state of an endpoint and requests to SageMaker.
 
-Models and configs are immutable, so their names contain the digest of their content. A config's
-weights are a separate part of the name. A container keeps the keys that it trusts, since machines
-can hold different keys.
+Models and configs are immutable, so their names contain the digest of their content. The weights of
+a config are a separate part of its name. A container always trusts the keys with which it was
+created, since machines can have different keys.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def encode_variables(deployment: Deployment) -> dict[str, str]:
 def read_deployment(model: Mapping[str, Any]) -> Deployment | None:
     """Return the deployment in a model's description.
 
-    None if onnx-ops did not create the model.
+    The result is None if onnx-ops did not create the model.
     """
     environment = model.get("PrimaryContainer", {}).get("Environment", {})
     try:
@@ -165,7 +165,7 @@ def _require_possible(endpoint: str, state: EndpointState, settings: SageMakerSe
     if settings.guarded and len(serving) > 1:
         problem = "strategy guarded has one deployment with all traffic; SageMaker itself shifts it"
     elif any(state.split.shadow.values()):
-        problem = "it copies requests, but the answers would not be compared"
+        problem = "a shadow variant copies requests, but does not compare the answers"
     elif len(state.deployments) > 10:
         problem = "an endpoint has at most ten variants"
     elif len(set(variants)) != len(variants):
@@ -244,10 +244,10 @@ def _config_request(settings: SageMakerSettings) -> dict[str, Any]:
 def read_state(
     variants: Mapping[str, Deployment | None], weights: Mapping[str, float], generation: int
 ) -> EndpointState | None:
-    """Return an endpoint's state; None if a variant is not ours or none has traffic.
+    """Return an endpoint's state; None if a variant is foreign or none has traffic.
 
     Args:
-        variants: the deployment behind each variant of its config.
+        variants: the deployment of each variant in the endpoint's config.
         weights: the current weights by variant.
         generation: the generation of the last claim.
     """
@@ -259,7 +259,7 @@ def read_state(
         return None
     percent = {variant: round(100 * weight / total) for variant, weight in weights.items()}
     largest = max(percent, key=lambda variant: (percent[variant], variant))
-    percent[largest] += 100 - sum(percent.values())  # the remainder of rounding
+    percent[largest] += 100 - sum(percent.values())  # add the remainder of rounding
     split = TrafficSplit(
         weights={deployments[variant].name: share for variant, share in percent.items()}
     )

@@ -107,7 +107,7 @@ class EndpointResources:
         self._create("endpoint_config", layout.config_name, layout.config)
 
     def orphans(self, needed: frozenset[Digest]) -> Iterator[OrphanedResource]:
-        """Yield what neither the live endpoint nor a `needed` version uses."""
+        """Yield what neither the live endpoint nor a version in `needed` uses."""
         live = self._live_configs()
         manifests = {model: self._read_manifest(model) for model in self._list_own("model")}
         configs = {name: self._models_of(name) for name in self._list_own("endpoint_config")}
@@ -127,9 +127,9 @@ class EndpointResources:
         yield from self._find_open_uploads()
 
     def _read_manifest(self, model: str) -> Digest | None:
-        """Return the manifest digest of the version that a model holds.
+        """Return the manifest digest of the version that a model contains.
 
-        None if the model does not contain a version.
+        The result is None if the model does not contain a version.
         """
         deployment = read_deployment(self._client.describe_model(model))
         return None if deployment is None else deployment.manifest
@@ -253,7 +253,9 @@ class EndpointResources:
         if resource is None:
             return
         if self._client.tag_of(resource[f"{_NAMES[noun]}Arn"]) != self._client.endpoint:
-            raise RefusedError(f"{name} does not carry our tag", where=self._client.endpoint)
+            raise RefusedError(
+                f"{name} does not have the tag of this endpoint", where=self._client.endpoint
+            )
         self._client.call("sagemaker", f"delete_{noun}", ignored_messages=NOT_FOUND, **named)
 
 
@@ -262,7 +264,7 @@ def _sha256(data: bytes) -> str:
 
 
 def _contains(actual: Any, desired: Any) -> bool:
-    """Return whether a description contains all desired fields. It can have more."""
+    """Return whether a description contains all desired fields. It can have others."""
     if isinstance(desired, Mapping) and isinstance(actual, Mapping):
         return all(
             key in actual and _contains(actual[key], value) for key, value in desired.items()

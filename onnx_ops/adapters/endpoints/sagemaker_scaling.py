@@ -94,7 +94,7 @@ class VariantScaling:
             self.remove_outdated(description)
 
     def remove_outdated(self, description: Mapping[str, Any]) -> None:
-        """Stop scaling variants that only earlier settings scaled."""
+        """Stop scaling variants that only the previous settings scaled."""
         for name in () if self._settings.scaled else self._targets(_variant_names(description)):
             if self._policy(name) is not None:
                 self._deregister(name)

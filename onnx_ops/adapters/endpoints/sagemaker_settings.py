@@ -76,7 +76,7 @@ class SageMakerSettings(AwsAccess, ContainerOptions):
     def memory_mib(self) -> int:
         """Memory of a serverless endpoint in MiB, the unit of the SageMaker API.
 
-        It is 0 if the endpoint has instances.
+        The value is 0 if the endpoint has instances.
         """
         return (self.memory or 0) // _MIB
 
@@ -126,14 +126,14 @@ def _find_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str
         ("instance_count", "must be from min_instances to max_instances",
          settings.scaled and not low <= count <= high),
         ("min_instances", "needs max_instances", low > 0 and not settings.scaled),
-        ("subnets", "needs security_groups, and they need subnets",
+        ("subnets", "set both subnets and security_groups, or neither",
          bool(settings.subnets) != bool(settings.security_groups)),
         ("strategy", "alarms, canary_percent and linear_percent need strategy guarded",
          not settings.guarded and (bool(settings.alarms) or is_shifted)),
         ("linear_percent", "excludes canary_percent",
          settings.canary_percent > 0 and settings.linear_percent > 0),
         ("linear_percent", "must be from 10 to 50", 0 < settings.linear_percent < 10),
-        ("capture_percent", "needs capture_uri, which needs capture_percent",
+        ("capture_percent", "set both capture_percent and capture_uri, or neither",
          (settings.capture_percent > 0) != bool(settings.capture_uri)),
         ("tags", f"tags that begin with {_OWN_TAGS} are reserved",
          any(k.startswith(_OWN_TAGS) for k in settings.tags)),

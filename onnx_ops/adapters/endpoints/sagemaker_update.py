@@ -1,7 +1,7 @@
 """Updates of an endpoint: observe it, make the next change, observe it again.
 
 SageMaker's waiter reports success for an update that was rolled back. This module requires the
-desired config and weights, and reads why they were not reached.
+desired config and weights. If they were not reached, it reads the reason.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _TAKEN_BACK = "The traffic is unchanged. See the alarms and the log of the versi
 
 
 class EndpointUpdate:
-    """One `apply` of one endpoint, and its progress.
+    """One `apply` of one endpoint, and the progress of this call.
 
-    No alarm guards a rollback: an alarm would return the traffic to the version that must not
-    serve.
+    No alarm guards a rollback, because an alarm would return the traffic to the version that must
+    not serve.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class EndpointUpdate:
                 reads += 1
             return None
 
-        self._client.converge(step, "the endpoint did not get its weights in time")
+        self._client.converge(step, "the endpoint did not apply its traffic weights in time")
 
     def _set_weights(
         self, weights: Mapping[str, float], count: Mapping[str, int] | None = None
     ) -> bool:
-        """Request weights; return whether the endpoint was not busy."""
+        """Request weights; return False if the endpoint was busy."""
         desired = [
             {"VariantName": name, "DesiredWeight": weight, **(count or {})}
             for name, weight in weights.items()
@@ -189,7 +189,7 @@ class EndpointUpdate:
             variants = {
                 variant["VariantName"] for variant in description.get("ProductionVariants", ())
             }
-            # No update that brings others is guarded.
+            # An update that brings other variants is not guarded.
             if settings.guarded and variants == set(layout.weights):
                 request["DeploymentConfig"] = self._guard(layout)
             accepted = self._request(
@@ -211,7 +211,7 @@ class EndpointUpdate:
         """
         states = self._alarm_states()
         firing = [name for name, state in states.items() if state.startswith("ALARM")]
-        # An update to the last reached config restores what was there, so it needs no guard.
+        # An update to the last reached config restores an earlier state, so it needs no guard.
         if self._fence.has_reached(layout.config_name):
             quiet = [name for name in states if name not in firing]
             return build_deployment_config(self._settings, quiet, at_once=bool(firing))
@@ -220,7 +220,7 @@ class EndpointUpdate:
             raise InfrastructureError(
                 f"alarm {', '.join(firing)} fires, so it cannot guard an update",
                 where=endpoint,
-                remedy=f"Wait until it is quiet, or run `onnx-ops rollback {endpoint}`, "
+                remedy=f"Wait until no alarm fires, or run `onnx-ops rollback {endpoint}`, "
                 "which no alarm stops.",
             )
         if states:
@@ -232,9 +232,9 @@ class EndpointUpdate:
     ) -> None:
         """Raise AlarmRollbackError if an alarm reverted an update to this layout.
 
-        This is assumed if the update was started, and an alarm has changed its state since. A
-        finished update would have put the layout into service. An alarm that is quiet again counts
-        too. In doubt, the layout is not tried again, since SageMaker gives its reasons only as
+        This is assumed if the update was started and an alarm has changed its state since. A
+        finished update would have put the layout into service. An alarm also counts if it is OK
+        again. In doubt, the layout is not applied again, since SageMaker gives its reasons only as
         prose.
         """
         if not self._alarms or (before := self._fence.alarms_before(layout.config_name)) is None:
@@ -270,11 +270,11 @@ class EndpointUpdate:
         return states
 
     def _is_due_again(self, description: Mapping[str, Any], layout: EndpointLayout) -> bool:
-        """Return whether to repeat a request without effect.
+        """Return whether to repeat a request that had no effect.
 
-        The endpoint is idle and does not have the desired layout.
+        In this case, the endpoint is idle and does not have the desired layout.
         """
-        if self._requested == "create":  # another client had created the endpoint
+        if self._requested == "create":  # another client created the endpoint meanwhile
             self._requested = ""
             return True
         has_moved = self._has_begun or description.get("LastModifiedTime") != self._modified

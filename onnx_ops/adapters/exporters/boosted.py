@@ -1,6 +1,6 @@
 """Exporters of XGBoost and LightGBM estimators, alone or in pipelines.
 
-They register the converters of onnxmltools in skl2onnx.
+The exporters register the converters of onnxmltools in skl2onnx.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _CLASSIFIER_OPTIONS = {
 class _BoostedExporter(SklearnExporter):
     """Base of the exporters of gradient boosting libraries.
 
-    In float64, the steps of a pipeline before the estimator compute in float64. The trees of the
-    estimator compare and add in their own precision.
+    With precision float64, the steps of a pipeline before the estimator compute in float64. The
+    trees of the estimator compare and add in the precision of their library.
     """
 
     converters = ("onnxmltools", *SklearnExporter.converters)
@@ -39,7 +39,7 @@ class _BoostedExporter(SklearnExporter):
     _converter: tuple[str, str]
     """Module below `onnxmltools.convert`, and the name of its function."""
     _estimators: tuple[tuple[str, bool], ...]
-    """Names of estimator classes, and whether they are classifiers."""
+    """Names of estimator classes, and whether each of them is a classifier."""
 
     def export(self, model: object, request: ExportRequest) -> None:
         if type(model).__name__ == "Booster" or type(model).__module__.startswith(
@@ -74,7 +74,7 @@ class _BoostedExporter(SklearnExporter):
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the estimator; refuse an empty batch, whose output has a wrong shape."""
         if not all(len(array) for array in inputs.values()):
-            raise ValueError(f"{self._package} gives no answer of the right shape to no rows")
+            raise ValueError(f"{self._package} answers an empty batch with a wrong shape")
         return super().reference(model, inputs, precision)
 
 

@@ -1,6 +1,6 @@
 """Bindings of the data's inputs to the inputs of a model.
 
-They are bound by name, or by a declared order where the model has no names.
+Inputs are bound by name, or in a declared order if the model has no names.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def bind_call(
     ordered: bool,
     renamed: bool = True,
 ) -> CallBinding:
-    """Bind inputs to the parameters with the same names.
+    """Return the binding of inputs to the parameters with the same names.
 
     A single input can have another name than the only required parameter. A function that takes all
     inputs in one `*parameter` has no names, so its inputs need a declared order.
@@ -72,7 +72,7 @@ def bind_call(
         renamed: whether a single input can have another name.
 
     Raises:
-        UserError: an input is the name of no parameter, a parameter has no input, or the order is
+        UserError: no parameter has the name of an input, a parameter has no input, or the order is
             not declared.
     """
     parameters = inspect.signature(function).parameters
@@ -130,7 +130,7 @@ def _find_only(
 ) -> str:
     """Return the parameter that takes a single input of another name.
 
-    Empty if there is no such parameter.
+    The result is empty if there is no such parameter.
     """
     if len(inputs) != 1 or len(required) > 1 or named.keys() & set(inputs):
         return ""

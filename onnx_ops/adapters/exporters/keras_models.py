@@ -22,15 +22,15 @@ _CONTEXT = ("training", "mask")
 _UNBUILT = "Model .* had a build config, but the model cannot be built"
 """Start of a warning of Keras 3.15.
 
-Keras gives it for a subclassed model that it recreates without loading its weights.
+Keras issues this warning if it recreates a subclassed model without loading its weights.
 """
 
 
 def load_keras(file: Path) -> Any:
-    """Load a `.keras` file.
+    """Return the model in a `.keras` file.
 
     Raises:
-        UserError: it cannot be loaded, or its weights cannot.
+        UserError: the model or its weights cannot be loaded.
     """
     keras: Any = importlib.import_module("keras")
     try:
@@ -79,7 +79,7 @@ def check_keras_inputs(model: Any, names: Collection[str]) -> None:
     The single input of a model can have any name.
 
     Raises:
-        UserError: it does not take them.
+        UserError: the model does not take inputs of these names.
     """
     known = _read_names(model)
     if known is None:
@@ -105,7 +105,7 @@ def call_keras(model: Any, tensors: Mapping[str, Any]) -> Any:
 def _read_names(model: Any) -> list[str] | None:
     """Return the names of the inputs of a functional or sequential model.
 
-    None for a subclassed model, which has no names.
+    The result is None for a subclassed model, which has no names.
     """
     inputs = getattr(model, "inputs", None)
     if inputs is None:
@@ -119,7 +119,7 @@ def _read_names(model: Any) -> list[str] | None:
 def _names_parameters(model: Any, names: Collection[str]) -> bool:
     """Return whether `call` of a subclassed model names its inputs.
 
-    It does if one of its parameters has the name of an input, or if it needs several arguments.
+    This is so if one of its parameters has the name of an input, or if it needs several arguments.
     """
     parameters = [
         p for name, p in inspect.signature(model.call).parameters.items() if name not in _CONTEXT

@@ -1,6 +1,6 @@
 """Models whose conversion is known to be wrong or impossible.
 
-They are refused by name before the conversion.
+The exporters refuse these models by name before the conversion.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ _THIS_BUILD = Target(
 class OnnxExporter(Exporter):
     """Exporter of existing ONNX files; the model object is the path of the file.
 
-    The source model is unknown, so the file is compared with itself without optimizations.
+    The model from which the file was exported is unknown. Therefore the file is compared with
+    itself without optimizations.
     """
 
     tools: tuple[str, ...] = ("onnx",)
@@ -60,7 +61,7 @@ class OnnxExporter(Exporter):
         return OnnxExporter(libraries)
 
     def save(self, model: object, folder: Path) -> None:
-        """Copy a file, or the only ONNX file of a folder, with its weights; drop ZipMaps."""
+        """Copy a file, or a folder's only ONNX file, with its weights and without ZipMaps."""
         source = find_model_file(Path(str(model)))
         if drop_zipmaps(read_structure(source)):
             model = read_model(source)
@@ -74,7 +75,7 @@ class OnnxExporter(Exporter):
         return find_model_file(folder)
 
     def export(self, model: object, request: ExportRequest) -> None:
-        """Copy it, or convert it with option `convert_opset`."""
+        """Copy the file; with option `convert_opset`, convert it."""
         source = Path(str(model))
         model_info, section = read_model_info(source), request.section
         if why := explain_non_tensors(source):

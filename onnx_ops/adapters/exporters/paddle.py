@@ -115,12 +115,12 @@ class PaddleExporter(Exporter):
 
 
 def _find_places(model: Any, names: Collection[str]) -> dict[str, int]:
-    """Return the position of each input in the layer's call, by its name.
+    """Return the position of each input in the layer's call, by the input's name.
 
     The names are those of the layer's `input_spec`.
 
     Raises:
-        UserError: the names differ; a single input can have any name.
+        UserError: the names differ. A single input can have any name.
     """
     known = [str(spec.name) for spec in model._input_spec()]  # noqa: SLF001 (Paddle has no public one)
     if len(known) == len(names) == 1:

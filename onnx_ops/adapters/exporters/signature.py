@@ -69,7 +69,7 @@ def find_file_with_suffix(
 
 
 def name_axes(model: Any, section: Export) -> None:
-    """Name the free axes of inputs, and name the first axis of outputs like the batch.
+    """Name the free axes of inputs, and name the first axis of outputs as the batch.
 
     Other free axes lose their names.
     """
@@ -83,9 +83,10 @@ def name_axes(model: Any, section: Export) -> None:
 
 
 def tidy_converted(model: Any, names: Sequence[str], section: Export) -> None:
-    """Set the axes and IR version of a converted model, and the names of its outputs.
+    """Set the axes, the IR version and the output names of a converted model.
 
-    Axes and IR version are those of the section. Outputs are renamed wherever they are used.
+    The axes and the IR version are those of the section. Outputs are renamed wherever they are
+    used.
     """
     renamed = {value.name: name for value, name in zip(model.graph.output, names, strict=True)}
     for value in (*model.graph.output, *model.graph.value_info, *model.graph.initializer):

@@ -50,7 +50,7 @@ def _name_missing_converter() -> Iterator[None]:
 
 @contextmanager
 def _write_whole_numbers() -> Iterator[None]:
-    """Write booleans as integers while converters run.
+    """Write the booleans of attributes as integers while converters run.
 
     Some converters pass booleans as attributes, which protobuf 7 refuses.
     """
@@ -77,7 +77,7 @@ def _write_whole_numbers() -> Iterator[None]:
 def _ignore_flattening(parts: Sequence[object]) -> Iterator[None]:
     """Switch off `flatten_transform` of voting classifiers.
 
-    skl2onnx refuses its default, although that affects only their `transform`.
+    skl2onnx refuses the default of this option, although the option affects only `transform`.
     """
     voting: list[Any] = [part for part in parts if getattr(part, "flatten_transform", False)]
     for part in voting:
@@ -93,8 +93,8 @@ def _ignore_flattening(parts: Sequence[object]) -> Iterator[None]:
 def _keep_imputed_types() -> Iterator[None]:
     """Give an imputer's output the type of its input.
 
-    skl2onnx declares the output before it joins the columns, with the type of the first column. So
-    it refuses integers before fractions.
+    skl2onnx declares the output before it joins the columns, and uses the type of the first column.
+    So it refuses columns of integers that precede columns of fractions.
     """
     registry: Any = importlib.import_module("skl2onnx.common._registration")
     name = "SklearnSimpleImputer"
@@ -117,7 +117,8 @@ def _keep_imputed_types() -> Iterator[None]:
 def _interpolate_calibration() -> Iterator[None]:
     """Interpolate between the steps of an isotonic calibration.
 
-    skl2onnx answers with the nearest step, and answers a whole batch with the result of one row.
+    skl2onnx answers with the nearest step. For a batch, it answers all rows with the result of one
+    row.
     """
     module: Any = importlib.import_module("skl2onnx.operator_converters.calibrated_classifier_cv")
     name = "_transform_isotonic"

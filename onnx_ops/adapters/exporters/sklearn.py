@@ -46,7 +46,7 @@ RANKERS = ("XGBRanker", "LGBMRanker")
 """Estimators that answer like regressors, but are not marked as regressors."""
 
 _GENERATED = r"(?:UU|pdistsqe_|cflat_|cdistd_|cdistdf_)(\d+)"
-"""Names with numbers that skl2onnx never restarts within a process."""
+"""Pattern of names with numbers that skl2onnx never restarts within a process."""
 
 _REMEDY = (
     "Use another estimator or step; https://onnx.ai/sklearn-onnx/supported.html lists what can "
@@ -101,9 +101,9 @@ class SklearnExporter(TreeExporter):
     ) -> tuple[Any, InputLayout]:
         """Return a graph that ONNX Runtime can load, and its layout.
 
-        The layout is in float32 if a needed operator has no other type. Trees, nearest neighbours,
-        kernels and others have no float64, and scalers before them have no integers. scikit-learn's
-        trees convert their rows to float32 too.
+        The layout is in float32 if a needed operator supports no other type. Trees, nearest
+        neighbours, kernels and other operators have no float64, and scalers before them have no
+        integers. scikit-learn's trees also convert their rows to float32.
 
         Raises:
             UserError: the error of the converter for the layout that follows the data.
@@ -159,13 +159,14 @@ class SklearnExporter(TreeExporter):
         write_model(converted, request.path)
 
     def _convertible(self, model: object) -> object:
-        """Return the model in the form that the converters take."""
+        """Return the model in the form that the converters accept."""
         return model
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the estimator.
+        """Return the answers of the estimator.
 
-        For float32 its weights are rounded, so that their rounding counts as noise of the source.
+        For float32, the estimator's weights are rounded, so that their rounding counts as noise of
+        the source.
         """
         estimator: Any = (
             _round_in_place(copy.deepcopy(model), set()) if precision == "float32" else model
@@ -183,7 +184,7 @@ class SklearnExporter(TreeExporter):
             raise
 
     def trees(self, model: object) -> tuple[Tree, ...] | None:
-        """Return the trees that the model ends in; None if it is not a tree ensemble."""
+        """Return the trees in which the model ends; None if it is not a tree ensemble."""
         from onnx_ops.adapters.exporters.sklearn_trees import read_source_trees
 
         return read_source_trees(model)
@@ -235,10 +236,10 @@ def _answers(estimator: Any, rows: Any) -> dict[str, Array]:
 
 
 def _check_estimator(model: object) -> None:
-    """Refuse a model that cannot answer new rows, or answers with several labels.
+    """Raise an error for a model that cannot answer new rows, or has several labels.
 
     Raises:
-        UserError: the model is such a model.
+        UserError: the model cannot answer new rows, or answers with several labels.
     """
     from sklearn.base import is_classifier
 
@@ -255,7 +256,7 @@ def _check_estimator(model: object) -> None:
         raise UserError(what, where="export", remedy=remedy)
     if is_classifier(model) and isinstance(getattr(model, "classes_", None), list):
         remedy = "Make a pipeline for each label."
-        raise UserError(f"{name} gives several labels at once", where="export", remedy=remedy)
+        raise UserError(f"{name} predicts several labels", where="export", remedy=remedy)
 
 
 def _append_steps(graph: Any, output: str, steps: Sequence[Step]) -> None:
@@ -284,7 +285,7 @@ def _append_steps(graph: Any, output: str, steps: Sequence[Step]) -> None:
 def _set_locale(graph: Any) -> None:
     """Set the locale of operators that convert texts to lower case.
 
-    Every Linux has this locale. The default en_US is missing in slim images.
+    Every Linux has the set locale. The default en_US is missing in slim images.
     """
     from onnx import helper
 
@@ -372,8 +373,8 @@ def _loads(converted: Any) -> bool:
 def _options(model: object) -> dict[Any, Any]:
     """Return the options of skl2onnx for the parts of a model.
 
-    Without ZipMap, probabilities are a tensor. Scalers divide as scikit-learn does, since trees
-    would otherwise split differently.
+    Without ZipMap, probabilities are a tensor. Scalers divide as scikit-learn does. Otherwise,
+    trees could choose another branch.
     """
     from sklearn.base import is_classifier
     from sklearn.preprocessing import StandardScaler
@@ -398,7 +399,7 @@ def _options(model: object) -> dict[Any, Any]:
 
 
 def _check_analyzer(part: Any) -> None:
-    """Refuse vectorizers that do not split texts by the default pattern.
+    """Raise an error for vectorizers that do not split texts by the default pattern.
 
     The export always uses the default pattern.
     """

@@ -55,7 +55,7 @@ class InputLayout:
 
 
 def choose_layout(model: object, parts: list[object], request: ExportRequest) -> InputLayout:
-    """Choose the layout by the inputs that the estimator was fitted on.
+    """Return the layout that fits the inputs on which the estimator was fitted.
 
     Raises:
         UserError: the data lacks a column, or the model has no names and the order of the columns
@@ -81,9 +81,9 @@ def choose_layout(model: object, parts: list[object], request: ExportRequest) ->
 def _choose_matrix_layout(
     request: ExportRequest, names: list[str] | None, *, by_column: bool
 ) -> InputLayout:
-    """Choose the layout of a single input.
+    """Return the layout of a single input.
 
-    It is the matrix, or its columns if the model selects columns by name.
+    The layout is the matrix, or its columns if the model selects columns by name.
     """
     ((name, rows),) = request.samples.items()
     if rows.ndim != 2 and _kind(rows) != "U":
@@ -103,7 +103,7 @@ def _choose_matrix_layout(
 
 
 def _choose_column_layout(model: object, columns: Tensors, *, by_column: bool) -> InputLayout:
-    """Choose the layout of one input for each column, in the order of the model.
+    """Return the layout of one input for each column, in the order of the model.
 
     Raises:
         UserError: the model takes columns of texts and of numbers in one matrix.
@@ -175,9 +175,9 @@ def _check_positions(model: Any, samples: Tensors, *, ordered: bool) -> None:
 
 
 def build_rows(model: object, inputs: Tensors, precision: Precision) -> Any:
-    """Build the argument of `predict`.
+    """Return the argument of `predict`.
 
-    It is a data frame if the estimator was fitted on one, else an array.
+    The argument is a data frame if the estimator was fitted on one, otherwise an array.
     """
     import numpy as np
 
@@ -203,7 +203,7 @@ def build_rows(model: object, inputs: Tensors, precision: Precision) -> Any:
 def _takes_texts(model: object) -> bool:
     """Return whether the model takes a vector of texts.
 
-    It does if it is, or begins with, a vectorizer.
+    This is so if the model is a vectorizer, or begins with one.
     """
     steps = getattr(model, "steps", None)
     return hasattr(steps[0][1] if steps else model, "build_analyzer")
@@ -368,7 +368,7 @@ def _kind(array: Any) -> str:
 
 
 def _ordered(samples: Tensors, names: list[str] | None) -> Tensors:
-    """Sort the inputs in the order of the columns that the estimator was fitted on.
+    """Return the inputs in the order of the columns on which the estimator was fitted.
 
     LightGBM replaces spaces in the names of columns.
     """
@@ -453,7 +453,7 @@ def _reshape_output(graph: Any, output: Any, wanted: tuple[int, ...]) -> None:
 
 
 def get_last_step(model: object) -> Any:
-    """Return the last step of a pipeline, or another model itself.
+    """Return the last step of a pipeline; for any other model, the model.
 
     The last step of a pipeline can be a pipeline too.
     """

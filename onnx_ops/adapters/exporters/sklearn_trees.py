@@ -42,9 +42,9 @@ def read_source_trees(model: object) -> tuple[Tree, ...] | None:
 
 
 def _estimators(model: object) -> list[Any]:
-    """Return the trees that a model ends in, in the order of the export.
+    """Return the trees in which a model ends, in the order of the export.
 
-    Empty for other models.
+    The result is empty for other models.
     """
     last = get_last_step(model)
     if isinstance(last, importlib.import_module("sklearn.tree").BaseDecisionTree):
@@ -105,8 +105,8 @@ def _weights(estimator: Any, value: Any) -> Any:
 def route_missing_values(converted: Any, model: object) -> None:
     """Route NaN to the same branches in the export as in the source.
 
-    The converter does not do this. It is done if the source is one ensemble of trees. A tree routes
-    NaN with the majority of its training rows, unless it was trained on NaN.
+    The converter does not do this. The routes are changed only if the source is one ensemble of
+    trees. A tree that was trained without NaN routes NaN with the majority of its training rows.
     """
     ensembles = [node for node in converted.graph.node if node.op_type in ENSEMBLES]
     grown = [estimator.tree_ for estimator in _estimators(model)]
@@ -125,10 +125,10 @@ def route_missing_values(converted: Any, model: object) -> None:
 
 
 def _find_tracks(trees: Sequence[Any], values: Mapping[str, Sequence[int]]) -> list[int]:
-    """Return 1 for each node of an export whose true branch takes NaN, else 0.
+    """Return 1 for each node of an export whose true branch takes NaN, otherwise 0.
 
-    Both forms of a tree are walked together from the root, so the numbers of the export's nodes do
-    not matter.
+    The trees of source and export are traversed together from the root, so the numbers of the
+    export's nodes do not matter.
 
     Args:
         trees: scikit-learn's trees, in the order of the export.

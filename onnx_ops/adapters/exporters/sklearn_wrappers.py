@@ -1,8 +1,8 @@
-"""Rewriting of estimators that skl2onnx cannot convert to equal ones that it can.
+"""Rewriting of estimators to equal ones that skl2onnx can convert.
 
 skl2onnx converts most wrappers only around an estimator of one matrix. It has no converter for
-clusterings and linear transformers that are special cases of others. The parity gate compares the
-export with the model that training returned.
+clusterings and linear transformers that are special cases of other estimators. The parity gate
+compares the export with the model that training returned.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import Any
 from onnx_ops.errors import UserError
 
 Step = tuple[str, Any]
-"""An ONNX operator, and its second input: an array, or None without one."""
+"""An ONNX operator and its second input.
+
+The second input is an array, or None for an operator with one input.
+"""
 
 
 def rewrite_model(model: object) -> tuple[object, tuple[Step, ...]]:
@@ -42,10 +45,10 @@ def list_estimators(model: object) -> list[object]:
 
 
 def unwrap_search(model: object) -> object:
-    """Return the refitted estimator of a search object, or another model itself.
+    """Return the refitted estimator of a search object; return other models unchanged.
 
-    Search objects are `GridSearchCV`, `RandomizedSearchCV` and others. They answer with this
-    estimator.
+    Search objects are `GridSearchCV`, `RandomizedSearchCV` and others. They answer with the
+    refitted estimator.
 
     Raises:
         UserError: the search has not refitted an estimator.
@@ -75,7 +78,7 @@ def _rewrite_pipeline(model: Any) -> tuple[object, tuple[Step, ...]]:
 def _rewrite_selection(model: Any) -> tuple[object, tuple[Step, ...]]:
     """Return a pipeline of a feature selection and the estimator that it fitted.
 
-    Converters treat the selection as a transformer.
+    The converters treat the selection as a transformer.
     """
     rewritten, steps = rewrite_model(model.estimator_)
     return _make_pipeline([("selection", model), ("model", rewritten)]), steps
@@ -219,8 +222,8 @@ def _rewrite_projection(model: Any) -> tuple[object, tuple[Step, ...]]:
     mean = model.mean_
     with_units = model.transform(np.vstack([mean, mean + np.eye(len(mean))]))
     rewritten = PCA(with_units.shape[1])
-    # In theory, the transform of the mean is 0. The remainder from rounding belongs to no
-    # direction, so it is subtracted.
+    # In theory, the transform of the mean is 0. The remainder is an error of rounding and not a
+    # part of a direction, so it is subtracted.
     rewritten.components_ = (with_units[1:] - with_units[0]).T
     rewritten.mean_, rewritten.n_features_in_ = mean, len(mean)
     rewritten.explained_variance_ = np.ones(with_units.shape[1])
@@ -255,10 +258,10 @@ def _make_pipeline(steps: list[tuple[str, Any]]) -> object:
 
 
 def _invert(transformer: Any) -> tuple[Step, ...]:
-    """Return the steps from a transformed target to the target.
+    """Return the steps that convert a transformed target to the target.
 
     Raises:
-        UserError: there are no such steps.
+        UserError: ONNX has no steps for the inverse function.
     """
     name = type(transformer).__name__
     if name == "FunctionTransformer":

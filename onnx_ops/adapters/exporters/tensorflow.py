@@ -41,7 +41,7 @@ OPSETS = (13, 18)
 
 _FAILED = "tf2onnx cannot convert the model"
 _GENERATED = r"__(\d+)"
-"""Ends of names with numbers that tf2onnx never restarts within a process."""
+"""Pattern of name endings with numbers that tf2onnx never restarts in a process."""
 
 
 class TensorflowExporter(Exporter):
@@ -130,7 +130,7 @@ class TensorflowExporter(Exporter):
 class TfliteExporter(Exporter):
     """Exporter of LiteRT (TensorFlow Lite) files.
 
-    It supports the operators that tf2onnx supports.
+    The exporter supports the operators that tf2onnx supports.
     """
 
     tools = TensorflowExporter.tools
@@ -173,11 +173,11 @@ class TfliteExporter(Exporter):
         )
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the interpreter without its accelerated kernels.
+        """Return the answers of the interpreter without its accelerated kernels.
 
         Raises:
-            ValueError: the model refuses the inputs, or some are not finite. For these, the kernels
-                do not define their result.
+            ValueError: the model refuses the inputs, or some inputs are not finite. The kernels do
+                not define their result for inputs that are not finite.
         """
         if precision == "float64":
             return None
@@ -225,10 +225,10 @@ def _write_converted(converted: Any, names: list[str], request: ExportRequest) -
 def _find_input_tensors(interpreter: Any, names: Collection[str]) -> dict[str, str]:
     """Return the name of each input's tensor in a LiteRT file.
 
-    The inputs have the names of the file's signature, if it has one.
+    If the file has a signature, the inputs have the names of the signature.
 
     Raises:
-        UserError: the names differ; a single input can have any name.
+        UserError: the names differ. A single input can have any name.
     """
     signatures = interpreter.get_signature_list()
     key = SIGNATURE if SIGNATURE in signatures else next(iter(signatures), None)
@@ -265,7 +265,7 @@ def _check_inputs(model: Any, request: ExportRequest) -> None:
 
 
 def _find_signature(model: Any) -> Any:
-    """Return the signature that answers clients; None if the model has no signature."""
+    """Return the signature that answers clients; None for a model without signature."""
     signatures = getattr(model, "signatures", None) or {}
     return signatures.get(SIGNATURE)
 

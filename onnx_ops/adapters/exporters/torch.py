@@ -1,6 +1,6 @@
 """Exporters of PyTorch modules, with torch.onnx.export.
 
-They export plain modules, Keras 3 models on PyTorch, and transformers models.
+The exported models are PyTorch modules, Keras 3 models on PyTorch, and transformers models.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class TorchExporter(TracingExporter):
         write_model(proto, request.path)
 
     def tracer(self, model: object, request: ExportRequest) -> Tracer:
-        """Return a tracer of the exported program. The file has the names of the program."""
+        """Return a tracer of the exported program, whose names the file also has."""
         torch = importlib.import_module("torch")
         module = self._module(model, request)
         program, binding = (
@@ -149,7 +149,7 @@ class TorchExporter(TracingExporter):
         return trace
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the module as its user calls it.
+        """Run the module in the same way as the user does.
 
         Return None for float64 if the module creates float32 tensors.
         """
@@ -224,10 +224,10 @@ def _choose_rows(
 ) -> tuple[Any, list[str]]:
     """Return the rows for the trace, and the names of the module's outputs.
 
-    Two rows are used, since they are the fastest.
+    The trace uses two rows, which is fastest.
 
     Raises:
-        UserError: the module refuses them, or takes only all rows together.
+        UserError: the module refuses two rows, or takes only all rows together.
     """
     few = {name: _tensor(torch, array, None) for name, array in request.take(2).items()}
     try:
@@ -239,10 +239,10 @@ def _choose_rows(
         except UserError:
             raise error from None
         raise UserError(
-            "the module takes all rows of the samples together, and not the first two of them",
+            "the module takes all rows of the samples together, but rejects the first two alone",
             where="export",
-            why=f"{error.why}; an endpoint answers any number of rows, each for itself",
-            remedy="Make one row of what belongs together: give a graph's nodes and "
+            why=f"{error.why}; an endpoint answers any number of rows, each independently",
+            remedy="Put data that belongs together into one row: give a graph's nodes and "
             "edges a leading axis of graphs.",
         ) from error
 
@@ -299,7 +299,7 @@ def _explain_failure(
 def _load_translations(section: Export) -> Mapping[Any, Any] | None:
     """Return the project's table of ONNX functions by operator of torch.
 
-    None if the section names no table.
+    The result is None if the section names no table.
     """
     if not section.translations:
         return None
@@ -337,7 +337,8 @@ def _traced(
     rows = [_tensor(torch, array, dtype) for array in inputs.values()]
     with convert_refusals("the program", RuntimeError, AssertionError, IndexError, TypeError):
         with _quiet():
-            # The program shares its weights with the model, which must not change.
+            # The program shares its weights with the model, which must not change, so the module is
+            # copied.
             module = copy.deepcopy(program.module())
         with torch.no_grad():
             answer = Watcher(module if dtype is None else module.to(dtype)).run(*rows)
@@ -383,7 +384,7 @@ def _try_out(
     values = name_outputs(answer)
     if not all(isinstance(value, torch.Tensor) for value in values.values()):
         raise UserError(
-            f"the module returns {type(answer).__name__} of other things than tensors",
+            f"the module returns {type(answer).__name__}, which contains more than tensors",
             where="export",
             remedy="`forward` must return a tensor, a list or tuple of tensors, "
             "or a flat dictionary of them.",
@@ -426,8 +427,8 @@ def _wrap(model: Any, names: Collection[str], call: Callable[[Any, Mapping[str, 
 def _quiet() -> Iterator[None]:
     """Suppress the exporter's output, internal warnings and log messages."""
     known = [name for name in logging.Logger.manager.loggerDict if name.partition(".")[0] in _NOISY]
-    # Loggers without a level, including later ones, inherit the level of their root. They are left
-    # out, since setting a level empties the caches of all loggers.
+    # Loggers without a level inherit the level of their root logger, so setting the roots suffices.
+    # Setting the level of a logger empties the caches of all loggers.
     loggers = [
         logger
         for name in {*_NOISY, *known}
@@ -547,7 +548,7 @@ class HuggingfaceExporter(TorchExporter):
         model.save_pretrained(folder)
 
     def load(self, folder: Path) -> object:
-        """Load a `save_pretrained` folder without network access.
+        """Return the model in a `save_pretrained` folder, without network access.
 
         Code in the folder is not run.
         """

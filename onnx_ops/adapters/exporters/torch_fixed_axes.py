@@ -1,6 +1,6 @@
 """Search for the code of `forward` that fixes the size of a free axis.
 
-It finds the layer and the line of code.
+The search finds the layer and the line of code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def find_fixed_axes(
     dynamic_shapes: Any,
     free: Mapping[str, Mapping[int, str]],
 ) -> list[FixedAxis]:
-    """Trace the module with its arguments again, and return the axes that it fixes.
+    """Trace the module with its arguments again; return the axes that it fixes.
 
     Exceptions of the module are ignored, since the failed export has raised the same exceptions.
 
@@ -64,8 +64,8 @@ def _permit_fixed(dynamic_shapes: Any) -> Any:
 class _AxisWatch:
     """Observer of the sizes of inputs during a trace.
 
-    It compares the sizes before and after each layer, and after each line of `forward`. `fixed` are
-    the axes whose size has become a number, in this order.
+    The observer compares the sizes before and after each layer, and after each line of `forward`.
+    `fixed` holds the axes whose size has become a number, in the order of their detection.
     """
 
     def __init__(

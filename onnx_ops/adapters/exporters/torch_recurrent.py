@@ -1,9 +1,9 @@
 """Recurrent layers of torch as ONNX's operators, for any length of the sequence.
 
 While torch.export traces a module, it uses decompositions for the shapes of `torch.lstm`,
-`torch.gru` and `torch.rnn_*`. These have a loop over the sequence, which fixes its length. Here,
-each of these functions is one operator with its own shapes, and with a translation to ONNX's LSTM,
-GRU or RNN.
+`torch.gru` and `torch.rnn_*`. These decompositions have a loop over the sequence, which fixes its
+length. Therefore this module replaces each of these functions by one operator. The operator has a
+shape function, and a translation to ONNX's LSTM, GRU or RNN.
 
 This module imports torch, so import it only where it is needed.
 """
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from onnx_ops.errors import UserError
 
-op: Any = onnxscript.opset18  # it also takes lists, which its type hints omit
+op: Any = onnxscript.opset18  # the opset also accepts lists, which its type hints omit
 
 _SIGNATURE = (
     "(Tensor input, {state} hx, Tensor[] params, bool has_biases, int num_layers, "
@@ -94,9 +94,9 @@ def _translate(
 ) -> Callable[..., Any]:
     """Return the translation of a layer to operators of ONNX.
 
-    There is one operator for each layer, which computes both directions. `gates` are the gates of
-    the operator, in its order, as positions in torch's weights. `activation` is the activation of
-    each direction, where it differs from the operator's default.
+    Each layer becomes one operator, which computes both directions. `gates` are the gates of the
+    operator, in its order, as positions in torch's weights. `activation` is the activation of each
+    direction, where it differs from the operator's default.
     """
 
     def write(

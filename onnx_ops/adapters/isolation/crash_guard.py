@@ -1,7 +1,7 @@
 """Calls of functions in a forked process that can crash, hang or exhaust memory.
 
-Each of these raises an error in this process. Unlike in `process`, the child is a fork of this
-installation. So it starts in milliseconds and has the same packages.
+Each of these failures raises an error in this process. Unlike in `process`, the child is a fork of
+this installation. So it starts in milliseconds and has the same packages.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _GRACE_S = 2.0
 class ProcessCrashError(Exception):
     """A guarded function did not return.
 
-    `reason` is the cause, and `output` the last lines that the function printed. `timed_out` shows
-    whether it exceeded its time.
+    `reason` is the cause, and `output` holds the last lines that the function printed. `timed_out`
+    shows whether the function exceeded its time.
     """
 
     def __init__(self, reason: str, output: str = "", *, timed_out: bool = False) -> None:
@@ -45,7 +45,7 @@ class ProcessCrashError(Exception):
 
 
 def prepare(module: str) -> None:
-    """Start the process whose forks call functions of a module, unless it runs.
+    """Start the process whose forks call functions of a module, unless it is running.
 
     The process imports the module while this process continues.
     """
@@ -66,8 +66,9 @@ def run_guarded(
     of the process's own data in bytes, by default the machine's memory.
 
     Raises:
-        OnnxOpsError: raised by the function.
-        ProcessCrashError: it raised another error, crashed, or exceeded its time or memory.
+        OnnxOpsError: the function raised this error.
+        ProcessCrashError: the function raised another error, crashed, or exceeded its time or
+            memory.
     """
     limit = memory or read_memory_bytes()
     prepare(work.__module__)
@@ -127,9 +128,9 @@ def _start_without_main(process: BaseProcess) -> None:
     """Start a process that does not import the program again.
 
     The standard library imports the program in every child, for functions that the program defines.
-    The functions that are called here are in modules. The program can be a script that calls
-    onnx-ops at its top level, and this call would run again in the child. Processes that other
-    threads start are not affected.
+    The functions that are called here are in modules, so the child does not need the program. If
+    the program is a script that calls onnx-ops at its top level, the import would repeat this call
+    in the child. Processes that other threads start are not affected.
     """
     spawn.get_preparation_data = _prepare_child_without_main
     _starting.is_guarded = True

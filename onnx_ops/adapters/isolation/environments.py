@@ -1,6 +1,6 @@
 """Isolated environments of Python and JavaScript packages.
 
-They are created completely or not at all, and are reused offline.
+An environment is either created completely or not at all, and is reused offline.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PythonEnvironments:
     folder: Path
     base: Sequence[str] = BASE
     uv: str | None = None
-    """The uv that creates environments; None for venv and pip."""
+    """Path of the uv that creates environments; None to use venv and pip."""
 
     def python(self, wanted: Environment) -> Path:
         """Return the interpreter of an environment.
@@ -61,7 +61,7 @@ class PythonEnvironments:
         return python
 
     def place(self, wanted: Environment) -> Path:
-        """Return the folder of an environment, which can be missing."""
+        """Return the path of an environment's folder, which can be missing."""
         for requirement in wanted.requirements:
             if not requirement.strip() or requirement.lstrip().startswith("-"):
                 remedy = (
@@ -201,9 +201,9 @@ A folder without this file is incomplete, since its creator died.
 
 
 def make_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]]) -> None:
-    """Fill a folder with `make`, unless it is complete.
+    """Fill a folder with `make`, unless the folder is complete.
 
-    It is complete if it has the marker file and `needed`. The document that `make` returns is
+    A folder is complete if it has the marker file and `needed`. The document that `make` returns is
     stored in the marker file. Several processes can call this at the same time.
     """
     with hold_lock(place.with_suffix(".lock")):

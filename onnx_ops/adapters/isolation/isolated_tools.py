@@ -47,11 +47,11 @@ class IsolatedTool:
     python: Callable[[], Path]
     """Function that returns the interpreter of the environment.
 
-    It creates a missing environment.
+    A missing environment is created.
     """
     limits: ProcessLimits = field(default_factory=ProcessLimits)
     tools: tuple[str, ...] = ()
-    """Packages that the tool needs in this installation, which are none."""
+    """Packages that the tool needs in this installation, which is none."""
 
     @property
     def timeout(self) -> float:
@@ -117,7 +117,7 @@ class IsolatedExporter(IsolatedTool, TrainingExporter):
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """Run the loaded model in its process; None if the precision is not available."""
+        """Return the loaded model's answers; None if the precision is not available."""
         process, arguments = _process_of(model), {"inputs": inputs, "precision": precision}
         answers: Mapping[str, Array] | None = process.ask(
             "answer", timeout=self.timeout, **arguments

@@ -1,6 +1,6 @@
 """Processes that answer one request at a time.
 
-Requests and answers are JSON lines, with arrays in files beside them.
+Requests and answers are JSON lines. Arrays are in separate files.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from onnx_ops.scratch import Scratch
 DEFAULT_TIMEOUT_S = 1800.0
 """Seconds for an answer if `env.timeout` is not set. Training has no limit."""
 GRACE_S = 5.0
-"""Seconds in which a process can end on request.
+"""Seconds within which a process must end on request.
 
-After its time-out, a process has this time to report where it hangs.
+After its time-out, a process has the same time to report where it hangs.
 """
 
 _STEP_S = 0.005
@@ -68,14 +68,14 @@ class IsolatedProcess:
     """One process and its children, in a separate process group.
 
     The command reads requests from standard input, and writes answers to the given descriptor. It
-    ends when its standard input is closed, and should keep the memory limit. Each request contains
-    its time-out. `where` is the stage, section or target that errors show.
+    ends when its standard input is closed, and should respect the memory limit. Each request
+    contains its time-out. `where` is the stage, section or target that errors show.
     """
 
     copy_output: ClassVar[Callable[[bytes], object] | None] = None
     """Function that receives the output of all isolated processes.
 
-    It is set in the process of a stage.
+    The process of a stage sets this function.
     """
 
     def __init__(self, command: Command, limits: ProcessLimits, where: str) -> None:
@@ -124,9 +124,9 @@ class IsolatedProcess:
         Values of this package's types are returned as plain JSON values.
 
         Raises:
-            ValueError: the callee refuses its inputs.
-            OnnxOpsError: the callee's error; StageError if the process crashed, or took longer than
-                `timeout`.
+            ValueError: the called method refuses its inputs.
+            OnnxOpsError: the called method raised this error. StageError means that the process
+                crashed, or took longer than `timeout`.
         """
         with self.shared_folder() as folder:
             request = dump(
@@ -141,7 +141,8 @@ class IsolatedProcess:
 
     def _exchange(self, request: bytes, do: str, timeout: float | None) -> bytes:
         deadline = None if timeout is None else time.monotonic() + timeout
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which reading its answer reports
+        with contextlib.suppress(BrokenPipeError):
+            # The process has ended, which the read of its answer reports
             self._process.stdin.write(request + b"\n")  # type: ignore[union-attr]
             self._process.stdin.flush()  # type: ignore[union-attr]
         received = b""
@@ -163,7 +164,8 @@ class IsolatedProcess:
     def _fail(self, do: str, late_after: float | None) -> NoReturn:
         """Stop the process and raise the error of a missing answer.
 
-        The process exceeded its time limit, or without a time limit it crashed.
+        If `late_after` is set, the process exceeded this time limit in seconds. Otherwise, it
+        crashed.
         """
         if late_after is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -182,11 +184,11 @@ class IsolatedProcess:
             )
         how = "closed its answers" if code is None else f"ended with {describe_exit(code)}"
         raise StageError(
-            f"its process {how} while it was to {do}",
+            f"its process {how} before it could {do}",
             where=self._where,
             why=output or "it printed nothing",
             remedy="The lines above are its last output. "
-            f"It may use {self._memory / 1e9:.1f} GB of memory: "
+            f"Its memory limit is {self._memory / 1e9:.1f} GB: "
             "see `env.memory`. "
             "Another version of a package may help: see `env.requirements`.",
         )
@@ -230,7 +232,7 @@ Its arguments are a scratch folder, the descriptor for answers, and the memory l
 
 
 def build_interpreter_command(python: Path, entry: str, packages: Collection[str] = ()) -> Command:
-    """Build the command that calls `entry` (`module:function`) in an environment.
+    """Return the command that calls `entry` (`module:function`) in an environment.
 
     The command can import this package and `packages`, which are top-level packages or modules of
     this installation.
@@ -246,9 +248,19 @@ def build_interpreter_command(python: Path, entry: str, packages: Collection[str
         visible.mkdir()
         for name in {PACKAGE, *packages}:
             spec = importlib.util.find_spec(name)
-            if spec is None or spec.origin is None:
-                remedy = "An isolated exporter must be a module or a package."
-                raise NotFoundError(f"package {name} has no file", remedy=remedy)
+            if spec is None:
+                raise NotFoundError(
+                    f"package {name} was not found",
+                    where=str(python),
+                    remedy="Install it in the environment of onnx-ops.",
+                )
+            if spec.origin is None:
+                raise NotFoundError(
+                    f"package {name} is a namespace package",
+                    where=str(python),
+                    why="it has no `__init__.py`",
+                    remedy="Add an `__init__.py` to its folder.",
+                )
             path = Path(spec.origin)
             if path.name == "__init__.py":
                 (visible / name).symlink_to(path.parent)
@@ -265,7 +277,7 @@ _LONGEST_LINE = 400
 _CHUNK = 1 << 16
 _MUCH = 1_000_000
 _UNREAD_S = 2.0
-"""Seconds that a summary waits for output that is still unread."""
+"""Seconds for which a summary waits for unread output."""
 
 
 class OutputTail:
@@ -349,7 +361,7 @@ class RetainedProcess:
     _kept: tuple[str, IsolatedProcess] | None = None
 
     def get(self, key: str, start: Callable[[], IsolatedProcess]) -> IsolatedProcess:
-        """Return the live process of the key, or replace the process by a new one."""
+        """Return the live process of the key, after starting a new process if needed."""
         if self._kept is not None:
             key_of_process, process = self._kept
             if key_of_process == key and process.alive:

@@ -100,7 +100,7 @@ def _answer(
 def _structure(value: Any, kind: Any) -> Any:
     if kind in _PLAIN:
         return value
-    from onnx_ops import codec  # workers with plain values only do not have it
+    from onnx_ops import codec  # workers that use only plain values do not have this package
 
     return codec.from_json(value, kind)
 

@@ -1,8 +1,8 @@
 """Stored entries of a ledger, which are chained by digests and signed.
 
-An entry is one line of JSON that holds the digest of the line of the previous entry. A second line
-has its signatures. A DSSE signature (https://github.com/secure-systems-lab/dsse, v1.0) covers the
-exact bytes of the first line.
+An entry is one line of JSON that contains the digest of the previous entry's line. A second line
+has the signatures of the entry. A DSSE signature (https://github.com/secure-systems-lab/dsse, v1.0)
+covers the exact bytes of the first line.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class LedgerKeys:
     """The keys that can sign an entry that grants something.
 
     A machine trusts some release keys. These keys authorize the first entry of a ledger, an
-    adoption, and a snapshot. After the first entry, the ledger itself records which keys count.
+    adoption, and a snapshot. After the first entry, the ledger records which keys are valid.
 
     Args:
         verifier: returns the verifier that trusts the release keys of this machine.
@@ -108,19 +108,19 @@ class LedgerKeys:
     ) -> tuple[EnvelopeSignature, ...]:
         """Return the signatures of an entry.
 
-        An entry that grants nothing is not signed if no key that counts is available here. It is
-        also not signed if a remote service would have to sign it, since a rollback must not wait
-        for a service.
+        If no valid key is available here, an entry that grants nothing is not signed. It is also
+        not signed if only a remote service could sign it, since a rollback must not wait for a
+        service.
 
         Args:
             data: the bytes of the entry.
             grant: what the entry grants; empty for nothing.
             where: location for errors.
-            admitted: the keys that count in the ledger; if empty, the keys that this machine
+            admitted: the keys that are valid in the ledger; if empty, the keys that this machine
                 trusts.
 
         Raises:
-            MissingKeyError: the entry grants something, and no key that counts can sign it here.
+            MissingKeyError: the entry grants something, and no valid key can sign it here.
         """
         try:
             signer = self.signer()
@@ -138,17 +138,17 @@ class LedgerKeys:
                 f"this entry {grant}, and no trusted key can sign it here",
                 where=where,
                 why=why,
-                remedy="Run it where a trusted release key is, or have that machine admit the key "
-                "of this one: `onnx-ops keys admit FILE`. `onnx-ops keys list` shows the "
-                "keys.",
+                remedy="Run the command on a machine with a trusted release key, or admit the key "
+                "of this machine there: `onnx-ops keys admit FILE`. `onnx-ops keys list` shows "
+                "the keys.",
             )
         return ()
 
     def verify(self, stored: StoredEntry, grant: str, admitted: Mapping[Digest, str]) -> None:
         """Raise CorruptStateError if an entry that grants something is not signed.
 
-        A signature counts if its key is one of `admitted`, or if the machine trusts the key where
-        `admitted` is empty.
+        A signature is valid if its key is one of `admitted`. If `admitted` is empty, the keys that
+        this machine trusts are valid.
         """
         if not grant:
             return None
@@ -192,10 +192,10 @@ def encode(chained: ChainedEntry, signatures: tuple[EnvelopeSignature, ...] | No
 
 
 def decode(endpoint: str, sequence: int, data: bytes) -> StoredEntry:
-    """Parse the object of an entry.
+    """Return the parsed entry of an object.
 
     Raises:
-        CorruptStateError: it is not this entry; the error has a remedy.
+        CorruptStateError: the object is not this entry; the error has a remedy.
     """
     where = f"ledger {format_name(endpoint, sequence)}"
     signed, _, rest = data.partition(b"\n")
@@ -203,7 +203,7 @@ def decode(endpoint: str, sequence: int, data: bytes) -> StoredEntry:
         chained = codec.loads(signed, ChainedEntry, where=where)
         signatures = codec.loads(rest, tuple[EnvelopeSignature, ...], where=where) if rest else ()
         if (chained.entry.endpoint, chained.entry.sequence) != (endpoint, sequence):
-            raise CorruptStateError("the entry is not where it belongs", where=where)
+            raise CorruptStateError("the entry is that of another place", where=where)
         if chained.entry.schema != LEDGER_SCHEMA:
             raise CorruptStateError(
                 f"the entry has schema {chained.entry.schema}, not {LEDGER_SCHEMA}", where=where
@@ -218,7 +218,8 @@ def follow(head: Head, stored: StoredEntry, keys: LedgerKeys | None) -> Head:
     """Return the head after one more entry. Without keys, signatures are not verified.
 
     Raises:
-        CorruptStateError: it does not follow, or grants what no trusted key has signed.
+        CorruptStateError: the entry does not follow the head, or grants something without the
+            signature of a trusted key.
     """
     entry = stored.entry
     if stored.chained.previous != head.digest:
@@ -245,8 +246,8 @@ def adopt(stored: StoredEntry, keys: LedgerKeys) -> Head | None:
     A key that this machine trusts must have signed the entry. The previous entries do not matter.
 
     Raises:
-        CorruptStateError: it would set the state, but no key that this machine trusts has signed
-            it.
+        CorruptStateError: the entry would set the state, but no key that this machine trusts has
+            signed it.
     """
     entry = stored.entry
     if not isinstance(entry.body, LedgerAdopted) or entry.body.state is None:

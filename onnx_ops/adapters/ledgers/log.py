@@ -46,23 +46,23 @@ _SNAPSHOT = "snapshot.json"
 _ADOPTED = "adopted.json"
 """Object with the number of the last entry that set the state.
 
-Readers use it if the ledger is damaged before that entry. The entry itself is verified.
+If the ledger is damaged before that entry, readers use this number. The entry itself is verified.
 """
 SNAPSHOT_EVERY = 4
-"""Entries between two snapshots.
+"""Number of entries between two snapshots.
 
-To determine a state takes one read for each of these entries, and five more.
+Reading a state takes at most one read for each of these entries, and five more.
 """
 _SWEEP_EVERY = 64
-"""Entries between two deletions of the files of killed writers."""
+"""Number of entries between two deletions of the files of killed writers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerSnapshot:
     """A state, and the version of the fold that computed it.
 
-    A snapshot saves reads. It counts only if a signed entry names its digest. This entry must be
-    the next one after the head of the state.
+    A snapshot saves reads. It is valid only if a signed entry contains its digest. This entry must
+    directly follow the head of the state.
     """
 
     fold: int
@@ -72,14 +72,14 @@ class LedgerSnapshot:
 class ObjectLedger(Ledger):
     """Ledger in an object store.
 
-    Its objects are `<endpoint>/<sequence>.jsonl`, `snapshot.json` and `adopted.json`. Entries never
-    change, so this object reads each of them once. Later entries must follow the entries that it
-    has read.
+    The objects are `<endpoint>/<sequence>.jsonl`, `snapshot.json` and `adopted.json`. Entries never
+    change, so this class reads each of them once. Later entries must follow the entries that it has
+    read.
 
     Args:
         keys: sign appended entries, and verify entries that grant something.
-        seen: folder in which this machine remembers how far a ledger was read, so that the ledger
-            cannot go back.
+        seen: folder in which this machine records how far it has read a ledger. With the record, a
+            ledger that goes back to an earlier state is detected.
     """
 
     def __init__(self, objects: ObjectStore, keys: LedgerKeys, seen: Path | None = None) -> None:
@@ -196,14 +196,14 @@ class ObjectLedger(Ledger):
     def _keep_snapshot(self, entry: LedgerEntry, snapshot: bytes) -> None:
         """Write the snapshot that an entry names.
 
-        If that fails, the previous snapshot still counts, at the cost of more reads.
+        If the write fails, the previous snapshot stays valid, at the cost of more reads.
         """
         try:
             self._objects.write(f"{entry.endpoint}/{_SNAPSHOT}", snapshot)
             if entry.sequence % _SWEEP_EVERY == 1 and isinstance(self._objects, LocalObjects):
                 sweep_unfinished(self._objects.root / entry.endpoint)
         except (OnnxOpsError, OSError) as error:
-            _log.warning("no snapshot of ledger %s: %s", entry.endpoint, error)
+            _log.warning("cannot write the snapshot of ledger %s: %s", entry.endpoint, error)
 
     def _update_head(self, endpoint: str) -> Head:
         """Return the head after the entries that were added since the last call."""
@@ -248,7 +248,7 @@ class ObjectLedger(Ledger):
     def _find_adoption(self, endpoint: str) -> tuple[Head, StoredEntry] | None:
         """Return the last entry that set the state, with the head after it.
 
-        None if there is no valid entry of this kind.
+        The result is None if no valid entry has set the state.
         """
         with suppress(CorruptStateError):
             data = self._objects.read(f"{endpoint}/{_ADOPTED}")
@@ -279,11 +279,10 @@ class ObjectLedger(Ledger):
                 raise build_missing_error(endpoint, last + 1)
 
     def _has_later(self, endpoint: str, last: int) -> bool:
-        """Return whether entries exist after the one that follows `last`.
+        """Return whether entries exist after the entry that follows `last`.
 
         If so, the entry that follows `last` is missing. On a remote store, all names of an endpoint
-        are listed once in the life of this object, since listing many names takes as long as many
-        reads.
+        are listed only once for this object, since listing many names takes as long as many reads.
         """
         if endpoint in self._listed and not isinstance(self._objects, LocalObjects):
             return self._objects.read(format_name(endpoint, last + 2)) is not None
@@ -294,7 +293,8 @@ class ObjectLedger(Ledger):
     def _find_snapshot(self, endpoint: str) -> Head | None:
         """Return the head after the signed entry that names the snapshot.
 
-        None if no entry names it, or if another version of the fold computed it.
+        The result is None if no entry names the snapshot, or if another version of the fold
+        computed it.
         """
         data = self._objects.read(f"{endpoint}/{_SNAPSHOT}")
         if data is None:
@@ -346,7 +346,7 @@ def _build_conflict(entry: LedgerEntry) -> LedgerConflictError:
     return LedgerConflictError(
         f"another writer appended entry {entry.sequence} first",
         where=f"ledger {entry.endpoint}",
-        remedy="Look at `onnx-ops status` and try again.",
+        remedy="Check `onnx-ops status` and try again.",
     )
 
 

@@ -31,7 +31,7 @@ class SeenHead:
 class FixedEntry:
     """An entry that a ledger must contain, since this machine has verified it.
 
-    `path` is the file that records it.
+    `path` is the file in which the entry is recorded.
     """
 
     digest: Digest
@@ -49,14 +49,14 @@ def require_fixed(
     if expected is None or expected.digest == digest:
         return
     raise CorruptStateError(
-        f"the ledger went back: {'it ends before' if digest is None else 'it has another'} entry "
-        f"{sequence}",
+        f"the ledger lost entries: {'it ends before' if digest is None else 'it has another'} "
+        f"entry {sequence}",
         where=f"ledger {endpoint}",
-        why=f"this machine has seen entry {sequence}; the storage was restored from a backup, "
-        "or changed",
+        why=f"this machine has read entry {sequence} before; the storage was restored from a "
+        "backup, or changed",
         remedy="If it was restored on purpose, accept its state with `onnx-ops ledger adopt`, "
-        f"or without a key remove {expected.path}. "
-        "Else see `onnx-ops docs runbooks/ledger-damaged`.",
+        f"or, without a key, remove {expected.path}. "
+        "Otherwise see `onnx-ops docs runbooks/ledger-damaged`.",
     )
 
 
@@ -72,9 +72,9 @@ class SeenHeads:
         self._known: dict[str, SeenHead | None] = {}
 
     def list_fixed(self, endpoint: str) -> dict[int, FixedEntry]:
-        """Return the last entry that this machine has verified, by its sequence.
+        """Return the last entry that this machine has verified, by its sequence number.
 
-        Empty if no entry is recorded.
+        The result is empty if no entry is recorded.
         """
         if self._folder is None:
             return {}
@@ -91,8 +91,8 @@ class SeenHeads:
         self._known[endpoint] = head
         path = _format_path(self._folder, endpoint)
         temporary = path.with_suffix(f".{os.getpid()}")
-        # The record protects only machines that can write here. A reader without write access works
-        # too.
+        # The record protects only machines that can write here. Without write access, reading works
+        # without a record.
         with contextlib.suppress(OSError):
             other = self._load(self._folder, endpoint)
             if other is None or other.sequence < sequence:

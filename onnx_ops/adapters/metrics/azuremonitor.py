@@ -34,11 +34,14 @@ from onnx_ops.protocol.messages import FAILURE_STATUSES
 _MINUTE = 60.0
 _DAY = 86_400.0
 _SETTLED = 3 * _MINUTE
-"""Time after the end of a minute during which its counts still grow."""
+"""Time after the end of a minute in which its counts can still grow."""
 _WINDOW = 10 * _MINUTE
-"""Time whose percentiles represent the requests since the last reading."""
+"""Window whose percentiles represent the requests since the last reading."""
 _MODEL_ERROR = "424"
-"""Azure's status if the container's status, in `modelStatusCode`, is not 200."""
+"""Azure's status if the status of the container is not 200.
+
+`modelStatusCode` holds the container's status.
+"""
 _P50, _P99 = "RequestLatency_P50", "RequestLatency_P99"
 
 
@@ -58,7 +61,7 @@ class AzureMonitorMetrics(MetricsSource):
         self._clock = clock or SystemClock()
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return the error of missing credentials."""
+        """Return the error of missing credentials; None if they are not missing."""
         return find_missing_credentials(where=config.endpoint)
 
     def capabilities(self) -> frozenset[str]:

@@ -57,7 +57,8 @@ class CloudWatchSettings(AwsAccess):
 class CloudWatchMetrics(MetricsSource):
     """Counts and percentiles of variants; status 4xx is refused, and 5xx an error.
 
-    There is no histogram, so the weaker rule of docs/rollout-analysis.md applies to latencies.
+    CloudWatch has no histogram, so the weaker rule of docs/rollout-analysis.md applies to
+    latencies.
     """
 
     def __init__(self, settings: Mapping[str, Json]) -> None:
@@ -67,7 +68,7 @@ class CloudWatchMetrics(MetricsSource):
         self._connected: dict[AwsAccess, Clients] = {}
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return the error of missing credentials."""
+        """Return the error of missing credentials; None if they are not missing."""
         return find_missing_credentials(
             read_access(config.settings, self._settings), where=config.endpoint
         )
@@ -79,7 +80,7 @@ class CloudWatchMetrics(MetricsSource):
     def read(
         self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
     ) -> MetricsReading:
-        """Return the counts since the last change; no counts of a guarded endpoint."""
+        """Return the counts since the last change; no counts for a guarded endpoint."""
         access = read_access(config.settings, self._settings, where=config.endpoint)
         if access not in self._connected:
             self._connected[access] = make_clients(access, where=config.endpoint)
@@ -101,7 +102,7 @@ class CloudWatchMetrics(MetricsSource):
             if until <= begin or not variants:
                 empty = {name: RequestCounts() for name in variants}
                 return MetricsReading(origin=origin, at=until.timestamp(), tallies=empty)
-            # This limits the answer to some thousand values.
+            # This period limits the answer to a few thousand values.
             period_s = _MINUTE if (until - begin).total_seconds() <= _DAY else _HOUR
             queries = _queries(config.endpoint, variants, _COUNTS, period_s)
             counts = _read_values(connect("cloudwatch"), queries, begin, until)
@@ -170,7 +171,7 @@ def _read_values(
         for result in page["MetricDataResults"]:
             if result.get("StatusCode") not in ("Complete", "PartialData"):
                 raise ServiceUnavailableError(
-                    "CloudWatch answered in part", why=quoted(result.get("Messages", ""))
+                    "CloudWatch returned a partial answer", why=quoted(result.get("Messages", ""))
                 )
             values.setdefault(result["Id"], []).extend(map(float, result["Values"]))
     return values

@@ -146,7 +146,7 @@ class PrometheusMetrics(MetricsSource):
             if name not in page.statuses:
                 continue
             limits = {} if thresholds is None else thresholds.by_guardrail()
-            # The bounds of the buckets have six digits.
+            # The bounds of the buckets are rounded to six digits.
             statuses, buckets = (
                 page.statuses[name],
                 page.buckets.get(name, {}),
@@ -231,7 +231,7 @@ class PrometheusMetrics(MetricsSource):
             raise _invalid_answer(config, answer) from error
         if partial:  # some stores are missing, so the counts are too low
             raise ServiceUnavailableError(
-                "Prometheus answered in part", where=config.endpoint, why=quoted(partial)
+                "Prometheus returned a partial answer", where=config.endpoint, why=quoted(partial)
             )
         if not isinstance(samples, list):
             raise _invalid_answer(config, answer)

@@ -20,7 +20,10 @@ from onnx_ops.protocol.messages import COUNTS_PATH, Counts, UserCountsRequest
 
 VARIABLE = "ONNX_OPS_SERVERS_TOKEN"
 MAX_COUNTS_BYTES = 64 << 20
-"""Largest answer of a server, which keeps at most 32 MiB of closed epochs."""
+"""Largest answer of a server in bytes.
+
+A server reports at most 32 MiB of closed epochs.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,7 @@ class SeveralServers(ServerMetrics):
         return counts
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return the error of a missing token."""
+        """Return the error of a missing token; None if the token is set."""
         return None if os.environ.get(VARIABLE, "").strip() else _no_token(config.endpoint)
 
     def _read_counts(self, url: str, request: UserCountsRequest | None = None) -> Counts:
@@ -81,7 +84,7 @@ def _check(counts: Sequence[Counts], config: EndpointConfig) -> None:
     if len({each.origin for each in counts}) < len(counts):
         why = "two addresses lead to the same server; each server needs an address"
     elif len({each.bounds_s for each in counts}) > 1:
-        why = "they are of different releases"
+        why = "they run different releases of onnx-ops"
     elif any(len(splits) > 1 for splits in _find_splits(counts).values()):
         why = "they split users differently"
     if why:
@@ -99,5 +102,5 @@ def _find_splits(counts: Sequence[Counts]) -> Mapping[int, set[str]]:
 
 
 def _no_token(where: str = "") -> ServiceUnavailableError:
-    remedy = "It is the content of the servers' file `token`."
+    remedy = "Set it to the content of the servers' file `token`."
     return ServiceUnavailableError(f"{VARIABLE} is not set", where=where, remedy=remedy)

@@ -1,6 +1,6 @@
 """Notifications by GitHub issues.
 
-There is one open issue for each endpoint, and a comment for each message.
+Each endpoint has one open issue, and each message is a comment.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GitHubNotifier(Notifier):
         self._file = state / "notify.github"
 
     def send(self, notification: Notification) -> None:
-        """Comment on the newest open issue of the endpoint, or open an issue.
+        """Write a comment on the newest open issue of the endpoint, or open an issue.
 
         Only issues that onnx-ops opened are used.
         """

@@ -1,6 +1,6 @@
 """Incoming webhooks in Slack's format, which other chat services also accept.
 
-Mattermost and Rocket.Chat accept it, and so does Discord with `/slack` in the address.
+Mattermost and Rocket.Chat accept this format. Discord accepts it if the address ends with `/slack`.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ _LEAST = -126
 _DEFAULTS = (128, 99.999, "same")
 """Defaults of the runtime's calibrators.
 
-They are the number of bins after quantization, the percentile, and the assumption that histograms
-make for 8-bit floats.
+The values are the number of bins after quantization, the percentile, and the distribution that
+histograms assume for 8-bit floats.
 """
 
 

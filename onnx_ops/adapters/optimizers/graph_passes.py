@@ -79,8 +79,8 @@ class GraphOptimizer(Optimizer):
             and len({(machine.family, machine.wide) for machine in request.machines}) > 1
         ):
             raise UserError(
-                "level `all` lays a graph out for the registers of one kind of machine, "
-                "and the targets have several",
+                "level `all` optimizes the memory layout for one kind of machine, "
+                "and the targets have several kinds",
                 where=f"variant {request.section.name}, options",
                 remedy="Set level: extended, or make a pipeline for each kind.",
             )
@@ -125,8 +125,8 @@ class GraphOptimizer(Optimizer):
 class ShapeOptimizer(Optimizer):
     """Optimizer that replaces symbolic dimensions by fixed sizes.
 
-    Kernels can then be planned ahead. Option `dims`: sizes by name. The batch axis stays free,
-    since gates and endpoints use batches of all sizes.
+    With fixed sizes, the runtime can plan kernels in advance. Option `dims`: sizes by name. The
+    batch axis stays free, since gates and endpoints use batches of all sizes.
     """
 
     tools: tuple[str, ...] = _TOOLS
@@ -193,7 +193,10 @@ class _CleanupOptimizer(Optimizer):
     option = "skip"
     options: type = SkipOptions
     clean: Callable[[Path, Path, Sequence[str]], None]
-    """Writes the tool's result for the model at the first path to the second path."""
+    """Function that writes the tool's result.
+
+    The arguments are the path of the model, the path of the result, and the names of passes.
+    """
     tools: tuple[str, ...]
     quantized = False
 

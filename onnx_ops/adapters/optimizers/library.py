@@ -94,7 +94,7 @@ def convert_failures(what: str, variant: str, remedy: str) -> Iterator[None]:
 
 
 def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
-    """Check that a tool has kept the names, types and free dimensions."""
+    """Check that a tool has not changed the names, types and free dimensions."""
     before, after = read_model_info(source), read_model_info(derived)
     for side, old, new in (
         ("inputs", before.inputs, after.inputs),
@@ -156,7 +156,7 @@ def _count_reasons(
 def _explain_weight(weight: Any) -> str:
     """Return why a node with this weight was not quantized.
 
-    The weight is None if it is computed.
+    The weight is None if other nodes compute it.
     """
     from onnx import TensorProto
 
@@ -227,7 +227,7 @@ class BatchReader:
         self._size = fixed or BATCH
         self._batches = count // self._size if fixed else -(-count // self._size)
         if not self._batches:
-            what = f"{count} calibration rows, and the model takes {self._size} at once"
+            what = f"{count} calibration rows, and the model takes batches of {self._size}"
             raise UserError(what, where=where, remedy="Raise `samples`.")
         self._queue: Iterator[int] = iter(range(self._batches))
 

@@ -104,9 +104,9 @@ def _check_algorithm(algorithm: str, options: Mapping[str, Any], request: Optimi
         raise UserError("gptq needs calibration rows", where=where, remedy=CALIBRATION_REMEDY)
     if algorithm != "rtn" and options.get("bits", 4) != 4:
         raise UserError(
-            f"{algorithm} has 4 bits only",
+            f"{algorithm} supports 4 bits only",
             where=where,
-            why="the runtime's kernels do not run what it makes of 8",
+            why="the runtime has no kernels for its weights of 8 bits",
             remedy="Set bits: 4, or algorithm: rtn.",
         )
     if algorithm == "hqq":
@@ -129,13 +129,13 @@ def _list_notes(
         )
     if algorithm != "rtn":
         yield (
-            f"{algorithm} moves weights by more than rounding, so as to keep the answers: "
+            f"{algorithm} changes weights by more than rounding, to preserve the answers: "
             "parity.weight_steps must allow it"
         )
     if any(machine.family in ("x86", "arm") for machine in request.machines):
         yield (
-            "on a CPU this is a recipe for size: it took 1.1 to 2.1 times the time of float32 "
-            "where it was measured"
+            "on a CPU this method saves size, not time: measured models took 1.1 to 2.1 times the "
+            "time of float32"
         )
     if options.get("accuracy") == 4:
         yield "accuracy 4: activations in 8 bits too, with ranges computed in each run"

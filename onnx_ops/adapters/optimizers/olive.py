@@ -49,7 +49,7 @@ _EXCLUDING = (
 _GEMM_SUFFIX = "_MatMul"
 """Suffix that ONNX Runtime's quantizers add to the name of a rewritten Gemm.
 
-They add it before they apply exclusions.
+The quantizers add the suffix before they apply exclusions.
 """
 
 
@@ -278,7 +278,7 @@ def _with_rows(value: Any) -> Any:
 def _data(calibration: Tensors, folder: Path) -> dict[str, Any]:
     """Return rows as Olive's raw data set.
 
-    It has a folder for each input, and a file for each row.
+    The data set has a folder for each input, and a file for each row.
     """
     import numpy as np
 

@@ -51,9 +51,10 @@ A convolution is not among them: as MatMulInteger, it is many times slower than 
 """
 
 FLOAT_OPERATORS = frozenset({"Softmax", "ArgMax"})
-"""Operators that static quantization keeps in float.
+"""Operators that static quantization leaves in float.
 
-In steps of 1/256, probabilities become equal, and the larger probability is lost.
+In steps of 1/256, different probabilities become equal, and the largest one can no longer be
+identified.
 """
 
 PER_CHANNEL_OPSET = 13
@@ -82,7 +83,7 @@ _UNFUSED = (
 class _Job:
     """A quantization in progress, between two files of a scratch folder.
 
-    `excluded` holds names in the prepared file, by the names that the user gave.
+    `excluded` holds node names in the prepared file, by the names that the user specified.
     """
 
     request: OptimizeRequest
@@ -116,8 +117,8 @@ class StaticOptions(DynamicOptions):
 class DynamicQuantizer(Optimizer):
     """Optimizer that quantizes weights to int8, and activations in each run.
 
-    It needs no data. Options: `op_types`; `reduce_range` (7-bit weights), which by default depends
-    on the targets' CPUs.
+    The optimizer needs no data. Options: `op_types`; `reduce_range` (7-bit weights), which by
+    default depends on the targets' CPUs.
     """
 
     tools: tuple[str, ...] = TOOLS
@@ -169,7 +170,7 @@ class StaticQuantizer(Optimizer):
     def read_ranges(self, request: OptimizeRequest, path: Path, shard: tuple[int, int]) -> None:
         """Write the ranges of one part of the calibration batches.
 
-        The file is a calibration cache of ONNX Runtime.
+        The written file is a calibration cache of ONNX Runtime.
         """
         options, _ = self._choose(request)
         rows = BatchReader(
@@ -230,7 +231,7 @@ def _dynamic(job: _Job) -> None:
 
 
 def _static(job: _Job, ranges: Path | None = None) -> None:
-    """Quantize with the ranges in a file. A missing file is written."""
+    """Quantize with the ranges in a file, which is written if missing."""
     library = importlib.import_module("onnxruntime.quantization")
     section, rows = job.request.section, job.request.calibration
     method = section.calibrate.method if section.calibrate else "minmax"
@@ -303,7 +304,7 @@ def _quantize(
             remedy="Exclude the node that holds the weights, or leave it out of `exclude`.",
         )
     given = read_structure(request.source)
-    # A quantized source has such names too.
+    # The nodes of a quantized source have such names too.
     known = {tensor.name for tensor in given.graph.initializer}
     if not any(
         t.name.endswith("_quantized") and t.name not in known for t in derived.graph.initializer
@@ -321,9 +322,9 @@ def _quantize(
 def _prepare(source: Any, folder: Path, large: bool) -> Path:
     """Infer shapes again and simplify the graph.
 
-    The graph is not simplified if that adds weights that are not in the source, since a quantized
-    weight must stay comparable with its original. The source's shapes are removed first: the
-    quantizers give weights other shapes, and then fail on the old shapes.
+    If simplification adds weights that are not in the source, the graph is not simplified, since a
+    quantized weight must stay comparable with its original. The source's shapes are removed first.
+    The quantizers give weights other shapes, and would fail on the old shapes.
     """
     known = set(collect_constants(source))
     del source.graph.value_info[:]

@@ -111,7 +111,7 @@ class MlflowRegistry:
                 raise UserError(
                     "a database needs an artifact root",
                     where=self._mlflow.shown,
-                    why="it holds no files",
+                    why="a database stores no files",
                     remedy="Set artifact_root to a folder or s3://…, or use a tracking server",
                 )
             self._artifact_root = str(database.parent / "mlartifacts")
@@ -125,8 +125,9 @@ class MlflowRegistry:
     def publish(self, publication: Publication) -> Mapping[str, str]:
         """Register one version per variant, if it is new; return versions by variant.
 
-        After a crash, the next call completes the versions. An existing version keeps its content.
-        Its decisions, evidence and description become those of this publication.
+        After a crash, the next call completes the versions. The content of an existing version does
+        not change. Its decisions, evidence and description are replaced by those of this
+        publication.
         """
         model, about = _valid_name(publication.model), publication.about
         for record in publication.variants:
@@ -207,7 +208,7 @@ class MlflowRegistry:
             alias for alias, number in self.aliases(model).items() if number == version
         ):
             raise RefusedError(
-                f"alias {pointing[0]} points at it", where=f"{model} version {version}"
+                f"alias {pointing[0]} points to it", where=f"{model} version {version}"
             )
         try:
             entry = self._version(model, version)
@@ -329,8 +330,8 @@ class MlflowRegistry:
             "--host": "127.0.0.1",
             "--port": "5000",
         }
-        # The command is that of this environment. The short name is used if the shell finds this
-        # command by it.
+        # The command belongs to this environment. Its short name is returned if the shell finds the
+        # same command by this name.
         installed = Path(sys.executable).parent / "mlflow"
         program = (
             str(installed)
@@ -344,7 +345,7 @@ class MlflowRegistry:
     def page(self, model: str, version: str, name: str) -> str:
         """Return the address of a document.
 
-        Empty for a database without `public_url`.
+        The result is empty for a database without `public_url`.
         """
         run_id = self._version(model, version).run_id
         if not (pages := self._pages()):
@@ -416,7 +417,7 @@ def _valid_name(name: str) -> str:
 def _show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model: str) -> None:
     """Write the entry as a run of `releases/<endpoint>`, with the time of the entry.
 
-    A run that was only started is completed.
+    If an earlier attempt only started the run, the run is completed.
     """
     runs = client.search_runs([experiment], f"tags.sequence = '{entry.sequence}'", max_results=1)
     if runs and runs[0].info.status != "RUNNING":

@@ -223,7 +223,7 @@ class MlflowConnection:
                 remedy="Ask an administrator of this MLflow",
             )
         if code in ("INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS"):
-            return UserError("MLflow does not accept this", where=where, why=text)
+            return UserError("MLflow rejected the request", where=where, why=text)
         if code == "UNAUTHENTICATED":
             return ServiceUnavailableError(
                 "MLflow does not accept the credentials",
@@ -235,7 +235,7 @@ class MlflowConnection:
 
     def _unavailable(self, why: str) -> ServiceUnavailableError:
         remedy = (
-            "Check that the database is up and may be written"
+            "Check that the database is reachable and writable"
             if self.is_database
             else "Start it or check its URL"
         )
@@ -275,7 +275,7 @@ def read_pages(read: Callable[[str | None], Any]) -> Iterator[Any]:
 
 @contextmanager
 def suppress_codes(*codes: str) -> Iterator[None]:
-    """Suppress MLflow's errors with one of these codes."""
+    """Suppress MLflow's errors that have one of these codes."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -299,9 +299,9 @@ class ArtifactDownload:
         """
         if _get_scheme(location) not in _ARTIFACT_SCHEMES:
             raise RefusedError(
-                "its files are in a place from which none are fetched",
+                "onnx-ops does not fetch files from the artifact location of this version",
                 where=where,
-                why=f"the artifact location is {quoted(location)}",
+                why=f"the location is {quoted(location)}",
                 remedy="Register the release again with `onnx-ops run`, "
                 "or move the alias to another version.",
             )
@@ -330,7 +330,7 @@ class ArtifactDownload:
         return folder / name
 
     def verify(self, path: Path, digest: Digest) -> None:
-        """Raise DigestMismatchError if a downloaded file differs from what was registered."""
+        """Raise DigestMismatchError if a downloaded file differs from the registered file."""
         if digest_file(path) != digest:
             what = f"{path.name} differs from what was registered"
             raise DigestMismatchError(what, where=self._where, remedy=_ARTIFACT_REMEDY)

@@ -1,6 +1,6 @@
 """The folder of a LoggedModel.
 
-It holds ONNX files, and the files that MLflow needs to load them.
+The folder contains ONNX files, and the files that MLflow needs to load them.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def _build_signature(path: Path) -> ModelSignature | None:
     """Return inputs and outputs as MLflow describes them.
 
-    None if MLflow cannot describe one of them.
+    The result is None if MLflow cannot describe one of them.
     """
     from mlflow.models import ModelSignature
 

@@ -1,8 +1,8 @@
 """Versions of a model, read from MLflow's database or server without MLflow.
 
-Importing MLflow takes longer than reading the versions. This is for runs that only confirm what is
-registered. MLflow must read the versions if a database, a certificate, an authentication or a table
-differs from what this module supports.
+Importing MLflow takes longer than reading the versions. This module is for runs that only confirm
+what is registered. If a database, a certificate, an authentication or a table differs from what
+this module supports, MLflow must read the versions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Publication of a release: a run, a LoggedModel and a version per variant.
 
 The version is the commit point. It is created last, with all its tags, so an existing version is
-complete. What a killed attempt left before this point is reused if it is finished, and is marked
-FAILED otherwise.
+complete. If an attempt was killed before this point, its finished parts are reused, and its
+unfinished parts are marked FAILED.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class ReleasePublisher:
     def _refresh(self, entry: ModelVersion, record: VariantRecord) -> None:
         """Update an existing version to this publication's decisions.
 
-        Its gates may have changed.
+        The gates of the targets may have changed since the version was created.
         """
         name, version, run_id = self._publication.model, str(entry.version), str(entry.run_id)
         changed = {
@@ -220,7 +220,7 @@ class ReleasePublisher:
             self._upload_evidence(run_id, record)
             run = self._client.get_run(run_id)
             if run.data.metrics != dict(record.metrics):
-                # The timestamp is one millisecond after the present values, since MLflow keeps one
+                # The timestamp is one millisecond after the present values, since MLflow stores one
                 # value for a name and a time.
                 model_id = str(entry.source).removeprefix("models:/")
                 times = [
@@ -255,9 +255,9 @@ class ReleasePublisher:
 
     @contextmanager
     def _running(self, run: Run) -> Iterator[str]:
-        """Keep a run RUNNING within the context.
+        """Set a run to RUNNING within the context.
 
-        Afterwards it is FINISHED, or FAILED after an error.
+        Afterwards the run is FINISHED, or FAILED after an error.
         """
         run_id = run.info.run_id
         if run.info.status != "RUNNING":
@@ -315,7 +315,8 @@ class ReleasePublisher:
         def is_duplicate(error: Exception) -> bool:
             """Return whether another publisher created a data set at the same time.
 
-            MLflow checks whether it exists before it inserts it.
+            MLflow checks whether a data set exists before it inserts the data set, so two
+            publishers can both try to insert it.
             """
             return isinstance(error, MlflowException) and "unique" in str(error).lower()
 

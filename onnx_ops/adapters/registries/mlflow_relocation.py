@@ -1,7 +1,7 @@
 """Artifact locations of a project that was moved, renamed or copied.
 
 MLflow stores absolute locations in its database. Without their relocation, a moved project would
-look for its evidence at the old location, and write the evidence of new runs there.
+read its evidence from the old location, and write the evidence of new runs to the old location.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _LOCATIONS = (
 
 
 def relocate_artifacts(database: Path, root: Path) -> tuple[str, ...]:
-    """Change all locations of a SQLite database to the present root.
+    """Change all locations of a SQLite database to the current root.
 
-    Return the roots that they had. A location shows that the root was moved only if its experiment
-    has a folder below the present root. A file that is not a database of MLflow is left unchanged,
-    and its first use raises the error.
+    Return the former roots. A location shows that the root was moved only if its experiment has a
+    folder below the current root. A file that is not a database of MLflow is left unchanged, and
+    its first use raises the error.
 
     Raises:
         ServiceUnavailableError: the database cannot be changed now.
@@ -70,9 +70,9 @@ def _change(
             "the database cannot be changed, so the artifacts of a moved project are not found",
             where=str(database),
             why=str(error),
-            remedy="Try again; its folder must be writable once.",
+            remedy="Make its folder writable, and try again.",
         ) from error
-    _log.info("artifacts are in %s now, no longer in %s", root, ", ".join(former))
+    _log.info("artifacts moved to %s from %s", root, ", ".join(former))
 
 
 def _list_former_roots(connection: sqlite3.Connection, root: Path) -> tuple[str, ...]:

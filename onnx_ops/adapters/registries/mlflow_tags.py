@@ -13,14 +13,14 @@ from onnx_ops.errors import CorruptStateError, UserError
 VARIANT, GATE, GIT_SHA, DATA_REV, RELEASE = "variant", "gate.", "git.sha", "data.rev", "release"
 """Tags for people, in the order in which MLflow's list of versions shows them.
 
-It shows them in the order in which they were set.
+The list shows tags in the order in which they were set.
 """
 
 _HIDDEN = "mlflow.onnx_ops."
-"""Prefix of tags that MLflow's UI hides (its `isUserFacingTag`).
+"""Prefix of tags that MLflow's UI hides (see its `isUserFacingTag`).
 
-It hides tags that begin with `mlflow.`, so digests and signatures cannot be deleted there by
-accident. MLflow's API returns them like other tags.
+The UI hides tags that begin with `mlflow.`, so users cannot delete digests and signatures there by
+accident. MLflow's API returns hidden tags like other tags.
 """
 
 DIGEST, EVIDENCE_DIGEST, DECISION = f"{_HIDDEN}digest", f"{_HIDDEN}evidence", f"{_HIDDEN}decision."
@@ -36,8 +36,8 @@ def build_decision_tags(record: VariantRecord) -> dict[str, str]:
     """Return the tags that change when a release is judged again.
 
     Raises:
-        UserError: a signed decision exceeds the length of a tag. It cannot be cut, since its
-            signature would no longer match.
+        UserError: a signed decision exceeds the length of a tag. The decision cannot be cut, since
+            its signature would no longer match.
     """
     tags = {
         f"{GATE}{target}": decision.verdict.value for target, decision in record.decisions.items()

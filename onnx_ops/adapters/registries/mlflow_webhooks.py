@@ -67,8 +67,9 @@ _STATUS_HINTS = {
 class WebhookReport:
     """Result of an operation on the webhook.
 
-    `did` is what `install` changed, and `arrived` the number of `tests` that arrived. `problem`
-    describes a fault of the webhook or of the first failed delivery, and `remedy` its fix.
+    `did` states what `install` changed, and `arrived` is the number of `tests` that arrived.
+    `problem` describes a fault of the webhook or of the first failed delivery, and `remedy`
+    describes the fix.
     """
 
     name: str
@@ -150,7 +151,7 @@ class MlflowWebhooks:
             return self._test(client, ())
 
     def remove(self) -> bool:
-        """Delete the webhook; return whether there was one."""
+        """Delete the webhook; return whether it existed."""
         with self._session() as client:
             webhooks = self._webhooks(client)
             for webhook in webhooks:
@@ -215,7 +216,7 @@ class MlflowWebhooks:
 def _find_faults(webhook: Webhook, url: str) -> tuple[str, ...]:
     """Return the webhook's faults.
 
-    The secret cannot be read. The test shows whether the secret is right.
+    The secret cannot be read from MLflow, so a test delivery shows whether it is right.
     """
     faults = {
         "url": webhook.url != url,

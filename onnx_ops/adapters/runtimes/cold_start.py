@@ -32,7 +32,7 @@ from onnx_ops.scratch import Scratch
 
 CHILD = "onnx_ops.adapters.runtimes.cold_start"
 TIMEOUT_S = 600.0
-"""Seconds after which a process counts as hanging."""
+"""Seconds after which a process is considered to hang."""
 
 
 def collect_starts(
@@ -136,8 +136,8 @@ def mark_memory() -> tuple[int, int]:
 
     Without /proc, both are the peak until now.
     """
-    # If a reset is not allowed, the peak can be that of the imports, which `compute_added_memory`
-    # detects.
+    # If the reset is not allowed, the peak can belong to the imports. `compute_added_memory`
+    # detects this case.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     status = _status()
@@ -155,7 +155,7 @@ def compute_added_memory(resident: int, mark: int) -> int:
 def _status() -> dict[str, int]:
     """Return the memory of this process in bytes, by the names in /proc/self/status.
 
-    Empty if there is no such file.
+    The result is empty if this file does not exist.
     """
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
@@ -168,7 +168,7 @@ def _status() -> dict[str, int]:
 def _highest() -> int:
     """Return the peak of getrusage in bytes.
 
-    It is only a fallback, since on Linux it can be the peak of the parent.
+    The value is only a fallback, since on Linux it can be the peak of the parent process.
     """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak

@@ -38,7 +38,8 @@ _BUILD = re.compile(
 class IsolatedRuntimes:
     """Caller of methods of OnnxRuntime in the isolated environments of targets.
 
-    Later calls reuse the process. It is replaced when it has ended or the target changes.
+    Later calls reuse the process. A new process is started if the process has ended or the target
+    changes.
     """
 
     python: Callable[[Environment], Path]

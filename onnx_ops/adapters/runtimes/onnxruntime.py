@@ -46,7 +46,10 @@ _PROBE_LOOPS = 100
 _T = TypeVar("_T")
 
 Timed = Callable[[], tuple[int, bool]]
-"""Function of one run: nanoseconds, and whether its thread lost its core."""
+"""Function that runs once and returns the duration in nanoseconds.
+
+The second value states whether its thread lost its core.
+"""
 
 
 class OnnxRuntime(Runtime):

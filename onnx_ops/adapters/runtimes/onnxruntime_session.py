@@ -75,8 +75,8 @@ def check_machine(target: Target) -> None:
     """Check that this machine has the target's providers; load its plug-ins.
 
     Raises:
-        MeasurementError: it lacks an execution provider, a package of one, or a device for it, or
-            the target is not measured here.
+        MeasurementError: the machine lacks an execution provider, its package or its device, or the
+            target is not measured here.
     """
     if target.env is not None and target.env.isolated:
         raise MeasurementError(
@@ -111,15 +111,15 @@ def build_session(
 ) -> Any:
     """Build a session as the target describes it.
 
-    With an `ort_format`, the converted file is loaded, unless more than running the model is
-    requested. With `record_assignment`, the session records which provider runs which node. With
-    `write_to`, the graph is written to this file after the runtime's own optimizations.
+    If the target has an `ort_format`, the converted file is loaded, unless the caller requests more
+    than running the model. With `record_assignment`, the session records which provider runs which
+    node. With `write_to`, the graph is written to this file after the runtime's own optimizations.
 
     Raises:
         MeasurementError: the machine lacks something, or the runtime refuses the model or a
             setting.
-        NotFoundError, DigestMismatchError: a library of custom operators is missing, or is another
-            one.
+        NotFoundError: a library of custom operators is missing.
+        DigestMismatchError: a library of custom operators is another one than the declared one.
     """
     check_machine(target)
     check_libraries(target.custom_ops, f"target {target.name}")
@@ -130,7 +130,7 @@ def build_session(
     )
     with convert_runtime_errors(model):
         options = _options(ort, target.session)
-        if is_ort_format(loaded):  # without this entry, the file's name decides
+        if is_ort_format(loaded):  # without this entry, the file's suffix determines the format
             options.add_session_config_entry("session.load_model_format", "ORT")
         if target.ort_format is not None and target.ort_format.style == "runtime":
             options.add_session_config_entry(REPLAYED, "1")

@@ -26,7 +26,7 @@ MODEL = "model.ort"
 OPERATORS = "required_operators_and_types.config"
 """File with the operators that a build of ONNX Runtime needs to load the model.
 
-It is for the build option `--include_ops_by_config`.
+The build option `--include_ops_by_config` takes this file.
 """
 USABILITY = "usability.txt"
 """File that shows how much of the model NNAPI and CoreML would run, with reasons."""

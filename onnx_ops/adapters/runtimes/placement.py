@@ -1,6 +1,6 @@
 """Placement of ONNX Runtime by target.
 
-It runs in this process, in a crash guard, or in an isolated environment.
+ONNX Runtime runs in this process, in a crash guard, or in an isolated environment.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class GuardedRuntime(OnnxRuntime):
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
         """Report the providers of a session in a forked process, and which nodes they run.
 
-        The facts of an unchanged file are kept, since a verdict requests them several times.
+        The facts of an unchanged file are cached, since a verdict requests them several times.
         """
         key = (str(model.resolve()), model.stat().st_mtime_ns, target.digest())
         if key not in self._facts:

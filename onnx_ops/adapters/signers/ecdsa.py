@@ -18,9 +18,9 @@ def read_key(path: Path) -> EcdsaSigner:
     The file is in PEM (PKCS #8), not encrypted, and readable by its owner only.
 
     Raises:
-        NotFoundError: there is no such file.
-        RefusedError: others can read it.
-        UserError: it does not hold a private key of ECDSA P-256.
+        NotFoundError: the file does not exist.
+        RefusedError: other users can read the file.
+        UserError: the file does not hold a private key of ECDSA P-256.
     """
     try:
         remedy = f"chmod 600 {path}; and create a new key if others had access to this one"
@@ -43,7 +43,7 @@ class EcdsaSigner:
         where: location of the key, for errors.
 
     Raises:
-        UserError: it is not a private key of ECDSA P-256.
+        UserError: the key is not a private key of ECDSA P-256.
     """
 
     def __init__(self, pem: bytes, where: str) -> None:
@@ -87,7 +87,8 @@ class EcdsaSigner:
 def create_key(path: Path) -> EcdsaSigner:
     """Create a private key at `path` (mode 0600), with the public key beside it.
 
-    An existing key is kept and used, so two processes that start at the same time use the same key.
+    If the key exists, it is used unchanged. So two processes that start at the same time use the
+    same key.
     """
     from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -108,7 +109,7 @@ def create_key(path: Path) -> EcdsaSigner:
             "the signing key cannot be created",
             where=str(path),
             why=str(error),
-            remedy="Choose a folder you may write",
+            remedy="Choose a writable folder",
         ) from error
     return signer
 

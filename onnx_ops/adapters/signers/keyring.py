@@ -76,7 +76,7 @@ class Keyring:
         return tuple(sorted(known, key=lambda one: (not one.signs, not one.trusted, one.key)))
 
     def find_signer(self) -> Signer | None:
-        """Return the signer of this machine, or None."""
+        """Return the signer of this machine; None without a signing key."""
         if self._remote is not None:
             return self._remote
         return read_key(self._signing) if self._signing.exists() else None
@@ -168,7 +168,7 @@ class Keyring:
             )
 
     def retire(self, known: KnownKey) -> tuple[Path, ...]:
-        """Stop trusting a key; return the files that are kept as a record."""
+        """Stop trusting a key; return the files that remain as a record."""
         self.require_retirable(known)
         return tuple(
             path.replace(path.with_name(path.name.removesuffix(PUBLIC_SUFFIX) + RETIRED_SUFFIX))

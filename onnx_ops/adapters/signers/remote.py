@@ -132,7 +132,7 @@ class KeyVaultSigner(_RemoteSigner):
         service = next((suffix for suffix in _VAULTS if host.endswith(suffix)), "")
         is_here = urlsplit(url).scheme == "http"  # allowed only on this machine
         if not service and not is_here:
-            # The token must not be sent to another service.
+            # The token must not be sent to a service other than Key Vault.
             raise UserError(
                 f"{host} is not a vault of Azure", where="signer", remedy=f"Its forms: {_FORMS}."
             )

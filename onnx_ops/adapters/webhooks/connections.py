@@ -1,8 +1,8 @@
 """Limits of the connections of the webhook receiver.
 
 Clients that connect and send nothing, or only a part of a request, must not block deliveries.
-Beyond `limit_concurrency`, uvicorn only refuses further connections. It waits for the head of a
-first request without a limit.
+Beyond `limit_concurrency`, uvicorn only refuses further connections. For the head of the first
+request on a connection, uvicorn waits without a limit.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 64
 MAX_FROM_SOURCE = 32
-"""Connections from one address.
+"""Maximum number of connections from one address.
 
-Beyond either number, the oldest connection that waits for its client is closed.
+Beyond this number or the total number, the oldest connection that waits for its client is closed.
 """
 HEAD_S = 5.0
-"""Seconds to send the head of a request.
+"""Seconds within which a client must send the head of a request.
 
-They begin with the connection or with the last response.
+The time begins with the connection or with the last response.
 """
 MAX_HEAD_BYTES = 1 << 14
 
@@ -33,7 +33,7 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start a connection.
 
-        If there are too many, close the connection that has waited longest.
+        If a limit is exceeded, close the connection that has waited longest.
         """
         super().connection_made(transport)
         self.opened_at = self.loop.time()

@@ -1,7 +1,7 @@
 """An HTTP server for MLflow's webhooks and for metrics, and the webhook secret.
 
-The server runs on a separate thread. It uses Starlette and uvicorn, which are dependencies of
-MLflow and Prefect.
+The server runs on a separate thread. It uses Starlette and uvicorn, on which MLflow and Prefect
+also depend.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class WebhookReceiver:
             return Response(status_code=400)
         except OnnxOpsError as error:
             self._refused(error.what)
-            # The status is always 4xx. MLflow would retry after other statuses, and the same
-            # delivery would be refused again.
+            # The status is always 4xx. MLflow would retry after other statuses, and the receiver
+            # would refuse the same delivery again.
             status = {TooLargeError: 413, InvalidSignatureError: 401}.get(type(error), 400)
             return PlainTextResponse(error.what, status_code=status)
         if self._recent.add(delivery.id):
@@ -167,7 +167,7 @@ async def _read_body(request: Request) -> bytes:
 
 
 def read_secret(path: Path, environ: Mapping[str, str]) -> str:
-    """Return the secret from the environment, else from the file."""
+    """Return the secret from the environment, or from the file if none is set."""
     secret, where = environ.get(VARIABLE), VARIABLE
     if secret is None:
         remedy = (
@@ -191,7 +191,7 @@ def read_secret(path: Path, environ: Mapping[str, str]) -> str:
 
 
 def make_secret(path: Path, environ: Mapping[str, str]) -> str:
-    """Return the secret. If there is none, create its file, once for all processes."""
+    """Return the secret. If none exists, create its file, once for all processes."""
     if VARIABLE not in environ and not path.exists():
         create_file(path, f"{secrets.token_urlsafe(32)}\n".encode())
     return read_secret(path, environ)

@@ -73,7 +73,7 @@ class Configuration:
 def read_configuration(environ: Mapping[str, str]) -> Configuration:
     """Read the configuration from the environment.
 
-    An empty variable counts as not set.
+    An empty variable is treated as not set.
 
     Raises:
         UserError: a value is invalid, or two of them contradict each other.
@@ -90,9 +90,10 @@ def read_configuration(environ: Mapping[str, str]) -> Configuration:
     policy = load_policy(Path(policy_file)) if policy_file else None
     if policy is not None and (names := policy.policy.names()) and not basic_auth:
         raise UserError(
-            f"the policy names users ({', '.join(sorted(names))}), but this server knows none",
+            f"the policy names users ({', '.join(sorted(names))}), "
+            "but this server authenticates none",
             where=policy_file,
-            remedy=f"Set {BASIC_AUTH}=true, or let every rule say `users: ['*']`.",
+            remedy=f"Set {BASIC_AUTH}=true, or set `users: ['*']` in every rule.",
         )
     signer = read_key(Path(key_file)) if key_file else None
     if signer is not None and signer.key not in (() if keys is None else keys.keys()):
@@ -158,8 +159,8 @@ class Guard:
         ):
             if plain in _IDENTITY and record.tags.get(plain) != value:
                 raise RefusedError(
-                    "a version keeps what it was registered as",
-                    remedy="Register another with `onnx-ops run`.",
+                    "the tags of a registration cannot be changed",
+                    remedy="Register another version with `onnx-ops run`.",
                 )
             if plain.startswith(DECISION):
                 self._no_older_decision(record, key, value)
@@ -176,7 +177,7 @@ class Guard:
             f"tag {key} of version {stored.version} of {stored.model} was not deleted"
         ):
             if plain in _IDENTITY:
-                raise RefusedError("a version keeps what it was registered as")
+                raise RefusedError("the tags of a registration cannot be changed")
             if plain.startswith(OVERRIDE_TAG_PREFIX):
                 self._permit_override(user, key)
             target = plain.removeprefix(DECISION)
@@ -203,7 +204,7 @@ class Guard:
         if stored is not None and aliases and self._versions.registered_here(stored.model):
             with _prefix_refusals(f"version {stored.version} of {stored.model} was not deleted"):
                 raise RefusedError(
-                    f"it holds {', '.join(aliases)}", remedy="Move that to another version first."
+                    f"it has {', '.join(aliases)}", remedy="Move them to another version first."
                 )
 
     def delete_model(self, model: str) -> None:
@@ -238,7 +239,7 @@ class Guard:
         )
 
     def _permit(self, user: str, model: str, alias: str, done: str) -> None:
-        """Check the policy as the last rule.
+        """Check whether the policy permits the change; call this after all other checks.
 
         An alias that no rule of the policy names cannot be moved.
         """
@@ -250,8 +251,8 @@ class Guard:
         with _prefix_refusals(done):
             if index is None and target is not None:
                 raise RefusedError(
-                    "no rule of the promotion policy is about it",
-                    remedy="Ask who keeps the policy for one.",
+                    "no rule of the promotion policy covers this alias",
+                    remedy="Ask the maintainers of the policy for a rule.",
                 )
             if index is not None and not is_among(user, users := located.policy.rules[index].users):
                 rule = (
@@ -281,7 +282,7 @@ class Guard:
         except RefusedError as error:
             champion = alias_of("champion", target.target)
             if target.role == PREVIOUS and champion in stored.aliases:
-                return  # it serves now, and will be replaced next
+                return  # this version serves now, and will be replaced next
             if read_override(record, target.target, keys) is not None:
                 return
             judged = error.why != "" and not isinstance(error, InvalidSignatureError)
@@ -296,7 +297,7 @@ class Guard:
         )
 
     def _no_older_decision(self, record: VersionRecord, key: str, value: str) -> None:
-        """Refuse to replace a valid decision by anything other than a later valid one."""
+        """Refuse to replace a valid decision, except by a later valid decision."""
         target = folded(key).removeprefix(DECISION)
         if key != f"{DECISION}{target}":
             raise RefusedError(
@@ -324,7 +325,7 @@ class Guard:
     ) -> None:
         """Sign the user's override before the tag with the reason is set.
 
-        The signed record alone allows nothing.
+        Without that tag, the signed record has no effect.
         """
         target = self._permit_override(user, key)
         signer, keys = self._configuration.signer, self._configuration.keys
@@ -361,17 +362,17 @@ class Guard:
         The signed record stays when the tag is deleted.
 
         Raises:
-            RefusedError: the user is not allowed to override, or the tag is no reason tag.
+            RefusedError: the user is not allowed to override, or the tag is not a reason tag.
         """
         located = self._configuration.policy
         if located is None:
             raise RefusedError(
-                "no promotion policy says who may override",
+                "no promotion policy names users who can override",
                 remedy=f"Its operator names one in {POLICY}.",
             )
         users = located.policy.overrides
         if not is_among(user, users):
-            lets = f"lets only {', '.join(users)} override" if users else "lets nobody override"
+            lets = f"lets only {', '.join(users)} override" if users else "lets no user override"
             raise RefusedError(f"{located.overrides_at} {lets}, and you are {user or 'not known'}")
         if (match := _REASON.fullmatch(key)) is None:
             remedy = f"The reason of an override is {override_reason_tag('TARGET')}."
@@ -394,7 +395,8 @@ def _prefix_refusals(done: str) -> Iterator[None]:
 def is_guarded_tag(folded_key: str) -> bool:
     """Return whether the guard protects a tag.
 
-    It protects a decision, an override, and each part of what a version was registered as.
+    The guard protects the tags of decisions, of overrides, and of everything that was recorded at
+    registration.
     """
     return folded_key.startswith((DECISION, OVERRIDE_TAG_PREFIX)) or folded_key in _IDENTITY
 
@@ -416,7 +418,8 @@ class GuardedAlias:
 def guarded(alias: str) -> GuardedAlias | None:
     """Return the target's alias that this name stands for; None for any other alias.
 
-    A database can treat the name and the alias as equal although their spelling differs.
+    Names are compared without case and accents: a database can treat the name and the alias as
+    equal although their spelling differs.
     """
     match = _GUARDED.fullmatch(folded(alias))
     return None if match is None else GuardedAlias(name=match[0], role=match[1], target=match[2])

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def create_app() -> FastAPI | Flask:
     """Return MLflow's application with the guard.
 
-    It has basic-auth if the environment configures it. As in MLflow itself, it is a Flask
-    application under WSGI servers. Under uvicorn it is a FastAPI application around the Flask
+    The application has basic-auth if the environment configures it. As in MLflow itself, it is a
+    Flask application under WSGI servers. Under uvicorn it is a FastAPI application around the Flask
     application.
     """
     from mlflow.environment_variables import _MLFLOW_SGI_NAME

@@ -1,6 +1,6 @@
 """The server's own store, read in process.
 
-The state that it returns is current, and independent of the request.
+The store returns the current state, independent of the request.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ServerStore:
     def find(self, model: str, version: str) -> StoredVersion | None:
         """Return a version with its tags; None if it does not exist.
 
-        The request itself reports a version that does not exist.
+        If the version does not exist, MLflow's handler of the request reports this.
         """
         stored = _unless_absent(lambda: _store().get_model_version(model, version))
         if stored is None:
@@ -76,7 +76,7 @@ class ServerStore:
     def list_copies(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
         """Yield decisions for the target on other versions of the same content.
 
-        All of them are versions of the record's model.
+        The versions are all of the record's model.
         """
         query, search = f"tags.`{DIGEST}` = '{record.manifest}'", _store().search_model_versions
         for stored in read_pages(lambda token: search(query, max_results=100, page_token=token)):

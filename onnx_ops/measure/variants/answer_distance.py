@@ -1,6 +1,6 @@
-"""Compare a new variant's answers with its source's, on the rows at hand.
+"""Compare a new variant's answers with those of its source, on the available rows.
 
-The result is a warning before anything is measured.
+The result is a warning before any measurement.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from onnx_ops.ports.data import Array
 _ROWS = 32
 
 _CLOSE = 0.9
-"""Least median cosine of a variant that is worth measuring.
+"""Minimum median cosine of a variant that is worth measuring.
 
-int8 variants have 0.98 to 1, and guesses have about 0.
+int8 variants have 0.98 to 1; random answers have about 0.
 """
 
 _AGREEMENT = 0.8
-"""Least share of rows with the same largest column."""
+"""Minimum share of rows with the same largest column."""
 
 
 def describe_far_answers(runtime: Runtime, source: Path, variant: Path, rows: Tensors) -> str:
     """Return which output of the variant is far from the source's, and how far.
 
-    The result is empty if none is far.
+    The text is empty if no output is far.
 
     Raises:
-        MeasurementError: one of the two does not run on the rows.
+        MeasurementError: one of the two models does not run on the rows.
     """
     first = {name: array[:_ROWS] for name, array in rows.items()}
     feeds = tuple(feed for feed, _ in split_batches(source, first, ROWS_AT_ONCE))
@@ -57,7 +57,7 @@ def describe_far_answers(runtime: Runtime, source: Path, variant: Path, rows: Te
 
 
 def _describe_distance(pairs: list[tuple[Array, Array]]) -> str:
-    """Return how the rows of two answers differ; empty if they are close enough."""
+    """Return how the rows of two answers differ; empty if they are similar enough."""
     one, other = (
         np.concatenate([pair[side].reshape(len(pair[side]), -1) for pair in pairs])
         for side in (0, 1)

@@ -1,4 +1,4 @@
-"""Search for variants: recipes and exclusions tried under a budget."""
+"""Search for variants: try recipes and nodes in float within a budget."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _END = {"end": True}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The record of a search, and the model and trial of each role that it filled.
+    """The record of a search, and the model and trial of each filled role.
 
-    `closest` is the model and trial that come closest to the budget if no role was filled.
+    If no role was filled, `closest` is the model and trial closest to the budget.
     """
 
     record: SearchRecord
@@ -52,7 +52,7 @@ class SearchResult:
 
 
 def search(context: SearchContext, journal: StageJournal, report: Reporter) -> SearchResult:
-    """Try recipes until none is left or the budget is spent.
+    """Try recipes until none remains or the budget is used up.
 
     An interrupted search resumes from its journal. A complete journal is cleared, since its result
     is being recomputed.
@@ -71,7 +71,8 @@ def search(context: SearchContext, journal: StageJournal, report: Reporter) -> S
     state = _resume(state, journal, report)
     while not isinstance(step := choose_next_step(state), StopSearch):
         entry, text = _run_step(runner, step)
-        # The journal comes first: a step that is not in it is repeated by the next search.
+        # The journal is written before the state changes: the next search repeats a step that the
+        # journal lacks.
         journal.append(codec.to_json(entry))
         state = _add_entry(state, entry)
         report(f"{text}; {state.seconds:.0f} s of {60 * context.budget.max_minutes:.0f} s")
@@ -86,7 +87,7 @@ def search(context: SearchContext, journal: StageJournal, report: Reporter) -> S
 def _list_recipes(context: SearchContext) -> tuple[Recipe, ...]:
     """Return the recipes that fit the machines and the model.
 
-    Each recipe has the nodes that it can quantize.
+    Each recipe lists the nodes that it can quantize.
     """
     small = context.budget.size is not None or "small" in context.section.variants
     candidates = list_search_recipes(
@@ -115,7 +116,7 @@ def _resume(state: SearchState, journal: StageJournal, report: Reporter) -> Sear
 
 
 def _run_step(runner: TrialRunner, step: BuildTrial | ProbeNode) -> tuple[SearchLogEntry, str]:
-    """Run a step, and return its entry in the journal and its description."""
+    """Run a step, and return its journal entry and its description."""
     if isinstance(step, BuildTrial):
         trial = runner.build(step)
         return SearchLogEntry(trial=trial), describe_trial(trial, "metric")
@@ -131,7 +132,7 @@ def _make_models(
 ) -> dict[Role, tuple[Path, Trial]]:
     """Build the model of each role again.
 
-    A resumed search has no models of the earlier trials.
+    A resumed search does not have the models of earlier trials.
     """
     name = context.section.name
     models: dict[Role, tuple[Path, Trial]] = {}

@@ -1,7 +1,4 @@
-"""Build and measure the models of a search.
-
-Their loss of the metric, their error and their time are measured.
-"""
+"""Build the models of a search, and measure their metric loss, error and time."""
 
 from __future__ import annotations
 
@@ -52,16 +49,13 @@ from onnx_ops.statistics.scores import CANDIDATE, CustomMetric
 from onnx_ops.statistics.variants.search import BuildTrial, ProbeNode
 
 PROBED, RANGED = 16, 16
-"""Rows for the error of the outputs, and rows for ranges of activations.
-
-The ranges are those of probed nodes.
-"""
+"""Number of rows to measure output errors, and to compute ranges of probed nodes."""
 
 PAIRS, BLOCKS = 5, 2
 TIMED_S = 1.5
-"""Seconds that timing one model against fp32 may take.
+"""Maximum seconds to time one model against fp32.
 
-They allow for few runs only. Gates make the final measurement.
+They allow only a few runs; the gates make the final measurement.
 """
 
 _ALPHA = 0.05
@@ -73,10 +67,10 @@ _RUNS_P99 = 300
 class SearchContext:
     """The inputs of a search.
 
-    The export has a separate folder; `folder` receives the models that are built. Recipes depend on
-    the kinds of machine. The metric is measured on the rows of `tuning_data`. `lower` is True if
-    lower values of the metric are better. Ranges come from `calibration`. `batch` is the number of
-    rows of one timed request.
+    The export has a separate folder; `folder` receives the built models. Recipes depend on the
+    kinds of machine. The metric is measured on the rows of `tuning_data`; `lower` is True if lower
+    values are better. Activation ranges come from `calibration`. `batch` is the number of rows of
+    one timed request.
     """
 
     project: Context
@@ -96,7 +90,7 @@ class SearchContext:
 
 
 class TrialRunner:
-    """Builds and measures models of a search. Measurements of fp32 are made once."""
+    """Builds and measures models of a search; fp32 is measured once."""
 
     def __init__(self, context: SearchContext, recipes: Mapping[str, Recipe]) -> None:
         self._context, self._recipes = context, recipes
@@ -164,7 +158,7 @@ class TrialRunner:
 
     def _measure(self, trial: Trial, path: Path) -> Trial:
         context = self._context
-        kinds = {  # one target of each kind that may answer differently
+        kinds = {  # one target of each kind that can give different answers
             (t.runtime, tuple(p.name for p in t.providers), t.session.graph_level): t
             for t in reversed(context.targets)
         }
@@ -180,7 +174,7 @@ class TrialRunner:
         return replace(trial, ratios=ratios, p99=p99)
 
     def _measure_ratio(self, path: Path, target: Target, feed: Tensors) -> Interval:
-        """Return a model's time over that of fp32."""
+        """Return the ratio of a model's time to fp32's."""
         context = self._context
         runtime, name = context.project.runtime(target.runtime), target.name
         if name not in self._schedules:
@@ -198,7 +192,7 @@ class TrialRunner:
         return float(np.quantile(samples.nanoseconds.astype(np.float64), 0.99)) / 1e9
 
     def _measure_drop(self, path: Path, target: Target) -> float:
-        """Return a model's loss of the metric against fp32 on the same rows."""
+        """Return a model's loss of the metric relative to fp32 on the same rows."""
         context = self._context
         request = ScoringRequest(
             runtime=context.project.runtime(target.runtime),
@@ -224,9 +218,9 @@ class TrialRunner:
         return drop
 
     def _measure_error(self, path: Path) -> float:
-        """Return the root mean square error of the float outputs on a few rows.
+        """Return the root mean square error of the worst float output on a few rows.
 
-        It is in standard deviations of the output. The worst output counts.
+        It is in standard deviations of the output.
         """
         answers = self._run(path)
         errors = [0.0]
@@ -257,13 +251,13 @@ class TrialRunner:
 
     @functools.cached_property
     def _balanced(self) -> Path:
-        """The source as the quantizers balance it."""
+        """Return the source with the channels balanced as the quantizers do."""
         source, path = self._context.source, self._context.folder / "balanced.onnx"
         return path if write_balanced(source, path) else source
 
     @functools.cached_property
     def _activation_ranges(self) -> Mapping[str, ValueRange]:
-        """The smallest and largest value of each activation that a product reads."""
+        """Return the smallest and largest value of each activation that a product reads."""
         context, source = self._context, self._balanced
         probed = slice_rows(context.calibration or context.tuning_data.inputs, 0, RANGED)
         read = {name for names in list_activations(source).values() for name in names}
@@ -283,7 +277,7 @@ class TrialRunner:
 
 
 def _read_drop(metrics: TaskMetrics, *, lower: bool) -> float | None:
-    """Return the loss against fp32; None if it was not measured.
+    """Return the loss relative to fp32; None if it was not measured.
 
     The loss is a share of rows, or is computed from the score.
     """
@@ -306,7 +300,7 @@ def _use_all_cores(target: Target) -> Target:
 def _plan_rounds(
     runtime: Runtime, source: Path, target: Target, feed: Tensors, seed: int
 ) -> PairedBenchmarkSchedule:
-    """Plan as many runs as the time for a trial allows."""
+    """Return a schedule with as many runs as the time for a trial allows."""
     samples = runtime.sample(source, target, feed, runs=_RUNS[0], warmup=1)
     seconds = max(float(np.median(samples.nanoseconds.astype(np.float64))) / 1e9, 1e-6)
     affordable = int(TIMED_S / seconds / PAIRS / (2 * BLOCKS + 1))

@@ -242,9 +242,9 @@ def _read_documents(context: Context, digest: Digest, kind: Any) -> Any:
 def _read_known(
     stage: Stage, inputs: Mapping[str, Manifest], context: Context
 ) -> tuple[Mapping[str, ModelPredictions], tuple[HardwareFingerprint, ...]]:
-    """Return what score stages have read, by model, and on which machines.
+    """Return the predictions of score stages by model, and the machines that scored.
 
-    Both are empty without score stages.
+    Both results are empty without score stages.
     """
     settings: Mapping[str, Any] = stage.settings
     known, machines = dict[str, ModelPredictions](), set[HardwareFingerprint]()
@@ -262,8 +262,8 @@ def _measure_metrics(
 ) -> TaskMetrics:
     """Measure the task metrics of the variant.
 
-    It is measured alone, and on the same rows as its baselines. `export` is the file that the
-    variant was made from; None if the variant is the export itself.
+    The variant is measured alone, and on the same rows as its baselines. `export` is the file from
+    which the variant was made; None if the variant is the export itself.
     """
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints

@@ -61,7 +61,7 @@ def execute(
         pipeline=settings["pipeline"],
         release=key,
         git_sha=str(stage.hints.get("commit", ""))
-        or context.git_sha(),  # the former for a stage from another machine
+        or context.git_sha(),  # the hint is of the requesting machine
         data={
             name.removeprefix("data/"): m.digest()
             for name, m in inputs.items()
@@ -161,7 +161,7 @@ def require_loadable(
 def _find_axes(section: Export, dataset: Dataset, trained: Path) -> dict[str, int]:
     """Return the axis of the rows of each input.
 
-    It is named by a ready ONNX file, or by the free axes of the section.
+    The axes come from an existing ONNX file, or from the free axes that the section declares.
     """
     if section.framework == "onnx":
         return find_row_axes(

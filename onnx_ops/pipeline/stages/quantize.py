@@ -50,7 +50,7 @@ def execute(
     with Scratch() as folder:
         request, dataset = _build_request(stage, inputs, context, folder)
         source = request.source
-        if "search" in settings:  # it has found the variant of the role
+        if "search" in settings:  # the search has found the variant of this role
             manifest, role = inputs[settings["search"]], settings["role"]
             trial = codec.loads(context.store.read(manifest[f"{role}/trial.json"]), Trial)
             record = codec.loads(context.store.read(manifest[SEARCH_FILE]), SearchRecord)
@@ -120,7 +120,7 @@ def _calibrate(stage: Stage, inputs: Mapping[str, Manifest], context: Context) -
 def _build_request(
     stage: Stage, inputs: Mapping[str, Manifest], context: Context, folder: Path
 ) -> tuple[OptimizeRequest, Dataset | None]:
-    """Return what the optimizer gets, and the whole calibration set.
+    """Return the request to the optimizer, and the whole calibration set.
 
     The source of the request is in `folder`.
     """
@@ -146,7 +146,7 @@ def _build_request(
 
 
 def _select_unseen(dataset: Dataset, calibrated: int) -> Tensors:
-    """Return rows of the calibration set, but never scored rows.
+    """Return rows of the calibration set that are not scored rows.
 
     Rows from which no range was computed come first.
     """

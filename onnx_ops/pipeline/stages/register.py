@@ -162,7 +162,7 @@ def _store_report(
 ) -> Digest:
     """Store one page about the whole release.
 
-    It is the same for all versions of the release, whose numbers are not known yet.
+    All versions of the release share the page. Their numbers are not known yet.
     """
     stored = [m["evidence.json"] for name, m in inputs.items() if name.startswith("benchmark/")]
     evidence = {digest: codec.loads(context.store.read(digest), Evidence) for digest in stored}

@@ -83,7 +83,7 @@ def read_shards(
 ) -> tuple[ModelPredictions, set[HardwareFingerprint]]:
     """Return a variant's predictions for all rows, and the machines that made them.
 
-    The predictions are joined from those of its shards.
+    The predictions of all shards are joined.
     """
     parts = [
         inputs[stage_id(StageKind.SCORE, variant, target, number)] for number in range(1, count + 1)

@@ -78,12 +78,12 @@ def _save(exporter: Exporter, model: object, folder: Path) -> None:
     """Write the model that the training function returned.
 
     Raises:
-        UserError: it holds what pickle cannot write, such as a lambda or an instance of a local
-            class.
+        UserError: the model holds an object that pickle cannot write, such as a lambda or an
+            instance of a local class.
     """
     try:
         exporter.save(model, folder)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:  # pickle raises all three
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # pickle raises any of these
         raise UserError(
             f"the returned {type(model).__name__} cannot be saved",
             where="train.run",

@@ -79,7 +79,7 @@ def execute(
 class _LazySource:
     """The source model, loaded only when needed.
 
-    Most exports need no more than its stored answers.
+    Most exports need only the stored answers of the source model.
     """
 
     stage: Stage

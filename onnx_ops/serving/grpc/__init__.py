@@ -1,4 +1,4 @@
 """gRPC for clients: the Open Inference Protocol, health and reflection.
 
-It needs the extra `grpc`.
+The package needs the extra `grpc`.
 """

@@ -1,10 +1,10 @@
 """Messages of the Open Inference Protocol over gRPC.
 
-The module also translates them to the binary form of HTTP.
+The module also translates the messages to the binary form of HTTP.
 
-The descriptors are built from the table below: generated code would have to match the version of
-protobuf. It would also register names in the default pool that a client in the same process (such
-as Triton's) registers.
+The descriptors are built from the table below, because generated code must match the installed
+version of protobuf. Generated code also registers names in the default pool. A client in the same
+process, such as Triton's, registers the same names.
 
 - https://github.com/kserve/open-inference-protocol
   (specification/protocol/open_inference_grpc.proto)
@@ -141,11 +141,11 @@ _CONTENTS: Mapping[str, tuple[str, str]] = {
 }
 """Field of the typed contents, and numpy's type, by datatype."""
 _WIDE: Mapping[str, str] = {"int_contents": "int32", "uint_contents": "uint32"}
-"""Numpy's type of the fields that smaller types share."""
+"""Numpy's type of the typed contents that smaller datatypes share."""
 _MAX_TEXTS = 1 << 16
 """Maximum number of elements in typed contents of BYTES.
 
-They are read one by one, on the event loop.
+The event loop reads these elements one by one.
 """
 
 
@@ -210,11 +210,11 @@ _MAX_VARINT_BYTES = 10
 
 
 def decode_request(data: bytes) -> Any:
-    """Return a ModelInferRequest. Raises UserError.
+    """Return the parsed ModelInferRequest. Raises UserError.
 
-    A field of two bytes becomes an object of a hundred, so the fields of the message and of its
-    inputs are counted before they are parsed. The elements of typed contents are not: there are at
-    most as many as bytes.
+    Parsing turns a field of two bytes into an object of a hundred bytes. Therefore the fields of
+    the message and of its inputs are counted before parsing. The elements of typed contents are not
+    counted, because each of them takes at least one byte.
     """
     try:
         fields = _list_fields(data, 0, len(data), MAX_KEYS)
@@ -228,11 +228,11 @@ def decode_request(data: bytes) -> Any:
 
 
 def _list_fields(data: bytes, place: int, end: int, limit: int) -> list[tuple[int, int, int]]:
-    """Return number, start and end of each field between two places.
+    """Yield number, start and end of each field between two offsets of a message.
 
     Raises DecodeError, IndexError or TooLargeError.
 
-    https://protobuf.dev/programming-guides/encoding has the wire types.
+    https://protobuf.dev/programming-guides/encoding describes the wire types.
     """
     fields = []
     while place < end:
@@ -257,7 +257,7 @@ def _list_fields(data: bytes, place: int, end: int, limit: int) -> list[tuple[in
 
 
 def _read_varint(data: bytes, place: int) -> tuple[int, int]:
-    """Return a number and the place behind it."""
+    """Return a varint and the offset after it."""
     value = 0
     for position in range(_MAX_VARINT_BYTES):
         value |= (data[place + position] & 0x7F) << 7 * position
@@ -267,10 +267,10 @@ def _read_varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 def encode_request(message: Any) -> tuple[bytes, int]:
-    """Return a ModelInferRequest in the binary form of HTTP.
+    """Return a ModelInferRequest in the binary form of HTTP, and its JSON's length.
 
-    The second value is the length of its JSON. All outputs are requested in the binary form. Raises
-    UserError if the tensors and their data do not match.
+    All outputs are requested in the binary form. Raises UserError if the tensors and their data do
+    not match.
     """
     inputs, data = message.inputs, message.raw_input_contents
     if not data:

@@ -1,8 +1,9 @@
 """A worker's gRPC server.
 
-It takes the same requests as over HTTP, and the same service answers them. Each message becomes a
-request in the binary form of HTTP, and its response becomes a message again. So the rules for
-tensors, errors and counts are implemented once. Metadata takes the place of headers.
+The server takes the same requests as the HTTP listener, and the same service answers them. Each
+message is converted to a request in the binary form of HTTP, and the response is converted to a
+message. So the rules for tensors, errors and counts are implemented once. gRPC metadata is used in
+place of HTTP headers.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ _CODES: Mapping[int, Any] = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-"""gRPC's code by HTTP status
-(https://github.com/googleapis/googleapis/blob/master/google/rpc/code.proto)."""
+"""gRPC's code by HTTP status.
+
+https://github.com/googleapis/googleapis/blob/master/google/rpc/code.proto defines the codes.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -62,17 +65,20 @@ _TIMEOUT = messages.TIMEOUT_HEADER.encode()
 _BODY_HEADERS = ("content-type", messages.BINARY_LENGTH_HEADER)
 _MAX_TIMEOUT_MS = 10**9 - 1
 _MAX_STREAMED = 64
-"""Requests of one stream that are answered at the same time, as many as a batch can have."""
+"""Maximum number of requests of one stream that are answered at the same time.
+
+The number is that of a full batch.
+"""
 _HEALTH_PAUSE_S = 1.0
 _DRAIN_PAUSE_S = 0.05
 _DRAIN_IDLE_S = 1.0
-"""Seconds for the last responses to be sent while the server drains.
+"""Seconds in which a draining server sends the last responses.
 
-A stream that has had no request for this time is ended.
+A stream without a request for this time is ended.
 """
 
 for _file in (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
-    POOL.AddSerializedFile(_file.serialized_pb)  # so that reflection finds them
+    POOL.AddSerializedFile(_file.serialized_pb)  # so that reflection can list these services
 
 
 class InferenceServicer:
@@ -107,15 +113,15 @@ class InferenceServicer:
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     async def get_liveness(self, _message: Any, _context: Any) -> Any:
-        """Return that the server is alive."""
+        """Return a response which states that the server is alive."""
         return self._responses["ServerLive"](live=True)
 
     async def get_readiness(self, _message: Any, _context: Any) -> Any:
-        """Return whether every deployment with traffic is loaded."""
+        """Return a response which states whether every deployment with traffic is loaded."""
         return self._responses["ServerReady"](ready=is_ready(self._app))
 
     async def get_model_readiness(self, message: Any, context: Any) -> Any:
-        """Return whether the model is loaded."""
+        """Return a response which states whether the model is loaded."""
         model, version = message.name, message.version or None
         head = _read_head(context)
         response = self._app.call(
@@ -166,9 +172,9 @@ class InferenceServicer:
         return decode_response(await _check(response, head, context))
 
     async def stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-        """Answer a stream of inference requests in their order, many at the same time.
+        """Yield the responses to a stream of requests, in the order of the requests.
 
-        A failed request does not end its stream.
+        Several requests are answered at the same time. A failed request does not end its stream.
         """
         tasks: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_MAX_STREAMED)
 
@@ -239,7 +245,7 @@ class InferenceServicer:
             self.in_progress -= 1
 
     def _reject(self, error: UserError) -> RawResponse:
-        """Return the response to a message that is not a request, and count it."""
+        """Return the response to a message that is not a valid request, and count it."""
         response = build_error_from(error)
         self._app.count_rejected(response.status)
         return response
@@ -252,9 +258,9 @@ class InferenceServicer:
 
 
 def _get_codec(method: str) -> Mapping[str, Any]:
-    """Return the codec of a method.
+    """Return the decoder and encoder of a method's messages.
 
-    An inference request stays bytes: see `decode_request`.
+    An inference request is not decoded here but in `decode_request`.
     """
     request, response = map(get_message_class, METHODS[method])
     is_inference = METHODS[method][0] == "ModelInferRequest"
@@ -270,9 +276,9 @@ def is_ready(app: PublicApp) -> bool:
 
 
 def _read_head(context: Any) -> dict[bytes, bytes]:
-    """Return the metadata of a call as headers, with its deadline.
+    """Return the metadata of a call as headers, with the deadline of the call.
 
-    A header that sets a deadline takes precedence.
+    A header that sets a deadline takes precedence over the deadline of the call.
     """
     head: dict[bytes, bytes] = {}
     for name, value in context.invocation_metadata() or ():
@@ -284,7 +290,7 @@ def _read_head(context: Any) -> dict[bytes, bytes]:
 
 
 async def _check(response: RawResponse, head: RequestHead, context: Any) -> RawResponse:
-    """Set the metadata of a response and return it; end the call if it is an error."""
+    """Return the response after setting its metadata; end the call for an error."""
     pairs = _read_metadata(response.lines + format_echoed_headers(head))
     metadata = tuple((name, value) for name, value in pairs if name not in _BODY_HEADERS)
     context.set_trailing_metadata(metadata)
@@ -296,7 +302,7 @@ async def _check(response: RawResponse, head: RequestHead, context: Any) -> RawR
 
 
 def _read_metadata(lines: bytes) -> Sequence[tuple[str, str]]:
-    """Return names and values of header lines."""
+    """Return the names and values of header lines."""
     return [
         (name, value)
         for name, _, value in (line.partition(": ") for line in lines.decode("ascii").splitlines())
@@ -308,30 +314,30 @@ def _get_message(response: RawResponse) -> str:
 
 
 class ReadinessServicer(health.aio.HealthServicer):  # type: ignore[misc]
-    """The standard health service, with the readiness of the worker."""
+    """The standard health service, which reports the readiness of the worker."""
 
     def __init__(self, app: PublicApp) -> None:
         super().__init__()
         self._app = app
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 (gRPC's name)
-        """Return the present status."""
+        """Return the current status."""
         await self.refresh()
         return await super().Check(request, context)
 
     async def refresh(self) -> None:
-        """Notify clients that watch the status of a change."""
+        """Send the status to the clients that watch it, if it has changed."""
         statuses = health_pb2.HealthCheckResponse
         status = statuses.SERVING if is_ready(self._app) else statuses.NOT_SERVING
         for name in ("", SERVICE):
             await self.set(name, status)
 
     async def watch(self) -> None:
-        """Notify clients once a second, forever."""
+        """Send changes of the status to watching clients, once a second, without end."""
         while True:
             try:
                 await self.refresh()
-            except Exception:  # else clients would keep the last health forever
+            except Exception:  # otherwise clients would never receive a later status
                 _log.exception("the health could not be refreshed")
             await asyncio.sleep(_HEALTH_PAUSE_S)
 
@@ -339,10 +345,10 @@ class ReadinessServicer(health.aio.HealthServicer):  # type: ignore[misc]
 class GrpcServer:
     """The gRPC listener of one worker.
 
-    The system spreads connections over the workers, which share the port.
+    The workers share the port, and the system distributes the connections.
 
-    Web pages cannot call this listener: browsers have no HTTP/2 without TLS. So it checks neither
-    `Host` nor `Origin`.
+    Web pages cannot call this listener, because browsers do not support HTTP/2 without TLS. So the
+    listener checks neither `Host` nor `Origin`.
     """
 
     def __init__(
@@ -371,14 +377,14 @@ class GrpcServer:
         )
 
     async def start(self) -> None:
-        """Listen."""
+        """Start to listen."""
         await self._health.refresh()
         await self._server.start()
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then wait for requests in progress.
 
-        Streams without a request end then, with UNAVAILABLE.
+        A stream that then has no request in progress ends with UNAVAILABLE.
         """
         watching = asyncio.create_task(self._health.watch())
         await stop.wait()

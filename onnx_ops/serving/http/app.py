@@ -52,9 +52,10 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Handler = Callable[[RequestHead, bytes], RawResponse | Awaitable[RawResponse]]
-"""Returns the response to a request with this head and body, immediately or later.
+"""Function that returns the response to a request, or an awaitable response.
 
-A later response is also returned if the client has gone meanwhile.
+Its arguments are the head and the body. An awaitable response is completed even if the client
+disconnects.
 """
 
 _MAX_FEEDBACK_BYTES = 1 << 20
@@ -67,7 +68,7 @@ _INVOCATIONS = re.compile(r"(?:/endpoints/[^/]+)?/invocations")
 
 @dataclass(slots=True)
 class PendingResponse:
-    """A request that is answered later."""
+    """A request whose response is sent later."""
 
     head: RequestHead
     body: bytes
@@ -84,11 +85,11 @@ Methods = Mapping[bytes, InferenceRoute | Handler]
 
 
 class HttpApp:
-    """Answers the requests of a listener (see `HttpProtocol`).
+    """Base of the apps that answer the requests of a listener (see `HttpProtocol`).
 
     Args:
         routes: handlers of the fixed paths, by method.
-        service: answers inference requests, if there are any.
+        service: answers inference requests; None if the listener has none.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class HttpApp:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def find(self, method: bytes, url: bytes) -> InferenceRoute | Handler | RawResponse:
-        """Return the route or handler of a request, or the response if it has none.
+        """Return what answers a request: a route, a handler, or an error response.
 
         Raises httptools.HttpParserInvalidURLError.
         """
@@ -114,7 +115,7 @@ class HttpApp:
         return methods[method]
 
     def find_methods(self, _path: str) -> Methods:
-        """Return the handlers of a path that is not fixed, by method."""
+        """Return the handlers of a path that is not among the fixed ones, by method."""
         return {}
 
     def respond(
@@ -124,9 +125,9 @@ class HttpApp:
         body: bytes,
         deliver: Callable[[RawResponse], None],
     ) -> RawResponse | PendingResponse:
-        """Return the response of a handler, or to its error.
+        """Return the response of a handler, or the response to its error.
 
-        An awaitable response is delivered later.
+        If the handler returns an awaitable, its response is passed to `deliver` later.
         """
         result = self.call(handler, head, body)
         if isinstance(result, RawResponse):
@@ -147,7 +148,7 @@ class HttpApp:
     def call(
         self, handler: Callable[[RequestHead, bytes], T], head: RequestHead, body: bytes
     ) -> T | RawResponse:
-        """Return what a handler returns, or the response to its error."""
+        """Return the result of a handler, or the response to its error."""
         try:
             return handler(head, body)
         except Exception as error:
@@ -195,9 +196,9 @@ class PublicApp(HttpApp):
         body: RequestBody,
         respond: Callable[[RawResponse], None],
     ) -> RawResponse | PendingRequest:
-        """Answer an invocation, or feedback in the place of one.
+        """Answer an invocation, or feedback that was sent to the same path.
 
-        SageMaker calls no other path, and hands only few headers on (see `sagemaker`).
+        SageMaker calls no other path, and forwards only a few headers (see `sagemaker`).
         """
         if head.get(b"content-type") == FEEDBACK_TYPE:
             return self.call(self.post_feedback, head, bytes(body))
@@ -243,7 +244,7 @@ class PublicApp(HttpApp):
     async def get_docs_page(self, head: RequestHead, _body: bytes) -> RawResponse:
         """Return the page that describes the API.
 
-        It is rendered on a thread, to keep the event loop free.
+        The page is rendered on a thread, so that the event loop can answer other requests.
         """
         return await asyncio.to_thread(build_docs_page, self._list_signatures(), head)
 
@@ -254,10 +255,10 @@ class PublicApp(HttpApp):
         )
 
     def get_readiness(self, _head: RequestHead, _body: bytes) -> RawResponse:
-        """Return whether the server is ready for requests.
+        """Return a response which states whether the server is ready for requests.
 
         Every deployment with traffic must be loaded. If the table is leased, the lease must last
-        for `NOTICE_S` seconds.
+        for at least `NOTICE_S` seconds.
         """
         snapshot = self._deployments.get_published()
         ready = snapshot is not None and snapshot.is_ready()
@@ -285,7 +286,7 @@ class PublicApp(HttpApp):
         return _build_json(document, lines=loaded.header_lines)
 
     def get_model_readiness(self, model: str, number: str | None, head: RequestHead) -> RawResponse:
-        """Return whether the model is loaded."""
+        """Return a response which states whether the model is loaded."""
         loaded = self.service.choose(model, number, head)
         self.service.check_in_service(loaded)
         return _build_json({"name": loaded.deployment.model, "ready": True})
@@ -298,7 +299,7 @@ class PublicApp(HttpApp):
     def get_statistics(
         self, model: str | None, number: str | None, _head: RequestHead
     ) -> RawResponse:
-        """Return the statistics of the loaded versions, or of one."""
+        """Return the statistics of the loaded versions, or of one version."""
         snapshot = self._deployments.get_current()
         if model is not None and model != snapshot.model:
             raise snapshot.build_model_error(model)
@@ -340,8 +341,8 @@ class PublicApp(HttpApp):
     def post_feedback(self, head: RequestHead, body: bytes) -> RawResponse:
         """Count feedback; return the number of `counted` and of `unknown` entries.
 
-        The content type must be JSON: browsers send that to another site only if the site allows
-        it, which this server does not
+        The content type must be JSON. Browsers send JSON to another site only with that site's
+        permission, and this server does not give it
         (https://fetch.spec.whatwg.org/#cors-safelisted-request-header).
         """
         kind = head.get(b"content-type", b"").partition(b";")[0].strip().lower()
@@ -361,7 +362,7 @@ class PublicApp(HttpApp):
         return signatures
 
     def get_version(self, _head: RequestHead, _body: bytes) -> RawResponse:
-        """Return the version, as MLflow's client requests it."""
+        """Return the version in the form that MLflow's client expects."""
         return RawResponse(
             200, b"content-type: text/plain; charset=utf-8\r\n", version("onnx-ops").encode()
         )
@@ -392,7 +393,7 @@ def _respond_to_error(error: Exception) -> RawResponse:
 
 
 def read_by(handler: Handler) -> Methods:
-    """Return the handler for the methods that only read, GET and HEAD."""
+    """Return a mapping of the methods GET and HEAD to a handler."""
     return {b"GET": handler, b"HEAD": handler}
 
 

@@ -1,4 +1,4 @@
-"""Limits of a worker's clients: connections, memory, time, sizes, hosts."""
+"""Limits for the clients of a worker: connections, memory, time, sizes, hosts."""
 
 from __future__ import annotations
 
@@ -22,16 +22,20 @@ _log = logging.getLogger(__name__)
 _TICK_S = 0.25
 _LINGER_S = 2.0
 _SLOW_S = 5.0
-"""A request that takes longer to arrive is closed when there is no room, long before the usual
-timeout.
+"""Seconds after which an arriving request is slow.
+
+If a worker has no room for a new connection, it closes a slow one long before the usual timeout.
 """
 _DRAIN_IDLE_S = 1.0
-"""When the server drains, a connection that has been idle for this long is closed."""
+"""Seconds without a request after which a draining server closes a connection."""
 _MAX_BODIES = 8
 """Request bodies of the largest size that may be in memory at the same time."""
 
 IDLE, READING, ANSWERING, REJECTED = range(4)
-"""Stages of a connection. Plain numbers, as the lookup of an enumeration's member takes longer."""
+"""Stages of a connection.
+
+They are plain integers, because reading the member of an enumeration takes longer.
+"""
 
 _ANY = b"*"
 _LOOPBACK = (b"localhost", b"127.0.0.1", b"[::1]")
@@ -45,23 +49,23 @@ _MAX_KNOWN_HOSTS = 64
 class HostPolicy:
     """Allowed Host headers, with port or for any port, and Origin headers; None: any.
 
-    This protects a server on loopback from DNS rebinding: a web page that makes its own host name
-    resolve to 127.0.0.1 cannot change the Host header of its requests (docs/serving.md, "Web
-    pages").
+    The policy protects a server on loopback from DNS rebinding. In this attack, a web page makes
+    its own host name resolve to 127.0.0.1. The page cannot change the Host header of its requests
+    (docs/serving.md, "Web pages").
     """
 
     hosts: frozenset[bytes] | None = None
     origins: frozenset[bytes] | None = None
     known: set[bytes] = field(default_factory=set, compare=False)
-    """Some of the Host headers that were allowed, as they were sent."""
+    """Some Host headers that were allowed, exactly as clients sent them."""
 
     @classmethod
     def from_options(cls, address: str, port: int, options: ServerOptions) -> HostPolicy:
         """Return the policy of a server that listens on an IP address.
 
-        On loopback, the server allows its own names and those of the options. Elsewhere, it checks
-        only headers for which the options have a list: the names there depend on the proxy in front
-        of it.
+        On loopback, the server allows its own names and the names in the options. On other
+        addresses, the valid names depend on the proxy in front of the server. Therefore only
+        headers for which the options have a list are checked.
         """
         on_loopback = ip_address(address).is_loopback
         hosts, origins = _split_list(options.allowed_hosts), _split_list(options.allowed_origins)
@@ -108,11 +112,11 @@ def _build_refusal(header: str, value: bytes, why: str, option: str) -> RefusedE
 
 
 class TimedConnection(asyncio.Protocol):
-    """A connection whose time is limited.
+    """A connection with time limits.
 
     Attributes:
-        stage, since: what the connection does, and since when on the clock of
-            `ConnectionLimits.now`.
+        stage: what the connection does.
+        since: when this stage began, on the clock of `ConnectionLimits.now`.
     """
 
     transport: asyncio.Transport
@@ -121,7 +125,7 @@ class TimedConnection(asyncio.Protocol):
 
     @abstractmethod
     def time_out(self) -> None:
-        """Reject a request that did not arrive in time."""
+        """Reject a request that did not arrive within the time limit."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -129,12 +133,13 @@ class ConnectionLimits:
     """Limits and clock of all connections of one worker (see `ServerOptions`).
 
     Attributes:
-        now: a clock that advances a few times a second: reading the system's clock for every
-            request costs more.
+        now: a clock that advances a few times a second. Reading the system's clock for every
+            request would cost more.
         open: the connections that were admitted.
-        body_bytes, max_body_bytes: size of all request bodies in memory, as they are received.
-        inflated: the budget of those that are inflated.
-        date_line: the header line of all responses.
+        body_bytes: size of all request bodies in memory, as they were received.
+        max_body_bytes: budget of received and decompressed bodies together.
+        inflated: budget of decompressed bodies.
+        date_line: the header line with the date, which all responses share.
     """
 
     max_connections: int
@@ -161,14 +166,15 @@ class ConnectionLimits:
 
     @property
     def has_room(self) -> bool:
-        """Whether the bodies in memory, received and inflated, are within their budget."""
+        """Whether the bodies in memory, received and decompressed, are within the budget."""
         return self.body_bytes + self.inflated.bytes <= self.max_body_bytes
 
     def admit(self, connection: TimedConnection) -> bool:
-        """Return whether there is room; if necessary, close an idle or slow connection."""
+        """Return whether a connection is admitted; if full, close an idle or slow one."""
         if len(self.open) >= self.max_connections:
             victim = None
-            # A burst of connections must not search all of them each time.
+            # If a search for a victim failed at this clock value, it is not repeated. Otherwise,
+            # every connection of a burst would search all open connections.
             if self._full_at != self.now:
                 late = self.now - _SLOW_S
                 is_late = (
@@ -190,12 +196,12 @@ class ConnectionLimits:
         return True
 
     async def watch(self) -> None:
-        """Close connections that exceed their time, forever."""
+        """Close connections that exceed their time limits, without end."""
         while True:
             await asyncio.sleep(_TICK_S)
             try:
                 self._close_expired()
-            except Exception:  # else no connection would time out any more
+            except Exception:  # otherwise no connection would time out any more
                 _log.exception("connections could not be checked")
 
     def _close_expired(self) -> None:

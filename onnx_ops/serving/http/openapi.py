@@ -40,7 +40,7 @@ _BINARY: Schema = {"application/octet-stream": {"schema": {"type": "string", "fo
 def build_openapi(signatures: Sequence[ModelSignature]) -> Schema:
     """Return the OpenAPI 3.1 document of an endpoint.
 
-    All signatures must be of one model. Equal signatures share schemas.
+    All signatures must belong to one model. Equal signatures share schemas.
     """
     model = signatures[0].model
     error = {"application/json": {"schema": _ref("Error")}}
@@ -187,7 +187,7 @@ def _respond(schema: Schema, *errors: str) -> Schema:
 
 
 def _list_errors(*statuses: str) -> Schema:
-    """Return the errors of an operation, and the errors that every operation has."""
+    """Return the error responses of an operation, including those of all operations."""
     return {status: {"$ref": f"#/components/responses/{status}"} for status in ("403", *statuses)}
 
 
@@ -286,7 +286,7 @@ def _build_schemas(signatures: Collection[ModelSignature]) -> Schema:
 
 
 def _build_tensor(spec: TensorSpec, *, nested: bool) -> Schema:
-    """Return the schema of a tensor: nested data in requests, null in responses."""
+    """Return the schema of a tensor: nested data; in responses, values can be null."""
     rank = len(spec.shape)
     dims = [{"const": d} if isinstance(d, int) else {**_INTEGER, "minimum": 0} for d in spec.shape]
     shape: Schema = {"type": "array", "minItems": rank, "maxItems": rank}

@@ -1,6 +1,6 @@
 """HTML pages of an endpoint: the start page, and the description of its API.
 
-The description is made from the OpenAPI document of the endpoint.
+The description is generated from the OpenAPI document of the endpoint.
 
 The pages have no script and load nothing. Names of models and tensors can be any text, so the
 template escapes every value.
@@ -163,10 +163,7 @@ are those of this server since it started.</p>
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedVersion:
-    """A row of the start page: a version, and the requests that it has answered.
-
-    The version is one of the routing table.
-    """
+    """Row of the start page: a version in the routing table and its request counts."""
 
     version: str
     variant: str
@@ -184,7 +181,7 @@ def list_served(
 
     Args:
         read_counts: returns the numbers of a slot of the shared metrics.
-        out_of_service: a bit for each slot without requests.
+        out_of_service: bit mask of the slots that get no requests.
     """
     split, served = snapshot.table.state.split, []
     by_weight = sorted(
@@ -217,7 +214,7 @@ def _describe_state(loaded: LoadedDeployment | None, failure: str, out_of_servic
     if loaded is None:
         return f"not loaded: {failure}"
     if out_of_service >> loaded.slot & 1:
-        return "out of service: workers died or stood still while they ran it"
+        return "out of service: workers crashed or hung while they ran it"
     return "ready"
 
 
@@ -227,9 +224,9 @@ def _count_statuses(counts: Sequence[int], first: int) -> int:
 
 
 def _describe_rollout(snapshot: TableSnapshot) -> str:
-    """Return the step of the rollout as the traffic shares show it.
+    """Return a description of the rollout's step, derived from the traffic shares.
 
-    The ledger has the number and the verdict of the step.
+    Only the ledger holds the number and the verdict of the step.
     """
     newest, _ = snapshot.table.get_experiment()
     share = snapshot.table.state.split.weights.get(newest, 0)
@@ -242,7 +239,7 @@ def _describe_rollout(snapshot: TableSnapshot) -> str:
 def build_start_page(
     snapshot: TableSnapshot | None, served: Sequence[ServedVersion] = ()
 ) -> RawResponse:
-    """Return the page with what the endpoint serves, and links.
+    """Return the HTML of the start page: the served versions, and links.
 
     `snapshot` is None before the first publication.
     """
@@ -269,7 +266,7 @@ def build_start_page(
 
 
 def build_docs_page(signatures: Sequence[ModelSignature], head: RequestHead) -> RawResponse:
-    """Return the description of the API, with a call of the first of the signatures."""
+    """Return the API description with a sample call of the first signature."""
     document, signature = build_openapi(signatures), signatures[0]
     command, request = build_example(signature, head.get(b"host", _DEFAULT_HOST))
     return _render(
@@ -289,8 +286,8 @@ def build_docs_page(signatures: Sequence[ModelSignature], head: RequestHead) -> 
 def build_example(signature: ModelSignature, host: bytes) -> tuple[str, str]:
     """Return a curl command that calls the model, and a command that writes its file.
 
-    The curl command sends the file if the inputs are large. Otherwise the second command is empty.
-    Both are empty if JSON cannot represent an input.
+    For large inputs, the curl command sends a file that the second command writes. For small
+    inputs, the second command is empty. Both commands are empty if JSON cannot represent an input.
     """
     specs = [spec for name, spec in signature.inputs.items() if name in signature.required]
     if any(spec.dtype == "bfloat16" for spec in specs):
@@ -320,7 +317,8 @@ def build_example(signature: ModelSignature, host: bytes) -> tuple[str, str]:
 def _write_request(document: Mapping[str, Any]) -> str:
     """Return a command that writes a request.
 
-    In `document`, each input has one value. The command repeats it to fill the shape of the input.
+    In `document`, each input has one value. The command repeats this value to fill the shape of the
+    input.
     """
     code = f"import json; r = {dict(document)!a}\n"
     code += (

@@ -2,9 +2,10 @@
 
 Responses are sent in the order of the requests.
 
-A request is answered from the parser's callbacks, without a task or an object for it: its head is a
-dictionary, its body bytes. Only an inference that is queued is answered later. Requests behind it
-wait in `_backlog`, and the client's further data in its socket.
+A request is answered from the parser's callbacks, without a separate task or object. Its head is a
+dictionary, and its body is bytes. Only queued inferences and awaitable responses are answered
+later. Until then, later requests of the connection wait in `_backlog`, and further data of the
+client stays in its socket.
 """
 
 from __future__ import annotations
@@ -49,23 +50,29 @@ _MAX_HEAD_BYTES = 1 << 16
 _MAX_DISCARDED_BYTES = 64 << 20
 _DRAIN_PAUSE_S = 0.05
 _BACKLOG = 2048
-"""Connections that wait to be accepted."""
+"""Number of connections that can wait to be accepted."""
 _LARGE_BODY = 1 << 16
-"""Missing bytes of a body from which it is read without the parser, which would copy each part."""
-_ALIGNMENT = 8
-"""Alignment in bytes of the tensor behind a header.
+"""Number of missing bytes from which a body is read without the parser.
 
-The runtime reads whole elements.
+The parser would copy each part of the body.
+"""
+_ALIGNMENT = 8
+"""Alignment in bytes of the tensor after a header.
+
+ONNX Runtime requires aligned elements.
 """
 _BINARY_LENGTH = BINARY_LENGTH_HEADER.encode()
 _MIN_COMPRESSED = 1 << 14
-"""Bytes from which a response is compressed for clients that accept it.
+"""Size in bytes from which a response is compressed for clients that accept it.
 
-Compression runs on a thread. It takes about 0.2 ms, which smaller responses would not win back.
-Many clients accept it by default.
+Compression runs on a thread and takes about 0.2 ms. Smaller responses would not save that time.
+Many clients accept compression by default.
 """
 _UNIQUE_HEADERS = (b"host", b"origin")
-"""Headers that may occur once at most, as they decide whether a request is allowed."""
+"""Headers that can occur at most once.
+
+The values of these headers decide whether a request is allowed.
+"""
 _LIST_HEADERS = (
     b"connection",
     b"transfer-encoding",
@@ -73,7 +80,9 @@ _LIST_HEADERS = (
     b"content-encoding",
     b"accept-encoding",
 )
-"""Headers whose values are joined, as all of them decide how the request is read (RFC 9110, 5.3).
+"""Headers whose values are joined (RFC 9110, 5.3).
+
+All of the values affect how the request is read.
 """
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _STATUS_LINE = {
@@ -82,19 +91,22 @@ _STATUS_LINE = {
 _METHOD = b":method"
 """Key of the method in a head, if it is HEAD."""
 _BETWEEN, _IN_HEAD, _IN_BODY = range(3)
-"""Where the parser is. Plain numbers, as the lookup of an enumeration's member takes longer."""
+"""Positions of the parser.
+
+They are plain integers, because reading the member of an enumeration takes longer.
+"""
 
 Answer = InferenceRoute | Handler | RawResponse
 """What answers a request.
 
-A response is an error that does not need the body.
+A RawResponse is an error that does not depend on the body.
 """
 Body = RequestBody | bytearray
-"""A body that is being received."""
+"""The part of a request's body that was received."""
 
 
 class RequestRejectedError(Exception):
-    """Raised inside the parser to stop it, and to answer with this status and message."""
+    """Raised inside the parser to stop it and to send this status and message."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -102,7 +114,7 @@ class RequestRejectedError(Exception):
 
 
 class HttpProtocol(TimedConnection):
-    """One connection."""
+    """One HTTP/1.1 connection."""
 
     def __init__(self, app: HttpApp, limits: ConnectionLimits, hosts: HostPolicy) -> None:
         self._app = app
@@ -110,7 +122,7 @@ class HttpProtocol(TimedConnection):
         self._deployments = None if app.service is None else app.service.deployments
         self._limits = limits
         self._hosts = hosts
-        # A length of fewer digits is within the limit.
+        # A length with fewer digits is within the limit
         self._safe_digits = len(str(limits.max_body))
         self.stage = IDLE
         self.since = limits.now
@@ -123,7 +135,7 @@ class HttpProtocol(TimedConnection):
         self._repeated = b""
         self._body: bytes | bytearray | memoryview = b""
         self._answer: Answer | None = None
-        """None behind a head that is already answered."""
+        """What answers the current request; None after a head that was already answered."""
         self._keep_alive = self._is_sized = True
         self._upgrade_offered = self._must_continue = False
         self._discarded_bytes = 0
@@ -137,16 +149,16 @@ class HttpProtocol(TimedConnection):
         self._reset_parser()
 
     def _reset_parser(self) -> None:
-        """Replace the parser by one that is between two messages."""
+        """Replace the parser by a new one, which expects the start of a message."""
         self._parser = httptools.HttpRequestParser(self)
-        # It is ignored, and no error.
+        # The parser then ignores data after `Connection: close` and raises no error.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._feed = self._parser.feed_data
 
     # Events of the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start a connection, or reject it if there is no room."""
+        """Start a connection, or reject it if the limits leave no room for it."""
         self.transport = transport
         if not self._limits.admit(self):
             self._send(
@@ -164,10 +176,10 @@ class HttpProtocol(TimedConnection):
         self._backlog.clear()
         self.stage = REJECTED
         self._reader = None
-        del self._parser, self._feed  # like the reader, they refer to this object
+        del self._parser, self._feed  # these two refer to this object, as the reader does
 
     def pause_writing(self) -> None:
-        """Answer no further request until the client has read enough."""
+        """Stop answering requests until the client has read enough."""
         self._write_paused = self._blocked = True
 
     def resume_writing(self) -> None:
@@ -176,12 +188,12 @@ class HttpProtocol(TimedConnection):
         self._resume()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received data, and ignore offers of another protocol.
+        """Parse received data, and ignore offers to upgrade to another protocol.
 
-        A server may ignore the offer (RFC 9110, 7.8). The parser does not: after such a head it
-        expects the other protocol, and would read the body as the next request
-        (https://github.com/MagicStack/httptools/issues/124). So a new parser gets the head again,
-        without the offer, and all that follows.
+        A server may ignore such an offer (RFC 9110, 7.8), but the parser cannot. After a head with
+        an offer, it expects the other protocol and would read the body as the next request
+        (https://github.com/MagicStack/httptools/issues/124). Therefore a new parser gets the same
+        head without the offer, and all data after it.
         """
         if self.stage is REJECTED:
             self._discarded_bytes += len(data)
@@ -197,7 +209,8 @@ class HttpProtocol(TimedConnection):
                     break
                 except httptools.HttpParserUpgrade as upgrade:
                     rest = memoryview(rest)[upgrade.args[0] :]
-                # Behind the handler, which would replace the context of an error below.
+                # After the exception handler, which would otherwise replace the context of an error
+                # below.
                 self._upgrade_offered = False
                 version = self._parser.get_http_version().encode()
                 start = b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, version)
@@ -223,7 +236,7 @@ class HttpProtocol(TimedConnection):
             self.stage = READING
             self.since = self._limits.now
         if self._place is _IN_HEAD:
-            # Without requests before it.
+            # The bytes of earlier requests in the same data are not counted.
             self._head_bytes += len(data) - (data.rfind(b"\r\n\r\n") + 1)
             if self._head_bytes > _MAX_HEAD_BYTES:
                 self._reject_error(_build_head_error())
@@ -237,9 +250,9 @@ class HttpProtocol(TimedConnection):
                 )
 
     def _set_reader(self, reader: LargeBodyReader | None) -> None:
-        """Let `reader` receive the data, or this object without a reader.
+        """Pass received data to `reader`, or to this object if `reader` is None.
 
-        The transport looks up the receiver when it starts to read, so reading is paused and
+        The transport looks up the receiver when it starts to read. Therefore reading is paused and
         resumed.
         """
         self._reader = reader
@@ -248,7 +261,7 @@ class HttpProtocol(TimedConnection):
         self.transport.resume_reading()
 
     def body_received(self, body: memoryview, size: int) -> None:
-        """Continue with a large body of which `size` bytes have arrived."""
+        """Continue after `size` bytes of a large body have arrived."""
         if not self._hold(size):
             self._reject_overload()
         elif size == len(body):
@@ -258,7 +271,7 @@ class HttpProtocol(TimedConnection):
             self.on_message_complete()
 
     def _hold(self, size: int) -> bool:
-        """Record the bytes of bodies that this connection keeps in memory.
+        """Record the size of the bodies that this connection has in memory.
 
         Return whether the bodies of all connections are within their limit.
         """
@@ -278,14 +291,14 @@ class HttpProtocol(TimedConnection):
         self._head = {}
 
     def on_url(self, url: bytes) -> None:
-        """Add to the request target."""
+        """Append a part of the request target."""
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Add a header; ignore trailers after the body.
 
-        The first of several headers with the same name counts. `_LIST_HEADERS` and
-        `_UNIQUE_HEADERS` are exceptions.
+        Of several headers with the same name, the first one applies. Exceptions are the headers in
+        `_LIST_HEADERS` and `_UNIQUE_HEADERS`.
         """
         if self._place is _IN_BODY:
             return
@@ -298,7 +311,7 @@ class HttpProtocol(TimedConnection):
         elif name in _UNIQUE_HEADERS:
             self._repeated = name
         else:
-            # Only to count its bytes: no header can have this name.
+            # The entry only makes the size of the header count. No header can have this name.
             head[b":%d" % len(head)] = name + value
 
     def on_headers_complete(self) -> None:
@@ -318,7 +331,7 @@ class HttpProtocol(TimedConnection):
             and b"content-encoding" not in head
             and not self._repeated
             and self._parser.get_method() == b"POST"
-            and self._parser.should_keep_alive()  # without the header only in HTTP/1.1
+            and self._parser.should_keep_alive()  # if the header is missing, true only in HTTP/1.1
             and self._head_bytes + self._packet_bytes <= _MAX_HEAD_BYTES
         ):
             self._answer = answer
@@ -329,8 +342,9 @@ class HttpProtocol(TimedConnection):
         self._head_bytes = 0
 
     def _check_head(self, head: dict[bytes, bytes], length: bytes | None) -> None:
-        """Check a head, and find what answers the request. Raises RequestRejectedError."""
-        size = self._head_bytes + self._packet_bytes  # with bytes that are no part of the head
+        """Return what answers a request with this head. Raises RequestRejectedError."""
+        # Includes bytes that do not belong to the head
+        size = self._head_bytes + self._packet_bytes
         if (
             size > _MAX_HEAD_BYTES
             and len(self._url) + sum(map(len, (*head, *head.values()))) > _MAX_HEAD_BYTES
@@ -359,7 +373,7 @@ class HttpProtocol(TimedConnection):
         if length is not None and int(length) > self._limits.max_body:
             raise self._build_size_error()
         if self._parser.should_upgrade():
-            self._upgrade_offered = True  # `data_received` feeds the head again, without the offer
+            self._upgrade_offered = True  # `data_received` parses the head again, without the offer
             return
         self._keep_alive = version == "1.1" and self._parser.should_keep_alive()
         self._find_answer(method, head, length, expects=expects)
@@ -367,7 +381,7 @@ class HttpProtocol(TimedConnection):
     def _find_answer(
         self, method: bytes, head: dict[bytes, bytes], length: bytes | None, *, expects: bool
     ) -> None:
-        """Find what answers a request; respond immediately if the body does not matter."""
+        """Return what answers a request; send a response that does not need the body."""
         answer = self._app.find(method, self._url)
         coding = head.get(b"content-encoding", b"identity").strip().lower()
         if method == b"HEAD":
@@ -419,7 +433,7 @@ class HttpProtocol(TimedConnection):
             return
         self._place = _BETWEEN
         answer, body = self._answer, self._body
-        self._body = b""  # an idle connection keeps no memory
+        self._body = b""  # an idle connection needs no memory for a body
         if self._held_bytes:
             self._hold(0)
         if answer is None:
@@ -436,7 +450,7 @@ class HttpProtocol(TimedConnection):
     def _respond_to(
         self, answer: Answer, head: dict[bytes, bytes], body: Body, keep_alive: bool
     ) -> None:
-        """Answer a request. Its response is the next of this connection."""
+        """Start the next response of this connection."""
         response: RawResponse | PendingRequest | PendingResponse
         if isinstance(answer, InferenceRoute):
             content = body if type(body) is memoryview else bytes(body)
@@ -461,8 +475,8 @@ class HttpProtocol(TimedConnection):
             self._end(linger=isinstance(answer, RawResponse))
 
     def _deliver(self, response: RawResponse) -> None:
-        """Send the response to the queued request, and answer those behind it."""
-        if self._pending is None:  # the client is gone
+        """Send the response to the queued request, and answer the requests after it."""
+        if self._pending is None:  # the client has disconnected
             return
         if len(response.body) >= _MIN_COMPRESSED:
             compressed = self._compress(response, self._pending.head)
@@ -474,9 +488,9 @@ class HttpProtocol(TimedConnection):
         self._send_pending(response)
 
     def _compress(self, response: RawResponse, head: RequestHead) -> RawResponse | PendingResponse:
-        """Return the response, or compress it if the client accepts a coding.
+        """Return a response, compressed if the client accepts a supported coding.
 
-        A compressed response is sent later.
+        The response is compressed on a thread and sent later.
         """
         varying = RawResponse(
             response.status, response.lines + b"vary: accept-encoding\r\n", response.body
@@ -491,7 +505,7 @@ class HttpProtocol(TimedConnection):
         return PendingResponse(head, b"")
 
     def _send_pending(self, response: RawResponse) -> None:
-        if self._pending is None:  # the client has gone meanwhile
+        if self._pending is None:  # the client has disconnected meanwhile
             return
         head, self._pending = self._pending.head, None
         self._hold(0)
@@ -519,10 +533,10 @@ class HttpProtocol(TimedConnection):
         self.since = limits.now
 
     def _end(self, *, linger: bool = False) -> None:
-        """End the connection behind the last response.
+        """End the connection after the last response.
 
-        With `linger`, end it once the client could read the response. A client that still sends
-        would lose the response if the connection was closed immediately.
+        With `linger`, end it only after the client had time to read the response. If the connection
+        of a client that still sends was closed immediately, the client would lose the response.
         """
         self.stage = REJECTED
         self.since = self._limits.now
@@ -537,10 +551,10 @@ class HttpProtocol(TimedConnection):
     def _enqueue(
         self, answer: Answer, head: dict[bytes, bytes], body: Body, keep_alive: bool
     ) -> None:
-        """Keep a request waiting, and leave further data in the socket.
+        """Add a request to the backlog, and stop reading further data from the socket.
 
-        Until a request has to wait, the connection is read. So the end of the client is noticed
-        while its request is queued.
+        The connection is read until a request has to wait. So a disconnect of the client is
+        detected while its first request is queued.
         """
         self._backlog.append((answer, head, body, keep_alive))
         if not self._read_paused:
@@ -548,7 +562,7 @@ class HttpProtocol(TimedConnection):
             self.transport.pause_reading()
 
     def _resume(self) -> None:
-        """Answer the requests that wait, and continue to read."""
+        """Answer the waiting requests, and continue to read."""
         if self._pending is not None or self._write_paused or self.stage is REJECTED:
             return
         self._blocked = False
@@ -571,7 +585,7 @@ class HttpProtocol(TimedConnection):
     # Errors
 
     def time_out(self) -> None:
-        """Reject a request that did not arrive in time."""
+        """Reject a request that did not arrive within the time limit."""
         self._reject(408, "the request did not arrive in time")
 
     def _build_size_error(self) -> RequestRejectedError:
@@ -589,9 +603,9 @@ class HttpProtocol(TimedConnection):
             self._reject(500, "internal error")
 
     def _reject(self, status: int, message: str) -> None:
-        """Answer with an error; end the connection once the client could read it.
+        """Send an error, and end the connection after the client had time to read it.
 
-        A request that was answered before its body was received gets no second response.
+        A request that was answered before its body arrived gets no second response.
         """
         if self.stage is REJECTED:
             return
@@ -621,11 +635,14 @@ class HttpProtocol(TimedConnection):
 
 
 class LargeBodyReader(asyncio.BufferedProtocol):
-    """Receives the rest of a large body in place of its connection, without a copy.
+    """Receiver for the rest of a large body, which replaces the connection's parser.
+
+    Received bytes are written into the memory of the body without a copy.
 
     Args:
-        size: bytes of the body; `start` are the first ones.
-        header_length: bytes of JSON before a tensor, as text; the tensor is aligned.
+        size: size of the body in bytes; `start` holds the first of them.
+        header_length: value of the header with the length of the JSON before a tensor. The tensor
+            is aligned.
     """
 
     def __init__(
@@ -637,17 +654,17 @@ class LargeBodyReader(asyncio.BufferedProtocol):
             if header_length.isdigit() and len(header_length) < 16
             else 0
         )
-        # Not initialized, unlike a bytearray.
+        # The memory is not initialized, unlike that of a bytearray.
         self._body = np.empty(lead + size, np.uint8).data[lead:]
         self._body[: len(start)] = start
         self._size = len(start)
 
     def get_buffer(self, _size_hint: int) -> memoryview:
-        """Return the memory of the bytes that are missing."""
+        """Return the memory for the missing bytes of the body."""
         return self._body[self._size :]
 
     def buffer_updated(self, size: int) -> None:
-        """Count received bytes."""
+        """Count the received bytes; when the body is complete, pass it on."""
         self._size += size
         self._connection.body_received(self._body.toreadonly(), self._size)
 
@@ -672,7 +689,7 @@ def _compress_response(response: RawResponse, coding: bytes) -> RawResponse:
 
 
 def _check_expectation(value: bytes) -> None:
-    """Raise RequestRejectedError if an Expect header has more than 100-continue."""
+    """Raise RequestRejectedError if an Expect header is not exactly 100-continue."""
     if any(each.strip().lower() != b"100-continue" for each in value.split(b",")):
         raise RequestRejectedError(417, "the only supported expectation is 100-continue")
 
@@ -693,7 +710,7 @@ async def serve_connections(
 ) -> None:
     """Accept connections until `stop` is set, then wait for them to end.
 
-    The wait takes at most `drain_s`.
+    The wait takes at most `drain_s` seconds.
     """
     loop = asyncio.get_running_loop()
     server = await loop.create_server(build, sock=listener, backlog=_BACKLOG)

@@ -1,9 +1,9 @@
-"""What passes SageMaker's front door: one header of the caller, one of the answer.
+"""Conversion of the two headers that SageMaker forwards to and from a container.
 
-SageMaker hands `CustomAttributes` and `InferenceId` to a container and drops the caller's other
-headers. Of the answer's headers only `CustomAttributes` comes back. So these carry the user and the
-selected deployment there, and the deployment that answered and its token for feedback back:
-`user=anna;pin=digits-cnn-2`, and `deployment=digits-cnn-2;token=…`.
+SageMaker passes `CustomAttributes` and `InferenceId` to a container, and drops the caller's other
+headers. Of the response's headers, only `CustomAttributes` reaches the caller. In a request, this
+header holds the user and the selected deployment: `user=anna;pin=digits-cnn-2`. In a response, it
+holds the deployment that answered and its feedback token: `deployment=digits-cnn-2;token=…`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,26 @@ from onnx_ops.serving.inference.responses import RawResponse, RequestHead
 CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
 INFERENCE_ID = b"x-amzn-sagemaker-inference-id"
 FEEDBACK_TYPE = b"application/vnd.onnx-ops.feedback+json"
-"""Content type of feedback sent to `/invocations`, the only path that SageMaker calls."""
+"""Content type of feedback that is sent to `/invocations`.
+
+SageMaker calls no other path.
+"""
 
 _REQUEST_ID = REQUEST_ID_HEADER.encode()
 _REQUESTED = {"user": USER_KEY_HEADER.encode(), "pin": PIN_HEADERS[0].encode()}
 _ANSWERED = {DEPLOYMENT_HEADER.encode(): b"deployment", FEEDBACK_HEADER.encode(): b"token"}
 _MAX_BYTES = 1024
-"""Largest custom attributes, by the service's API."""
+"""Largest size of the custom attributes in bytes, as SageMaker's API defines it."""
 
 
 def read_attributes(head: RequestHead) -> RequestHead:
-    """Return the head with the headers that SageMaker's two headers stand for.
+    """Return the head with the headers that SageMaker's two headers represent.
 
-    Values of attributes are percent-encoded where they contain `;` or `%`, or no visible ASCII.
+    A value of an attribute is percent-encoded if it contains `;`, `%`, or a character that is not
+    visible ASCII.
 
     Raises:
-        UserError: an attribute is unknown or given twice, or all are too long.
+        UserError: an attribute is unknown or given twice, or all are too long together.
     """
     text = head.get(CUSTOM_ATTRIBUTES, b"").decode("latin-1")
     if len(text) > _MAX_BYTES:
@@ -58,7 +62,7 @@ def read_attributes(head: RequestHead) -> RequestHead:
 
 
 def add_attributes(response: RawResponse) -> RawResponse:
-    """Add the deployment that answered, and the token for feedback on its answer."""
+    """Return the response with its deployment and feedback token as attributes."""
     headers = (line.partition(b": ") for line in response.lines.split(b"\r\n"))
     found = {_ANSWERED[name]: value for name, _, value in headers if name in _ANSWERED}
     if found:

@@ -27,7 +27,7 @@ EXTENSIONS = ("binary_tensor_data", "model_configuration", "statistics")
 def build_config(loaded: LoadedDeployment) -> Mapping[str, object]:
     """Return the configuration of a model.
 
-    As in Triton, the shapes of a model with a batch size are without axis 0. Other models have
+    As in Triton, the shapes of a model with a batch size do not include axis 0. Other models have
     batch size 0.
     """
     signature = loaded.signature
@@ -58,13 +58,13 @@ def build_statistics(
 ) -> Mapping[str, object]:
     """Return the statistics of a version from the numbers of its slots.
 
-    Triton's other fields are left out: rows of requests, parts of their time, and the time of the
-    last one are not recorded.
+    Triton's other fields are left out. They need the rows of requests, the times of their parts,
+    and the time of the last request, which are not recorded.
     """
     row = [sum(column) for column in zip(*rows, strict=True)]
     successes = row[get_column(200)]
     failed_ns = row[FAILED_NANOSECONDS]
-    # Workers write while they are read.
+    # The result can be below 0, because workers write the numbers while they are read.
     success_ns = max(0, get_request_latency(row).nanoseconds - failed_ns)
     return {
         "name": model,
@@ -80,9 +80,9 @@ def build_statistics(
 def list_models(
     snapshot: TableSnapshot, out_of_service: int = 0, *, only_ready: bool
 ) -> Sequence[Mapping[str, str]]:
-    """Return the name, version and state of each version that a table lists.
+    """Return the name, version and state of each version in a routing table.
 
-    `out_of_service` has a bit for each slot without requests.
+    `out_of_service` is a bit mask of the slots that get no requests.
     """
     models: dict[str, Mapping[str, str]] = {}
     for deployment in snapshot.table.state.deployments:

@@ -1,1 +1,1 @@
-"""Inference: from bytes of a request to bytes of a response."""
+"""Inference: from the bytes of a request to the bytes of its response."""

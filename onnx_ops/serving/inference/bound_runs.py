@@ -1,10 +1,10 @@
 """Runs of small models on dedicated memory.
 
-They are for requests that differ from earlier ones only in their data.
+Such a run serves requests that differ from earlier ones only in their tensor data.
 
-The text before and after the data determines names, types, shapes and outputs. A text that arrives
-twice gets memory to which the session's inputs and outputs are bound, which saves a third of the
-time (docs/adr/0008-endpoint-server.md, "One path").
+The text before and after the data determines names, types, shapes and outputs. If the same text
+arrives a second time, memory is allocated for it. The session's inputs and outputs are bound to
+this memory, which saves a third of the time (docs/adr/0008-endpoint-server.md, "One path").
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from onnx_ops.serving.inference.tensors import RequestBody, may_contain_literals
 _MAX_TEXTS = 256
 _MAX_TEXT_BYTES = 8192
 _MAX_TENSOR_BYTES = 1 << 16
-"""Larger tensors get no dedicated memory."""
+"""Size in bytes above which a tensor gets no dedicated memory."""
 _DATA = b'"data":'
 
 Bind = Callable[[InferenceRequest, Sequence[Array]], "BoundRun | None"]
-"""Returns a bound run for requests like this one, which had these outputs; None if the session
-cannot be bound.
+"""Function that returns a bound run for requests like a given one.
+
+The arguments are the request and its outputs. The result is None if the session cannot be bound.
 """
 
 
@@ -39,10 +40,11 @@ class BoundRun:
 
     Args:
         run: runs the model.
-        request: all but the data of each request; its feed is the memory.
+        request: all parts of the requests but their data. The arrays of its feed are the input
+            memory.
         outputs: the memory of the outputs, in the order of the request.
-        code: type of the elements of the only input in the struct module; empty if JSON cannot be
-            packed into it.
+        code: the struct module's type code for elements of the only input; empty if numbers of JSON
+            cannot be packed into this type.
     """
 
     __slots__ = (
@@ -68,7 +70,7 @@ class BoundRun:
         self._flat = outputs[0].reshape(-1)
         self._is_binary = bool(request.binary)
         self.is_fit = True
-        """Whether the model returned outputs of these shapes until now."""
+        """Whether the model has returned only outputs of these shapes so far."""
         self._start = self._end = self._lines = b""
 
     def learn_response(self, response: RawResponse) -> None:
@@ -81,7 +83,7 @@ class BoundRun:
             self._lines = response.lines
 
     def build_response(self) -> RawResponse | None:
-        """Return the response with the current outputs; None if it has several."""
+        """Return the response with the current outputs; None for several outputs."""
         return (
             RawResponse(200, self._lines, self._start + self._encode() + self._end)
             if self._lines
@@ -96,7 +98,7 @@ class BoundRun:
         )
 
     def load_json(self, data: bytes) -> bool:
-        """Take the numbers of JSON; return whether all of them fit.
+        """Copy the numbers of JSON into the input; return whether all of them fit.
 
         The JSON is a flat list, or a list with one row.
         """
@@ -117,7 +119,7 @@ class BoundRun:
         return True
 
     def load_binary(self, body: RequestBody, at: int) -> None:
-        """Take the bytes behind a header."""
+        """Copy the bytes after a header into the input."""
         for memory in self._memory:
             end = at + len(memory)
             memory[:] = body[at:end]
@@ -125,18 +127,18 @@ class BoundRun:
 
 
 class BoundRuns:
-    """The bound runs of a deployment by the text of requests."""
+    """The bound runs of a deployment, by the text around the data of requests."""
 
     def __init__(self, signature: ModelSignature, bind: Bind) -> None:
         self._signature = signature
         self._bind = bind
         self._known: dict[object, BoundRun | None] = {}
-        """Bound runs by text; None for texts that cannot have one."""
+        """Bound runs by text; None for a text that cannot have a bound run."""
         self._seen: set[int] = set()
-        """Hashes of texts that came once."""
+        """Hashes of texts that arrived once."""
 
     def load(self, body: RequestBody, header_length: int | None) -> BoundRun | None:
-        """Return the run of a known text, with the data of this body; else None."""
+        """Return the run of a known text, loaded with this body's data; None if unknown."""
         if header_length is not None:
             run = self._known.get(bytes(body[:header_length]))
             if run is None or not run.is_fit or len(body) - header_length != run.size:
@@ -157,7 +159,7 @@ class BoundRuns:
         outputs: Sequence[Array],
         response: RawResponse,
     ) -> None:
-        """Learn the text of a request that had these outputs and this response."""
+        """Record the text of a request whose run had these outputs and this response."""
         if header_length is None:
             text = bytes(body)
             start = text.find(_DATA) + len(_DATA)
@@ -177,7 +179,8 @@ class BoundRuns:
             or key in self._known
         ):
             return
-        # A text gets memory when it comes twice: texts that differ in every request would fill it.
+        # A text gets memory when it arrives a second time. Texts that differ in every request would
+        # otherwise fill the memory.
         if hash(key) not in self._seen:
             self._seen = {hash(key), *(self._seen if len(self._seen) < _MAX_TEXTS else ())}
             return
@@ -185,7 +188,7 @@ class BoundRuns:
             self._known = {}
         if header_length is None:
             is_known = self._is_data(*around, request)
-        else:  # else some data is in the header
+        else:  # otherwise some of the data is in the header
             is_known = (
                 sum(array.nbytes for array in request.feed.values()) == len(body) - header_length
             )
@@ -194,10 +197,10 @@ class BoundRuns:
             run.learn_response(response)
 
     def _is_data(self, start: bytes, end: bytes, request: InferenceRequest) -> bool:
-        """Return whether only the data of the only input stands between two texts.
+        """Return whether only the data of the only input is between two texts.
 
-        The request is read again with other numbers in that place. If the input then has these
-        numbers, the place holds its data.
+        The request is parsed again with other numbers at that position. If the input then has these
+        numbers, the position holds the input's data.
         """
         if len(request.feed) != 1:
             return False
@@ -213,7 +216,7 @@ class BoundRuns:
 def _can_be_bound(tensors: Sequence[Array]) -> bool:
     """Return whether tensors can be bound to dedicated memory.
 
-    All of them must be of numbers and not empty. Together they must be small enough.
+    All of them must be numeric and not empty, and together at most as large as the limit.
     """
     size_bytes = 0
     for tensor in tensors:

@@ -1,10 +1,10 @@
 """Counts by cell of users, which a worker writes and the supervisor reads.
 
-The judge of a rollout sets a watch: which two deployments are counted, and which latencies count as
-slow. A request counts in the epoch in which it was routed, whenever it is answered. Each worker has
-a ring of blocks of memory. A block belongs to one epoch of one generation of the routing table,
-under one watch. The block's tag names all three. The next epoch with the same place in the ring
-resets the block.
+The analysis of a rollout sets a watch. The watch defines which two deployments are counted, and
+which latencies count as slow. A request counts in the epoch in which it was routed, regardless of
+when it is answered. Each worker has a ring of memory blocks. A block belongs to one epoch of one
+generation of the routing table, under one watch. The tag of the block names all three. The next
+epoch that uses the same block resets it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _NO_BOUND = len(BOUNDS_S)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OpenBlock:
-    """A block of this worker, and the deployments that are counted in it.
+    """A memory block of this worker, and the deployments that are counted in it.
 
     `sides` has the first cell and the thresholds of each deployment, by slot.
     """
@@ -70,7 +70,7 @@ class _OpenBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CellPlace:
-    """Where a request in progress is counted."""
+    """The place in memory where a request in progress is counted."""
 
     block: _OpenBlock
     at: int
@@ -80,7 +80,7 @@ class CellPlace:
 class CellCounter:
     """Counts of one worker. A worker that replaces another one continues its counts.
 
-    A request costs 0.05 µs without a watch, and 0.7 µs while its deployment is watched
+    Counting a request takes 0.05 µs without a watch, and 0.7 µs if its deployment is watched
     (`benchmarks.count_cost`).
     """
 
@@ -97,7 +97,7 @@ class CellCounter:
 
     @property
     def is_watching(self) -> bool:
-        """Whether any deployments are counted by cell."""
+        """Whether deployments are counted by cell at present."""
         return self._header[WATCH] != 0
 
     def count(self, draw: CellDraw, slot: int, cell: int, status: int, seconds: float) -> None:
@@ -128,21 +128,28 @@ class CellCounter:
         return CellPlace(block, at, side[1])
 
     def finish(self, place: CellPlace, status: int, seconds: float) -> None:
-        """Count a request that was in progress, unless its epoch was closed long ago."""
+        """Count the result of a request that was counted as in progress.
+
+        Nothing is counted if the memory of its epoch has been reused.
+        """
         block = place.block
         if self._ring[_find_place(block.draw.epoch)] is block:
             block.memory.counts[place.at + _IN_PROGRESS] -= 1
             _count(block.memory, place.at, place.limits_s, status, seconds)
 
     def cancel(self, place: CellPlace) -> None:
-        """Withdraw a request that was in progress, unless its epoch was closed long ago."""
+        """Remove a request from the requests in progress.
+
+        Nothing is changed if the memory of its epoch has been reused.
+        """
         if self._ring[_find_place(place.block.draw.epoch)] is place.block:
             place.block.memory.counts[place.at + _IN_PROGRESS] -= 1
 
     def count_feedback(self, draw: CellDraw, slot: int, cell: int, success: bool) -> None:
         """Count an entry of feedback.
 
-        In a split with epochs, it can come too late for the epoch of the answer.
+        In a split with epochs, the epoch of the answer can already be closed when the feedback
+        arrives.
         """
         block = self._block
         if block is None or block.draw is not draw or block.watch != self._header[WATCH]:
@@ -157,9 +164,9 @@ class CellCounter:
             counts[at + CELL_SUCCESSES] += success
 
     def _count_lost(self, slot: int, cell: int) -> None:
-        """Count the request that the worker before this one lost, as an error.
+        """Count the request that this worker's predecessor lost, as an error.
 
-        That worker ran the request on its event loop when it died.
+        The predecessor was running the request on its event loop when it died.
         """
         side = _read_sides(self._header).get(slot)
         blocks = [
@@ -172,9 +179,9 @@ class CellCounter:
             _count(last, (side[0] + cell - 1) * CELL_NUMBERS, side[1], 500, 0.0)
 
     def _open_block(self, draw: CellDraw) -> _OpenBlock:
-        """Make the block of a draw the present one, and return it.
+        """Return the block of a draw after making it the current block.
 
-        Its counts continue if a worker before this one has begun them.
+        If the previous worker had begun this block, its counts continue.
         """
         watch, place = self._header[WATCH], _find_place(draw.epoch)
         memory = self._memory[place]
@@ -191,9 +198,9 @@ class CellCounter:
 
 
 def _find_place(epoch: int) -> int:
-    """Return the place of the block of an epoch.
+    """Return the index of the block of an epoch.
 
-    The last block is that of splits without epochs, which have epoch 0.
+    The last block is for splits without epochs. Their epoch number is 0.
     """
     return epoch % RING if epoch else RING
 
@@ -223,9 +230,9 @@ def _list_cell(memory: CellBlock, at: int) -> None:
 
 
 def _read_sides(header: memoryview) -> dict[int, tuple[int, Sequence[float]]]:
-    """Return the slots that the watch names.
+    """Return the watched deployments by slot.
 
-    Each slot has its first cell, and its thresholds in seconds.
+    Each of them has its first cell, and its thresholds in seconds.
     """
     sides: dict[int, tuple[int, Sequence[float]]] = {}
     for side in range(2):
@@ -237,7 +244,7 @@ def _read_sides(header: memoryview) -> dict[int, tuple[int, Sequence[float]]]:
 
 
 def _view(memory: CellBlock) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """Return the numbers of the listed cells, and the counts of all cells.
+    """Return arrays over the numbers of the listed cells and the counts of all cells.
 
     The shapes are (n,) and (`BLOCK_CELLS`, `CELL_NUMBERS`).
     """
@@ -247,7 +254,7 @@ def _view(memory: CellBlock) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uin
 
 def _reset(memory: CellBlock) -> None:
     memory.tag[_GENERATION] = memory.tag[_EPOCH] = memory.tag[_WATCH] = (
-        0  # no reader takes a block that is being reset
+        0  # readers skip a block that is being reset
     )
     listed, counts = _view(memory)
     counts[listed] = 0
@@ -255,7 +262,7 @@ def _reset(memory: CellBlock) -> None:
 
 
 def _take_over(memory: CellBlock) -> None:
-    """Count the requests that a worker left unanswered when it died, as errors.
+    """Count the requests that a worker had not answered when it died, as errors.
 
     The connections of its clients were closed.
     """
@@ -264,15 +271,15 @@ def _take_over(memory: CellBlock) -> None:
     counts[listed, CELL_REQUESTS] += lost
     counts[listed, CELL_ERRORS] += lost
     counts[listed, _IN_PROGRESS] = 0
-    counts[listed, _LISTED] = 1  # it died between the two steps of `_list_cell`
+    counts[listed, _LISTED] = 1  # the worker died between the two steps of `_list_cell`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CellTotals:
-    """Counts of all workers by cell.
+    """Counts by cell, summed over all workers.
 
-    The numbers of the cells have shape (n,), their fields (n, `CELL_FIELDS`). Cells of the second
-    deployment follow those of the first.
+    The cell numbers have shape (n,), and the counts have shape (n, `CELL_FIELDS`). Cells of the
+    second deployment follow those of the first.
     """
 
     cells: npt.NDArray[np.int64]
@@ -280,7 +287,7 @@ class CellTotals:
     in_progress: npt.NDArray[np.int64]
 
     def with_requests_in_progress(self, *, are_errors: bool) -> CellTotals:
-        """Return the counts with requests in progress as errors, or as successes."""
+        """Return the counts with requests in progress added as errors, or as successes."""
         counts = self.counts.copy()
         counts[:, CELL_REQUESTS] += self.in_progress
         if are_errors:
@@ -289,7 +296,7 @@ class CellTotals:
 
 
 def sum_cells(shared: SharedMetrics, generation: int, epoch: int) -> CellTotals:
-    """Return the counts of an epoch under the present watch, summed over the workers."""
+    """Return the counts of an epoch under the current watch, summed over the workers."""
     tag = [generation, epoch, shared.header[WATCH]]
     parts = []
     for worker in range(shared.workers):

@@ -1,4 +1,4 @@
-"""The loaded deployments of a worker, and the table that routes to them."""
+"""The loaded deployments of a worker, and the table that routes requests to them."""
 
 from __future__ import annotations
 
@@ -41,28 +41,34 @@ _log = logging.getLogger(__name__)
 
 _BINARY_LENGTH = BINARY_LENGTH_HEADER.encode()
 _MAX_INLINE_TEXT = 1 << 16
-"""Longer text is read on a thread: on the event loop it would delay other requests."""
-_MAX_INLINE_BODY = 1 << 20
-"""Longer bodies in the binary form are read on a thread too.
+"""Length from which a text is read on a thread.
 
-Only their header is text.
+On the event loop, reading it would delay other requests.
+"""
+_MAX_INLINE_BODY = 1 << 20
+"""Size from which a body in the binary form is read on a thread.
+
+Only the header of such a body is text.
 """
 _MAX_REPLICA_BYTES = 64 << 20
-"""Bytes of a model above which there is no control replica.
+"""Size in bytes of a model above which it has no control replica.
 
-Larger models are out of the processor's caches at any share of the traffic, and memory can be
-short.
+Larger models do not stay in the processor's caches at any share of the traffic, and a replica of
+them could exhaust the memory.
 """
 
 Run = Callable[..., Sequence[Array]]
-"""Returns outputs by name for a feed. Runs on a thread pass the options of a `RunMonitor`."""
+"""Function that returns outputs by name for a feed.
+
+Runs on a thread pass the options of a `RunMonitor`.
+"""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DeployedModel:
     """A deployment with its loaded model.
 
-    It reads requests, runs the model, and writes responses.
+    It decodes requests, runs the model, and encodes responses.
 
     Args:
         run: returns outputs by name for a feed; thread-safe.
@@ -86,9 +92,9 @@ class DeployedModel:
         body: RequestBody,
         charge: Charge = lambda _: None,
     ) -> InferenceRequest:
-        """Decode a request. Raises UserError if it does not fit the model.
+        """Return the decoded request. Raises UserError if it does not fit the model.
 
-        An inflated body is charged.
+        The size of a decompressed body is charged with `charge`.
         """
         if route.coding:
             body = inflate(body, route.coding, self.max_body, charge)
@@ -106,21 +112,21 @@ class DeployedModel:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-# The shape of an output depends on the data, or the model rejects it.
+# The shape of an output can depend on the data, and the model can reject the request.
 class LoadedDeployment(DeployedModel):
-    """A loaded deployment of a worker, with what it needs to answer clients.
+    """A loaded deployment of a worker, with everything that answering clients needs.
 
     Args:
-        bound_runs: for requests that run inline.
-        row: where its counters are kept, in slot `slot`.
-        queue: of requests that do not run inline.
+        bound_runs: bound runs of requests that run inline.
+        row: the counters of the deployment, in slot `slot`.
+        queue: requests that do not run inline.
         latency: estimate of the duration of `run`.
-        options: of runs on the event loop.
-        is_unbounded: the inputs decide how often a part of the model runs.
-        must_queue: no request runs on the event loop.
-        release_memory: returns memory that large requests have needed.
-        size_bytes: of the model's files.
-        warm_up: next requests whose latency is not compared.
+        options: options of runs on the event loop.
+        is_unbounded: whether the inputs decide how often a part of the model runs.
+        must_queue: whether no request runs on the event loop.
+        release_memory: returns memory that large requests have needed to the system.
+        size_bytes: size of the model's files.
+        warm_up: number of the next requests whose latency is not compared.
     """
 
     row: MetricsRow
@@ -186,7 +192,7 @@ class LoadedDeployment(DeployedModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceRoute:
-    """The selection by the path of a request, and the content coding of its body.
+    """What the path of a request selects, and the content coding of its body.
 
     Without a model, the path selects any model.
     """
@@ -199,12 +205,12 @@ class InferenceRoute:
 
 @dataclass(frozen=True, slots=True)
 class ControlReplica:
-    """A second copy of the main deployment, with the traffic share of the other one.
+    """A second copy of the main deployment, with the other deployment's traffic share.
 
-    A model that seldom runs finds its weights outside the processor's caches: a model of 12 MB took
-    470 µs instead of 250 at a tenth of the traffic. So the deployment with less traffic is compared
-    with a replica of the other one that has the same small share: the requests to `loaded` in
-    comparable slots.
+    The weights of a model that seldom runs are not in the processor's caches. At a tenth of the
+    traffic, a model of 12 MB took 470 µs instead of 250 µs. Therefore the deployment with less
+    traffic is compared with a replica of the other deployment. The replica gets the same small
+    share: the requests to `loaded` in comparable slots.
     """
 
     loaded: LoadedDeployment
@@ -215,8 +221,8 @@ class ControlReplica:
 class TableRevision:
     """A table to publish, with the slots of its deployments in the metrics.
 
-    `split_number` is the number of its split: one more than that of the revision before if the
-    split is another one.
+    `split_number` is the number of the table's split. It is one higher than in the previous
+    revision if the split has changed.
     """
 
     number: int
@@ -246,7 +252,7 @@ class TableRevision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSnapshot:
-    """One revision of the table, with everything that a request needs.
+    """One revision of the table, with everything that answering a request needs.
 
     Attributes:
         deployments: loaded deployments by name.
@@ -254,8 +260,8 @@ class TableSnapshot:
         routes: paths of inference as bytes.
         shadow: deployments with the percentage of requests that are mirrored to them.
         tokens: seals the tokens of answers; None if the table has no key.
-        split_number: that of the revision.
-        loaded_at: Unix time of the moment when this worker had loaded the table.
+        split_number: number of the revision's split.
+        loaded_at: Unix time at which this worker had loaded the table.
     """
 
     revision: int
@@ -272,7 +278,7 @@ class TableSnapshot:
     loaded_at: float = field(default_factory=time.time)  # noqa: TID251 (for people)
 
     def list_loaded(self) -> tuple[LoadedDeployment, ...]:
-        """Return all deployments and replicas that the snapshot keeps loaded."""
+        """Return all loaded deployments and replicas of the snapshot."""
         return (
             *self.deployments.values(),
             *(() if self.control is None else (self.control.replica,)),
@@ -292,7 +298,7 @@ class TableSnapshot:
         return loaded
 
     def get_version(self, version: str) -> LoadedDeployment:
-        """Return the deployment of a version. Raises NotFoundError if there is none."""
+        """Return the deployment of a version. Raises NotFoundError for an unknown version."""
         for deployment in self.table.state.deployments:
             if deployment.version == version:
                 return self.get_deployment(deployment.name)
@@ -301,8 +307,9 @@ class TableSnapshot:
     def get_leader(self, previous: LatencyEstimator) -> LatencyEstimator:
         """Return the latency of the leading deployment, which decides where models run.
 
-        The leader stays the same while it gets traffic, that is until a rollout ends. Otherwise it
-        is the deployment with the most traffic, and the oldest among equals.
+        The leader stays the same while it gets traffic, which is until a rollout ends. Otherwise,
+        the deployment with the most traffic becomes the leader, and the oldest of several with
+        equal traffic.
         """
         weights = self.table.state.split.weights
         serving = {
@@ -314,9 +321,9 @@ class TableSnapshot:
         return serving[max(names, key=weights.__getitem__)] if names else previous
 
     def queue_unbounded(self) -> None:
-        """Run no request on the event loop if any deployment with traffic must not.
+        """Run no request on the event loop if one deployment with traffic must be queued.
 
-        All deployments then run alike.
+        This makes all deployments run in the same way.
         """
         serving = [
             loaded
@@ -330,7 +337,7 @@ class TableSnapshot:
     def is_warm(self) -> bool:
         """Return whether latency is compared from now on.
 
-        It must be compared for every deployment with traffic.
+        The latency of every deployment with traffic must be comparable.
         """
         serving = [
             self.deployments[name] for name in set(self.router.slots) if name in self.deployments
@@ -350,18 +357,19 @@ class PendingRequest:
     """An inference request that is queued.
 
     Attributes:
-        started_at, deadline, expires_at: on the clock of `time.perf_counter`. It does not begin to
-            run after `deadline`, and does not run any longer after `expires_at`.
-        draw: the assignment of users by which the deployment was chosen; None if the client has
-            chosen it.
+        started_at: when the request arrived. This and the next two times are on the clock of
+            `time.perf_counter`.
+        deadline: time after which the request does not start to run.
+        expires_at: time at which its run is ended.
+        draw: the assignment of users that selected the deployment; None if the client selected it.
         cell: the user's cell, or `KEYLESS_CELL`.
         place: where the request is counted as in progress, if it is counted by user.
         is_judged: whether its result counts for or against its version.
-        comparable: whether its latency may be compared with other deployments (see
+        comparable: whether its latency can be compared with other deployments (see
             `TrafficRouter`).
         queue_seconds: time in the queue.
         service_seconds: run time, if the request ran alone.
-        abandoned: the client is gone.
+        abandoned: whether the client has disconnected.
     """
 
     route: InferenceRoute
@@ -384,16 +392,18 @@ class PendingRequest:
 
 
 Load = Callable[[Deployment, MetricsRow, bool], LoadedDeployment]
-"""Loads a deployment that counts in a row; if it is a control replica, without sharing memory with
-the first copy.
+"""Function that loads a deployment, which counts in a row.
+
+The memory of a control replica is not shared with the first copy.
 """
 
 
 class LoadedDeployments:
-    """Snapshots of a worker: published, previous, and prepared ones.
+    """Snapshots of a worker: the current one, the previous one, and prepared ones.
 
-    `get_current`, `discard` and `release` belong to the event loop; `restore` and `prepare` to one
-    other thread. While these run, the event loop must not switch to another revision.
+    `get_current`, `discard` and `release` must be called on the event loop, and `restore` and
+    `prepare` on one other thread. While one of the latter two runs, the event loop must not switch
+    to another revision.
     """
 
     def __init__(
@@ -401,7 +411,10 @@ class LoadedDeployments:
     ) -> None:
         self.endpoint = endpoint
         self.routes: Mapping[bytes, InferenceRoute] = {}
-        """Paths of the snapshot that answered last; a newer snapshot can be published."""
+        """Inference paths of the snapshot that answered last.
+
+        A newer snapshot can already be published.
+        """
         self.leader = LatencyEstimator()
         self.shared = shared
         self.worker = worker
@@ -413,10 +426,10 @@ class LoadedDeployments:
         self._retired: list[TableSnapshot] = []
 
     def get_current(self) -> TableSnapshot:
-        """Return the snapshot of the published revision. Switch to it if it is new.
+        """Return the snapshot of the published revision, after switching to a new one.
 
         Raises:
-            ServiceUnavailableError: before the first publication.
+            ServiceUnavailableError: no table is published yet, or this worker has not prepared it.
         """
         snapshot = self._snapshot
         revision = self._header[0]
@@ -431,7 +444,7 @@ class LoadedDeployments:
             self.routes = snapshot.routes
             self.leader = snapshot.get_leader(self.leader)
             snapshot.queue_unbounded()
-            # Some may have been published unnoticed.
+            # Several revisions can have been published since the last call.
             for number in sorted(n for n in self._prepared if n <= revision):
                 if self._previous is not None:
                     self._retired.append(self._previous)
@@ -440,7 +453,7 @@ class LoadedDeployments:
 
     @property
     def last(self) -> TableSnapshot | None:
-        """The snapshot that answered last, for other threads than the event loop's."""
+        """The snapshot that answered last, for threads other than the event loop's."""
         return self._snapshot
 
     def get_published(self) -> TableSnapshot | None:
@@ -450,7 +463,7 @@ class LoadedDeployments:
     def restore(self, revision: TableRevision, refusal: str = "") -> Mapping[str, str]:
         """Load a table after a restart; return failed deployments with the reason.
 
-        If there is a reason for `refusal`, no deployment is loaded.
+        If `refusal` holds a reason, no deployment is loaded.
         """
         deployments: dict[str, LoadedDeployment] = {}
         listed = revision.table.state.deployments
@@ -467,9 +480,9 @@ class LoadedDeployments:
         return failed
 
     def prepare(self, revision: TableRevision) -> None:
-        """Load the deployments of a table, so that switching to it takes no time.
+        """Load the deployments of a table before the event loop switches to it.
 
-        Raises what `load_model` raises.
+        Switching then takes no time. Raises what `load_model` raises.
         """
         loaded = {
             d.deployment: d
@@ -483,12 +496,15 @@ class LoadedDeployments:
         self._add_snapshot(revision, deployments, {})
 
     def discard(self, revision: int) -> None:
-        """Drop a prepared revision that is not going to be published."""
+        """Drop a prepared revision that will not be published."""
         if (snapshot := self._prepared.pop(revision, None)) is not None:
             self._retired.append(snapshot)
 
     def release(self) -> list[LoadedDeployment]:
-        """Return unneeded deployments. Freeing large models takes time."""
+        """Return the deployments that are no longer needed; the caller frees their memory.
+
+        Freeing large models takes time.
+        """
         retired, self._retired = self._retired, []
         needed = {
             loaded for snapshot in self._list_snapshots() for loaded in snapshot.list_loaded()
@@ -544,7 +560,11 @@ class LoadedDeployments:
     def _build_control(
         self, table: RoutingTable, deployments: Mapping[str, LoadedDeployment]
     ) -> ControlReplica | None:
-        """Return the control replica, if there are two deployments and it is affordable."""
+        """Return the control replica; None if it is not needed or cannot be loaded.
+
+        It is needed for two deployments with different traffic shares, if the model is not too
+        large.
+        """
         shares = sorted(
             (weight, name) for name, weight in table.state.split.weights.items() if weight
         )
@@ -566,7 +586,7 @@ class LoadedDeployments:
         except OnnxOpsError as error:
             _log.warning("%s has no control replica: %s", loaded.deployment.name, error)
             return None
-        # All counters but the gauges of its queue are shared.
+        # The replica shares all counters with the original, except the gauges of its queue.
         replica.row, replica.slot = (
             loaded.row,
             loaded.slot,

@@ -1,4 +1,4 @@
-"""Feedback that clients report, for the deployment that sent the response."""
+"""Feedback that clients send about the deployment that sent the response."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnx_ops.serving.inference.deployments import LoadedDeployments, TableSnaps
 from onnx_ops.serving.metrics import REQUEST_IDS, SLOTS
 
 MAX_FEEDBACK = 1000
-"""Entries of feedback in one body."""
+"""Maximum number of feedback entries in one body."""
 _SLOT_BITS, _CELL_BITS, _SPLIT_BITS, _EPOCH_BITS = (
     (SLOTS - 1).bit_length(),
     KEYLESS_CELL.bit_length(),
@@ -25,16 +25,16 @@ _SLOT_BITS, _CELL_BITS, _SPLIT_BITS, _EPOCH_BITS = (
 _VALUE_BITS = _SLOT_BITS + _CELL_BITS + _SPLIT_BITS
 _HASH_MASK = (1 << 64) - 1
 _SUBJECTS = ("token", "request_id", "key", "deployment")
-"""What an entry of feedback is about: exactly one of these."""
+"""What an entry of feedback refers to. An entry has exactly one of these keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """The deployment that an entry of feedback is about, and the cell of the user.
+    """The deployment and the user's cell that an entry of feedback refers to.
 
-    Feedback on an answer under another split is no evidence (`is_judged`). Early feedback is often
-    better than late feedback: a candidate that has just begun has only early feedback, and would
-    win against a version with both.
+    Feedback on an answer under an earlier split is no evidence (`is_judged`). Feedback that arrives
+    soon is often better than feedback that arrives late. A candidate that has just started has only
+    early feedback, and would therefore win against a version with both kinds.
     """
 
     slot: int
@@ -43,16 +43,16 @@ class _Subject:
 
 
 class FeedbackCounter:
-    """Counts feedback that clients report, for the deployment that sent the response.
+    """Counts feedback that clients send, for the deployment that sent the response.
 
-    Each worker remembers its last request ids in memory that all workers read. An entry is one
-    number: 36 bits of a hash of the id, the last 8 of the number of the split, 14 of the user's
-    cell and 6 of the slot, at the place that the hash selects. A later request can overwrite it;
-    the feedback is then unknown. An id is counted once. Feedback by key is about the last answer to
-    the user's cell.
+    Each worker stores its last request ids in memory that all workers read. The entry of a request
+    is one number, at the index that the hash of the id selects. It consists of 36 bits of the hash,
+    the last 8 bits of the split's number, 14 bits of the user's cell, and 6 bits of the slot. A
+    later request can overwrite the entry; the feedback is then unknown. Each id is counted once.
+    Feedback by key refers to the last answer to the user's cell.
 
-    The token of an answer (see `FeedbackTokens`) is counted by any server of the endpoint, and once
-    by each. All workers remember the stamps of counted tokens in the same memory.
+    Any server of the endpoint can count the token of an answer (see `FeedbackTokens`), and each
+    server counts a token once. All workers store the stamps of counted tokens in the same memory.
     """
 
     def __init__(self, deployments: LoadedDeployments, cells: CellCounter) -> None:
@@ -66,11 +66,11 @@ class FeedbackCounter:
     def remember(
         self, request_id: bytes | None, slot: int, split: int, epoch: int, cell: int
     ) -> None:
-        """Remember which deployment answered a request.
+        """Store which deployment answered a request, by request id and by user's cell.
 
-        The deployment is stored for the request's id, and as the last one for the user's cell.
-        Later splits and epochs have higher numbers. One call does both, since every request makes
-        it.
+        In the entry of a cell, the split and the epoch are the highest bits. So the highest entry
+        of all workers belongs to the latest answer. Every request calls this method, so one call
+        writes both entries.
         """
         if cell != KEYLESS_CELL:
             self._answers[cell] = (split << _EPOCH_BITS | epoch) << _SLOT_BITS | slot
@@ -82,8 +82,8 @@ class FeedbackCounter:
     def count(self, body: bytes) -> tuple[int, int]:
         """Count the feedback in a body.
 
-        Return the number of counted and of unknown entries. If the body is invalid (UserError),
-        nothing is counted.
+        Return the number of counted entries and of unknown entries. If the body is invalid
+        (UserError), nothing is counted.
         """
         entries = _read_entries(body)
         unknown = 0
@@ -104,8 +104,8 @@ class FeedbackCounter:
     def _count_cell(self, subject: _Subject, success: bool) -> None:
         """Count feedback by user.
 
-        It counts only if the present split is the one that has assigned the user. Epochs have no
-        feedback: they would be closed before it arrives.
+        Feedback counts only if the present split has assigned the user. In a split with epochs, no
+        feedback is counted by user, because an epoch is closed before its feedback arrives.
         """
         try:
             snapshot = self._deployments.get_current()
@@ -121,7 +121,7 @@ class FeedbackCounter:
         self._cells.count_feedback(snapshot.router.get_draw(0), subject.slot, subject.cell, success)
 
     def _find_subject(self, entry: dict[str, Any]) -> _Subject | None:
-        """Return the subject of an entry; forget its request id."""
+        """Return the subject of an entry, and delete its request id."""
         try:
             if "deployment" in entry:
                 loaded = self._deployments.get_current().get_deployment(entry["deployment"])
@@ -146,7 +146,7 @@ class FeedbackCounter:
         return None
 
     def _find_sealed(self, text: str) -> _Subject | None:
-        """Return the subject of a token that has not counted yet."""
+        """Return the subject of a token that was not counted before."""
         snapshot = self._deployments.get_current()
         token = None if snapshot.tokens is None else snapshot.tokens.open(text)
         if token is None:
@@ -155,10 +155,11 @@ class FeedbackCounter:
         return _Subject(slot, token.cell, token.is_current) if self._admit(token.stamp) else None
 
     def _admit(self, stamp: int) -> bool:
-        """Return whether a token has not counted yet, and remember it.
+        """Return whether a token was not counted before, and record it.
 
-        A bucket keeps the last stamps. Whether an older token has counted is unknown, so it does
-        not count any more. Two workers that get a token in the same microsecond can both count it.
+        A bucket holds the stamps of the last tokens. An older token is not counted, because it is
+        unknown whether it was counted before. If two workers get the same token within a
+        microsecond, both can count it.
         """
         bucket = self._shared.get_token_bucket(stamp)
         stamps = bucket.tolist()
@@ -171,8 +172,8 @@ class FeedbackCounter:
     def _find_answer(self, key: bytes) -> _Subject | None:
         """Return which deployment answered a user's cell last.
 
-        If this server has not answered the cell, and users do not change with the epoch, it is the
-        deployment that would answer. The split of the answer is unknown in that case.
+        If this server has not answered the cell, and users do not change with the epoch, return the
+        deployment that would answer. In that case, the split of the answer is unknown.
         """
         snapshot = self._deployments.get_current()
         cell = snapshot.router.get_cell(key)
@@ -190,7 +191,7 @@ class FeedbackCounter:
 
 
 def _find_sticky_slot(snapshot: TableSnapshot, cell: int) -> int:
-    """Return the slot of the deployment of a cell.
+    """Return the slot of the deployment that answers a cell in a sticky split.
 
     Raises ServiceUnavailableError if the deployment is not loaded.
     """
@@ -226,6 +227,6 @@ def _read_entries(body: bytes) -> list[dict[str, Any]]:
 def _hash_id(request_id: bytes) -> int:
     """Return 36 bits of the hash of a request id, never 0.
 
-    Python's hash is the same in all processes that were forked from one process.
+    Python's hash of a value is the same in all forks of one process.
     """
     return (hash(request_id) & _HASH_MASK) >> _VALUE_BITS or 1

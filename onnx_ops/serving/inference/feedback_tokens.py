@@ -1,4 +1,4 @@
-"""Tokens of answers, by which feedback finds the deployment that answered.
+"""Tokens of answers, with which feedback identifies the deployment that answered.
 
 Any server of the endpoint can count the feedback.
 """
@@ -28,11 +28,11 @@ class FeedbackToken:
     """The content of an authentic token.
 
     Attributes:
-        stamp: nanoseconds since the epoch when it was sealed, another one for each token of a
+        stamp: nanoseconds since the epoch when the token was sealed; different for each token of a
             worker.
         deployment: name of the deployment that answered.
         cell: the user's cell, or `KEYLESS_CELL`.
-        is_current: whether the answer was given under the present split.
+        is_current: whether the answer was sent under the present split.
     """
 
     stamp: int
@@ -42,13 +42,13 @@ class FeedbackToken:
 
 
 class FeedbackTokens:
-    """Seals and opens tokens under one table, which has a feedback key.
+    """Seals and opens tokens under a routing table that has a feedback key.
 
-    A token is a nonce and a content, sealed by AES-GCM (NIST SP 800-38D), in base64url: clients can
-    neither read nor change it. The nonce is a random prefix of this object and a stamp that grows,
-    so it never repeats. The content is a digest of the deployment's name and files, one of the
-    split, and the user's cell: what all servers of an endpoint share, unlike slots. Sealing takes 1
-    µs (`benchmarks.count_cost`).
+    A token is a nonce and a content, sealed with AES-GCM (NIST SP 800-38D), in base64url. So
+    clients can neither read nor change it. The nonce is a random prefix of this object and an
+    increasing stamp, so it never repeats. The content is a digest of the deployment's name and
+    files, a digest of the split, and the user's cell. All servers of an endpoint share these
+    values, unlike slots. Sealing takes 1 µs (`benchmarks.count_cost`).
     """
 
     def __init__(self, table: RoutingTable) -> None:
@@ -78,10 +78,10 @@ class FeedbackTokens:
         return _LINE % self.seal(deployment, cell)
 
     def open(self, text: str) -> FeedbackToken | None:
-        """Return the content of a token; None if it is not valid.
+        """Return the content of a token; None for an invalid token.
 
-        A token is not valid if it is of another endpoint, was changed, or is of a deployment that
-        is gone.
+        A token is invalid if it belongs to another endpoint, was changed, or names a deployment
+        that no longer exists.
         """
         if len(text) != _TOKEN_CHARACTERS or not text.isascii():
             return None

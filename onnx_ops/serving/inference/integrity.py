@@ -1,4 +1,4 @@
-"""Integrity of a deployment: manifest and signatures. Needs no runtime."""
+"""Verification of a deployment's manifest and signatures, without the runtime."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _log = logging.getLogger(__name__)
 
 BINDING_FILE = "binding.json"
 COPIES_FOLDER = "models"
-"""Private copies of the models' files, in the server's folder."""
+"""Folder in the server's folder with private copies of the models' files."""
 _BLOCK_BYTES = 1 << 20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MAX_UNUSED_COPIES = 2
 """Maximum number of copies that no deployment uses.
 
-A rollback to the previous version needs no new copy.
+Unused copies let a rollback to a previous version start without copying.
 """
 
 
@@ -52,7 +52,7 @@ class EndpointBinding:
 class TrustPolicy:
     """Keys that a server trusts, and the model and target that it is bound to.
 
-    The server's folder holds the binding after the first publication.
+    After the first publication, the binding is stored in the server's folder.
     """
 
     def __init__(self, keys: TrustedKeys, folder: Path) -> None:
@@ -61,11 +61,11 @@ class TrustPolicy:
 
     @classmethod
     def from_options(cls, folder: Path, options: ServerOptions) -> TrustPolicy | None:
-        """Return the policy of a server; None if it requires no signatures."""
+        """Return the policy of a server; None if the server requires no signatures."""
         return cls(TrustedKeys.of(options.trusted_keys), folder) if options.trusted_keys else None
 
     def authorize(self, deployment: Deployment) -> Record:
-        """Return the signed record that permits loading the deployment here.
+        """Return the signed record that permits this server to load the deployment.
 
         Raises RefusedError.
         """
@@ -98,14 +98,14 @@ class TrustPolicy:
 
 
 class ModelCopies:
-    """Private copies of the models' files, by their manifest's digest.
+    """Private copies of the models' files, by the digest of their manifest.
 
-    Other processes can change the files of a deployment at any time, also between a check and the
-    opening of a file. So a file is read there only once, for its copy. The copy is compared with
+    Other processes can change the files of a deployment at any time, even between a check and the
+    opening of a file. Therefore each file is read only once, to copy it. The copy is compared with
     the manifest, and only the copy is opened. Only the server's user may write in the folder of the
     copies.
 
-    A copy costs the disk space of the model. It is hashed at each load, as a damaged one is made
+    A copy needs the disk space of the model. It is hashed at each load, and a damaged copy is made
     again.
     """
 
@@ -116,14 +116,15 @@ class ModelCopies:
     def fetch(self, deployment: Deployment) -> Path:
         """Return the folder with the verified copy of a deployment's files.
 
-        The files are copied if needed. Without a trust policy, no signature is required.
+        The files are copied if there is no intact copy. Without a trust policy, no signature is
+        required.
 
         Raises:
             RefusedError: no trusted key has signed these files, or a library of custom operators.
             NotFoundError: the deployment's folder does not exist.
             DigestMismatchError: the files differ from the manifest, or a library is not among them.
             InfrastructureError: the files cannot be read or copied.
-            ServiceUnavailableError: there is no room for the copy.
+            ServiceUnavailableError: the disk has no space for the copy.
         """
         record = None if self._trust is None else self._trust.authorize(deployment)
         copy = self._folder / hex_digits(deployment.manifest)
@@ -146,9 +147,10 @@ class ModelCopies:
         return copy
 
     def retain(self, deployments: Iterable[Deployment]) -> None:
-        """Delete all copies but those of these deployments, and a few that were used last.
+        """Delete all copies except those of these deployments and a few unused ones.
 
-        Processes that have opened a deleted file keep its content.
+        The last used of the unused copies remain. A process that has opened a deleted file can
+        still read it.
         """
         needed = {hex_digits(deployment.manifest) for deployment in deployments}
         try:
@@ -157,7 +159,7 @@ class ModelCopies:
                 for path in self._folder.iterdir()
                 if path.is_dir() and _get_copy_name(path) not in needed
             ]
-            # Unfinished copies of killed processes last.
+            # Unfinished copies of killed processes come last, so that they are deleted.
             unused.sort(
                 key=lambda path: (path.name.startswith(TEMPORARY), -path.stat().st_mtime_ns)
             )
@@ -173,14 +175,15 @@ class ModelCopies:
         """Copy the files of a deployment, verify the copy, and return its manifest."""
         source = Path(deployment.location)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # One process copies, and the others wait for it.
+        # One process makes the copy, and the others wait until it is complete.
         with hold_lock(copy.with_name(f"{copy.name}.lock")):
             if (present := _read_copy(copy, deployment.manifest)) is not None:
                 return present
             if not source.is_dir():
                 raise NotFoundError("the model folder does not exist", where=str(source))
             temporary = copy.with_name(f"{TEMPORARY}{copy.name}")
-            shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+            # The unfinished copy of a process that was killed
+            shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(mode=0o700)
             try:
                 manifest = _copy_files(source, temporary)
@@ -193,7 +196,7 @@ class ModelCopies:
                         remedy="Fetch the version again; its files were changed after they were "
                         "registered.",
                     )
-                shutil.rmtree(copy, ignore_errors=True)  # a damaged one
+                shutil.rmtree(copy, ignore_errors=True)  # the copy is damaged
                 temporary.rename(copy)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -201,7 +204,7 @@ class ModelCopies:
 
 
 def _read_copy(copy: Path, digest: Digest) -> Manifest | None:
-    """Return the manifest of an intact copy, else None."""
+    """Return the manifest of an intact copy; None if the copy is missing or damaged."""
     if not copy.is_dir():
         return None
     manifest = digest_folder(copy)
@@ -220,15 +223,16 @@ def _copy_files(source: Path, target: Path) -> Manifest:
 
 
 def _copy_file(path: Path, copy: Path) -> Digest:
-    """Read a file once, and write it; return the digest of what was written."""
+    """Read a file once and write its copy; return the digest of the written bytes."""
     state = hashlib.sha256()
-    # Without blocking: the file may have become a pipe that no process writes to.
+    # The file is opened without blocking, because it can have become a pipe that no process writes
+    # to.
     with (
         open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as original,
         copy.open("xb") as stream,
     ):
         status = os.fstat(original.fileno())
-        # A file that grows meanwhile is cut.
+        # If the file grows meanwhile, only the bytes up to its first size are copied.
         rest = status.st_size if stat.S_ISREG(status.st_mode) else 0
         while rest and (block := original.read(min(_BLOCK_BYTES, rest))):
             state.update(block)
@@ -244,7 +248,7 @@ def _get_copy_name(path: Path) -> str:
 def _verify_libraries(deployment: Deployment, manifest: Manifest, record: Record | None) -> None:
     """Verify the libraries of custom operators of a deployment.
 
-    They must be in the manifest. The target of a signed record must declare them.
+    The manifest must contain them. The target in a signed record must declare them.
     """
     for library in deployment.custom_ops:
         if library not in manifest:

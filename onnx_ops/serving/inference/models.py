@@ -1,4 +1,4 @@
-"""Models in memory: sessions, the cache of packed models, loading, warm-up."""
+"""Models in memory: sessions, the cache of packed models, loading and warm-up."""
 
 from __future__ import annotations
 
@@ -57,10 +57,13 @@ RUNTIME_ERRORS = (
 )
 
 _UNKNOWN_CATEGORY = "Unknown Category"
-"""Message of a `Fail` that only the inputs cause: OneHotEncoder of `handle_unknown="error"`."""
+"""Message of a `Fail` error that only inputs cause.
+
+OneHotEncoder with `handle_unknown="error"` raises this error.
+"""
 
 BOUND_ERRORS = (RuntimeError, *RUNTIME_ERRORS)
-"""Errors of a bound run, which the runtime does not always convert."""
+"""Errors that a bound run can raise; the runtime does not always convert them."""
 
 _LEVELS = {
     "disabled": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -75,23 +78,25 @@ _ENTRY = "entry.json"
 _ENTRY_FORMAT = 2
 _MIN_WEIGHT_BYTES = 1024
 _MIN_ALIGNED_BYTES = (1 << 20) + 1
-"""Bytes of a weight from which the runtime aligns what it writes.
+"""Size in bytes of a weight from which the runtime aligns it in the file.
 
 See github.com/microsoft/onnxruntime/pull/23069. The runtime writes the packed form of smaller
-weights right behind them. Its kernels crash unless the packed form is at a multiple of
-`_ALIGNMENT`.
+weights directly after the previous weight. Its kernels crash unless the packed form starts at a
+multiple of `_ALIGNMENT`.
 """
 _ALIGNMENT = 64
 _PACKED_PLACE = re.compile(rb"\|(\d+);\d+;")
-"""Place of packed weights in their file, as the runtime writes it into the model:
-`KEY|OFFSET;LENGTH;FLAGS`.
+"""Position of packed weights in their file.
+
+The runtime writes the position into the model as `KEY|OFFSET;LENGTH;FLAGS`.
 """
 _MAX_ENTRIES = 8
 _LOOP_OPERATORS = (b'"\x04Loop', b'"\x04Scan')
-"""The type of a node in a file: field 4, its length, its name.
+"""Encoded types of loop nodes in a model file: field 4, the length, and the name.
 
-The bodies of loops allocate memory in every pass. Two threads that run such a model at the same
-time spend most of their time on the lock of the session's arena: runs of 380 µs took 800.
+The bodies of loops allocate memory in every iteration. If two threads run such a model at the same
+time, they spend most of the time waiting for the lock of the session's arena. Runs of 380 µs then
+took 800 µs.
 """
 _UNBOUNDED_OPERATORS = (
     *_LOOP_OPERATORS,
@@ -101,7 +106,7 @@ _UNBOUNDED_OPERATORS = (
     b'"\x0cGreedySearch',
     b'"\x08Sampling',
 )
-"""Operators that run graphs as often as their inputs determine.
+"""Operators that run subgraphs as often as their inputs determine.
 
 The runtime converts the operators after `_LOOP_OPERATORS` to loops.
 """
@@ -121,20 +126,21 @@ def open_session(
     cache: Path | None = None,
     **entries: str,
 ) -> Any:
-    """Open a session that runs a model as its target does.
+    """Open a session that runs a model as its target specifies.
 
-    The model is loaded by path: loading from bytes would block the interpreter.
+    The model is loaded by path, because loading from bytes would block the interpreter.
 
     Args:
-        libraries: of custom operators. They must be verified: loading a library runs its code.
-        optimize: not needed if the graph was optimized before it was written.
+        libraries: libraries of custom operators. They must be verified, because loading a library
+            runs its code.
+        optimize: whether to optimize the graph; not needed for a file with an optimized graph.
         cache: value of `{cache}` in options of providers.
-        entries: further configuration of the session; `optimized_model_filepath` is where the
-            result is written.
+        entries: further configuration of the session. `optimized_model_filepath` is the path to
+            which the result is written.
 
     Raises:
         InfrastructureError: an execution provider is not available, or does not start.
-        one of RUNTIME_ERRORS: the runtime cannot load it.
+        one of RUNTIME_ERRORS: the runtime cannot load the model.
     """
     execution = execution or Execution()
     wanted = [provider.name for provider in execution.providers]
@@ -171,7 +177,7 @@ def _build_options(path: Path, settings: SessionSettings, *, optimize: bool) -> 
     options.graph_optimization_level = _LEVELS[settings.graph_level if optimize else "disabled"]
     options.enable_cpu_mem_arena = not _has_operator(path, _LOOP_OPERATORS)  # see `_LOOP_OPERATORS`
     options.log_severity_level = (
-        4  # errors are raised anyway; clients must not be able to fill the log
+        4  # errors are raised as exceptions; clients must not be able to fill the log
     )
     for kind in ("intra_op", "inter_op"):
         options.add_session_config_entry(
@@ -183,9 +189,9 @@ def _build_options(path: Path, settings: SessionSettings, *, optimize: bool) -> 
 
 
 def _fill_cache(providers: Sequence[Provider], cache: Path | None) -> list[dict[str, str]]:
-    """Return the options of each provider with the cache's folder.
+    """Return the options of each provider with the path of the cache folder filled in.
 
-    The folder is made if an option names it.
+    The folder is created if an option contains it.
     """
     if cache is not None and any(
         "{cache}" in value for each in providers for value in each.options.values()
@@ -208,13 +214,14 @@ def _build_provider_error(wanted: Sequence[str], why: str) -> InfrastructureErro
 
 
 def _has_operator(path: Path, operators: Sequence[bytes]) -> bool:
-    """Return whether a model can have one of these operators.
+    """Return whether the bytes of a model file contain one of these operators.
 
-    All of its graphs and functions are searched.
+    All graphs and functions of the model are searched. A match can be accidental.
     """
     overlap, end = max(map(len, operators)), b""
     with path.open("rb") as file:
-        # One search in 2 GB would block the interpreter for seconds.
+        # The file is searched in pieces. One search in 2 GB would block the interpreter for
+        # seconds.
         while piece := file.read(_SEARCHED_BYTES):
             text = end + piece
             if any(operator in text for operator in operators):
@@ -231,11 +238,11 @@ def measure_folder(folder: Path) -> int:
 class PackedModelCache:
     """Optimized models with packed weights, mapped by all workers of a machine.
 
-    The key of an entry is the model's manifest, the processor's features and the runtime's version.
-    An entry is used only while its files have the digests that were recorded when it was made. It
-    is made only if its model returns the same bits as the original.
+    The key of an entry consists of the model's manifest, the processor's features and the runtime's
+    version. An entry is used only while its files have the digests that were recorded when it was
+    made. It is made only if its model returns the same bits as the original.
 
-    Only the server's user may write in its folder. Models below `min_bytes` get no entry.
+    Only the server's user may write in its folder. Models smaller than `min_bytes` have no entry.
     """
 
     def __init__(self, folder: Path, min_bytes: int) -> None:
@@ -262,7 +269,7 @@ class PackedModelCache:
             return open_model(path)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # One worker makes it, and the others wait.
+            # One worker makes the entry, and the others wait until it is complete.
             with hold_lock(self._folder / f"{entry.name}.lock"):
                 return self._open_entry(entry, open_model) or self._make_entry(
                     path, entry, open_model
@@ -272,7 +279,7 @@ class PackedModelCache:
             return open_model(path)
 
     def _open_entry(self, entry: Path, open_model: Callable[..., Any]) -> Any:
-        """Return a session from an entry; None if there is no valid one."""
+        """Return a session from an entry; None if the entry is missing or invalid."""
         try:
             recorded = json.loads((entry / _ENTRY).read_bytes())
             if recorded != _describe_entry(entry):
@@ -287,7 +294,7 @@ class PackedModelCache:
 
     def _make_entry(self, path: Path, entry: Path, open_model: Callable[..., Any]) -> Any:
         temporary = entry.with_name(f".tmp-{entry.name}")
-        # Of a process that was killed while it held the lock.
+        # The folder belongs to a process that was killed while it held the lock.
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(mode=0o700)
         try:
@@ -310,7 +317,8 @@ class PackedModelCache:
                 sync_path(written)
             shutil.rmtree(entry, ignore_errors=True)
             temporary.rename(entry)
-            # Keep the entries used last. A process that has mapped another one keeps its files.
+            # The entries that were used last are kept. A process that has mapped the files of a
+            # deleted entry can still read them.
             entries = [
                 p for p in self._folder.iterdir() if p.is_dir() and not p.name.startswith(".tmp-")
             ]
@@ -343,15 +351,15 @@ def _save_packed(path: Path, folder: Path, open_model: Callable[..., Any], least
 def _is_aligned(model: Path) -> bool:
     """Return whether all packed weights of a model are aligned.
 
-    The kernels can use aligned weights where they are in the mapped file.
+    The kernels can use aligned weights directly in the mapped file.
     """
     return not any(int(place) % _ALIGNMENT for place in _PACKED_PLACE.findall(model.read_bytes()))
 
 
 def return_same_bits(first: Any, second: Any) -> bool:
-    """Return whether two sessions agree to the bit on zeros and random numbers.
+    """Return whether two sessions return the same bits for zeros and random numbers.
 
-    A model that cannot be run on them is not a match.
+    The result is False if a session cannot run on these inputs.
     """
     for draw in (None, np.random.default_rng(_SEED)):
         try:
@@ -374,7 +382,7 @@ def _build_sample(spec: TensorSpec, random: np.random.Generator | None = None) -
         return np.full(shape, "", dtype=object)
     if random is not None and spec.dtype.startswith("float"):
         return random.standard_normal(shape).astype(spec.dtype)
-    # Integers may be indices, which have a range.
+    # Integers can be indices, which must be within a range.
     return np.zeros(shape, get_numpy_dtype(spec.dtype))
 
 
@@ -384,7 +392,7 @@ def get_first_line(error: Exception) -> str:
 
 
 def _compute_key(deployment: Deployment, libraries: Sequence[Path]) -> Digest:
-    """Return the key of an entry. Paths of libraries contain their digests."""
+    """Return the key of an entry. The paths of libraries contain their digests."""
     operators = (
         {"custom_ops": [str(path.relative_to(path.parents[2])) for path in libraries]}
         if libraries
@@ -420,11 +428,11 @@ def _describe_entry(folder: Path) -> dict[str, object]:
 class LoadedModel:
     """A loaded model. `run` is thread-safe.
 
-    `native` is the runtime's function behind `session.run`, which also checks for missing inputs
-    and fallback providers; these checks take a sixth of the time of a small model. `options` are
-    those of runs on the event loop. `seconds` is the time of a run on one row; 0 if unknown.
-    `size_bytes` are those of all files. `is_unbounded` is whether the inputs decide how often a
-    part of the model runs.
+    `native` is the runtime's function behind `session.run`. `session.run` also checks for missing
+    inputs and fallback providers, which takes a sixth of the time of a small model. `options` are
+    the options of runs on the event loop. `seconds` is the time of a run on one row; 0 if unknown.
+    `size_bytes` is the size of all files. `is_unbounded` states whether the inputs decide how often
+    a part of the model runs.
     """
 
     deployment: Deployment
@@ -439,7 +447,7 @@ class LoadedModel:
     def run(self, outputs: Sequence[str], feed: Tensors, options: Any = None) -> Sequence[Array]:
         """Return the named outputs.
 
-        `options` are those of a run on a thread (see `RunMonitor`).
+        `options` are the options of a run on a thread (see `RunMonitor`).
 
         Raises InputsRejectedError, RunTimeoutError or InfrastructureError.
         """
@@ -463,12 +471,12 @@ class LoadedModel:
         return arrays
 
     def bind(self, request: InferenceRequest, arrays: Sequence[Array]) -> BoundRun | None:
-        """Return a bound run for requests like this one; None if there is none.
+        """Return a bound run for requests like this one; None if it cannot be bound.
 
-        `arrays` are the outputs that the request had. A run that returns other bits is not used.
+        `arrays` are the outputs of the request. A bound run that returns other bits is not used.
         """
-        # `session.run_with_iobinding` first looks for a graph of WebGPU, which takes ten times as
-        # long as a small run. So the function that it calls next is called directly.
+        # `session.run_with_iobinding` first searches for a WebGPU graph, which takes ten times as
+        # long as a small run. Therefore the function that it calls next is called directly.
         native = getattr(getattr(self.session, "_sess", None), "run_with_iobinding", None)
         if native is None or self.session.get_providers() != [CPU]:
             return None
@@ -506,7 +514,7 @@ class LoadedModel:
             if self.signature.outputs[name].dtype == "bfloat16":
                 shape = tuple(value.shape())
                 size = int(np.prod(shape)) * 2
-                # A copy: the memory ends with `value`.
+                # The bits are copied, because the memory is freed with `value`.
                 bits = ctypes.string_at(value.data_ptr(), size) if size else b""
                 arrays.append(np.frombuffer(bits, np.uint16).reshape(shape))
             else:
@@ -516,8 +524,8 @@ class LoadedModel:
     def warm_up(self) -> float:
         """Run the model on zeros; return the seconds of the last run.
 
-        Every free dimension has size 1. The seconds are 0 if the model does not run on such sizes
-        or categories. If only the batch size and numbers were assumed, the model must run.
+        Every free dimension has size 1. The result is 0 if the model does not run on such sizes or
+        categories. A model for which only the batch size and numbers were assumed must run.
         """
         feed = self._build_least_feed()
         started_at = 0.0
@@ -526,7 +534,7 @@ class LoadedModel:
                 started_at = time.perf_counter()
                 self.run(tuple(self.signature.outputs), feed)
         except (UserError, InfrastructureError) as error:
-            is_guess = any(  # of a size, or of a category
+            is_guess = any(  # whether a size other than the batch, or a category, was assumed
                 any(isinstance(d, str) for d in spec.shape[1:])
                 or spec.dtype == "string"
                 or (spec.dtype == "int64" and spec.shape[1:] == (1,))
@@ -553,7 +561,7 @@ class LoadedModel:
     def release_memory(self) -> None:
         """Return unused memory of the session's arena to the system.
 
-        The arena returns memory only at the end of a run, so the model runs once.
+        The arena returns memory only at the end of a run. Therefore the model runs once.
         """
         if self.session.get_session_options().enable_cpu_mem_arena:
             options = ort.RunOptions()
@@ -562,7 +570,7 @@ class LoadedModel:
                 self.run(tuple(self.signature.outputs), self._build_least_feed(), options)
 
     def run_random(self) -> None:
-        """Run the model once on random numbers, which it may reject."""
+        """Run the model once on random numbers; the model can reject them."""
         random = np.random.default_rng(_SEED)
         feed = {
             name: _build_sample(self.signature.inputs[name], random)
@@ -575,9 +583,9 @@ class LoadedModel:
 def load_model(
     deployment: Deployment, copies: ModelCopies, cache: PackedModelCache | None = None
 ) -> LoadedModel:
-    """Load a model from the verified copy of its files, and warm it up.
+    """Return a model, loaded from the verified copy of its files and warmed up.
 
-    See `ModelCopies.fetch` for the copy.
+    `ModelCopies.fetch` makes the copy.
 
     Raises:
         UserError: the protocol cannot represent an input or output of the model.
@@ -616,9 +624,9 @@ def load_model(
 def _build_signature(session: Any, deployment: Deployment, path: Path) -> ModelSignature:
     """Return the model's signature.
 
-    Inputs of ONNX's optional type may be omitted; so may inputs with a default of a single element.
-    Larger defaults are weights of a model that was exported with them as inputs; clients do not see
-    them.
+    Requests can omit inputs of ONNX's optional type, and inputs with a default of a single element.
+    Larger defaults are weights of a model that was exported with its weights as inputs. Clients do
+    not see such inputs.
     """
     nodes = session.get_inputs()
     defaults = [node for node in session.get_overridable_initializers() if set(node.shape) <= {1}]

@@ -1,8 +1,8 @@
 """Log of answered requests: lines of JSON, and OpenTelemetry spans.
 
-The spans go to a collector and need the extra `otel`. Requests are recorded when their responses
-are ready, and written on a thread. The standard variables configure the spans: the collector, the
-sampler, the limits of its queue
+The spans are sent to a collector and need the extra `otel`. Requests are recorded when their
+responses are ready, and are written on a thread. The standard variables configure the collector,
+the sampler, and the limits of the span queue
 (https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/).
 """
 
@@ -38,15 +38,15 @@ _SERVER_ERROR = 500
 RequestRecord = tuple[float, bytes | None, bytes | None, InferenceRoute, str, int, float, float]
 """An answered request.
 
-In order: when the response was ready, in seconds since the epoch; request id; trace context; route;
-name of the deployment; status; seconds in the queue; seconds in all.
+The fields are, in order: when the response was ready, in seconds since the epoch; request id; trace
+context; route; name of the deployment; status; seconds in the queue; seconds in total.
 """
 Writer = Callable[[Sequence[RequestRecord]], object]
-"""Writes records. May raise any exception."""
+"""Function that writes records. It can raise any exception."""
 
 
 class RequestLog:
-    """Passes answered requests to writers, in a thread, ten times per second.
+    """Passes answered requests to writers, on a thread, ten times per second.
 
     Requests beyond the capacity of the buffer are dropped and counted.
     """
@@ -68,7 +68,7 @@ class RequestLog:
         queue_s: float,
         seconds: float,
     ) -> None:
-        """Add a request. `seconds` is the whole time until its response was ready."""
+        """Add a request. `seconds` is the total time until its response was ready."""
         if len(self._records) >= _MAX_LOG_RECORDS:
             self._row[LOG_DROPPED] += 1
             return
@@ -78,7 +78,7 @@ class RequestLog:
         self._records.append((now, *ids, route, name, status, queue_s, seconds))
 
     def close(self) -> None:
-        """Write the rest of the buffer."""
+        """Write the remaining records of the buffer."""
         self._stopped.set()
         self._thread.join()
 
@@ -102,8 +102,8 @@ class RequestLog:
 def open_access_log(path: str) -> Writer:
     """Return a function that appends one JSON line per inference to a file.
 
-    The path `-` is standard output. Whole lines are appended with one write, so that several
-    workers can share a file.
+    The path `-` is standard output. One write appends whole lines, so that several workers can
+    share a file.
     """
     file = (
         1
@@ -140,7 +140,7 @@ def _format_id(value: bytes | None) -> str | None:
 
 
 def find_collector() -> str:
-    """Return the variable that names the collector; empty if no spans are wanted."""
+    """Return the variable that names the collector; empty if none is configured."""
     if (
         os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
         or os.environ.get("OTEL_TRACES_EXPORTER") == "none"
@@ -173,7 +173,7 @@ class SpanWriter:
         self._extract = TraceContextTextMapPropagator().extract
 
     def write(self, records: Sequence[RequestRecord]) -> None:
-        """Make a span of each request."""
+        """Create a span for each request."""
         from opentelemetry.trace import SpanKind, StatusCode
 
         for at, request_id, trace_parent, route, deployment, status, queue_s, seconds in records:
@@ -203,7 +203,7 @@ class SpanWriter:
             span.end(end_time=int(at * 1e9))
 
     def close(self) -> None:
-        """Send the remaining spans, if the collector accepts them soon.
+        """Send the remaining spans, within a short time limit.
 
         The collector must not delay the end of this process.
         """

@@ -1,10 +1,10 @@
 """Queues of requests, one for each deployment, and the threads that run them.
 
-A queue adds no delay: a thread takes what arrived while it was busy and runs it immediately. It
-runs one batch if the model's rows are independent of each other, else one request after the other.
-Under light load no request waits; under heavy load batches grow. Requests that the event loop reads
-in one turn are queued together before a thread takes them: else the first one would run alone, for
-almost the time of a batch.
+A queue adds no delay. A thread takes the requests that arrived while it was busy, and runs them
+immediately. It runs them as one batch if the model's rows are independent of each other, otherwise
+one after the other. Under light load no request waits, and under heavy load batches grow. Requests
+that the event loop reads in one turn are queued together before a thread takes them. Otherwise the
+first request would run alone, and the others would wait almost as long as a batch takes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from onnx_ops.serving.metrics import IN_PROGRESS, QUEUED, MetricsRow
 T = TypeVar("T")
 
 MAX_BATCH = 64
-"""Requests of one batch."""
+"""Maximum number of requests in one batch."""
 _SINGLE_EVERY = 16
-"""One in so many batches of a queue holds one request alone.
+"""Every 16th batch of a queue holds only one request.
 
-Versions are compared by such requests. Under heavy load there might be none otherwise.
+Versions are compared by requests that run alone. Under heavy load, no other request might run
+alone.
 """
 _MAX_RETRY_S = 60
 _MIN_OVERDUE_S = 20e-3
@@ -36,9 +37,9 @@ _OVERDUE_BATCHES = 4
 _WEIGHT = 1 / 8
 
 _LEAVE_INLINE_S = 1.25 * INLINE_S
-"""Run time in seconds above which a model leaves the event loop.
+"""Run time in seconds above which a model no longer runs on the event loop.
 
-It is above `INLINE_S`, so that a model at the limit does not alternate.
+The value is above `INLINE_S`, so that a model with a run time near the limit does not alternate.
 """
 _FAR_SLOWER_S = 4 * INLINE_S
 _STALL_RATIO = 4
@@ -47,23 +48,25 @@ _NO_STALL_S = 100e-3
 
 @dataclass(slots=True, eq=False)
 class LatencyEstimator:
-    """Exponentially weighted mean of run times in seconds, each with weight 1/8.
+    """Exponentially weighted mean of run times in seconds; each run has weight 1/8.
 
-    A run during which the system took the processor away looks like a slow one. Therefore a slow
-    run of a fast model counts as at most 1 ms or four times the mean, so that a single one does not
+    If the system suspends a run to run another process, a fast model looks slow. Therefore a slow
+    run of a fast model counts as at most 1 ms or four times the mean. So a single slow run does not
     move the model off the event loop. Runs of more than 100 ms count in full.
     """
 
     seconds: float = 0.0
     is_fast: bool = field(init=False)
-    """Whether the model should run on the event loop. Between the two limits it stays where it is.
+    """Whether the model should run on the event loop.
+
+    If the mean is between the two limits, the value does not change.
     """
 
     def __post_init__(self) -> None:
         self.is_fast = self.seconds < INLINE_S
 
     def observe(self, seconds: float) -> None:
-        """Add a run."""
+        """Add the run time of a run."""
         before = self.seconds
         if _FAR_SLOWER_S < seconds < _NO_STALL_S and before < _FAR_SLOWER_S:
             seconds = min(seconds, max(_FAR_SLOWER_S, _STALL_RATIO * before))
@@ -73,16 +76,19 @@ class LatencyEstimator:
     def should_run_inline(self, leader: LatencyEstimator) -> bool:
         """Return whether the model should run on the event loop.
 
-        The same model is about 50 µs slower on a thread. Two versions with run times near the limit
-        would differ for that alone. So the leader decides for all deployments, except for those
-        that are far slower than it can be.
+        The same model is about 50 µs slower on a thread. This alone would make two versions with
+        run times near the limit differ. Therefore the leader decides for all deployments.
+        Deployments that are far slower than a leader on the event loop can be are exceptions.
         """
         return leader.is_fast and (leader is self or self.seconds < _FAR_SLOWER_S)
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Requests that a thread runs. If `overdue`, exempt from the thread limit."""
+    """Requests that a thread runs.
+
+    A batch that is `overdue` does not count for the thread limit.
+    """
 
     queue: RequestQueue[Any]
     items: Sequence[Any]
@@ -95,19 +101,19 @@ class WorkerThreads:
 
     See docs/adr/0008-endpoint-server.md.
 
-    Requests start in the order of their arrival, across all queues. If each queue had its own turn,
-    the version with most of the traffic would also have most of the waiting, and a rollout would
-    see a difference where there is none. For the same reason, queues have no threads of their own:
-    a model was measured 45 % slower on one of two threads.
+    Requests start in the order of their arrival, across all queues. If the queues took turns, the
+    version with most of the traffic would also have most of the waiting. A rollout would then
+    measure a difference between equal versions. For the same reason, queues have no separate
+    threads: a model was measured 45 % slower on one of two threads.
 
-    A batch that takes far longer than those of the queue that waits for it is overdue. Another
-    batch then starts beside it, so that a model that hangs delays no other.
+    A batch is overdue if it takes far longer than the batches of a waiting queue. Another batch
+    then starts beside it. So a model that hangs does not delay other models.
 
-    While `is_isolating`, batches of only one queue run at the same time, except beside overdue
-    ones. So the queue whose batch ends the process is known (see `worker_health`).
+    While `is_isolating`, only batches of one queue run at the same time, except beside overdue
+    batches. So the queue whose batch ends the process is known (see `worker_health`).
 
     Args:
-        limit: batches at the same time, without overdue ones.
+        limit: number of batches at the same time, without overdue batches.
         defer: calls a function at the end of the event loop's turn.
     """
 
@@ -120,9 +126,9 @@ class WorkerThreads:
         self.defer = defer
         self.is_isolating = False
         self.changed = threading.Condition(threading.Lock())
-        """Guards everything here and in the queues."""
+        """Lock for the state of this object and of its queues."""
         self._idle: list[SimpleQueue[_Batch]] = []
-        """One for each idle thread, which waits for its next batch there."""
+        """One queue for each idle thread, from which the thread takes its next batch."""
         self._batches: list[_Batch] = []
         self._waiting: list[RequestQueue[Any]] = []
         self._arrivals = 0
@@ -131,14 +137,14 @@ class WorkerThreads:
         self._is_deferred = False
 
     def add_arrival(self, queue: RequestQueue[Any]) -> int:
-        """Return the number of an arriving request. Call with the lock held."""
+        """Return the sequence number of an arriving request. The caller holds the lock."""
         if queue not in self._waiting:
             self._waiting.append(queue)
         self._arrivals += 1
         return self._arrivals
 
     def start_soon(self) -> None:
-        """Start batches at the end of the event loop's turn."""
+        """Start batches at the end of the event loop's current turn."""
         if not self._is_deferred:
             self._is_deferred = True
             self.defer(self._start_deferred)
@@ -169,12 +175,15 @@ class WorkerThreads:
             started.put(batch)
 
     def count_queued(self, queue: RequestQueue[Any]) -> int:
-        """Return the requests before a new one, without queues of hanging models."""
+        """Return the number of requests ahead of a new one.
+
+        Requests in queues of models that hang are not counted.
+        """
         hanging = {batch.queue for batch in self._batches if batch.overdue} - {queue}
         return sum(len(other) for other in self._waiting if other not in hanging)
 
     def _run_batches(self, started: SimpleQueue[_Batch]) -> None:
-        """Run one batch after the other until there is none, then wait in `started`."""
+        """Run batches until none is waiting, then wait for the next one in `started`."""
         while True:
             batch: _Batch | None = started.get()
             while batch is not None:
@@ -186,7 +195,7 @@ class WorkerThreads:
                     )
                     if (batch := self._take_batch()) is None:
                         self._idle.append(started)
-                    # The other threads wait for the end of another queue's batch, too.
+                    # The other threads also wait until a batch of another queue ends.
                     elif self.is_isolating:
                         self._start_batches()
 
@@ -204,12 +213,12 @@ class WorkerThreads:
         return batch
 
     def _find_next_queue(self) -> RequestQueue[Any] | None:
-        """Return the queue with the oldest request, of those below their own limit."""
+        """Return the queue with the oldest request, among queues below their batch limit."""
         ready = [queue for queue in self._waiting if queue.running_batches < queue.max_batches]
         return min(ready, key=lambda queue: queue.oldest, default=None)
 
     def _find_overdue(self) -> tuple[float, _Batch] | None:
-        """Return when a batch becomes overdue (`time.perf_counter`), and which."""
+        """Return when a batch becomes overdue (`time.perf_counter`), and this batch."""
         queue = self._find_next_queue()
         if queue is None:
             return None
@@ -242,9 +251,9 @@ class RequestQueue(Generic[T]):
 
     Args:
         run: runs the items of a batch, on one of the threads. It must not raise.
-        limit: items that may wait in all queues that wait for each other.
-        max_batch: items of one batch.
-        max_batches: batches at the same time.
+        limit: maximum number of items in all queues that wait for each other.
+        max_batch: maximum number of items in one batch.
+        max_batches: maximum number of batches at the same time.
     """
 
     threads: WorkerThreads
@@ -256,7 +265,7 @@ class RequestQueue(Generic[T]):
     latency: LatencyEstimator
     running_batches: int = 0
     batch_s: float = 0.0
-    """Exponentially weighted mean of the duration of its batches in seconds."""
+    """Exponentially weighted mean of the duration of this queue's batches in seconds."""
     _items: deque[tuple[int, T]] = field(default_factory=deque)
     _running_items: int = 0
     _batches: int = 0
@@ -280,7 +289,7 @@ class RequestQueue(Generic[T]):
 
     @property
     def oldest(self) -> int:
-        """Arrival number of the request that has waited longest."""
+        """Sequence number of the request that has waited longest."""
         return self._items[0][0]
 
     def take_batch(self) -> list[T]:

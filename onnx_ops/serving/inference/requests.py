@@ -1,6 +1,6 @@
-"""Bodies of requests: Open Inference v2, MLflow's scoring forms, CSV.
+"""Request bodies: Open Inference v2, MLflow's scoring forms, and CSV.
 
-Every function raises `UserError` (or `TooLargeError`) with a message that names the tensor.
+Every function raises `UserError` or `TooLargeError`. The message names the tensor.
 
 - https://github.com/kserve/open-inference-protocol (inference_rest.md), and its extension for
   binary data as in Triton and KServe: `Inference-Header-Content-Length` bytes of JSON, then the
@@ -31,8 +31,9 @@ from onnx_ops.serving.inference.tensors import (
 
 MLFLOW_FORMS = ("inputs", "instances", "dataframe_split", "dataframe_records")
 SAGEMAKER_TYPE = "application/vnd.sagemaker-triton.binary+json"
-"""Content type of the binary form where no header but the content type passes:
-`;json-header-size=N` is added.
+"""Content type of the binary form for clients that cannot send other headers.
+
+`;json-header-size=N` is appended.
 """
 
 _INFER = ResponseFormat.INFER
@@ -53,8 +54,8 @@ def read_infer(
 ) -> InferenceRequest:
     """Decode an Open Inference v2 request.
 
-    `header_length` is the bytes of JSON at its start. None: all. 0: the body is the raw data of the
-    only input.
+    `header_length` is the number of bytes of JSON at the start of the body. With None, the whole
+    body is JSON. With 0, the body is the raw data of the only input.
     """
     if header_length is None:
         document, literals = parse_document(bytes(body))
@@ -78,7 +79,7 @@ def read_infer(
 
 
 class _BinaryTail:
-    """The bytes after the JSON, read from front to back."""
+    """The bytes after the JSON, which are read from front to back."""
 
     __slots__ = ("_at", "_body")
 
@@ -189,7 +190,7 @@ def _read_output_names(listed: Any, signature: ModelSignature) -> tuple[str, ...
 
 
 def _is_output_binary(item: dict[str, Any], *, default: bool) -> bool:
-    """Return whether a requested output is written as bytes.
+    """Return whether a requested output is to be written in the binary form.
 
     Raises UserError for parameters that are not supported.
     """
@@ -222,11 +223,11 @@ def _get_flag(parameters: dict[str, Any], name: str, *, default: bool) -> bool:
 def read_invocation(
     body: RequestBody, content_type: str, header_length: int | None, signature: ModelSignature
 ) -> InferenceRequest:
-    """Decode a body for `/invocations`: any form of MLflow, CSV, Open Inference v2.
+    """Decode a body for `/invocations`: any form of MLflow, CSV, or Open Inference v2.
 
     Args:
         content_type: `text/csv`, `SAGEMAKER_TYPE`, or anything else for JSON.
-        header_length: as for `read_infer`; a body with it is an Open Inference one.
+        header_length: as for `read_infer`. A body with this header is an Open Inference request.
     """
     kind, _, options = content_type.partition(";")
     kind = kind.strip().lower()
@@ -284,9 +285,9 @@ def _read_mlflow(document: Any, signature: ModelSignature, literals: bool) -> In
 
 
 def _read_instances(content: Any, signature: ModelSignature) -> Mapping[str, object]:
-    """Return columns of instances by input.
+    """Return the columns of MLflow instances, by input.
 
-    Instances are objects with names of inputs, or values of the only input.
+    Each instance is an object whose keys are names of inputs, or a value of the only input.
     """
     if type(content) is list and content and type(content[0]) is dict:
         return _collect_columns(content, "instances")
@@ -320,7 +321,7 @@ def _build_request(
         reader, data = signature.get_reader(name), given
         shape = _measure_nesting(name, data)
         if len(shape) == 1 and reader.dims[1:] == (1,):
-            shape.append(1)  # a column of a table for an input of one feature
+            shape.append(1)  # the values are a column of a table, for an input of one feature
         accepted, count = reader.check_shape(shape)
         if text:
             data = reader.convert_cells(data)
@@ -336,7 +337,10 @@ def _build_request(
 
 
 def _measure_nesting(name: str, data: Any) -> list[int]:
-    """Return the shape by first elements; the reader checks all others."""
+    """Return the shape of nested lists, derived from the first element of each level.
+
+    The reader checks the other elements.
+    """
     shape: list[int] = []
     while type(data) is list:
         if len(shape) == _MAX_DEPTH:
@@ -369,7 +373,7 @@ def _read_split(content: Any) -> tuple[list[str], list[list[Any]]]:
 
 
 def _read_csv(body: bytes) -> tuple[list[str], list[list[str]]]:
-    """Return columns and rows of a CSV table, as pandas and MLflow write it."""
+    """Return columns and rows of a CSV table as pandas and MLflow write it."""
     if body.count(b",") + body.count(b"\n") > MAX_VALUES:
         raise TooLargeError(
             f"the table has more than {MAX_VALUES} cells", remedy="Send it in the binary form."
@@ -381,7 +385,7 @@ def _read_csv(body: bytes) -> tuple[list[str], list[list[str]]]:
         raise UserError("the body is not CSV in UTF-8", why=str(error)) from error
     names = table[0] if table else []
     if not names or all(map(_is_number, names)):
-        # Otherwise a row would be lost.
+        # Without this error, a first line with data would be lost as column names.
         raise UserError("the first line of a table must name its columns")
     if len(set(names)) != len(names):
         raise UserError("the table repeats a column")

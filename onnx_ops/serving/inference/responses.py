@@ -26,7 +26,7 @@ from onnx_ops.serving.inference.requests import SAGEMAKER_TYPE
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature, ResponseFormat
 
 RequestHead = Mapping[bytes, bytes]
-"""Headers of a request by lower-case name; the first of several with one name."""
+"""Headers of a request by lower-case name; of several equal names, the first one."""
 
 _INFER = ResponseFormat.INFER
 _JSON_LINE = b"content-type: application/json\r\n"
@@ -43,7 +43,7 @@ _MAX_ECHO_BYTES = 256
 
 
 class QueueFullError(ServiceUnavailableError):
-    """A request to a full queue (429). `retry_after_s` is when to retry."""
+    """The queue of a request is full (429). `retry_after_s` is when to retry."""
 
     def __init__(self, what: str, *, retry_after_s: int) -> None:
         super().__init__(what, remedy=f"Retry in {retry_after_s} s.")
@@ -51,31 +51,31 @@ class QueueFullError(ServiceUnavailableError):
 
 
 class LeaseLapsedError(ServiceUnavailableError):
-    """A request to a server that needs a lease for any request, and has none (503)."""
+    """The server has no lease, but needs one to answer requests (503)."""
 
     def __init__(self) -> None:
         self.retry_after_s = 5
         super().__init__(
-            "this server has no lease to answer",
-            why="it is a replica that has not heard from its object store for too long",
+            "the serving lease of this replica has expired",
+            why="it could not read its object store in time",
             remedy=f"Retry in {self.retry_after_s} s, at another replica.",
         )
 
 
 class InputsRejectedError(UserError):
-    """Inputs that match the model's signature but make its run fail (422).
+    """The inputs match the model's signature but make its run fail (422).
 
-    Another version may accept them: for example, if a vocabulary has fewer tokens than clients
-    send.
+    Another version of the model can accept the same inputs. For example, the vocabulary of this
+    version can lack tokens that clients send.
     """
 
 
 class DeadlineExceededError(ServiceUnavailableError):
-    """A request that was queued past its deadline (504)."""
+    """A request was queued past its deadline (504)."""
 
 
 class RunTimeoutError(DeadlineExceededError):
-    """A run of a model that was ended, as it took too long (504)."""
+    """The run of a model was ended because it took too long (504)."""
 
 
 _STATUSES: tuple[tuple[type[OnnxOpsError], int], ...] = (
@@ -99,7 +99,7 @@ def get_status(error: OnnxOpsError) -> int:
 
 @dataclass(slots=True)
 class RawResponse:
-    """A response as bytes. `lines` are header lines without content-length."""
+    """A response as bytes. `lines` are the header lines except content-length."""
 
     status: int
     lines: bytes
@@ -107,7 +107,7 @@ class RawResponse:
 
 
 def read_header_length(response: RawResponse) -> int:
-    """Return the bytes of JSON at the start of a response's body."""
+    """Return the number of bytes of JSON at the start of a response's body."""
     match = _LENGTH.search(response.lines)
     return len(response.body) if match is None else int(match[1])
 
@@ -122,8 +122,8 @@ def build_error_from(
 ) -> RawResponse:
     """Return the response to a request that failed.
 
-    An invocation whose inputs the model rejects gets a 500, not a 422: SageMaker counts 4xx as
-    errors of the caller, and a rollout there would not notice a failing candidate.
+    An invocation whose inputs the model rejects gets status 500 and not 422. SageMaker counts 4xx
+    as errors of the caller, so a rollout on SageMaker would not detect a failing candidate.
     """
     if isinstance(error, QueueFullError | LeaseLapsedError):
         lines += b"retry-after: %d\r\n" % error.retry_after_s
@@ -132,7 +132,7 @@ def build_error_from(
 
 
 def build_internal_error(lines: bytes = b"") -> RawResponse:
-    """Return the response to an unexpected error, whose details are only in the log."""
+    """Return the response to an unexpected error. Only the log contains the details."""
     return build_error(500, "internal error", lines)
 
 
@@ -144,11 +144,11 @@ def format_deployment_headers(deployment: str) -> bytes:
 
 
 def format_echoed_headers(head: RequestHead) -> bytes:
-    """Return the header lines of request id and trace context."""
+    """Return the header lines that copy the request id and the trace context."""
     lines = b""
     for name in _ECHOED:
         value = head.get(name)
-        # It is printable, as the parser accepts no other control character than the tab.
+        # The value is printable, because the parser accepts no control character except the tab.
         if (
             value is not None
             and len(value) <= _MAX_ECHO_BYTES
@@ -164,13 +164,14 @@ def encode_outputs(
 ) -> tuple[bytes, bytes]:
     """Return the body of a response, and the header lines that describe it.
 
-    JSON has no NaN and no infinities: they are written as null. The binary form keeps them. Raises
-    UserError if a table was requested, and the outputs do not fit one.
+    JSON has no NaN and no infinities, so they are written as null. The binary form can represent
+    them. Raises UserError if a table was requested and the outputs do not fit one.
     """
     if request.response_format is not _INFER:
         return _encode_predictions(request, arrays), _JSON_LINE
     writers = signature.writers
-    if len(arrays) == 1 and not request.binary and request.request_id is None:  # most requests
+    if len(arrays) == 1 and not request.binary and request.request_id is None:
+        # This is the case for most requests
         (name,), (array,) = request.outputs, arrays
         return b"".join(
             (signature.outputs_prefix, writers[name].write_json(array), b"]}")
@@ -199,7 +200,7 @@ def _encode_predictions(request: InferenceRequest, arrays: Sequence[Array]) -> b
     content: object
     if request.response_format is ResponseFormat.NAMED:
         content = {
-            # orjson takes contiguous arrays of numbers; text and single values must be Python
+            # orjson accepts contiguous arrays of numbers. Text and single values must be Python
             # objects.
             name: array.tolist()
             if array.dtype.kind == "O" or array.ndim == 0
@@ -215,8 +216,8 @@ def _encode_predictions(request: InferenceRequest, arrays: Sequence[Array]) -> b
                     "send inputs or instances"
                 )
             flat = array[:, 0] if array.shape[1:] == (1,) else array
-            # Numbers through JSON, so that float32 keeps its short text and NaN becomes null, as in
-            # every other form.
+            # Numbers are converted through JSON. So float32 is written with its short text, and NaN
+            # becomes null, as in every other form.
             columns[name] = (
                 flat.tolist()
                 if flat.dtype.kind == "O"

@@ -1,8 +1,8 @@
 """Ends runs of models that take too long.
 
-ONNX Runtime checks the flag `terminate` of a run's options before each node, inside of loops too. A
-run that does not end then is in a single node for a long time. It cannot be ended, so its process
-is ended.
+ONNX Runtime checks the flag `terminate` of a run's options before each node, also inside loops. If
+a run does not end after the flag is set, a single node takes a long time. Such a run cannot be
+ended, so its process is ended.
 """
 
 from __future__ import annotations
@@ -27,15 +27,19 @@ _log = logging.getLogger(__name__)
 INLINE_LIMIT_S = 0.25
 """Seconds after which a run on the event loop is ended, and repeated on a thread.
 
-The event loop answers no other request meanwhile.
+During the run, the event loop cannot answer other requests.
 """
 GRACE_S = 5.0
-"""Seconds for a run to end after its deadline."""
+"""Seconds within which a run must end after its deadline."""
 _TICK_S = 0.1
 _NEVER = float("inf")
 
 GiveUp = Callable[[int, int], None]
-"""Gets the slot of a run, and its user's cell from 1 on (see `RUN_CELL`); 0: none."""
+"""Function that is called for a run that does not end.
+
+The arguments are the slot of the run, and the user's cell plus 1 (see `RUN_CELL`). A cell of 0
+means that no user was given.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +54,7 @@ class _LimitedRun:
 
 
 class RunMonitor:
-    """Ends the runs of one process at their deadlines, by a thread.
+    """Ends the runs of one process at their deadlines, on a separate thread.
 
     Args:
         thread_runs: numbers of runs in progress, by slot and kind (see
@@ -58,9 +62,9 @@ class RunMonitor:
         give_up: called for a run that does not end.
 
     Attributes:
-        inline_since, inline_options: start and options of the run on the event loop; no options:
-            there is none. They are plain attributes because a request sets them in 0.1 µs, and a
-            lock would cost more.
+        inline_since: start of the run on the event loop.
+        inline_options: options of the run on the event loop; None if no run is in progress. Both
+            are plain attributes, because a request sets them in 0.1 µs. A lock would take longer.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class RunMonitor:
         self._thread: threading.Thread | None = None
 
     def watch_inline(self) -> None:
-        """End runs on the event loop too, from now on."""
+        """Also end runs on the event loop that take too long, from now on."""
         self._watches_inline = True
         with self._changed:
             self._wake()
@@ -94,16 +98,19 @@ class RunMonitor:
         Raises RunTimeoutError.
 
         Args:
-            deadline: on the clock of `time.perf_counter`.
-            slot, cell: of the deployment and the user; recorded while it runs.
+            deadline: time on the clock of `time.perf_counter`.
+            slot: slot of the deployment.
+            cell: cell of the user. Both are recorded while the run is in progress.
         """
         started_at = time.perf_counter()
         run = _LimitedRun(deadline, ort.RunOptions(), slot, cell)
         place = RUN_KINDS * slot + (ROUTED if cell else SELECTED)
         with self._changed:
             self._runs.append(run)
-            self._thread_runs[place] += 1  # before the run begins: the process could die of it
-            # Waking it for each run would take 20 µs.
+            # Recorded before the run begins, because the run can end the process
+            self._thread_runs[place] += 1
+            # The thread is woken only for an earlier deadline. Waking it for each run would take 20
+            # µs.
             if self._thread is None or deadline < self._wakes_at:
                 self._wake()
         try:
@@ -119,7 +126,7 @@ class RunMonitor:
                 self._thread_runs[place] -= 1
 
     def reset(self, options: Any) -> None:
-        """Allow runs with the options of an inline run that may have been ended."""
+        """Allow further runs with the options of an inline run that was possibly ended."""
         with self._changed:
             if options is not None:
                 options.terminate = False
@@ -146,15 +153,15 @@ class RunMonitor:
     def _end_inline(self, now: float) -> None:
         """End the run on the event loop if it takes too long.
 
-        `now` was read before the run. So a run that ends meanwhile has taken longer than the limit
-        as well, and its request resets the options, once this thread has released the lock.
+        `now` was read before the current run was read. So a run that ends meanwhile has also
+        exceeded the limit. Its request resets the options after this thread has released the lock.
         """
         options = self.inline_options
         if options is not None and now - self.inline_since > INLINE_LIMIT_S:
             options.terminate = True
 
     def _end(self, run: _LimitedRun, now: float) -> float:
-        """End a run at its deadline; return when to look at it again."""
+        """End a run at its deadline; return the time at which to check it again."""
         if now < run.deadline:
             return run.deadline
         if not run.is_ended:
@@ -167,9 +174,9 @@ class RunMonitor:
 
 
 def end_process(_slot: int, _cell: int) -> None:
-    """End this process, whose supervisor replaces it.
+    """End this process. The supervisor replaces it.
 
-    A thread in native code cannot be ended alone.
+    A single thread in native code cannot be ended.
     """
     _log.error(
         "a run did not end within %.0f s after its deadline; process %d ends", GRACE_S, os.getpid()

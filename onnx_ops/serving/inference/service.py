@@ -1,4 +1,4 @@
-"""Turn a request into its response: choose a deployment, queue or run, count, log."""
+"""From a request to its response: select a deployment, run or queue, count, log."""
 
 from __future__ import annotations
 
@@ -66,22 +66,27 @@ _REQUEST_ID = messages.REQUEST_ID_HEADER.encode()
 _TRACE_PARENT = messages.TRACE_PARENT_HEADER.encode()
 _CLIENT_GONE = 499
 MAX_BATCH_ROWS = 1024
-"""Rows of one batch, so that a request never waits for a run that is much longer than its own."""
+"""Maximum number of rows in one batch.
+
+So a request never waits for a run that is much longer than its own run.
+"""
 _REST_S = 10.0
-"""Time after a run that took too long on the event loop, in which its deployment is not run there.
+"""Seconds in which a deployment does not run on the event loop.
+
+The time begins with a run on the event loop that took too long.
 """
 _NEVER = float("inf")
 
 Result = RawResponse | OnnxOpsError
 LimitRuns = Callable[[Sequence[PendingRequest]], AbstractContextManager[Any]]
-"""Limits runs of some requests, with the options that it yields."""
+"""Function that limits the runs of some requests, with the options that it yields."""
 
 
 class InferenceService:
-    """Answers inference requests. All methods but `run_batch` need its event loop.
+    """Answers inference requests. Methods except `run_batch` need its event loop.
 
     Requests that reach no deployment are counted in `unrouted`. `deadline_s` is the longest time in
-    a queue, and `run_timeout_s` that of a run.
+    a queue, and `run_timeout_s` the longest time of a run.
     """
 
     def __init__(
@@ -101,7 +106,7 @@ class InferenceService:
         self._run_timeout_s = run_timeout_s
         self.monitor = monitor or RunMonitor()
         self.must_queue = False
-        """Whether no request of any deployment runs on the event loop."""
+        """Whether all requests run on threads and none on the event loop."""
         self._inflated = inflated or InflateBudget(sys.maxsize)
         self._process = deployments.shared.get_process_state(deployments.worker)
         self._shadow = shadow
@@ -122,8 +127,8 @@ class InferenceService:
     ) -> RawResponse | PendingRequest:
         """Return the response, or the queued request that calls `respond` with it.
 
-        The deployment is chosen only here, so a request never uses a table that was replaced while
-        it was received.
+        The deployment is selected only here, after the request has arrived completely. So the
+        request uses a table that was published meanwhile.
         """
         started_at = time.perf_counter()
         snapshot: TableSnapshot | None = None
@@ -196,17 +201,17 @@ class InferenceService:
         return response
 
     def _has_lease(self) -> bool:
-        """Return whether the server may give traffic to a candidate.
+        """Return whether the server has a lease for giving a candidate traffic.
 
-        The clock is read at each request: a process that was frozen has no other moment to notice
-        that its lease has ended.
+        The clock is read at each request. Otherwise, a process that was suspended could not detect
+        in time that its lease has ended.
         """
         return time.clock_gettime_ns(time.CLOCK_BOOTTIME) < self._header[LEASE]
 
     def _get_served(self) -> TableSnapshot:
-        """Return the present table.
+        """Return the current table.
 
-        Raise LeaseLapsedError if the table needs a lease, and the server has none.
+        Raises LeaseLapsedError if the table needs a lease and the server has none.
         """
         snapshot = self.deployments.get_current()
         if snapshot.router.is_leased and not self.has_serving_lease():
@@ -215,9 +220,9 @@ class InferenceService:
         return snapshot
 
     def has_serving_lease(self, ahead_s: float = 0.0) -> bool:
-        """Return whether a server whose table is leased may answer requests.
+        """Return whether the server can answer requests; a leased table needs a lease.
 
-        The lease must hold now and in `ahead_s` seconds.
+        The lease must be valid now and in `ahead_s` seconds.
         """
         return (
             time.clock_gettime_ns(time.CLOCK_BOOTTIME) + ahead_s * 1e9 < self._header[SERVING_LEASE]
@@ -226,13 +231,13 @@ class InferenceService:
     def _fall_back(self, snapshot: TableSnapshot) -> LoadedDeployment:
         """Return the deployment that answers without a lease.
 
-        The request is of no draw, so it is no evidence.
+        The request does not count as routed by the split, so it is no evidence.
         """
         self._process[LAPSED] += 1
         return snapshot.get_deployment(snapshot.router.fallback)
 
     def _enqueue(self, request: PendingRequest) -> PendingRequest:
-        """Queue a request for the threads."""
+        """Put a request into the queue of its deployment, to run on a thread."""
         timeout_s = self._read_timeout_s(request.head)
         request.deadline = request.started_at + min(timeout_s, self._deadline_s)
         request.expires_at = request.started_at + timeout_s
@@ -253,9 +258,9 @@ class InferenceService:
     ) -> bool:
         """Return whether the error of a routed request counts against its version.
 
-        A request that every version with traffic refuses is the fault of its client. A client could
-        decide a rollout by sending many such requests to one version. So the other versions read
-        the request, too.
+        If every version with traffic refuses a request, its client is the cause. Otherwise, a
+        client could decide a rollout by sending many such requests to one version. Therefore the
+        other versions decode the request too.
         """
         is_refusal = isinstance(error, UserError) and not isinstance(error, InputsRejectedError)
         if not is_refusal or snapshot is None or loaded is None:
@@ -278,12 +283,12 @@ class InferenceService:
     def check_in_service(self, loaded: LoadedDeployment) -> None:
         """Raise ServiceUnavailableError if a deployment is out of service.
 
-        See `worker_health`.
+        `worker_health` takes deployments out of service.
         """
         if self._header[OUT_OF_SERVICE] >> loaded.slot & 1:
             raise ServiceUnavailableError(
                 f"deployment {loaded.deployment.name!r} is out of service",
-                why="workers died or stood still while they ran it",
+                why="workers crashed or hung while they ran it",
                 remedy="Roll it back, or publish another state.",
             )
 
@@ -297,8 +302,8 @@ class InferenceService:
     ) -> RawResponse | None:
         """Return the response of a run on the event loop; None if the run was ended.
 
-        A request whose run was ended must be queued. The run is recorded before it starts, which
-        takes 0.2 µs for a request (`benchmarks.serving.path`).
+        In that case, the request must be queued. The run is recorded before it starts, which takes
+        0.2 µs (`benchmarks.serving.path`).
         """
         process, monitor = self._process, self.monitor
         process[INLINE_RUN + RUN_CELL] = drawn_cell
@@ -323,13 +328,13 @@ class InferenceService:
                 monitor.reset(loaded.options)
 
     def _end_rest(self, loaded: LoadedDeployment) -> None:
-        """Let a deployment run on the event loop again, if the published table allows it."""
+        """Let a deployment run on the event loop again, if the published table permits it."""
         loaded.must_queue = loaded.is_unbounded
         with suppress(ServiceUnavailableError):
             self.deployments.get_current().queue_unbounded()
 
     def _read_timeout_s(self, head: RequestHead) -> float:
-        """Return the time after which the client does not need the response."""
+        """Return the seconds after which the client no longer needs the response."""
         if (value := head.get(_TIMEOUT)) is None:
             return _NEVER
         if not value.isdigit() or len(value) > 9:
@@ -337,7 +342,7 @@ class InferenceService:
         return int(value) / 1e3
 
     def choose(self, model: str, version: str | None, head: RequestHead) -> LoadedDeployment:
-        """Return the deployment that would answer a request.
+        """Return the deployment that answers a request with this path and head.
 
         Raises NotFoundError or ServiceUnavailableError.
         """
@@ -359,7 +364,7 @@ class InferenceService:
         return snapshot.get_deployment(router.slots[slot])
 
     def _get_draw(self, snapshot: TableSnapshot) -> CellDraw:
-        """Return the assignment of users in the present epoch."""
+        """Return the assignment of users in the current epoch."""
         router = snapshot.router
         draw = router.draw
         if router.epoch_s and draw.epoch != self._header[EPOCH]:
@@ -398,11 +403,12 @@ class InferenceService:
                 request.is_judged = self._is_judged(result, *source)
         try:
             self._loop.call_soon_threadsafe(self._deliver, results, runs)
-        except RuntimeError:  # the loop is closed: the drain was too short for these
+        except RuntimeError:
+            # The event loop is closed, because the drain was too short for these requests
             _log.warning("%d responses were too late to be sent", len(results))
 
     def _limit_runs(self, requests: Sequence[PendingRequest]) -> AbstractContextManager[Any]:
-        """Limit runs of requests on this thread: see `RunMonitor.limit`."""
+        """Limit the runs of requests on this thread (see `RunMonitor.limit`)."""
         deadline = min(
             time.perf_counter() + self._run_timeout_s, max(r.expires_at for r in requests)
         )
@@ -459,12 +465,12 @@ class InferenceService:
     ) -> float:
         """Count a request whose response is ready; return its comparable latency.
 
-        It is counted before it is sent: what a client has seen is counted, even if this process is
-        killed then.
+        A request is counted before its response is sent. So every response that a client has
+        received is counted, even if this process is killed directly afterwards.
 
         Args:
-            service_s: 0 if its latency is not comparable.
-            is_judged: whether it counts for or against its version.
+            service_s: seconds without the time in the queue; 0 if the latency is not comparable.
+            is_judged: whether the request counts for or against its version.
         """
         if loaded is None:
             count_request(self._unrouted, status, seconds)
@@ -475,7 +481,7 @@ class InferenceService:
         if loaded.warm_up:
             loaded.warm_up -= 1
             service_s = 0.0
-        if service_s == seconds:  # it ran inline
+        if service_s == seconds:  # the request ran on the event loop
             count_request(loaded.row, status, seconds)
         else:
             count_queued_request(loaded.row, status, seconds, service_s)
@@ -494,14 +500,14 @@ class InferenceService:
         seconds: float,
         queue_s: float = 0.0,
     ) -> None:
-        """Mirror and log a request whose response is ready and counted.
+        """Mirror and log a request that is answered and counted; return its response.
 
-        The request is remembered for feedback, and the response gets the token for it.
+        The request is recorded for feedback, and the returned response has the feedback token.
         """
         status = response.status
         if loaded is not None and snapshot is not None:
-            # Requests for which a client has selected the deployment must decide neither about an
-            # A/B test nor about a shadow.
+            # A request for which a client selected the deployment must not affect an A/B test or a
+            # shadow.
             if draw is not None:
                 request_id = head.get(_REQUEST_ID)
                 self.feedback.remember(
@@ -536,10 +542,10 @@ def run_requests(
     limit: LimitRuns,
     inflated: InflateBudget,
 ) -> tuple[list[Result], list[tuple[float, int]]]:
-    """Run requests within their limits, in batches where the model allows it.
+    """Run requests within their limits, in batches if the model supports it.
 
-    Return the result of each request, and of each run of the model its seconds and the number of
-    its requests.
+    Return the result of each request. Also return, for each run of the model, its seconds and the
+    number of its requests.
     """
     results: dict[int, Result] = {}
     decoded: dict[int, InferenceRequest] = {}
@@ -555,7 +561,7 @@ def run_requests(
     for position, request in enumerate(requests):
         source = request.route, request.head, request.body
         try:
-            if request.route.coding:  # the inflated bodies of a batch could fill the memory
+            if request.route.coding:  # the decompressed bodies of a batch could exhaust the memory
                 with inflated.reserve() as charge:
                     results[position] = run_alone(position, loaded.decode(*source, charge))
             else:
@@ -586,16 +592,16 @@ def run_requests(
 
 
 def _forget_frames(error: OnnxOpsError) -> OnnxOpsError:
-    """Return an error without the frames that raised it.
+    """Return an error without references to the frames that raised it.
 
-    The frames keep inflated bodies and tensors in memory.
+    The frames would keep decompressed bodies and tensors in memory.
     """
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return error
 
 
 def group_requests(requests: Mapping[int, InferenceRequest], *, batchable: bool) -> list[list[int]]:
-    """Group requests with the same outputs, types, and shapes except for axis 0."""
+    """Return groups of requests with equal outputs, types, and shapes except axis 0."""
     if not batchable:
         return [[position] for position in requests]
     groups: list[list[int]] = []
@@ -620,7 +626,7 @@ def _run_together(
     runs: list[tuple[float, int]],
     options: Any,
 ) -> list[tuple[Array, ...]] | None:
-    """Return outputs by request; None if the run fails or rows do not match.
+    """Return outputs by request; None if the run fails or returns other rows.
 
     Raises RunTimeoutError.
     """

@@ -1,8 +1,8 @@
-"""Shadow traffic: requests mirrored to a shadow process, and how responses differ.
+"""Shadow traffic: mirrored requests, and the comparison of their responses.
 
 A worker copies a request and its response into the queue of a socket, in 2 to 3 µs
-(`benchmarks.serving.shadow_cost`). A shadow process runs the request and compares the responses
-(`workers/shadow_processes.py`).
+(`benchmarks.serving.shadow_cost`). A shadow process runs the request again and compares the two
+responses (`workers/shadow_processes.py`).
 """
 
 from __future__ import annotations
@@ -41,37 +41,44 @@ _log = logging.getLogger(__name__)
 _MAX_QUEUED = 1024
 _MAX_QUEUED_BYTES = 64 << 20
 _MAX_JOINED_BYTES = 1 << 16
-"""Larger messages are not copied into one buffer."""
+"""Size in bytes up to which the parts of a message are copied into one buffer."""
 _MAX_BUFFERS = 256
-"""Buffers of one system call; the kernel takes at most 1024 (IOV_MAX)."""
+"""Maximum number of buffers in one system call.
+
+The kernel accepts at most 1024 (IOV_MAX).
+"""
 _SEND_PAUSE_S = 0.005
-"""Time in which messages are collected for one system call. Without it, each would wake the shadow
-process.
+"""Seconds in which messages are collected for one system call.
+
+Without this pause, each message would wake the shadow process.
 """
 _MAX_SEND_PAUSE_S = 0.08
-"""While the process is busy, each attempt that sends nothing doubles the pause up to this."""
+"""Longest pause in seconds.
+
+While the process is busy, each attempt that sends nothing doubles the pause.
+"""
 _MAX_SENT_BYTES = 1 << 20
 """Maximum number of bytes that are sent in one step.
 
-So a large body does not delay other requests.
+Without the limit, a large body would delay other requests.
 """
 _RECONNECT_PAUSE_S = 1.0
 _FLOATS: Mapping[str, str] = {"FP16": "<f2", "FP32": "<f4", "FP64": "<f8"}
 _CONTENT_TYPE, _BINARY_LENGTH = b"content-type", BINARY_LENGTH_HEADER.encode()
 _CODINGS = (b"", *CODINGS)
 _PREFIX = struct.Struct("<5Qd?B")
-"""The fields before the buffers of a message.
+"""The fields of a message before its buffers.
 
-In order: sizes of content type, binary length, header lines, request body and response body;
-tolerance; invocation; number of the content coding.
+The fields are, in order: sizes of content type, binary length, header lines, request body and
+response body; tolerance; whether the request is an invocation; number of the content coding.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirroredRequest:
-    """A request, and its response by the deployment that answered it.
+    """A request, and the response of the deployment that answered it.
 
-    The head has only what matters for the run.
+    The head contains only the headers that affect the run.
     """
 
     route: InferenceRoute
@@ -101,7 +108,7 @@ def encode_request(
 
 
 def take_requests(data: bytearray) -> Iterator[MirroredRequest]:
-    """Decode the whole messages at the start of `data`, and remove them at the end."""
+    """Decode all complete messages at the start of `data`; finally remove them."""
     place = 0
     while len(data) - place >= _PREFIX.size:
         *sizes, tolerance, invocation, coding = _PREFIX.unpack_from(data, place)
@@ -128,12 +135,12 @@ def take_requests(data: bytearray) -> Iterator[MirroredRequest]:
 class ShadowQueue:
     """The bounded queues of a worker to the shadow processes.
 
-    It belongs to the event loop, and never blocks it. Requests that do not fit into a queue are
-    dropped and counted.
+    All calls are on the event loop, and none of them blocks. Requests that do not fit into a queue
+    are dropped and counted.
 
     Args:
         connect: opens a non-blocking connection to the shadow process of a slot. Raises OSError.
-        limit: messages of one queue.
+        limit: maximum number of messages in one queue.
     """
 
     def __init__(
@@ -152,7 +159,10 @@ class ShadowQueue:
         expected: RawResponse,
         tolerance: float,
     ) -> None:
-        """Queue a request to a shadow deployment, to compare its response with `expected`."""
+        """Queue a request for a shadow deployment, with the response to compare with.
+
+        `expected` is the response of the deployment that answered the client.
+        """
         link = self._links.get(loaded.slot)
         if link is None:
             link = _ShadowLink(partial(self._connect, loaded.slot), loaded.row, self._limit)
@@ -164,13 +174,13 @@ class ShadowQueue:
             loaded.row[SHADOW_DROPPED] += 1
 
     def close(self) -> None:
-        """Send what can be sent now, and close the connections."""
+        """Send what the sockets accept now, and close the connections."""
         for link in self._links.values():
             link.close()
 
 
 class _ShadowLink:
-    """The queue to one shadow process, and the connection that empties it."""
+    """The queue to one shadow process, and the connection over which it is sent."""
 
     def __init__(self, connect: Callable[[], socket.socket], row: MetricsRow, limit: int) -> None:
         self._connect = connect
@@ -179,9 +189,9 @@ class _ShadowLink:
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
         self._buffers: deque[tuple[RequestBody, bool]] = deque()
-        """Buffers, each with whether a message begins with it."""
+        """Buffers, each with a flag for the first buffer of a message."""
         self._sent_bytes = 0
-        """Bytes of the first buffer that were sent."""
+        """Number of bytes of the first buffer that were already sent."""
         self._queued_bytes = 0
         self._is_scheduled = False
         self._pause_s = _SEND_PAUSE_S
@@ -207,11 +217,11 @@ class _ShadowLink:
         self._drop(len(self._buffers))
 
     def _flush(self) -> None:
-        for _ in range(2):  # the process may have ended, and the next one be there
+        for _ in range(2):  # the process can have been replaced since the last message
             try:
                 self._send()
                 return
-            except BlockingIOError:  # it is busy, or starts
+            except BlockingIOError:  # the process is busy or still starting
                 return
             except OSError:
                 self._disconnect()
@@ -253,14 +263,15 @@ class _ShadowLink:
             self._socket.close()
             self._socket = None
         if self._sent_bytes or (self._buffers and not self._buffers[0][1]):
-            self._row[SHADOW_DROPPED] += 1  # another connection cannot continue a message
+            # A new connection cannot continue a message that was partly sent
+            self._row[SHADOW_DROPPED] += 1
             starts = (
                 place for place, (_, is_first) in enumerate(self._buffers) if is_first and place
             )
             self._drop(next(starts, len(self._buffers)))
 
     def _drop(self, count: int) -> None:
-        """Drop the first buffers."""
+        """Remove the first buffers of the queue."""
         for _ in range(count):
             buffer, is_first = self._buffers.popleft()
             self._queued_bytes -= len(buffer) - self._sent_bytes
@@ -269,7 +280,7 @@ class _ShadowLink:
 
 
 def run_mirrored_request(model: DeployedModel, row: MetricsRow, request: MirroredRequest) -> None:
-    """Run a request, compare the responses, and count the result."""
+    """Run a mirrored request, compare the two responses, and count the result."""
     try:
         decoded = model.decode(request.route, request.head, request.body)
         response = model.encode(decoded, model.run(decoded.outputs, decoded.feed))
@@ -287,8 +298,8 @@ def run_mirrored_request(model: DeployedModel, row: MetricsRow, request: Mirrore
 def responses_differ(expected: RawResponse, actual: RawResponse, tolerance: float) -> bool:
     """Return whether an output is missing, reshaped, or beyond the tolerance.
 
-    A floating-point number may differ by `tolerance` times the largest finite number of its output
-    in `expected`; infinities and NaN must have the same places. Everything else must be equal.
+    A floating-point number can differ by `tolerance` times the largest finite number of its output
+    in `expected`. Infinities and NaN must be at the same positions. All other values must be equal.
     """
     before, after = _decode_outputs(expected), _decode_outputs(actual)
     return before.keys() != after.keys() or any(
@@ -297,7 +308,7 @@ def responses_differ(expected: RawResponse, actual: RawResponse, tolerance: floa
 
 
 def _decode_outputs(response: RawResponse) -> dict[str, Any]:
-    """Return values by output: arrays in the binary form, else as in JSON."""
+    """Return values by output: arrays for the binary form, otherwise JSON values."""
     size = read_header_length(response)
     document = orjson.loads(response.body[:size])
     if "predictions" in document:
@@ -341,7 +352,7 @@ def _differ(expected: Any, actual: Any, tolerance: float) -> bool:
 
 
 def _convert_floats(value: Any) -> np.ndarray[Any, np.dtype[np.float64]] | None:
-    """Return floats, with NaN for null; None for values that must be equal."""
+    """Return floats, with NaN for null; None for values that must be exactly equal."""
     if isinstance(value, np.ndarray):
         return value.astype(np.float64)
     try:

@@ -1,4 +1,4 @@
-"""A model as its clients see it, and one decoded request to it."""
+"""The inputs and outputs of a model for clients, and one decoded request."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from onnx_ops.serving.inference.tensors import DATATYPE_OF, TensorReader, join_t
 
 _NUMPY = orjson.OPT_SERIALIZE_NUMPY
 _PIECE = 1 << 14
-"""Elements that are written in a millisecond or two: other requests are answered between the
-pieces.
+"""Elements that are written in one or two milliseconds.
+
+Between such pieces, other requests can be answered.
 """
 
 
@@ -34,14 +35,15 @@ class InferenceRequest:
     """One decoded request.
 
     Attributes:
-        feed: one array per input; bfloat16 as its bits in uint16, text as an array of objects.
+        feed: one array per input. A bfloat16 array holds its bits as uint16, and text is an array
+            of objects.
         outputs: the requested outputs, in the order of the response.
         rows: length of axis 0, if that axis is free in every input of the feed and in every output,
-            and the same in all inputs. Else 0: such a request cannot be batched.
-        request_id: the client's id of the request, copied to the response.
-        binary: for each output whether its data is written in the binary form; empty if for none.
-        is_sagemaker: the content type carries the length of the JSON, since SageMaker passes no
-            other header.
+            and has the same length in all inputs. Otherwise 0; such a request cannot be batched.
+        request_id: the client's id of the request, which is copied to the response.
+        binary: for each output, whether its data is written in the binary form; empty if none is.
+        is_sagemaker: whether the content type contains the length of the JSON, because SageMaker
+            passes no other header.
     """
 
     feed: dict[str, Array]
@@ -83,7 +85,7 @@ class TensorWriter:
         if array.shape != shape or not prefix:
             shape = array.shape
             prefix = b'%b%b,"data":' % (self._prefix, orjson.dumps(shape))
-            self._last = shape, prefix  # in one step: other threads read it
+            self._last = shape, prefix  # assigned together, because other threads read it
         return b"".join((prefix, data, b"}"))
 
     def write_binary(self, array: Array) -> tuple[bytes, bytes]:
@@ -101,27 +103,33 @@ class TensorWriter:
                 orjson.dumps(shape),
                 size,
             )
-            self._last_binary = shape, size, item  # in one step: other threads read it
+            # Assigned together, because other threads read it
+            self._last_binary = shape, size, item
         return item, data
 
 
 class ModelSignature:
-    """Inputs and outputs of a model, and what requests need of them.
+    """Inputs and outputs of a model, and what decoding of requests needs of them.
 
     Args:
-        model, version: named in every response.
-        inputs, outputs: by name, in the model's order.
-        optional: inputs that a request may omit.
-        refuses_nan: the source of the model refuses NaN, so the model's outputs for NaN are
-            meaningless.
+        model: name of the model in every response.
+        version: version of the model in every response.
+        inputs: inputs by name, in the model's order.
+        outputs: outputs by name, in the model's order.
+        optional: inputs that a request can omit.
+        refuses_nan: whether the source of the model refuses NaN, so that the model's outputs for
+            NaN are meaningless.
 
     Attributes:
-        shared_dims: symbolic dimensions that occur more than once: input and axis of each place.
+        shared_dims: symbolic dimensions that occur more than once, with input and axis of each
+            occurrence.
         binary_only: outputs that JSON cannot represent.
-        has_text_input: elements of text are read one by one in every form.
-        has_fixed_rows: axis 0 of an output is fixed, so the rows of several requests could not be
-            separated.
-        response_prefix, outputs_prefix: the start of every v2 response, and of most.
+        has_text_input: whether an input is text. In every form, elements of text are read one by
+            one.
+        has_fixed_rows: whether axis 0 of an output is fixed, so that the rows of several requests
+            could not be separated.
+        response_prefix: the start of every v2 response.
+        outputs_prefix: the start of most v2 responses, up to the outputs.
     """
 
     def __init__(
@@ -163,12 +171,12 @@ class ModelSignature:
     def check_feed(self, feed: dict[str, Array]) -> int:
         """Check a feed for completeness, sizes and NaN; return its rows.
 
-        The rows are those of `InferenceRequest`.
+        `InferenceRequest.rows` describes the result.
         """
         if len(feed) != len(self.readers) and (missing := self.required - feed.keys()):
             name = next(name for name in self.inputs if name in missing)
             raise UserError(f"input {name!r} is missing")
-        # Most models need neither check. With the conditions here, their requests cost no call.
+        # Most models need neither check. These conditions save their requests two calls.
         if self.refuses_nan:
             _check_nan(feed)
         if self.shared_dims:
@@ -182,7 +190,7 @@ class ModelSignature:
         return rows
 
     def _check_shared_dims(self, feed: Mapping[str, Array]) -> None:
-        """Raise UserError if a symbolic dimension has two sizes."""
+        """Raise UserError if a symbolic dimension has two different sizes."""
         for symbol, places in self.shared_dims.items():
             sizes = [(feed[name].shape[axis], name) for name, axis in places if name in feed]
             for size, name in sizes:
@@ -203,7 +211,7 @@ class ModelSignature:
         return reader
 
     def get_only_input(self, form: str) -> str:
-        """Return the only input. Raises UserError if there are several."""
+        """Return the only input. Raises UserError if the model has several inputs."""
         names = [name for name in self.inputs if name in self.required] or list(self.inputs)
         if len(names) != 1:
             raise UserError(
@@ -213,7 +221,7 @@ class ModelSignature:
 
 
 def _check_nan(feed: Mapping[str, Array]) -> None:
-    """Raise UserError if an input of fractions holds NaN."""
+    """Raise UserError if an input of floating-point type contains NaN."""
     for name, array in feed.items():
         if array.dtype.kind == "f" and np.isnan(array).any():
             raise UserError(f"input {name!r} holds NaN, which the model does not support")

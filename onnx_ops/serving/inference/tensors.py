@@ -1,8 +1,8 @@
-"""JSON and bytes to arrays of exactly the type that a model declares.
+"""Conversion of JSON and bytes to arrays of exactly the declared type.
 
-Numpy never infers a type: it would turn text into numbers, null into NaN, and a boolean into 1.
-Small JSON bodies are parsed by orjson. In large ones simdjson leaves arrays of numbers unparsed
-until their type is known, so that they never become Python objects.
+NumPy's type inference is not used, because it would turn text into numbers, null into NaN, and a
+boolean into 1. Small JSON bodies are parsed by orjson. In large bodies, simdjson leaves arrays of
+numbers unparsed until their type is known, so their elements never become Python objects.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ DATATYPE_OF: Mapping[str, str] = {
     "float64": "FP64",
     "string": "BYTES",
 }
-"""Open Inference datatype by `TensorSpec.dtype`
-(https://github.com/kserve/open-inference-protocol, specification/protocol/inference_rest.md)."""
+"""Open Inference datatype by `TensorSpec.dtype`.
+
+See https://github.com/kserve/open-inference-protocol, specification/protocol/inference_rest.md.
+"""
 
 DTYPE_OF_ONNX: Mapping[str, str] = {
     "tensor(float)": "float32",
@@ -49,51 +51,59 @@ DTYPE_OF_ONNX: Mapping[str, str] = {
 """`TensorSpec.dtype` by the runtime's name of the type."""
 
 RequestBody = bytes | memoryview
-"""The body of a request. A large one in the binary form stays in the memory into which it was read.
+"""The body of a request.
+
+A large body in the binary form stays in the memory into which it was received.
 """
 
 MAX_VALUES = 1 << 22
-"""Values in a JSON body. A value of two bytes can take over a hundred bytes of memory."""
+"""Maximum number of values in a JSON body.
+
+A value of two bytes can take over a hundred bytes of memory.
+"""
 MAX_CONTAINERS = 1 << 20
 """Lists and objects in a JSON body."""
 MAX_KEYS = 1 << 12
-"""Keys of one JSON object: columns of a record, or parameters. A body below `LARGE_BODY_BYTES` has
-no room for more.
+"""Maximum number of keys of one JSON object: columns of a record, or parameters.
+
+A body below `LARGE_BODY_BYTES` has no room for more keys.
 """
 LARGE_BODY_BYTES = 8192
-"""Bytes from which simdjson is faster (benchmarks/wire.py)."""
+"""Size of a body from which simdjson is faster (benchmarks/wire.py)."""
 _UNCHECKED_BYTES = 1 << 20
-"""A smaller body cannot hold enough values to exceed the limits."""
+"""Size up to which a body cannot contain enough values to exceed the limits."""
 _CACHED_PARSER_BYTES = 2 << 20
 _LARGE_ARRAY_BYTES = 1 << 20
 """Bytes of text from which an array is parsed in pieces."""
 _PIECE_BYTES = 1 << 18
-"""Bytes of text that are parsed in a millisecond."""
+"""Bytes of text that are parsed in one millisecond."""
 _LOOKED_AT = 64
 """Maximum number of arrays of a body that are examined."""
 _LOOKED_UP = 64
-"""Keys of an object that are looked up, which leaves arrays unparsed. Each lookup passes all keys
-before it.
+"""Maximum number of keys of an object that are looked up one by one.
+
+A lookup leaves arrays unparsed, but passes all previous keys of the object.
 """
 _NOT_OF_NUMBERS = (b"{", b'"', b"l", b"r")
-"""Bytes that no array of numbers has.
+"""Bytes that no array of numbers contains.
 
-null, true and false have one of the letters.
+null, true and false contain one of the letters.
 """
 _WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
 _R, _L = b"rl"
 _parsers: dict[int, simdjson.Parser] = {}
-"""A parser by thread, whose memory is warm."""
+"""One parser for each thread, which reuses its memory for the next body."""
 _SMALL_LISTS = ("shape", "columns", "index", "parameters", "outputs")
 """Keys whose lists are always small."""
 _EMPTY_LIMIT = 1 << 16
-"""Largest product of the other dimensions of an empty tensor: a model may return arrays of that
-size.
+"""Largest product of the other dimensions of an empty tensor.
+
+A model can return arrays with this number of elements.
 """
 _MAX_RANK = 32
 
 _LAZY_CODES: Mapping[str, Literal["d", "i", "u"]] = {"f": "d", "i": "i", "u": "u"}
-"""simdjson's code of the widest type of a kind."""
+"""simdjson's type code of the widest type of each kind."""
 _TEXT_LENGTH = struct.Struct("<I")
 
 _JSON_NAMES = {
@@ -108,7 +118,7 @@ _JSON_NAMES = {
 
 
 def describe_tensor(spec: TensorSpec, *, optional: bool = False) -> dict[str, object]:
-    """Return the metadata of an input or output: -1 for a free dimension."""
+    """Return the metadata of an input or output; -1 means a free dimension."""
     shape = [d if isinstance(d, int) else -1 for d in spec.shape]
     document: dict[str, object] = {
         "name": spec.name,
@@ -119,12 +129,12 @@ def describe_tensor(spec: TensorSpec, *, optional: bool = False) -> dict[str, ob
 
 
 def get_numpy_dtype(dtype: str) -> str:
-    """Return the numpy type of such elements; uint16 for bfloat16."""
+    """Return the numpy type for elements of a type; uint16 for bfloat16."""
     return {"string": "object", "bfloat16": "uint16"}.get(dtype, dtype)
 
 
 def shorten(value: object) -> str:
-    """Return a client's value, shortened for an error message."""
+    """Return the text of a client's value, shortened for an error message."""
     return reprlib.repr(value)
 
 
@@ -138,7 +148,10 @@ class LazyArray:
         self.shape = shape
 
     def to_numbers(self, kind: str) -> Array | None:
-        """Return flat numbers of numpy's `kind` (f, i or u); None if one does not fit."""
+        """Return flat numbers of numpy's `kind` (f, i or u).
+
+        The result is None if an element is not a number of that kind.
+        """
         try:
             return np.frombuffer(self._array.as_buffer(of_type=_LAZY_CODES[kind]), f"{kind}8")
         except (TypeError, ValueError):
@@ -149,12 +162,12 @@ class LazyArray:
         return self._array.as_list()
 
 
-# Simdjson: an integer of more than 64 bits is a RuntimeError.
+# simdjson raises RuntimeError for an integer of more than 64 bits.
 class LargeArray(LazyArray):
     """The unparsed text of a rectangular array.
 
-    Only its brackets and commas are known. It is parsed in pieces: each occupies the interpreter,
-    which answers other requests in between.
+    Only its brackets and commas were examined. The text is parsed in pieces. Each piece blocks the
+    interpreter, and between the pieces other requests can be answered.
     """
 
     __slots__ = ("_body", "_end", "_start")
@@ -182,9 +195,9 @@ class LargeArray(LazyArray):
         return flat if flat.size == math.prod(self.shape) else None
 
     def _divide(self) -> Iterator[bytes]:
-        """Yield flat arrays of all elements.
+        """Yield flat arrays that together contain all elements.
 
-        Spaces in place of brackets keep the elements on both sides apart.
+        Brackets are replaced by spaces, which separate the elements on both sides.
         """
         start, cut = self._start, 0
         while cut >= 0:
@@ -205,10 +218,10 @@ class LargeArray(LazyArray):
 
 
 def _take_large_arrays(body: bytes) -> tuple[bytes, dict[str, LazyArray]]:
-    """Return a body with a text in place of each large array of numbers.
+    """Return a body in which a text replaces each large array of numbers.
 
-    Also return these arrays by that text. Brackets in a text of the client are no danger: the
-    quotes of the inserted texts would end the client's text, and the body is no JSON.
+    Also return these arrays by their text. Brackets inside a text of the client are safe. The
+    quotes of the inserted texts would end the client's text, so the body would not be valid JSON.
     """
     taken: dict[str, LazyArray] = {}
     parts: list[bytes] = []
@@ -221,7 +234,8 @@ def _take_large_arrays(body: bytes) -> tuple[bytes, dict[str, LazyArray]]:
         while body[place : place + 1] == b"[":
             place += 1
         depth = place - start
-        if depth > _MAX_RANK:  # no tensor, and measuring it would take the square of its depth
+        if depth > _MAX_RANK:
+            # The array is no tensor, and measuring it would take time quadratic in its depth
             continue
         end = body.find(b"]" * depth, place) + depth
         if end - start < _LARGE_ARRAY_BYTES or any(
@@ -239,7 +253,7 @@ def _take_large_arrays(body: bytes) -> tuple[bytes, dict[str, LazyArray]]:
 def _measure(body: bytes, start: int, end: int, depth: int) -> tuple[int, ...]:
     """Return the shape of an array of this depth; empty if it is not rectangular.
 
-    The shape is determined by brackets and commas.
+    The shape is derived from brackets and commas.
     """
     pieces = []
     for place in range(start, end, _PIECE_BYTES):
@@ -258,14 +272,14 @@ def _measure(body: bytes, start: int, end: int, depth: int) -> tuple[int, ...]:
 
 
 def _count_letter(text: bytes, letter: str) -> int:
-    """Count a letter without occupying the interpreter, as `bytes.count` does."""
+    """Count a letter in pieces; `bytes.count` would block the interpreter."""
     return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord(letter)))
 
 
 def parse_document(body: bytes) -> tuple[Any, bool]:
     """Parse a JSON body, with large arrays of numbers as `LazyArray`.
 
-    Returns the document, and whether it can contain booleans. NaN and infinities are errors, as in
+    Return the document, and whether it can contain booleans. NaN and infinities are errors, as in
     strict JSON.
     """
     literals = may_contain_literals(body)
@@ -311,9 +325,9 @@ def _check_keys(count: int) -> None:
 
 
 def may_contain_literals(text: bytes) -> bool:
-    """Return whether JSON can contain booleans, by their letters."""
-    # Integers, not bytes: for b"r", `in` first tries to convert it to a number, and raises and
-    # catches an exception.
+    """Return whether a JSON text can contain booleans, by searching for their letters."""
+    # The letters are integers and not bytes. For b"r", `in` first tries to convert it to a number,
+    # which raises and catches an exception.
     return _R in text or _L in text
 
 
@@ -323,16 +337,16 @@ def to_plain(data: Any) -> Any:
 
 
 def release_parsers() -> None:
-    """Free the memory of parsers that are not in use, of all threads."""
+    """Free the memory of the parsers of all threads that are not in use."""
     _parsers.clear()
 
 
 def _parse_lazily(body: bytes) -> Any:
-    """Return None for a body that orjson must parse, as its arrays are irregular.
+    """Parse a body by simdjson; return None if orjson must parse it.
 
-    A parser keeps about 14 times the bytes of its largest body, so a thread keeps one, whose memory
-    is warm, only for smaller bodies. It refuses to parse while a lazy array of the last body lives;
-    orjson then takes over.
+    orjson must parse a body whose arrays are irregular. A parser retains memory of about 14 times
+    its largest body. Therefore each thread reuses a parser only for smaller bodies. A parser
+    refuses to parse while a lazy array of the last body exists; orjson is then used.
     """
     taken: dict[str, LazyArray] = {}
     if len(body) >= _LARGE_ARRAY_BYTES:
@@ -347,7 +361,8 @@ def _parse_lazily(body: bytes) -> Any:
         document = walk.convert(parser.parse(body), "")
     except (ValueError, TypeError, LookupError, RuntimeError):
         return None
-    # A list among the elements of a lazy array would be missed. Counting the brackets reveals it.
+    # The parser does not detect a list among the elements of a lazy array. Counting the brackets
+    # detects it.
     return document if walk.brackets == _count_letter(body, "[") and not walk.taken else None
 
 
@@ -355,8 +370,8 @@ def _parse_lazily(body: bytes) -> Any:
 class _LazyWalk:
     """Converts a simdjson document.
 
-    `brackets` counts the lists of the document. `taken` are the arrays that the document has texts
-    in place of.
+    `brackets` counts the lists of the document. `taken` holds the arrays that texts replace in the
+    document, by these texts.
     """
 
     taken: dict[str, LazyArray]
@@ -408,14 +423,14 @@ class _LazyWalk:
 
 
 def _begins_with_number(value: Any) -> bool:
-    """Return whether the first scalar of nested arrays is a number."""
+    """Return whether the first scalar in nested arrays is a number."""
     while type(value) is simdjson.Array and len(value):
         value = value[0]
     return type(value) in (int, float)
 
 
 def _count_lists(value: Any) -> int:
-    """Count the lists in a value, and check the number of keys of its objects."""
+    """Return the number of lists in a value; check the number of keys of its objects."""
     if isinstance(value, dict):
         _check_keys(len(value))
         return sum(map(_count_lists, value.values()))
@@ -423,7 +438,7 @@ def _count_lists(value: Any) -> int:
 
 
 class TensorReader:
-    """Makes arrays for one input of a model. All methods raise UserError."""
+    """Builds arrays for one input of a model. All methods raise UserError."""
 
     __slots__ = (
         "_pack",
@@ -444,7 +459,8 @@ class TensorReader:
         self.dtype = np.dtype(get_numpy_dtype(spec.dtype))
         self.dims = tuple(d if isinstance(d, int) else None for d in spec.shape)
         self.has_free_rows = bool(self.dims) and self.dims[0] is None
-        # The struct module packs numbers strictly, and faster than numpy converts a list.
+        # The struct module checks the types of numbers, and packs them faster than numpy converts a
+        # list.
         has_code = self.dtype.kind in "fiu" and spec.dtype != "bfloat16"
         self.code = self.dtype.char.replace("l", "q").replace("L", "Q") if has_code else ""
         self.elements = frozenset(
@@ -459,7 +475,7 @@ class TensorReader:
         return UserError(f"tensor {self.name!r}{what}", remedy=remedy)
 
     def check_shape(self, given: object) -> tuple[tuple[int, ...], int]:
-        """Return a shape that the input accepts, and the number of its elements."""
+        """Return a shape that the input accepts, and its number of elements."""
         if type(given) is not list or len(given) != len(self.dims):
             raise self._shape_error(given)
         count, axis = 1, 0
@@ -488,8 +504,8 @@ class TensorReader:
     ) -> Array:
         """Return an array from flat or nested lists.
 
-        `shape` and `count` are from `check_shape`; `literals` is whether `data` can contain
-        booleans.
+        `shape` and `count` are the results of `check_shape`. `literals` states whether `data` can
+        contain booleans.
         """
         flat = data
         if type(data) is list and len(data) != count and len(shape) == 2:
@@ -503,11 +519,12 @@ class TensorReader:
             last, pack = self._pack
             if last != count:
                 pack = struct.Struct(f"<{count}{self.code}").pack
-                self._pack = count, pack  # in one step: other threads read it
+                self._pack = count, pack  # assigned together, because other threads read it
             try:
                 packed = pack(*flat)
             except (struct.error, OverflowError):
-                pass  # nested, of other types, or out of range: distinguished below
+                # Nested, of other types, or out of range: the code below distinguishes these cases
+                pass
             else:
                 if not literals or bool not in set(map(type, flat)):
                     return np.ndarray(shape, self.dtype, packed)
@@ -574,7 +591,8 @@ class TensorReader:
         ):
             raise self.error(": a byte of BOOL must be 0 or 1")
         array = np.ndarray(shape, self.dtype, body, start)
-        return array if array.flags.aligned else array.copy()  # the runtime reads whole elements
+        # ONNX Runtime requires aligned elements, so others are copied
+        return array if array.flags.aligned else array.copy()
 
     def _split_text(self, body: RequestBody, start: int, size: int, count: int) -> list[str]:
         """Return `count` elements of BYTES: length in four bytes, then UTF-8."""
@@ -605,7 +623,11 @@ class TensorReader:
         return elements
 
     def read_raw(self, body: RequestBody) -> Array:
-        """Return an array from a body without a header, by its length."""
+        """Return an array from a body that consists only of the raw data.
+
+        For text, the body is one element. For other types, the length of the body determines a free
+        dimension.
+        """
         if self.spec.dtype == "string":
             shape, _ = self.check_shape([1 if d is None else d for d in self.dims])
             body = join_text([bytes(body)])
@@ -619,7 +641,7 @@ class TensorReader:
         return self.read_binary(shape, body, 0, len(body))
 
     def convert_cells(self, data: Any) -> Any:
-        """Convert cells or rows of a text table to elements of this input."""
+        """Convert cells or rows of a table of text to elements of this input."""
         if self.spec.dtype == "string":
             return data
         convert = self._convert_cell
@@ -645,7 +667,7 @@ class TensorReader:
             raise self.error(f" of {self.datatype} holds {shorten(text)} in row {row}") from error
 
     def fill_missing(self, data: Any) -> Any:
-        """Replace null in the rows of a table by NaN, where the input takes fractions."""
+        """Replace null in the rows of a table by NaN, for an input of floating-point type."""
         if self.dtype.kind != "f" or type(data) is not list:
             return data
         return [
@@ -654,7 +676,7 @@ class TensorReader:
         ]
 
     def check_column(self, data: Any) -> None:
-        """Raise UserError with the row of the first value of a wrong type."""
+        """Raise UserError for the first value of a wrong type; the message has its row."""
         if type(data) is not list:
             return
         for row, item in enumerate(data, start=1):
@@ -669,7 +691,7 @@ def _fill_row(row: list[Any]) -> list[Any]:
 
 
 def join_text(values: Iterable[bytes]) -> bytes:
-    """Return elements of BYTES, each with its length before it."""
+    """Return elements of BYTES, each preceded by its length."""
     parts: list[bytes] = []
     for value in values:
         parts += (_TEXT_LENGTH.pack(len(value)), value)

@@ -1,6 +1,6 @@
-"""The choice of the deployment that answers a request.
+"""Selection of the deployment that answers a request.
 
-The split of a routing table decides, by user or by chance.
+The split of a routing table assigns a request by user, or randomly if it has no user.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _MASK = 0xFFFFFFFF
 class CellDraw:
     """The assignment of all cells of users to deployments, for one epoch.
 
-    Epoch 0 lasts as long as the split. `slots` holds for each cell its place in
-    `TrafficRouter.slots`. `is_timed` is whether latencies are counted by cell. They are counted for
-    all requests of an epoch or for none, since those that are left out could be of one version.
+    Epoch 0 lasts as long as the split. `slots` holds, for each cell, an index into
+    `TrafficRouter.slots`. `is_timed` states whether latencies are counted by cell. They are counted
+    for all requests of an epoch or for none, because the requests that are left out could otherwise
+    all belong to one version.
     """
 
     generation: int
@@ -43,17 +44,17 @@ _STICKY_SLOTS = bytes(cell * 100 // USER_CELLS for cell in range(USER_CELLS))
 class TrafficRouter:
     """The split of one table: one slot per percent of traffic, newest first.
 
-    With an epoch, the cells of users are assigned anew in each, independently of other epochs and
-    generations. Without, and with two deployments, a higher weight of the newer one only moves
-    users into it. The salt depends on the newest deployment with traffic: it is constant during an
-    experiment and different for the next.
+    In a split with epochs, the cells of users are assigned anew in each epoch, independently of
+    other epochs and generations. Without epochs and with two deployments, a higher weight of the
+    newer deployment only moves users to it. The salt of the assignment depends on the newest
+    deployment with traffic. So it is constant during an experiment and different in the next one.
 
-    `fallback` answers all requests while the server has no lease; empty if it needs none. Where
-    `is_leased`, all are refused without a lease.
+    `fallback` answers all requests while the server has no lease. It is empty if no lease is
+    needed. With `is_leased`, a server without a lease refuses all requests.
 
-    `draw` is the last assignment that was used. Latencies are compared in `comparable` slots, of
-    two deployments as many each: both then get the same traffic (see `ControlReplica`), and a timed
-    request is as likely to be of one as of the other.
+    `draw` is the last assignment that was used. Latencies are compared only in `comparable` slots,
+    which are equally many for each of two deployments. Both deployments then get the same traffic
+    (see `ControlReplica`), and a timed request is equally likely for each.
     """
 
     slots: tuple[str, ...]
@@ -94,7 +95,7 @@ class TrafficRouter:
         return mix_bits(zlib.crc32(key) ^ self._salt) * USER_CELLS >> 32
 
     def get_draw(self, epoch: int) -> CellDraw:
-        """Return the assignment of an epoch; a split without epochs ignores it."""
+        """Return the assignment of an epoch; a split without epochs ignores the epoch."""
         draw = self.draw
         if draw.epoch != epoch and self.epoch_s:
             seed = "\0".join((self.experiment, str(self.generation), str(epoch)))
@@ -102,7 +103,7 @@ class TrafficRouter:
         return draw
 
     def route_cell(self, draw: CellDraw, cell: int) -> str:
-        """Return the deployment of a cell of users: always the same for the same draw."""
+        """Return the deployment of a cell of users, which is constant for one draw."""
         return self.slots[draw.slots[cell]]
 
     def get_pinned(self, head: RequestHead) -> str | None:
@@ -119,10 +120,11 @@ class TrafficRouter:
 
 
 def mix_bits(value: int) -> int:
-    """Spread every bit: the finalizer of MurmurHash3 (A. Appleby), a bijection.
+    """Return a value in which every bit affects all bits, by MurmurHash3's finalizer.
 
-    CRC-32 is linear: without this, two salts would give shares that coincide or are disjoint, and
-    users of one experiment's candidate would be in the candidate of the next.
+    The function is a bijection (A. Appleby). CRC-32 is linear. Without this step, the shares of two
+    salts would coincide or be disjoint. The users of one experiment's candidate would then all get
+    the next experiment's candidate.
     """
     value ^= value >> 16
     value = value * 0x85EBCA6B & _MASK
@@ -132,11 +134,11 @@ def mix_bits(value: int) -> int:
 
 
 def draw_slots(seed: str) -> bytes:
-    """Return a slot for each cell of users: a permutation that the seed determines.
+    """Return the slot of each cell of users: a permutation that the seed determines.
 
-    Every slot has as many cells. Cells are sorted by a random number each, of SplitMix64 (Steele,
-    Lea and Flood 2014, OOPSLA, 453-472). Unlike NumPy's generators, it is the same in all versions,
-    and servers of different versions must agree.
+    Every slot has the same number of cells. Cells are sorted by random numbers of SplitMix64
+    (Steele, Lea and Flood 2014, OOPSLA, 453-472). Unlike NumPy's generators, SplitMix64 returns the
+    same numbers in all versions. This matters because servers of different versions must agree.
     """
     start = np.frombuffer(hashlib.sha256(seed.encode()).digest(), "<u8", 1)
     numbers = start + np.arange(1, USER_CELLS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

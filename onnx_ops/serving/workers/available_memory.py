@@ -1,6 +1,6 @@
 """The memory that is available to the server.
 
-It is read from the control groups of the server, from the machine, and from GPUs.
+The values come from the control groups of the server, the machine, and GPUs.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from pathlib import Path
 from onnx_ops.domain.endpoint import Deployment
 
 ROOT = Path("/")
-"""Where /proc and /sys are read."""
+"""Folder below which /proc and /sys are read."""
 _CUDA_PROVIDERS = frozenset(
     {"CUDAExecutionProvider", "NvTensorRTRTXExecutionProvider", "TensorrtExecutionProvider"}
 )
 _NVML = "libnvidia-ml.so.1"
-"""NVIDIA's management library, a part of the driver."""
+"""NVIDIA's management library, which is part of the driver."""
 
 
 def read_available_bytes(root: Path | None = None) -> int | None:
     """Return the bytes that processes of this server can still allocate.
 
-    The result is None if that cannot be read. It is the least of what the machine has and what each
-    control group (version 1 or 2) leaves. The page cache is available: the kernel gives it up
-    before it ends a process. Swap is not counted.
+    The result is None if the files cannot be read. It is the smallest of the available memory of
+    the machine and the remaining memory of each control group (version 1 or 2). The page cache
+    counts as available, because the kernel frees it before it kills a process. Swap is not counted.
 
     Args:
-        root: where /proc and /sys are read.
+        root: folder below which /proc and /sys are read.
     """
     root = root or ROOT
     sizes = [*_list_group_bytes(root)]
@@ -40,9 +40,9 @@ def read_available_bytes(root: Path | None = None) -> int | None:
 
 
 def _list_group_bytes(root: Path) -> Iterator[int]:
-    """Yield the bytes that each memory group of this process leaves.
+    """Yield the remaining bytes of each memory group of this process.
 
-    The groups reach up to the root of their hierarchy.
+    These are its own group and all groups above it.
     """
     base = root / "sys/fs/cgroup"
     for line in _read_text(root / "proc/self/cgroup").splitlines():
@@ -63,10 +63,10 @@ def _list_group_bytes(root: Path) -> Iterator[int]:
 
 
 def _list_groups(mount: Path, name: str) -> list[Path]:
-    """Return the folders of a group and those above it.
+    """Return the folders of a group and of the groups above it.
 
-    A container without a namespace for groups sees its group as the mount, and in /proc the name
-    outside of it.
+    In a container without a namespace for groups, the group is mounted as the root. In /proc, its
+    name is then the name outside of the container.
     """
     parts = Path(name.lstrip("/")).parts
     folder = mount.joinpath(*parts)
@@ -76,7 +76,10 @@ def _list_groups(mount: Path, name: str) -> list[Path]:
 
 
 def _read_group_bytes(folder: Path, limit_file: str, usage_file: str, prefix: str) -> int | None:
-    """Return the limit of a group less what it uses for good; None without a limit."""
+    """Return a group's limit minus its memory that cannot be freed.
+
+    The result is None if the group has no limit.
+    """
     limit, usage = _read_text(folder / limit_file).strip(), _read_text(folder / usage_file).strip()
     if not limit.isdecimal() or not usage.isdecimal():  # version 2 writes `max`
         return None
@@ -92,7 +95,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_numbers(path: Path) -> dict[str, int]:
-    """Return the first number of each line by the word before it."""
+    """Return the first number of each line, by the word before the number."""
     rows = (line.split() for line in _read_text(path).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
 
@@ -100,7 +103,7 @@ def _read_numbers(path: Path) -> dict[str, int]:
 def list_gpus(deployments: Iterable[Deployment]) -> frozenset[str]:
     """Return the GPUs that the execution providers of deployments name.
 
-    Each is a number among the visible GPUs.
+    A GPU is an index into the visible GPUs.
     """
     providers = (
         provider for deployment in deployments for provider in deployment.execution.providers
@@ -115,9 +118,9 @@ class _Memory(ctypes.Structure):
 
 
 class GpuMemory:
-    """Reads the free memory of GPUs by NVML.
+    """Reads the free memory of GPUs through NVML.
 
-    Without the library, or for an unknown GPU, there is no number.
+    Without the library, or for an unknown GPU, no number is returned.
     """
 
     def __init__(self, gpus: Iterable[str]) -> None:
@@ -131,8 +134,8 @@ class GpuMemory:
         if library.nvmlInit_v2():
             return
         self._library = library
-        # CUDA numbers the visible GPUs in the order of this variable, else by speed unless there is
-        # one only.
+        # CUDA numbers the visible GPUs in the order of this variable. Without the variable, CUDA
+        # numbers several GPUs by speed.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         count = ctypes.c_uint()
         library.nvmlDeviceGetCount_v2(ctypes.byref(count))

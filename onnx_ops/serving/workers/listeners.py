@@ -1,8 +1,8 @@
-"""The listening sockets, and how they survive the supervisor that made them.
+"""The listening sockets, which outlive the supervisor that created them.
 
-Workers accept from one shared socket, so that a dying worker loses no waiting connection. If the
-supervisor dies, the next one gets the socket from a worker over the folder's handover socket
-(docs/adr/0008-endpoint-server.md).
+Workers accept connections from one shared socket, so a worker that dies loses no waiting
+connection. If the supervisor dies, the next supervisor receives the socket from a worker over the
+handover socket in the server's folder (docs/adr/0008-endpoint-server.md).
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ _log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 SHADOW_SOCKETS = "shadow-*.sock"
-"""Pattern of `get_shadow_path`."""
+"""Pattern of the file names that `get_shadow_path` returns."""
 _BACKLOG = 2048
 _HANDOVER_S = 5.0
-"""A worker hands over between two requests; no request on the event loop takes this long."""
+"""Seconds to wait for a handover.
+
+A worker sends the sockets between two requests, and no request on the event loop takes this long.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerSockets:
-    """The public socket, and the one over which workers hand over both."""
+    """The public socket, and the handover socket over which workers send both."""
 
     public: socket.socket
     handover: socket.socket
@@ -43,7 +46,7 @@ def listen_tcp(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        # Without it, a second server could bind the same port and fail only later.
+        # Without this call, a second server could bind the same port and would fail only later.
         listener.listen(_BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
@@ -57,7 +60,7 @@ def listen_tcp(host: str, port: int) -> socket.socket:
 
 
 def listen_unix(path: Path) -> socket.socket:
-    """Return a listening Unix socket for its owner only; replace the file."""
+    """Return a listening Unix socket for its owner only; replace an existing file."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -91,18 +94,18 @@ def connect_unix(path: Path, *, timeout_s: float) -> socket.socket:
 
 
 def get_shadow_path(folder: Path, origin: str, slot: int) -> Path:
-    """Return the Unix socket of the shadow process of a slot.
+    """Return the path of the Unix socket of a slot's shadow process.
 
-    Workers whose supervisor died have other slots. The origin of `SharedMetrics` in the path keeps
-    these workers from the next processes.
+    Workers whose supervisor has died use other slots. The path contains the origin of
+    `SharedMetrics`, so these workers cannot connect to the shadow processes of the next supervisor.
     """
     return folder / f"shadow-{origin}-{slot}.sock"
 
 
 def receive_sockets(folder: Path, host: str, port: int) -> ListenerSockets | None:
-    """Return the sockets of workers whose supervisor died.
+    """Return the sockets of workers whose supervisor has died.
 
-    Return None if the sockets do not have this host and port.
+    Return None if there are no such workers, or if the socket has another host or port.
     """
     try:
         with connect_unix(folder / HANDOVER_SOCKET, timeout_s=_HANDOVER_S) as client:
@@ -110,9 +113,12 @@ def receive_sockets(folder: Path, host: str, port: int) -> ListenerSockets | Non
     except (FileNotFoundError, ConnectionError):
         return None
     except TimeoutError:
-        _log.warning("the previous workers do not hand over their socket")
+        _log.warning(
+            "the workers of the previous supervisor did not pass on their sockets within %g s",
+            _HANDOVER_S,
+        )
         return None
-    if not descriptors:  # the worker ended
+    if not descriptors:  # the worker has ended
         return None
     public, handover = (socket.socket(fileno=descriptor) for descriptor in descriptors)
     public_host, public_port = public.getsockname()[:2]
@@ -124,10 +130,10 @@ def receive_sockets(folder: Path, host: str, port: int) -> ListenerSockets | Non
 
 
 def send_sockets(listeners: ListenerSockets) -> None:
-    """Send both sockets to a client of the handover socket."""
+    """Send both sockets to a client that connects to the handover socket."""
     try:
         client, _ = listeners.handover.accept()
-    except OSError:  # another worker was faster
+    except OSError:  # another worker has accepted the connection
         return
     with client, contextlib.suppress(OSError):
         client.settimeout(_HANDOVER_S)
@@ -136,7 +142,7 @@ def send_sockets(listeners: ListenerSockets) -> None:
 
 @contextlib.contextmanager
 def _shorten(path: Path) -> Iterator[str]:
-    """Yield an address of at most 108 bytes for a Unix socket (unix(7))."""
+    """Yield an address for a Unix socket that has at most 108 bytes (unix(7))."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"

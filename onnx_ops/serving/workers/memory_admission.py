@@ -1,9 +1,11 @@
 """Admission of new deployments by memory.
 
-New deployments must fit beside the running ones, before any worker loads them.
+Before a worker loads new deployments, the available memory must suffice for them beside the running
+ones.
 
-A separate process loads them first and is measured (see `trial_load`). A deployment that exceeds
-the memory of the server would otherwise end workers that have requests to answer.
+A separate process loads them first, and its memory is measured (see `trial_load`). Without this
+check, a deployment that exceeds the memory of the server would end workers that have requests to
+answer.
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ from onnx_ops.serving.workers.available_memory import GpuMemory, list_gpus, read
 _log = logging.getLogger(__name__)
 
 RESERVE = 8
-"""An eighth of the need is kept free: requests need more memory than the trial run of one row."""
+"""Divisor of the needed memory: an eighth of it is reserved in addition.
+
+Requests need more memory than the trial run of one row.
+"""
 _SAMPLE_S = 5e-3
-"""Seconds between two samples; the kernel fills about 50 MB in this time."""
+"""Seconds between two samples. The kernel can allocate about 50 MB in this time."""
 _MIB = 1 << 20
 HOST = ""
-"""Key of the machine's memory, beside the numbers of GPUs."""
+"""Key of the machine's memory. The keys of GPUs are their numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +44,11 @@ class MemoryNeed:
     """Bytes of one kind of memory that new deployments need, beside what is in use.
 
     Attributes:
-        workers: worker processes, each of which loads all of them.
-        worker_bytes: peak of one worker, of memory that it shares with no other process.
-        shadow_bytes: of the shadow processes that start.
-        restart_bytes: of workers that have ended and have not loaded the running deployments again.
+        workers: number of worker processes, each of which loads all new deployments.
+        worker_bytes: peak of the memory in one worker that it shares with no other process.
+        shadow_bytes: memory of the shadow processes that will start.
+        restart_bytes: memory of workers that have ended, and whose successors have not yet loaded
+            the running deployments.
     """
 
     workers: int
@@ -52,12 +58,12 @@ class MemoryNeed:
 
     @property
     def reserve_bytes(self) -> int:
-        """Bytes that are kept free in addition."""
+        """Bytes that are reserved in addition."""
         return -(-(self.workers * self.worker_bytes + self.shadow_bytes) // RESERVE)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all parts, with the reserve."""
+        """Total of all parts, including the reserve."""
         return (
             self.workers * self.worker_bytes
             + self.shadow_bytes
@@ -66,7 +72,7 @@ class MemoryNeed:
         )
 
     def fits(self, available_bytes: int) -> bool:
-        """Return whether so much memory suffices. A need of 0 bytes always fits."""
+        """Return whether the available bytes suffice. A need of 0 bytes always fits."""
         return self.worker_bytes <= 0 or self.total_bytes <= available_bytes
 
 
@@ -74,13 +80,14 @@ class MemoryNeed:
 class MemoryMeter:
     """Measures the memory of a process that loads new deployments.
 
-    It ends the process before the process exhausts the memory.
+    It kills the process before the process exhausts the memory.
 
     Attributes:
         before_bytes: private memory of the process at its start.
-        available_bytes: what was available before its start, by the kind of memory; without what
-            cannot be read.
-        has_exceeded: it needed more than is available, and was killed.
+        available_bytes: memory that was available before its start, by kind. A kind that cannot be
+            read is missing.
+        has_exceeded: whether the process was killed because it needed more than the available
+            memory.
     """
 
     gpu_memory: GpuMemory
@@ -93,7 +100,7 @@ class MemoryMeter:
 
     @classmethod
     def open(cls, deployments: Sequence[Deployment]) -> MemoryMeter:
-        """Read what is available now. The process is forked from this one next."""
+        """Read the available memory. The caller then forks the process from this one."""
         gpu_memory = GpuMemory(list_gpus(deployments))
         available = gpu_memory.read_free_bytes()
         if (host := read_available_bytes()) is not None:
@@ -102,17 +109,18 @@ class MemoryMeter:
         return cls(gpu_memory=gpu_memory, before_bytes=before, available_bytes=available)
 
     def restart(self) -> None:
-        """Forget what was measured: another process loads the deployments again."""
+        """Reset the measurements before another process loads the deployments again."""
         self._private = self._shared = 0
         self._free.clear()
 
     async def watch(self, pid: int) -> None:
-        """Sample the memory of the process until it has ended, or this is cancelled."""
+        """Sample the memory of the process until it ends, or until this task is cancelled."""
         while True:
             with suppress(OSError):
                 self.sample(pid)
             if self.has_exceeded:
-                os.kill(pid, signal.SIGKILL)  # it is not reaped before this has ended
+                # The process id is valid, because the process is reaped only after this task
+                os.kill(pid, signal.SIGKILL)
                 return
             await asyncio.sleep(_SAMPLE_S)
 
@@ -130,12 +138,12 @@ class MemoryMeter:
     def compute_peak(self, private_bytes: int, resident_bytes: int) -> Mapping[str, int]:
         """Return the bytes that the process needed at its peak, by the kind of memory.
 
-        The kernel records the peak of resident memory, which contains mapped files. The largest
-        sample of mapped files is subtracted. So a peak of private memory between two samples
-        counts, too.
+        The kernel records the peak of resident memory, which includes mapped files. The largest
+        sample of mapped files is subtracted from this peak. So a peak of private memory between two
+        samples is included.
 
         Args:
-            private_bytes: at the end of the process.
+            private_bytes: private memory at the end of the process.
             resident_bytes: the peak that the kernel has recorded.
         """
         private = max(self._private, private_bytes, resident_bytes - self._shared)
@@ -145,34 +153,34 @@ class MemoryMeter:
         }
 
     def close(self) -> None:
-        """Release what reads the memory of GPUs."""
+        """Close the reader of the memory of GPUs."""
         self.gpu_memory.close()
 
 
 def measure_memory(pid: int) -> tuple[int, int]:
-    """Return the private resident bytes of a process, and its resident bytes of files.
+    """Return the private resident bytes of a process, and its resident file bytes.
 
-    It shares the private bytes with no other process. Raises OSError.
+    Private bytes are shared with no other process. Raises OSError.
     """
     _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()
     return (int(resident) - int(shared)) * mmap.PAGESIZE, int(shared) * mmap.PAGESIZE
 
 
 def estimate_restarts(pids: Collection[int], size: int, before_bytes: int) -> int:
-    """Return the bytes that missing workers of a pool of this size will use.
+    """Return the bytes that missing workers of a pool of this size will need.
 
-    The estimate is the median of the other workers. `before_bytes` is the private memory of a
-    worker at its start.
+    The estimate for each is the median of the other workers. `before_bytes` is the private memory
+    of a worker at its start.
     """
     used = _measure_workers(pids, before_bytes)
     return (size - len(used)) * statistics.median_low(used) if used else 0
 
 
 def measure_server_memory(pids: Collection[int]) -> ServerMemory | None:
-    """Return the memory that running workers use, and what is available beside it.
+    """Return the memory that running workers use, and the memory that is available.
 
-    The result is None if that cannot be read. This must run in the process that has forked the
-    workers: its private memory is what they started with.
+    The result is None if the files cannot be read. Call it in the process that has forked the
+    workers, because its private memory is what they started with.
     """
     available_bytes = read_available_bytes()
     used = _measure_workers(pids, measure_memory(os.getpid())[0])
@@ -184,21 +192,21 @@ def measure_server_memory(pids: Collection[int]) -> ServerMemory | None:
 
 
 def _measure_workers(pids: Collection[int], before_bytes: int) -> list[int]:
-    """Return the private bytes of running workers beyond what they started with."""
+    """Return the private bytes of running workers beyond those at their start."""
     used = []
     for pid in pids:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             used.append(max(0, measure_memory(pid)[0] - before_bytes))
     return used
 
 
 def find_shortage(memory: ServerMemory, peak_bytes: int) -> str:
-    """Return why one more deployment does not fit beside the running ones.
+    """Return why one more deployment does not fit beside the running deployments.
 
     The text is empty if the deployment fits.
 
     Args:
-        peak_bytes: of the deployment in one worker.
+        peak_bytes: peak of the deployment's memory in one worker.
     """
     need = MemoryNeed(workers=memory.workers, worker_bytes=peak_bytes)
     if need.fits(memory.available_bytes):
@@ -210,7 +218,7 @@ def find_shortage(memory: ServerMemory, peak_bytes: int) -> str:
 def check_memory(
     deployments: Sequence[Deployment], needs: Mapping[str, MemoryNeed], available: Mapping[str, int]
 ) -> None:
-    """Raise InfrastructureError if deployments do not fit into a kind of memory."""
+    """Raise InfrastructureError if deployments exceed the available memory of a kind."""
     names = ", ".join(deployment.name for deployment in deployments)
     for kind, need in needs.items():
         memory = f"memory of GPU {kind}" if kind else "memory"
@@ -226,15 +234,15 @@ def check_memory(
 def build_excess_error(
     deployments: Sequence[Deployment], workers: int, peak_bytes: int, available_bytes: int
 ) -> InfrastructureError:
-    """Return the error of deployments that exceed the memory in the trial load."""
+    """Return the error for deployments that exceeded the memory in the trial load."""
     need = MemoryNeed(workers=1, worker_bytes=peak_bytes)
     why = (
-        f"the process that loads it before the {workers} workers needs more than "
+        f"the process that loads the model before the {workers} workers needs more than "
         f"{_format_up(need.total_bytes)}, with a reserve of {_format_up(need.reserve_bytes)}, "
         f"and {available_bytes // _MIB:,} MiB are available beside the running deployments"
     )
     packing = (
-        " If it is packed for the cache, which takes several times its size, `prepack: "
+        " If the model is packed for the cache, which takes several times its size, `prepack: "
         "0 B` avoids that."
     )
     return _build_memory_error(deployments, "memory", why, packing)

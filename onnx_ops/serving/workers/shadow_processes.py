@@ -1,9 +1,9 @@
 """The shadow processes: one for each deployment that gets mirrored requests.
 
-The supervisor forks them. A shadow process loads only its deployment and has no public socket.
-Workers send it copies of requests over a Unix socket (`ShadowQueue`). It runs at the lowest
-priority, so that it takes only time that no other process needs. The supervisor owns the listening
-socket: it outlives a process that dies, and the next process continues with it.
+The supervisor forks them. A shadow process loads only its deployment, and has no public socket.
+Workers send copies of requests to it over a Unix socket (`ShadowQueue`). It runs at the lowest
+priority, so it uses only time that no other process needs. The supervisor owns the listening
+socket. The socket outlives a shadow process that dies, and the next process uses it.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ _PR_SET_PDEATHSIG = 1
 _LOWEST_NICE = 19
 _READ_BYTES = 1 << 18
 _KILLED_S = 1.0
-"""Time in which a killed process usually ends. At shutdown, nothing depends on it any more."""
+"""Seconds in which a killed process usually ends. A shutdown does not wait longer."""
 _STABLE_S = 60.0
 """Seconds after which a process counts as stable.
 
-The process that replaces it starts without a pause.
+If a stable process dies, the next one starts without a pause.
 """
 
 
@@ -86,7 +86,7 @@ def run_shadow_process(
     """
     _end_with_parent(supervisor)
     prefer_for_oom_kill()
-    gc.freeze()  # inherited objects live as long as the process
+    gc.freeze()  # inherited objects are never freed before the process ends
     try:
         with count_load(row):
             loaded = load_deployment(deployment, folder, options)
@@ -108,25 +108,26 @@ def run_shadow_process(
 
 
 def _end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process as soon as its parent ends (prctl(2)).
+    """Let the kernel kill this process when its parent ends (prctl(2)).
 
-    This works even if a model hangs.
+    The kernel also kills a process in which a model hangs.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
 def _lower_priority() -> None:
-    """Give all threads the lowest priority; those that start later inherit it.
+    """Give all threads the lowest priority, which later threads inherit.
 
-    Only after the load: at this priority, a busy machine might never finish it.
+    This must be called after the load. At this priority, a load might never finish on a busy
+    machine.
     """
     for thread in map(int, os.listdir("/proc/self/task")):
         try:
             os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
-        except OSError:  # a sandbox may forbid it
-            with contextlib.suppress(OSError):  # it works at any priority
+        except OSError:  # a sandbox can forbid the change
+            with contextlib.suppress(OSError):  # the process works at any priority
                 os.setpriority(os.PRIO_PROCESS, thread, _LOWEST_NICE)
 
 
@@ -135,7 +136,7 @@ def answer_mirrored_requests(
 ) -> None:
     """Run requests from connections of `listener`.
 
-    It returns when `control` is closed and all received requests have run.
+    The coroutine returns when `control` is closed and all received requests have run.
     """
     listener.setblocking(False)
     timeout_s: float | None = None
@@ -171,11 +172,11 @@ def answer_mirrored_requests(
 
 @dataclass(slots=True, eq=False)
 class _Shadow:
-    """A shadow deployment, as the supervisor sees it.
+    """State of a shadow deployment in the supervisor.
 
     Attributes:
-        control: of the running process, if any.
-        failed: why it has no process.
+        control: control socket of the running process; None without a process.
+        failed: why the deployment has no process; empty if it has one.
     """
 
     deployment: Deployment
@@ -199,7 +200,7 @@ class _Shadow:
             self.path.unlink(missing_ok=True)
 
     def fail(self, why: str) -> None:
-        """Record why the shadow has no process until the next publication.
+        """Record why the shadow deployment has no process until the next publication.
 
         Requests to it are dropped.
         """
@@ -209,7 +210,7 @@ class _Shadow:
 
 
 class ShadowProcesses:
-    """The shadow processes of one server. Belongs to the supervisor's event loop."""
+    """The shadow processes of one server, managed on the supervisor's event loop."""
 
     def __init__(self, folder: Path, options: ServerOptions, shared: SharedMetrics) -> None:
         self._folder = folder
@@ -219,10 +220,10 @@ class ShadowProcesses:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = False
         for path in folder.glob(SHADOW_SOCKETS):
-            path.unlink(missing_ok=True)  # of a supervisor that was killed
+            path.unlink(missing_ok=True)  # a socket of a supervisor that was killed
 
     def get_failed(self) -> Mapping[str, str]:
-        """Return shadow deployments that have no process, with the reason."""
+        """Return shadow deployments without a process, with the reason."""
         return {
             shadow.deployment.name: shadow.failed
             for shadow in self._shadows.values()
@@ -232,7 +233,7 @@ class ShadowProcesses:
     def start(self, revision: TableRevision) -> None:
         """Start the missing processes of a revision.
 
-        Requests wait until their process has loaded the deployment.
+        Requests wait in a socket until their process has loaded the deployment.
         """
         for deployment in _list_shadows(revision):
             known = self._shadows.get(deployment)
@@ -257,9 +258,9 @@ class ShadowProcesses:
             self._shadows.pop(deployment).close()
 
     async def stop(self, timeout_s: float) -> None:
-        """Let all processes run the requests that they have received.
+        """Stop all processes after they have run the requests that they received.
 
-        Processes that do not end in time are killed.
+        Processes that do not end within the time limit are killed.
         """
         self._stopping = True
         for shadow in self._shadows.values():
@@ -275,7 +276,7 @@ class ShadowProcesses:
             await asyncio.wait(self._tasks, timeout=_KILLED_S)
 
     async def _supervise(self, shadow: _Shadow, listener: socket.socket) -> None:
-        """Run the process of a shadow, and replace it when it dies."""
+        """Run the process of a shadow deployment, and replace it when it dies."""
         load_deaths = deaths = 0
         while True:
             started_at = time.monotonic()
@@ -303,7 +304,7 @@ class ShadowProcesses:
             _log.error(
                 "the process of shadow %s ended (%s) and is replaced", shadow.deployment.name, why
             )
-            shadow.row[SHADOW_FAILED] += was_running  # the request has probably ended it
+            shadow.row[SHADOW_FAILED] += was_running  # the request has probably ended the process
             self._shared.get_shadow_row(0)[SHADOW_RESTARTS] += 1
             await asyncio.sleep(compute_restart_pause_s(deaths))
 
@@ -312,8 +313,8 @@ class ShadowProcesses:
     ) -> tuple[WorkerReady | None, int]:
         """Run one process; return its message and its wait status.
 
-        The message reports whether the process has loaded the deployment. It is None if there is
-        none.
+        The message reports whether the process has loaded the deployment. If the process has sent
+        no message, the first value is None.
         """
         ours, theirs = socket.socketpair()
         inherited = self._folder, self._options, shadow.row, listener, theirs, os.getpid()
@@ -329,9 +330,10 @@ class ShadowProcesses:
                 while await channel.receive() is not None:
                     pass
         finally:
-            # it has closed its socket, which it does only by ending, or is not needed any more
+            # The process has closed its socket, which means that it ends, or it is no longer
+            # needed.
             shadow.control = None
-            if not exit_status.done():  # else its process id may be another's
+            if not exit_status.done():  # otherwise another process can have its process id
                 kill_process(pid, signal.SIGKILL)
         return message if isinstance(message, WorkerReady) else None, await asyncio.shield(
             exit_status

@@ -1,7 +1,7 @@
-"""The supervisor: owns folder, sockets and table, runs workers, and publishes.
+"""The supervisor, which runs the workers and publishes the routing table.
 
-It has imported all modules, but loads no model and starts no thread, so that it can fork a worker
-at any time.
+It owns the folder and the sockets of the server. It has imported all modules, but loads no model
+and starts no thread. So it can fork a worker at any time.
 """
 
 from __future__ import annotations
@@ -83,18 +83,22 @@ _ORPHAN_PAUSE_S = 0.02
 _KILL_MARGIN_S = 2
 _SHADOW_DRAIN_S = 1.0
 _EPOCH_RETRY_S = 1.0
-"""Pause after an error between epochs: a lasting error costs one attempt a second."""
+"""Seconds to wait after an error in the change of epochs.
+
+If the error persists, one attempt is made per second.
+"""
 _MAX_ADMINS = 64
 _MAX_ADMIN_BODY = 1 << 20
 _ADMIN_DRAIN_S = 1
 _PREPARE_S = 280
-"""Limit for a trial load and the workers' own loads together; clients wait a little longer for a
-publication.
+"""Limit in seconds for a trial load and the workers' loads together.
+
+Clients wait slightly longer for a publication.
 """
 
 
 class TablePublisher:
-    """The published revision, and the only way to change it."""
+    """The published revision; all changes of it are made here."""
 
     def __init__(self, tables: TableFile, shared: SharedMetrics) -> None:
         self._tables = tables
@@ -111,15 +115,15 @@ class TablePublisher:
         return None if self.current is None else self.current.table.state
 
     def restore(self) -> None:
-        """Publish the stored table, before there are workers."""
+        """Publish the stored table before any worker is started."""
         if (table := self._tables.read()) is not None:
             self._set_current(self._build_revision(table))
 
     def is_published(self, desired: EndpointState | RoutingTable) -> bool:
         """Return whether exactly this state, or table, is published.
 
-        A generation that is older than the current one, or is the current one with another content,
-        is a conflict.
+        Raises ConflictError if the generation is older than the current one, or equal with
+        different content.
         """
         state = desired.state if isinstance(desired, RoutingTable) else desired
         if len({d.model for d in state.deployments}) != 1:
@@ -144,7 +148,7 @@ class TablePublisher:
     def build_revision(self, desired: EndpointState | RoutingTable) -> TableRevision:
         """Return the revision that publishes a state or a table.
 
-        Call it only if `is_published` is false.
+        Call this only if `is_published` returns False.
         """
         if isinstance(desired, RoutingTable):
             return self._build_revision(desired)
@@ -155,11 +159,11 @@ class TablePublisher:
     def publish(self, revision: TableRevision) -> None:
         """Write a revision durably and publish it.
 
-        This happens as soon as every worker has prepared the revision. Nothing may be awaited in
-        between: a worker that starts then would not know the revision.
+        Call this when every worker has prepared the revision, without awaiting anything in between.
+        Otherwise, a worker that starts meanwhile would not know the revision.
         """
         try:
-            # The follower gives it again after a restart.
+            # The key is not stored. The follower sends it again after a restart.
             self._tables.write(replace(revision.table, feedback_key=""))
         except OSError as error:
             raise ServiceUnavailableError(
@@ -182,7 +186,7 @@ class TablePublisher:
 
 
 class Supervisor:
-    """Publishes one endpoint to a pool of workers (see `serve`)."""
+    """Supervisor of one endpoint, which publishes to a pool of workers (see `serve`)."""
 
     def __init__(
         self,
@@ -221,10 +225,10 @@ class Supervisor:
         self._failures: dict[str, str] = {}
         self._watched: UserCountsRequest | None = None
         self.not_loaded: Mapping[str, str] = {}
-        """Deployments that must be loaded and could not, with the reason."""
+        """Deployments that must be loaded and could not be loaded, with the reason."""
 
     def get_state(self) -> AdminState:
-        """Return the published state, and deployments that could not be loaded."""
+        """Return the published state, and the deployments that could not be loaded."""
         current = self._publisher.state
         names = set() if current is None else {d.name for d in current.deployments}
         failed = {**self._shadows.get_failed(), **self._pool.get_failed()}
@@ -236,11 +240,11 @@ class Supervisor:
         )
 
     def report_state(self) -> AdminState:
-        """Return the state with the workers' memory, and what is available beside it."""
+        """Return the state, the workers' memory, and the memory that is still available."""
         return replace(self.get_state(), memory=measure_server_memory(self._pool.pids))
 
     def set_lease(self, lease: Lease) -> Lease:
-        """Set the ends of the leases; return them with the count of lapsed requests."""
+        """Set the ends of the leases; return them with the number of lapsed requests."""
         self._shared.header[LEASE], self._shared.header[SERVING_LEASE] = (
             lease.until_ns,
             lease.serving_until_ns,
@@ -252,29 +256,29 @@ class Supervisor:
         return replace(lease, lapsed=lapsed)
 
     def _describe_failures(self) -> str:
-        """Return why the counts of a rollout miss evidence; empty if nothing failed."""
+        """Return why the counts lack evidence; empty if nothing failed."""
         return "; ".join(f"{what}: {why}" for what, why in self._failures.items())
 
     def collect_counts(self, request: UserCountsRequest | None = None) -> Counts:
-        """Return the counts of every published deployment, by user if requested.
+        """Return the counts of every published deployment; by user if requested.
 
-        If a watched deployment gets neither traffic nor mirrored requests, cold starts are measured
-        in the background.
+        If a watched deployment gets neither traffic nor mirrored requests, its cold starts are
+        measured in the background.
         """
         self._watched = request or self._watched
         if request is not None and not self._can_count_users(request):
             request = None
         cold_s = {deployment.name: loads_s for deployment, loads_s in self._cold_s.items()}
         counts = self._publisher.counts.collect(request, cold_s=cold_s)
-        # Such an epoch is no evidence.
+        # An epoch with a deployment that is not loaded is no evidence.
         open_epoch = None if self.get_state().failed else counts.open_epoch
         return replace(counts, failure=self._describe_failures(), open_epoch=open_epoch)
 
     def _can_count_users(self, request: UserCountsRequest) -> bool:
         """Return whether the watched deployments get requests.
 
-        If not, their cold starts are measured. Users are counted from the first request on that the
-        candidate may get.
+        If not, their cold starts are measured instead. Requests are counted by user as soon as the
+        candidate can get one.
         """
         if (current := self._publisher.current) is None:
             return True
@@ -303,25 +307,26 @@ class Supervisor:
                         [deployment], self._folder, options, limit_s=_PREPARE_S
                     )
                 )
-        except Exception as error:  # the next request of counts tries again
+        except Exception as error:  # the next request for counts repeats the measurement
             self._record_failure("a cold start could not be measured", error)
         else:
             self._failures.pop("a cold start could not be measured", None)
 
     def _start_epochs(self) -> None:
-        """Turn the epochs of the published table from now on."""
+        """Start to change the epochs of the published table."""
         if self._epochs is not None:
             self._epochs.cancel()
-        self._failures.clear()  # they concern the table before
+        self._failures.clear()  # the failures belong to the previous table
         self._epochs = asyncio.get_running_loop().create_task(self._turn_epochs())
 
     async def _turn_epochs(self) -> None:
-        """Turn epochs until the split has none.
+        """Begin an epoch whenever the previous one ends, while the split has epochs.
 
-        After an error the epoch is no evidence, and it is turned again after a rest: if this task
-        ended, no epoch would close any more, and a rollout would wait forever without a reason.
+        After an error, the epoch is no evidence, and the change is repeated after a pause. If this
+        task ended instead, no epoch would close any more, and a rollout would wait forever without
+        a stated reason.
         """
-        counts, what = self._publisher.counts, "the epoch could not be turned"
+        counts, what = self._publisher.counts, "the next epoch could not be started"
         while True:
             try:
                 if (rest_s := counts.get_epoch_rest_s(time.time())) is None:  # noqa: TID251 (epochs are the clock's)
@@ -336,9 +341,9 @@ class Supervisor:
                 await asyncio.sleep(_EPOCH_RETRY_S)
 
     def _record_failure(self, what: str, error: Exception) -> None:
-        """Keep the reason of a background task's error for readers of state and counts.
+        """Store the reason of a background task's error for readers of state and counts.
 
-        The error is logged, unless it has the same reason as the last one of this task.
+        The error is logged, unless this task's last error had the same reason.
         """
         reason = (
             str(error) if isinstance(error, OnnxOpsError) else f"{type(error).__name__}: {error}"
@@ -348,15 +353,16 @@ class Supervisor:
         self._failures[what] = reason
 
     async def publish(self, desired: EndpointState | RoutingTable, actor: str) -> None:
-        """Serve a state or a table.
+        """Publish a state or a table.
 
-        On return, every response is by it or by a later one. An error changes nothing.
+        After the return, every response is based on it or on a later one. If an error is raised,
+        nothing has changed.
         """
         state = desired.state if isinstance(desired, RoutingTable) else desired
         async with self._publishing:
             if self._cold_starts is not None:
                 self._cold_starts.cancel()
-                # What its process has used is available to the publication.
+                # When the measurement has ended, its memory is available to the publication.
                 await asyncio.wait([self._cold_starts])
             await self._orphans_ended.wait()
             if self._publisher.is_published(desired) and not self.get_state().failed:
@@ -377,7 +383,8 @@ class Supervisor:
                 self._shadows.retain(self._publisher.current)
                 if revision is not None:
                     await self._pool.finish(revision.number, is_published=False)
-                with contextlib.suppress(OnnxOpsError):  # the first error is the one to report
+                with contextlib.suppress(OnnxOpsError):
+                    # The first error is the one that is reported
                     self._audit.record_result(actor, state, str(error))
                 raise
             self._previous = before
@@ -393,9 +400,9 @@ class Supervisor:
                 _log.error("generation %d is published, but %s", state.generation, error)
 
     async def _try_new(self, state: EndpointState, before: EndpointState | None) -> None:
-        """Load the deployments that the workers do not have in a trial process.
+        """Load the deployments that the workers do not have, in a trial process.
 
-        The trial process may crash in place of the workers.
+        A deployment that crashes the process does so in the trial and not in a worker.
         """
         failed = self.get_state().failed
         loaded = {d for d in _list_deployments(before, self._previous) if d.name not in failed}
@@ -420,7 +427,7 @@ class Supervisor:
             await self._shadows.stop(min(_SHADOW_DRAIN_S, max(0.0, deadline - time.monotonic())))
 
     def _keep_counts(self) -> None:
-        """Write the counts of all requests, to be read when this process has ended."""
+        """Write the counts of all requests, for readers after the end of this process."""
         try:
             write_durably(
                 self._folder / FINAL_COUNTS_FILE,
@@ -453,7 +460,7 @@ class Supervisor:
                 max_body=_MAX_ADMIN_BODY,
                 read_timeout_s=self._options.read_timeout,
                 keep_alive_s=self._options.keep_alive,
-                row=make_row(),  # its counts are not shown
+                row=make_row(),  # its counts are not shown on the metrics page
             )
             hosts = (
                 HostPolicy()
@@ -473,8 +480,8 @@ class Supervisor:
         )
         write_durably(self._folder / SERVER_FILE, codec.dumps(record))
         _log.info("serving on port %d with %d workers", record.port, self._options.workers)
-        # Workers of a supervisor that died would miss a publication. They have answered, by the
-        # same table, until now.
+        # Workers of a supervisor that died would miss a publication, so they are ended. Until now
+        # they have answered according to the same table.
         if orphans := self._list_orphans():
             _log.warning(
                 "taking over from workers %s, whose supervisor died", ", ".join(map(str, orphans))
@@ -515,8 +522,9 @@ def serve(
 ) -> None:
     """Serve the folder's last published table until SIGTERM or SIGINT, then drain.
 
-    A folder that is missing is created; port 0 is any free port. With `must_load`, a deployment
-    that cannot be loaded is an error: nothing is published to this server.
+    A missing folder is created, and port 0 selects any free port. With `must_load`, a stored
+    deployment that cannot be loaded is an error. Use it for a server to which no other table is
+    published.
     """
     with ExitStack() as stack:
         try:
@@ -526,13 +534,13 @@ def serve(
             orphans = list_workers(folder)
             listeners = receive_sockets(folder, host, port) if orphans else None
             if options.grpc_port:
-                # Imported here, so that workers share its memory. It starts no thread until a
-                # server is made.
+                # The module is imported here, so that workers share its memory. It starts no thread
+                # until a server is created.
                 importlib.import_module("onnx_ops.serving.grpc.server")
                 if not orphans:
                     listen_tcp(
                         host, options.grpc_port
-                    ).close()  # its workers would share the port with another server
+                    ).close()  # otherwise the workers would share the port with another server
             if listeners is None:
                 handover = folder / HANDOVER_SOCKET
                 listeners = ListenerSockets(
@@ -551,7 +559,8 @@ def serve(
                 "the server's folder cannot be used", where=str(folder), why=why
             ) from error
         gc.collect()
-        # else every worker's first collection would copy the memory that all of them share
+        # Otherwise, the first garbage collection of every worker would copy the memory that all
+        # workers share.
         gc.freeze()
         supervisor = Supervisor(folder, options, listeners, publisher, shared, must_load=must_load)
         asyncio.run(supervisor.run(admin))
@@ -566,9 +575,9 @@ def serve(
 
 @contextlib.contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which the system releases when the process ends."""
+    """Hold the lock of a folder. The system releases it when the process ends."""
     with (folder / LOCK_FILE).open("a+", encoding="utf-8") as stream:
-        # A client that checks whether the server runs holds it for a moment.
+        # A client that checks whether the server runs holds the lock for a moment.
         for _ in range(_LOCK_ATTEMPTS):
             if try_lock(stream.fileno()):
                 break

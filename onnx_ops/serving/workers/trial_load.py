@@ -1,8 +1,9 @@
 """The trial load: new deployments are first loaded in a separate process.
 
-A model can abort the process that loads it, hang it, or exceed its memory limit. Because a worker
-has requests to answer, it loads only models that such a process has loaded before. What the process
-needs of the memory is measured: it must be available for all workers (see `memory_admission`).
+A model can abort the process that loads it, hang it, or exceed its memory limit. A worker has
+requests to answer. Therefore it loads only models that a trial process has loaded before. The
+memory that the trial process needs is measured, and must be available for all workers (see
+`memory_admission`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _LIMITS = (
 _MAX_OUTPUT_BYTES = 1 << 16
 _SHOWN_LINES = 3
 _REPORT = b"report "
-"""Prefix of the report of a process; an error has no prefix."""
+"""Prefix of the report that a trial process writes; an error has no prefix."""
 _RAISE_LIMIT = (
     "Raise the memory limit of the server, or publish a smaller variant: "
     "see `onnx-ops docs variants`."
@@ -62,12 +63,12 @@ class TrialReport:
     """Measurements of a process that loaded deployments.
 
     Attributes:
-        seconds: until the models were verified, loaded and warm.
-        private_bytes: memory that it shared with no other process, at its end.
-        resident_bytes: peak of its resident memory, with mapped files.
+        seconds: time until the models were verified, loaded and warm.
+        private_bytes: memory at its end that it shared with no other process.
+        resident_bytes: peak of its resident memory, including mapped files.
         deployment_bytes: private memory that each deployment has added, by name.
-        has_packed: it packed models for the cache, which takes memory that the next load does not
-            need.
+        has_packed: whether it packed models for the cache. Packing takes memory that the next load
+            does not need.
     """
 
     seconds: float
@@ -79,12 +80,12 @@ class TrialReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """The processes that load the deployments next.
+    """The processes that will load the deployments.
 
     Attributes:
         size: number of workers.
-        pids: the workers that run now.
-        shadows: names of deployments for which a shadow process starts, too.
+        pids: process ids of the current workers.
+        shadows: names of deployments for which a shadow process starts too.
     """
 
     size: int
@@ -95,10 +96,10 @@ class LoadPlan:
 async def measure_cold_start(
     deployments: Sequence[Deployment], folder: Path, options: ServerOptions, *, limit_s: int
 ) -> float:
-    """Return the seconds until deployments are loaded and warm.
+    """Return the seconds until deployments are loaded and warm in a separate process.
 
-    They are loaded and run in a separate process. Raises what `run_trial_load` raises, but no error
-    of admission: the workers are not going to load anything.
+    Raises what `run_trial_load` raises except errors of admission, because no worker will load the
+    deployments.
     """
     return (await _run_process(deployments, folder, options, None, limit_s=limit_s)).seconds
 
@@ -113,11 +114,11 @@ async def run_trial_load(
 ) -> None:
     """Load and run deployments in a separate process, as the workers will do.
 
-    It checks that the memory suffices. If no available memory can be read, the process allocates as
-    much as the other workers will.
+    The function checks that the memory suffices for all workers. If the available memory cannot be
+    read, the process also allocates as much as the other workers will need.
 
-    Raises what `load_model` raises, and InfrastructureError if the process crashed, or ran out of
-    time, or if the deployments do not fit into the memory.
+    Raises what `load_model` raises. Raises InfrastructureError if the process crashed or exceeded
+    its time, or if the deployments exceed the memory.
 
     Args:
         limit_s: seconds after which the process is killed.
@@ -138,9 +139,9 @@ async def run_trial_load(
 def _build_needs(
     peak: Mapping[str, int], report: TrialReport, plan: LoadPlan, before_bytes: int
 ) -> Mapping[str, MemoryNeed]:
-    """Return what all workers and shadow processes need, by the kind of memory.
+    """Return the memory need of all workers and shadow processes, by kind of memory.
 
-    What a single one of several deployments takes of a GPU is unknown, so that a shadow process
+    The GPU memory of a single one of several deployments is unknown. Therefore a shadow process
     counts as all of them.
     """
     return {
@@ -194,7 +195,8 @@ async def _run_process(
         finally:
             if watching is not None:
                 watching.cancel()
-            # It has ended unless this was cancelled, and is not reaped yet.
+            # The process has ended, or this task was cancelled. It is not reaped yet, so its id is
+            # valid.
             os.kill(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
         message, text = _read_tail(report), _read_tail(output).decode("utf-8", "replace").strip()
@@ -229,9 +231,9 @@ def _run_trial(
     """Run the trial, and write its report or error into `report`.
 
     Args:
-        workers: process ids whose limits of memory are adopted.
-        others: number of other processes whose memory is allocated, too: they share a limit that
-            cannot be read.
+        workers: process ids of the workers whose memory limits are adopted.
+        others: number of other processes whose memory is allocated too. All processes share a limit
+            that cannot be read.
     """
     # The kernel enforces this limit even if the model hangs or the supervisor is gone.
     signal.alarm(limit_s)
@@ -251,7 +253,9 @@ def _run_trial(
             model.run_random()
         private = _measure_private_bytes()
         if (size := others * (private - sizes[0])) > 0:
-            # Beyond the limit of one process, which is not a limit for several.
+            # The memory of the other workers is allocated too. An OSError means that the sum
+            # exceeds the limit of a single process. This limit does not apply to the sum, so the
+            # error is ignored.
             with suppress(OSError):
                 mmap.mmap(
                     -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
@@ -277,12 +281,15 @@ def _run_trial(
 
 
 def _list_packed(folder: Path) -> frozenset[Path]:
-    """Return the models that are packed in the cache."""
+    """Return the folders of the models that are packed in the cache."""
     return frozenset((folder / PACKED_FOLDER).glob("[!.]*/"))
 
 
 def _adopt_limits(workers: Collection[int]) -> str:
-    """Leave this process as much memory as the largest worker; return the limits."""
+    """Let this process allocate only as much memory as the largest worker still can.
+
+    Return the limits of a worker as text.
+    """
     limits = []
     for number, size_field, name in _LIMITS:
         soft, hard = resource.getrlimit(number)

@@ -77,21 +77,24 @@ _log = logging.getLogger(__name__)
 
 PACKED_FOLDER = "prepacked"
 CONTROL_PACKED_FOLDER = "control-prepacked"
-"""Processes that map a file share its pages: those of a control replica must not be warmed by the
-first copy.
+"""Folder of the packed models of control replicas.
+
+Processes that map the same file share its pages. The pages of a control replica must not be kept
+warm by the first copy, so it has separate files.
 """
 
 _LENGTH = struct.Struct("!I")
 _BEAT_S = 0.25
 _ISOLATION_S = 60.0
-"""Time in which a worker runs one deployment at a time, if those before it died while they ran
-several.
+"""Seconds for which a new worker runs one deployment at a time.
+
+This applies if earlier workers died while they ran several deployments.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareRevision:
-    """Message to a worker: load what this revision needs, so that it can be published."""
+    """Message to a worker: load this revision's deployments before its publication."""
 
     revision: TableRevision
     kind: Literal["prepare"] = "prepare"
@@ -99,7 +102,7 @@ class PrepareRevision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishRevision:
-    """Message to a worker: a revision was published, or is discarded."""
+    """Message to a worker: the revision was published or discarded."""
 
     number: int
     is_published: bool
@@ -110,7 +113,7 @@ class FinishRevision:
 class WorkerReady:
     """Message from a worker: it accepts connections.
 
-    `failed` has the deployments that could not be loaded, with the reason.
+    `failed` holds the deployments that could not be loaded, with the reason.
     """
 
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -119,9 +122,9 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RevisionPrepared:
-    """Message from a worker: it has prepared a revision.
+    """Message from a worker: it has prepared a revision, or failed to do so.
 
-    If it has failed, `error` has the reason (`error_to_bytes`).
+    After a failure, `error` holds the reason (`error_to_bytes`).
     """
 
     number: int
@@ -139,7 +142,7 @@ def encode_message(message: ControlMessage) -> bytes:
 
 
 class ControlChannel:
-    """One end of the socket between the supervisor and a worker."""
+    """One end of the control socket between the supervisor and a worker."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -156,7 +159,7 @@ class ControlChannel:
         await self._writer.drain()
 
     async def receive(self) -> ControlMessage | None:
-        """Return the next message; None once the other process has ended."""
+        """Return the next message; None after the other process has ended."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             return codec.loads(
@@ -166,14 +169,14 @@ class ControlChannel:
             return None
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end of the socket."""
         self._writer.close()
 
 
 def load_deployment(
     deployment: Deployment, folder: Path, options: ServerOptions, *, control: bool = False
 ) -> LoadedModel:
-    """Load a deployment as a worker does. Raises OnnxOpsError."""
+    """Return a deployment, loaded as a worker loads it. Raises OnnxOpsError."""
     entries = folder / (CONTROL_PACKED_FOLDER if control else PACKED_FOLDER)
     cache = PackedModelCache(entries, options.prepack or sys.maxsize)
     copies = ModelCopies(folder / COPIES_FOLDER, TrustPolicy.from_options(folder, options))
@@ -182,9 +185,10 @@ def load_deployment(
 
 @dataclass(eq=False, kw_only=True)
 class Worker:
-    """One worker process, with what it inherits.
+    """One worker process, with what it inherits from the supervisor.
 
-    `revision` was published when it was forked; `refusal` is why it must not load that, or empty.
+    `revision` is the revision that was published when the worker was forked. If `refusal` is not
+    empty, the worker must not load this revision, and `refusal` states why.
     """
 
     number: int
@@ -210,10 +214,10 @@ class Worker:
         )
 
     def run(self) -> None:
-        """Serve until it has drained."""
+        """Serve until the supervisor requests the end and all requests are answered."""
         record = register_worker(self.folder)
         self.shared.reset_gauges(self.number)
-        gc.freeze()  # inherited objects live as long as the process
+        gc.freeze()  # inherited objects are never freed before the process ends
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._serve())
@@ -293,19 +297,19 @@ class Worker:
             spans.close()
 
     async def _beat(self) -> None:
-        """Show the supervisor that the event loop runs, forever."""
+        """Write the heartbeat of the event loop for the supervisor, without end."""
         while True:
             self._state[HEARTBEAT] = time.monotonic_ns()
             await asyncio.sleep(_BEAT_S)
 
     async def _trim_memory(self) -> None:
-        """Give memory back after large requests, forever."""
+        """Return memory to the system after large requests, without end."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(CHECK_S)
             try:
                 await loop.run_in_executor(self._loader, self._trimmer.check)
-            except Exception:  # else memory would grow from now on
+            except Exception:  # otherwise memory would grow from now on
                 _log.exception("the memory could not be trimmed")
 
     def _list_loaded(self) -> Sequence[LoadedDeployment]:
@@ -313,20 +317,21 @@ class Worker:
         return () if snapshot is None else snapshot.list_loaded()
 
     def _set_isolation(self, *, is_isolating: bool) -> None:
-        """Set whether one deployment at a time runs, on the threads.
+        """Set whether the worker runs one deployment at a time.
 
-        Otherwise the deployments run at the same time, on the event loop or the threads.
+        In that case, all requests run on the threads. Otherwise, deployments run at the same time,
+        on the event loop or the threads.
         """
         self._threads.is_isolating = self._service.must_queue = is_isolating
 
     def _give_up(self, slot: int, cell: int) -> None:
-        """End this process because of a run that does not end; the supervisor replaces it."""
+        """End this process because a run does not end; the supervisor replaces it."""
         self._state[HUNG_RUN + RUN_CELL] = cell
         self._state[HUNG_RUN + RUN_SLOT] = slot
         end_process(slot, cell)
 
     async def _follow(self, channel: ControlChannel, failed: Mapping[str, str]) -> None:
-        """Follow the supervisor; if it dies, wait for the next one."""
+        """Process the supervisor's messages; if it dies, wait for the next supervisor."""
         try:
             await channel.send(WorkerReady(failed=failed))
             while (message := await channel.receive()) is not None:
@@ -342,7 +347,8 @@ class Worker:
             _log.exception("worker %d cannot follow its supervisor and ends", os.getpid())
             os._exit(1)
         _log.warning(
-            "the supervisor is gone; worker %d continues with what is published", os.getpid()
+            "the supervisor is gone; worker %d continues with the published deployments",
+            os.getpid(),
         )
         self.listeners.handover.setblocking(False)
         asyncio.get_running_loop().add_reader(self.listeners.handover, send_sockets, self.listeners)
@@ -367,7 +373,7 @@ class Worker:
             self._deployments.prepare(revision)
 
     async def _release(self) -> None:
-        """Switch to the published revision, and free unneeded models."""
+        """Switch to the published revision, and free models that are no longer needed."""
         with contextlib.suppress(OnnxOpsError):
             self._deployments.get_current()
         if released := self._deployments.release():
@@ -404,9 +410,9 @@ class Worker:
 
 
 def count_parallel_runs(deployment: Deployment, threads: int, workers: int) -> int:
-    """Return how many requests of a deployment a worker runs at the same time.
+    """Return how many runs of a deployment a worker executes at the same time.
 
-    It runs requests, or batches of them, on its threads.
+    A run is a request or a batch of requests on one of its threads.
     """
     runs = max(1, threads // (deployment.execution.session.intra_op_threads or threads))
     return min(runs, math.ceil(deployment.threads / workers)) if deployment.threads else runs

@@ -2,13 +2,14 @@
 
 Such a deployment is taken out of service.
 
-Workers write into shared memory what they run, before they run it. When a worker dies, or its event
-loop hangs, its death is charged to what it was running. Only requests that the split has routed
-decide: a client that selects a deployment could end any worker with it.
+Before a worker runs a model, it records the run in shared memory. If the worker dies, or its event
+loop hangs, its death is charged to the recorded runs. Only requests that the split has routed are
+charged. Otherwise, a client that selects a deployment could take any deployment out of service.
 
-Several deployments can run at the same time, and then each gets a share of the death. Under load
-that happens at every death, and shares alone hardly differ. So once it has happened twice, each new
-worker runs one deployment at a time for a while: its death is that of one deployment.
+If several deployments were running, each of them is charged with a share of the death. Under load,
+several deployments are running at every death, and the shares hardly differ. Therefore, after two
+such deaths, each new worker runs one deployment at a time for a while. Its death can then be
+charged to one deployment.
 """
 
 from __future__ import annotations
@@ -46,25 +47,27 @@ from onnx_ops.serving.metrics import (
 _log = logging.getLogger(__name__)
 
 MIN_DEATHS = 3
-"""Deaths of workers after which a deployment can be taken out of service."""
+"""Number of deaths of workers from which a deployment can be taken out of service."""
 DEATH_RATIO = 5
-"""How many times as often as the stable deployment it must have ended workers.
+"""Factor by which a deployment must end workers more often than the stable one.
 
-The deaths are compared by request: requests that end a worker whatever the version are evidence
-against no version.
+From this factor on, it is taken out of service. The deaths are compared per request. Requests that
+end a worker with every version are evidence against no version.
 """
 MIN_SHARED_DEATHS = 2
 """Deaths while several deployments ran, after which new workers run one at a time.
 
-A single such death can be chance: an operator, or a lack of memory, ends a worker whatever it runs.
+A single such death can be accidental. For example, an operator or a lack of memory can end a worker
+regardless of what it runs.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RunCounts:
-    """Runs of a deployment that a worker had in progress.
+    """Numbers of runs of a deployment that a worker had in progress.
 
-    The split has routed them, or clients have selected the deployment.
+    `routed` runs were routed by the split. For `selected` runs, clients have selected the
+    deployment.
     """
 
     routed: int = 0
@@ -72,18 +75,18 @@ class RunCounts:
 
     @property
     def total(self) -> int:
-        """All runs."""
+        """Number of all runs."""
         return self.routed + self.selected
 
 
 def share_death(runs: Mapping[int, RunCounts]) -> Mapping[int, Fraction]:
     """Return by slot the share of a worker's death that is charged to each deployment.
 
-    Each run in progress is suspected alike. If requests end workers whatever the version, the
-    charges of versions are therefore proportional to their running times, and a comparison by
-    request shows no difference. With equal shares for all deployments, a deployment with a tenth of
-    the traffic would be charged with half of the deaths, once all deployments run all the time. The
-    share of a run that a client has selected is charged to no deployment.
+    Each run in progress gets the same share. If requests end workers with every version, the
+    charges of the versions are proportional to their running times. So a comparison per request
+    shows no difference. With equal shares for all deployments, a deployment with a tenth of the
+    traffic would get half of the deaths under full load. If a client has selected the deployment of
+    a run, the run's share is charged to no deployment.
     """
     total = sum(counts.total for counts in runs.values())
     return {slot: Fraction(counts.routed, total) for slot, counts in runs.items() if counts.routed}
@@ -94,7 +97,7 @@ def is_deadlier(
 ) -> bool:
     """Return whether a deployment ends workers far more often than the stable one.
 
-    The deaths are compared by request.
+    The deaths are compared per request.
     """
     if deaths < MIN_DEATHS:
         return False
@@ -102,7 +105,7 @@ def is_deadlier(
 
 
 class WorkerHealth:
-    """Charges deaths of workers to deployments. It belongs to the supervisor."""
+    """Charges deaths of workers to deployments. Only the supervisor uses it."""
 
     def __init__(self, shared: SharedMetrics) -> None:
         self._shared = shared
@@ -113,11 +116,11 @@ class WorkerHealth:
         self._shared_deaths = 0
 
     def start_table(self, revision: TableRevision) -> None:
-        """Begin anew for a table that is published: its deployments are all in service."""
+        """Reset the charges for a new table, whose deployments are all in service."""
         table, weights = revision.table, revision.table.state.split.weights
         serving = [name for name in table.layout if weights.get(name)]
         self._slots = revision.slots
-        self._stable = revision.slots[serving[-1]] if serving else 0  # the oldest one
+        self._stable = revision.slots[serving[-1]] if serving else 0  # the oldest deployment
         self._deaths.clear()
         self._shared_deaths = 0
         self._requests = Counter(
@@ -128,7 +131,7 @@ class WorkerHealth:
     def get_silence_s(self, worker: int) -> float:
         """Return the seconds since the last heartbeat of a worker's event loop.
 
-        They are 0 before the first heartbeat.
+        The result is 0 before the first heartbeat.
         """
         beat = self._shared.get_process_state(worker)[HEARTBEAT]
         return max(0.0, time.monotonic() - beat / 1e9) if beat else 0.0
@@ -136,7 +139,7 @@ class WorkerHealth:
     def record_hang(self, worker: int) -> None:
         """Record that the event loop of a worker hangs, before the worker is killed.
 
-        A run on the event loop is then the only one to be charged.
+        If a run on the event loop is recorded, the death is charged only to this run.
         """
         state = self._shared.get_process_state(worker)
         if state[INLINE_RUN + RUN_SLOT]:
@@ -144,9 +147,9 @@ class WorkerHealth:
             state[HUNG_RUN + RUN_SLOT] = state[INLINE_RUN + RUN_SLOT]
 
     def record_death(self, worker: int) -> str:
-        """Charge the death of a worker to what it was running.
+        """Charge the death of a worker to the runs that it had in progress.
 
-        Return these deployments, or empty if it ran none.
+        Return the names of their deployments; empty if there were no runs.
         """
         self._shared.get_shadow_row(0)[WORKER_RESTARTS] += 1
         runs, suspects = self._take_runs(worker)
@@ -160,7 +163,7 @@ class WorkerHealth:
         charged = {slot: share for slot, share in share_death(suspects).items() if slot in names}
         for slot, share in charged.items():
             self._deaths[slot] = self._deaths.get(slot, Fraction()) + share
-        for slot in charged:  # once all are charged: they are compared with each other
+        for slot in charged:  # after all are charged, because they are compared with each other
             self._take_out(slot, names[slot])
         self._shared_deaths += len(charged) > 1
         is_open = (
@@ -179,9 +182,10 @@ class WorkerHealth:
         }
 
     def _take_runs(self, worker: int) -> tuple[Mapping[int, RunCounts], Mapping[int, RunCounts]]:
-        """Return by slot what a worker was running when it ended, and its suspects.
+        """Return the runs of a worker that ended, and the suspect runs, by slot.
 
-        Both are forgotten. A run that did not end is the only suspect.
+        Both are then deleted from the shared memory. If a run exceeded its limit without ending,
+        only this run is a suspect.
         """
         state, threads = (
             self._shared.get_process_state(worker),
@@ -198,8 +202,8 @@ class WorkerHealth:
         suspects = runs = {slot: counts for slot, counts in runs.items() if counts.total}
         if slot := state[HUNG_RUN + RUN_SLOT]:
             suspects = {slot: _add_run(RunCounts(), state[HUNG_RUN + RUN_CELL])}
-        # The next worker counts a request that was lost on the event loop by user. Those on threads
-        # are counted anyway.
+        # The next worker counts the request that was lost on the event loop, by user. Requests on
+        # threads are counted in any case.
         for number in (RUN_SLOT, RUN_CELL):
             state[LOST_RUN + number] = state[INLINE_RUN + number]
             state[INLINE_RUN + number] = state[HUNG_RUN + number] = 0
@@ -220,17 +224,15 @@ class WorkerHealth:
 
     def _describe_deaths(self, slot: int) -> str:
         share = float(self._deaths.get(slot, Fraction()))
-        return (
-            f"workers died or stood still while they ran it: {share:.4g} deaths are charged to it"
-        )
+        return f"workers crashed or hung while they ran it: {share:.4g} deaths are attributed to it"
 
     def _count_requests(self, slot: int) -> int:
         return sum(count_judged(self._shared.sum_slot(slot)).values())
 
 
 def _add_run(counts: RunCounts, cell: int) -> RunCounts:
-    """Return the counts with one more run, of this user's cell.
+    """Return the counts with one more run.
 
-    Cell 0 means that a client has selected the deployment.
+    `cell` is the user's cell plus 1. It is 0 if a client has selected the deployment.
     """
     return RunCounts(counts.routed + bool(cell), counts.selected + (not cell))

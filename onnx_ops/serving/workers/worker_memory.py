@@ -1,7 +1,8 @@
-"""Gives memory back to the system after large requests.
+"""Return of memory to the system after large requests.
 
-ONNX Runtime's arena keeps what the largest run has needed: one request of 320 KB to a model that
-multiplies its input by its transpose kept 1.6 GiB for good. So does malloc, in smaller parts.
+ONNX Runtime's arena retains the memory that the largest run has needed. One request of 320 KB
+retained 1.6 GiB permanently; the model multiplies its input by the transpose of the input. malloc
+also retains memory, in smaller parts.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ from onnx_ops.serving.inference.tensors import release_parsers
 _log = logging.getLogger(__name__)
 
 TRIM_RATIO = 1.2
-"""Growth of the resident memory above which it is trimmed."""
+"""Ratio of growth of the resident memory above which it is trimmed."""
 CHECK_S = 2.0
 _REST_S = 10.0
-"""Least seconds between two trims.
+"""Shortest time in seconds between two trims.
 
-While large requests continue to arrive, they pay the page faults of one trim in this time.
+While large requests continue to arrive, they cause the page faults of at most one trim in this
+time.
 """
 _MAX_REST_S = 160.0
-"""Each trim that does not return enough doubles the time until the next one, up to this."""
+"""Longest time in seconds between two trims.
+
+Each trim that does not return enough memory doubles the time until the next one.
+"""
 
 
 _M_ARENA_MAX = -8
@@ -37,22 +42,22 @@ _M_ARENA_MAX = -8
 
 
 def use_one_arena() -> None:
-    """Let the threads of this process and of its forks share one arena of malloc.
+    """Let all threads of this process and of its forks share one arena of malloc.
 
-    Call it before they start. An arena returns memory only from its end. After large requests on
-    several threads, workers kept up to .8 of their size in arenas, against .2 in one arena. A
-    request does not wait measurably for the allocations of another one.
+    Call this before the threads start. An arena returns memory only from its end. After large
+    requests on several threads, workers retained up to 80 % of their size in several arenas, but 20
+    % in one arena. The shared arena does not slow down requests measurably.
     """
     if "MALLOC_ARENA_MAX" not in os.environ:
-        with suppress(AttributeError):  # another C library
+        with suppress(AttributeError):  # the process uses another C library
             ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 class MemoryTrimmer:
-    """Trims the memory of a worker once it has grown.
+    """Trims the memory of a worker after it has grown.
 
-    The runtime's arena returns memory only at the end of a run, so each model runs once on its
-    smallest inputs.
+    The runtime's arena returns memory only at the end of a run. Therefore each model runs once on
+    its smallest inputs.
     """
 
     def __init__(
@@ -65,7 +70,7 @@ class MemoryTrimmer:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Expect the memory of the models that are loaded in the block to stay."""
+        """Exclude the memory of the models that are loaded in the block from later trims."""
         before = read_resident_bytes()
         yield
         self._least_bytes += max(0, read_resident_bytes() - before)
@@ -73,7 +78,7 @@ class MemoryTrimmer:
     def check(self) -> bool:
         """Trim the memory if it has grown since the models were loaded.
 
-        Return whether it was trimmed. Call it on a thread.
+        Return whether it was trimmed. Call this on a thread.
         """
         resident = read_resident_bytes()
         self._least_bytes = min(self._least_bytes, resident)

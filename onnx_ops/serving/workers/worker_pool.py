@@ -1,4 +1,4 @@
-"""The worker processes: forked by the supervisor, and replaced when they die."""
+"""The worker processes, which the supervisor forks, and replaces when they die."""
 
 from __future__ import annotations
 
@@ -38,42 +38,45 @@ _MAX_PAUSE_S = 5.0
 _FIRST_PAUSE_S = 0.1
 _ATTEMPTS_PER_REVISION = 2
 _HANG_S = 4.0
-"""Seconds of silence of an event loop after which its worker is killed.
+"""Seconds without a heartbeat after which a worker is killed.
 
-The time in which the largest body is parsed is added.
+The time for parsing the largest body is added.
 """
 _PARSED_BYTES_PER_S = 100e6
-"""Assumed speed of the parser, which blocks the interpreter.
+"""Assumed speed of the parser, which blocks the event loop.
 
-The parser is several times as fast (`benchmarks/wire.py`).
+The real speed is several times as high (`benchmarks/wire.py`).
 """
 _CHECK_S = 0.5
 _STABLE_S = 60.0
 """Seconds that a worker must live to be replaced without a pause.
 
-A worker that died of a run is replaced immediately if it lived longer, else after a pause.
+A worker that was ended by a run is replaced immediately if it lived longer than this, otherwise
+after a pause.
 """
 _MAX_RUN_PAUSE_S = 2.0
 
 MAX_LOAD_FAILURES = 5
-"""Deaths before readiness after which the next worker loads no published table.
+"""Number of deaths before readiness after which the published table is not loaded.
 
-That worker answers 503, but another table can be published to it.
+The next worker then answers with 503, but another table can be published to it.
 """
 
 RunWorker = Callable[[int, socket.socket, str], None]
-"""Runs a worker, with its number, its end of the control socket, and why it must not load the
+"""Function that runs a worker.
+
+Its arguments are the worker's number, its end of the control socket, and why it must not load the
 table.
 """
 
 
 @dataclass(slots=True, eq=False)
 class WorkerProcess:
-    """One worker process, as the supervisor sees it.
+    """State of one worker process in the supervisor.
 
-    It is `ready` once it accepts connections.
+    `ready` is set when the process accepts connections.
 
-    `responses` are to `PrepareRevision`, by number of the revision.
+    `responses` holds the results of `PrepareRevision`, by number of the revision.
     """
 
     number: int
@@ -88,9 +91,9 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """All workers of one server. Belongs to the supervisor's event loop.
+    """All workers of one server, managed on the supervisor's event loop.
 
-    Each worker process calls `run`, and inherits the files to `keep`.
+    Each worker process calls `run`, and inherits the files in `keep`.
     """
 
     def __init__(
@@ -120,13 +123,13 @@ class WorkerPool:
         return frozenset(worker.pid for worker in self._workers.values())
 
     def get_failed(self) -> Mapping[str, str]:
-        """Return deployments that a worker could not load, with the reason."""
+        """Return the deployments that a worker could not load, with the reason."""
         return {
             name: why for worker in self._workers.values() for name, why in worker.failed.items()
         }
 
     async def start(self) -> None:
-        """Fork all workers and wait until each accepts connections."""
+        """Fork all workers, and wait until each accepts connections."""
         for number in self._numbers:
             self._fork(number)
         self._add_task(self._watch_heartbeats())
@@ -139,14 +142,15 @@ class WorkerPool:
             )
 
     async def prepare(self, revision: TableRevision, limit_s: float) -> None:
-        """Let every worker prepare a revision. One that dies is replaced and retries.
+        """Let every worker prepare a revision.
 
-        Workers that take longer than `limit_s` are killed.
+        A worker that dies is replaced, and the new worker repeats the preparation. Workers that
+        take longer than `limit_s` are killed.
 
         Raises:
-            OnnxOpsError: of the first worker that cannot prepare it.
-            InfrastructureError: loading it kills workers.
-            ServiceUnavailableError: loading it takes too long.
+            OnnxOpsError: the error of the first worker that cannot prepare the revision.
+            InfrastructureError: loading the revision kills workers.
+            ServiceUnavailableError: loading the revision takes too long.
         """
         attempts = dict.fromkeys(self._numbers, _ATTEMPTS_PER_REVISION)
         prepared: set[int] = set()
@@ -174,7 +178,7 @@ class WorkerPool:
         except TimeoutError as error:
             for worker in tuple(self._workers.values()):
                 if worker.pid not in prepared:
-                    # A load that hangs cannot be cancelled.
+                    # A load that hangs can only be ended with its process.
                     kill_process(worker.pid, signal.SIGKILL)
             raise ServiceUnavailableError(
                 f"the workers did not load the state within {limit_s:.0f} s",
@@ -183,17 +187,17 @@ class WorkerPool:
             ) from error
 
     async def finish(self, number: int, *, is_published: bool) -> None:
-        """Notify every worker that a revision was published, or will not be."""
+        """Notify every worker that a revision was published or discarded."""
         message = FinishRevision(number=number, is_published=is_published)
         for worker in self._workers.values() if is_published else ():
-            worker.failed = {}  # it has loaded everything
+            worker.failed = {}  # the worker has loaded all deployments
         for worker in tuple(self._workers.values()):
             if worker.channel is not None:
                 with contextlib.suppress(ConnectionError):
                     await worker.channel.send(message)
 
     async def stop(self, timeout_s: float) -> None:
-        """Drain all workers, and kill those that do not end in time."""
+        """Drain all workers, and kill those that do not end within the time limit."""
         self._stopping = True
         for worker in self._workers.values():
             kill_process(worker.pid, signal.SIGTERM)
@@ -245,12 +249,13 @@ class WorkerPool:
         task.add_done_callback(self._tasks.discard)
 
     async def _watch_heartbeats(self) -> None:
-        """Kill workers whose event loop hangs: they would never answer a request again."""
+        """Kill workers whose event loop hangs, because they would never answer again."""
         while not self._stopping:
             started_at = time.monotonic()
             await asyncio.sleep(_CHECK_S)
             if time.monotonic() - started_at > 2 * _CHECK_S:
-                # The whole machine was paused or is overloaded: the workers possibly had no turn.
+                # The whole machine was suspended or is overloaded, so the workers possibly could
+                # not run.
                 continue
             for worker in self._workers.values():
                 silence_s = self._health.get_silence_s(worker.number)
@@ -262,7 +267,7 @@ class WorkerPool:
                     kill_process(worker.pid, signal.SIGKILL)
 
     async def _receive(self, worker: WorkerProcess, channel: ControlChannel) -> None:
-        """Act on the messages of a worker until it closes its socket."""
+        """Process the messages of a worker until it closes its socket."""
         while (message := await channel.receive()) is not None:
             if isinstance(message, WorkerReady):
                 worker.failed = message.failed
@@ -277,13 +282,14 @@ class WorkerPool:
                     )
 
     async def _listen(self, worker: WorkerProcess) -> None:
-        """Receive the messages of a worker until it ends, and replace it."""
+        """Receive the messages of a worker until it ends, then replace it."""
         worker.channel = await ControlChannel.open(worker.control)
         try:
             await self._receive(worker, worker.channel)
-        except Exception:  # a worker that cannot be followed would miss publications
+        except Exception:  # without its messages, the worker would miss publications
             _log.exception("worker %d cannot be followed and is replaced", worker.pid)
-        # It has closed its socket, which it does only by ending, or cannot be followed.
+        # The worker has closed its socket, which means that it ends, or its messages cannot be
+        # read.
         kill_process(worker.pid, signal.SIGKILL)
         _, status = os.waitpid(worker.pid, 0)
         worker.channel.close()
@@ -308,7 +314,7 @@ class WorkerPool:
     def _compute_pause_s(
         self, worker: WorkerProcess, *, was_ready: bool, was_running: bool
     ) -> float:
-        """Return the pause before a worker that died is replaced, in seconds."""
+        """Return the pause in seconds before a worker that died is replaced."""
         number = worker.number
         failures = self._load_failures[number] = 0 if was_ready else self._load_failures[number] + 1
         is_early = time.monotonic() - worker.started_at < _STABLE_S
@@ -324,12 +330,13 @@ class WorkerPool:
 def fork_child(run: Callable[[], None], *, keep: Collection[int]) -> int:
     """Fork a child that runs a function and exits; return its process id.
 
-    Needs a single thread.
+    The calling process must have a single thread.
 
-    The child ends with exit code 1 if `run` raises. It inherits the standard files and those to
+    The child exits with code 1 if `run` raises. It inherits the standard files and the files in
     `keep`.
     """
-    # Handlers of this process would take a signal that arrives before the child has its own.
+    # Otherwise, handlers of this process would handle a signal that arrives before the child has
+    # set its handlers.
     signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = os.fork()
     if pid:
@@ -339,11 +346,11 @@ def fork_child(run: Callable[[], None], *, keep: Collection[int]) -> int:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # The terminal signals all processes; the supervisor decides.
+        # The terminal sends this signal to all processes, and the supervisor handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Other files are closed by number, and their objects are never used again: the parent's
-        # event loop shares its selector with the child, and a clean-up here would unregister the
-        # parent.
+        # Other files are closed by number, and their objects are never used again. The parent's
+        # event loop shares its selector with the child, so cleaning up the objects here would
+        # unregister files of the parent.
         for name in os.listdir("/proc/self/fd"):
             if int(name) not in {0, 1, 2, *keep}:
                 with contextlib.suppress(OSError):
@@ -361,8 +368,8 @@ def fork_child(run: Callable[[], None], *, keep: Collection[int]) -> int:
 async def wait_exit(pid: int) -> None:
     """Wait until a child has ended, without reaping it.
 
-    At the lowest priority, even a killed process can take seconds to end, and the supervisor must
-    not block.
+    At the lowest priority, even a killed process can take seconds to end. The supervisor must not
+    be blocked for that time.
     """
     loop, handle, exited = asyncio.get_running_loop(), os.pidfd_open(pid), asyncio.Event()
     loop.add_reader(handle, exited.set)
@@ -380,13 +387,13 @@ async def _wait_first(*futures: asyncio.Future[Any]) -> None:
 def compute_restart_pause_s(failures: int) -> float:
     """Return the pause in seconds before a failed process is replaced.
 
-    There is no pause after its first failure.
+    The result is 0 after the first failure.
     """
     return min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**failures) if failures > 1 else 0.0
 
 
 def prefer_for_oom_kill() -> None:
-    """Let the kernel kill this process first if memory runs out, not a worker.
+    """Let the kernel kill this process before any worker if memory runs out.
 
     See proc_pid_oom_score_adj(5).
     """
@@ -395,6 +402,6 @@ def prefer_for_oom_kill() -> None:
 
 
 def kill_process(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process that was not reaped yet."""
+    """Send a signal to a process that has not been reaped."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

@@ -1,1 +1,1 @@
-"""Judge a rollout from counts of requests, at any time."""
+"""Judge a rollout from counts of requests; verdicts are valid at any time."""

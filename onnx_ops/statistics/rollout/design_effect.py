@@ -1,13 +1,14 @@
 """The effective number of independent observations behind counts of requests.
 
-Canary steps on servers of onnx-ops need none of this: see `unit_evidence`. It serves what no coin
-is drawn anew for: A/B tests, which keep a user on one version, sources that count no units, and
-service levels, which compare with no other version.
+Canary steps on servers of onnx-ops do not need this number, since they assign versions at random in
+each epoch (see `unit_evidence`). The number is needed in three cases: A/B tests, in which a user
+stays on one version; sources that count no units; and service levels, which involve no comparison
+with another version.
 
 The *design effect* D is how much more counts vary than if each request were assigned, or failed,
 independently (Kish 1965, Survey Sampling; for a split by users: Deng, Lu and Litz 2017, WSDM,
-641-649). The log likelihood is divided by it, as for any overdispersed count (quasi-likelihood:
-Wedderburn 1974, Biometrika 61:439-447), so counts are never worth more than those of as many
+641-649). The log likelihood is divided by D, as for any overdispersed count (quasi-likelihood:
+Wedderburn 1974, Biometrika 61:439-447), so counts are never more evidence than those of as many
 independent requests.
 
 In an A/B test, a user's counts grow and stay on one side. The summed evidence of fixed users is
@@ -28,21 +29,24 @@ from onnx_ops.statistics.rollout.evidence import Array
 MIN_INTERVALS = 3
 """Minimum number of intervals of a step whose source counts no units."""
 _FEW = 2.0
-"""Allowance for few intervals: a dispersion estimated from n of them counts 1 + 2 / n times."""
+"""Factor for few intervals: a dispersion from n intervals is multiplied by 1 + 2 / n."""
 OUTAGE_SHARE = 0.3
-"""Share of the requests of an interval that an outage not seen yet may fail.
+"""Share of an interval's requests that a future outage may fail.
 
-For a service level, an interval counts as at most 1 / .3 independent requests.
+For a service level, an interval counts as at most 1 / 0.3 independent requests.
 """
 
 
 def compute_block_effect(blocks: Sequence[UserBlocks]) -> float:
-    """Return the design effect of events counted by block of users; at least 1.
+    """Return the design effect of events counted by block of users, at least 1.
 
-    `blocks` has one element for each version. With x = e - R n for each block and the pooled rate
-    R, the effect is the sum of x squared over its expectation if each request is a unit. A block's
-    x is the sum of those of its users, which are independent: blocks have the variance of users,
-    and any server can continue to count them. Each request without a key is a unit.
+    A block with n requests and e events has x = e - R n, where R is the rate over all blocks and
+    versions. The effect is the sum of x^2, divided by R (1 - R) times the number of requests. The
+    numerator of a block equals that of its users in expectation, since users are independent; any
+    server can therefore count a block. Each request without a key is a unit.
+
+    Args:
+        blocks: one element for each version.
     """
     n, e = (
         np.array([values(one) for one in blocks], dtype=np.float64)
@@ -59,8 +63,8 @@ def compute_block_effect(blocks: Sequence[UserBlocks]) -> float:
 def count_effective_users(blocks: UserBlocks) -> float:
     """Return how many equally active users the requests of one version are worth.
 
-    (Sum of n)^2 / sum of n^2 (Kish), which is at most `USER_BLOCKS`. Each request without a key
-    counts as one user.
+    The number is (sum of n)^2 / sum of n^2 over blocks with n requests (Kish), at most
+    `USER_BLOCKS` for requests with a key. Each request without a key counts as one user.
     """
     n = np.array(blocks.requests, dtype=np.float64)
     squares = (n[:-1] ** 2).sum() + n[-1:].sum()
@@ -68,10 +72,14 @@ def count_effective_users(blocks: UserBlocks) -> float:
 
 
 def compute_split_effect(blocks: Sequence[UserBlocks]) -> float:
-    """Return the design effect of the split of requests by block of users.
+    """Return the design effect of the traffic split between two versions, at least 1.
 
-    `blocks` has one element for each of two versions. The effect is the index of dispersion of the
-    versions' shares of each block's requests, with the observed share.
+    The first version has the share p of all N requests. The effect is the sum of (a - p n)^2 over
+    blocks of users, divided by p (1 - p) N, where a block has n requests and the first version got
+    a of them. Each request without a key is a unit.
+
+    Args:
+        blocks: one element for each of the two versions.
     """
     n = np.array([values.requests for values in blocks], dtype=np.float64)
     total = n.sum()
@@ -91,11 +99,11 @@ def _events(blocks: UserBlocks) -> tuple[int, ...]:
 
 
 def estimate_dispersion(table: npt.ArrayLike) -> Array:
-    """Estimate the design effect of counts without users; at least 1.
+    """Estimate the design effect of counts without users, at least 1.
 
-    The candidate's events of each interval are compared with the odds ratio of all other intervals,
-    since the ratio of an interval fits its own events. This detects bursts and retries, but not
-    users who differ for the whole rollout.
+    The candidate's events of an interval are compared with the odds ratio of all other intervals,
+    since an odds ratio that includes the interval fits its events too well. This detects bursts and
+    retries, but not users who differ for the whole rollout.
 
     Args:
         table: (..., intervals, 4): the candidate's events and requests, the stable version's events
@@ -128,13 +136,14 @@ def estimate_dispersion(table: npt.ArrayLike) -> Array:
 
 
 def estimate_error_effect(table: npt.ArrayLike) -> Array:
-    """Return the design effect of the candidate's errors for a service level.
+    """Return the design effect of the candidate's errors, at least 1.
 
-    The effect is at least 1. It is the index of dispersion of the errors over intervals, of the
-    candidate or of both versions, whichever is larger. Since outages that were not seen may still
-    come, the requests of an interval count as at most 1 / `OUTAGE_SHARE`.
+    The effect is used for service levels. It is the index of dispersion of the errors over
+    intervals, of the candidate or of both versions, whichever is larger. An outage may still come.
+    The requests of an interval therefore count as at most 1 / `OUTAGE_SHARE` independent requests.
 
-    The argument is that of `estimate_dispersion`.
+    Args:
+        table: as in `estimate_dispersion`.
     """
     rows = np.asarray(table, dtype=np.float64)
     n = rows[..., 1]
@@ -150,7 +159,7 @@ def estimate_error_effect(table: npt.ArrayLike) -> Array:
 
 
 def _estimate_burstiness(events: Array, n: Array) -> Array:
-    """Return the index of dispersion of events over intervals, the last axis."""
+    """Return the index of dispersion of events over the last axis, the intervals."""
     rate = events.sum(-1, keepdims=True) / np.maximum(n.sum(-1, keepdims=True), 1)
     varied = ((events - rate * n) ** 2).sum(-1)
     return np.asarray((varied + _FEW) / ((rate * (1 - rate) * n).sum(-1) + _FEW))

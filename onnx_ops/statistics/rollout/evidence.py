@@ -1,24 +1,24 @@
 """Evidence that one version has more events, valid after every interval.
 
-Of the n requests of an interval the candidate answered c, and x of all n were events (errors, slow
-requests). Given these margins, the number k of events on the candidate has Fisher's noncentral
-hypergeometric law, whose only parameter is the odds ratio (Fisher 1935, J. R. Stat. Soc. 98:39-82).
-Neither the rate of events nor its drift enters. Where requests are assigned at random and the
-versions do not differ, it is the law of k for any cause of the events, in bursts or not: the
-assignment alone is the experiment.
+Of the n requests of an interval, the candidate answered c, and x of the n requests were events
+(errors or slow requests). Given these margins, the number k of events on the candidate has Fisher's
+noncentral hypergeometric law, whose only parameter is the odds ratio (Fisher 1935, J. R. Stat. Soc.
+98:39-82). The law depends neither on the rate of events nor on the drift of this rate. If requests
+are assigned at random and the versions do not differ, k has this law for any cause of the events,
+including bursts: the assignment is the only random part.
 
 An e-process starts at 1 and, under its null hypothesis, is at most 1 in expectation at any stopping
 time; the chance that it ever reaches L is at most 1/L (Ville 1939; Ramdas, Grünwald, Vovk and
-Shafer 2023, Statistical Science 38:576-601). Here it is a mixture of likelihood ratios over odds
-ratios above the tolerated one (method of mixtures: Robbins 1970, Ann. Math. Stat. 41:1397-1409).
-The noncentral hypergeometric law has a monotone likelihood ratio, so the guarantee at the tolerated
-odds ratio holds for all below it. The log likelihood is divided by the design effect of the counts
-(see `design_effect`), which is 1 where each request is assigned independently.
+Shafer 2023, Statistical Science 38:576-601). Here, the e-process is a mixture of likelihood ratios
+over odds ratios above the tolerated one (method of mixtures: Robbins 1970, Ann. Math. Stat.
+41:1397-1409). The noncentral hypergeometric law has a monotone likelihood ratio, so the guarantee
+at the tolerated odds ratio holds for all below it. The log likelihood is divided by the design
+effect of the counts (see `design_effect`), which is 1 where each request is assigned independently.
 
 Evidence does not depend on the order of intervals. Merging intervals changes it, since their rates
 are then assumed to be equal; it stays valid if the split did not change between them and the merge
-did not depend on counts of events. More events on the candidate never lower it: given the margins,
-k grows by at most one with x (Efron 1965, Ann. Math. Stat. 36:272-279).
+did not depend on counts of events. More events on the candidate never lower the evidence: given the
+margins, k grows by at most one with x (Efron 1965, Ann. Math. Stat. 36:272-279).
 
 For an error rate s, the e-process against "the rate is s or more" is a mixture of likelihood ratios
 of smaller rates to s. The rates that it does not exclude are a confidence sequence (Howard, Ramdas,
@@ -42,27 +42,28 @@ Counts: TypeAlias = npt.NDArray[np.int64]
 GRID = np.geomspace(1.25, 12.0, 24)
 """Odds ratios that a guardrail looks for, as multiples of the tolerated one.
 
-They have equal weights. A wider grid would waste weight: ratios above 12 are found within a handful
-of events anyway.
+They have equal weights. A wider grid would waste weight, since ratios above 12 are detected within
+a few events.
 """
 FINE_GRID = np.geomspace(1.02, 5.0, 24)
-"""The same for success metrics, where small differences matter."""
+"""Odds ratios that success metrics look for; they include small differences."""
 
 _CELLS = 1 << 20
-"""Numbers that are held in memory at the same time."""
+"""Maximum number of array elements in memory at the same time."""
 
 RISK = 0.05
-"""Chance that a candidate that is no worse is ever rolled back, over all guardrails; and of a wrong
-A/B decision.
+"""Probability of a wrong rollback over all guardrails, or of a wrong A/B decision.
+
+A rollback is wrong if the candidate is no worse. The probability covers the whole rollout.
 """
 
 _CONFIDENCE_GRID = np.geomspace(0.01, 100.0, 185)
-"""Odds ratios of confidence sets; 5 % apart."""
+"""Odds ratios of confidence sets, in steps of 5 %."""
 
 SplitDecision = Literal["better", "worse", "undecided"]
 
 _SHARES = np.geomspace(0.02, 0.9, 12)
-"""Rates that are looked for, as shares of the excluded one; equal weights."""
+"""Alternative rates with equal weights, as shares of the rate under test."""
 _LEAST = 1e-12
 
 
@@ -94,7 +95,7 @@ def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> 
     order = open_[np.argsort(width[open_], kind="stable")]
     start = 0
     while start < len(order):
-        # Widths ascend, so the last row of a part that fits is its widest.
+        # Widths ascend, so the last row of a part that fits is the widest.
         fits = (np.arange(1, len(order) - start + 1) * width[order[start:]] <= _CELLS).sum()
         part = order[start : start + max(1, int(fits))]
         logs_by_row[part] = _likelihood(rows[part], low[part], width[part], logs)
@@ -103,10 +104,10 @@ def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> 
 
 
 def _scale_down(rows: Counts) -> Counts:
-    """Divide rows with so many events that their likelihood would not fit into memory.
+    """Scale down rows whose likelihood would not fit into memory.
 
-    Fewer observations with the same rates are less evidence, and a million events decide. Requests
-    are rounded up, so that they are no fewer than events.
+    Fewer observations with the same rates are less evidence, and a million events are enough for a
+    decision. Requests are rounded up, so that they are at least as many as events.
     """
     scale = np.maximum(1, -(-np.minimum(rows[:, 0] + rows[:, 2], rows[:, 1]) // _CELLS))[:, None]
     return np.stack([rows[:, 0::2] // scale, -(-rows[:, 1::2] // scale)], axis=-1).reshape(-1, 4)
@@ -136,9 +137,9 @@ def _log_sum(values: Array) -> Array:
 
 
 def compute_evidence_limit(guardrails: int) -> float:
-    """Return log10 of the evidence at which one of the guardrails fires.
+    """Return log10 of the evidence at which any one of the guardrails fires.
 
-    A union bound: 60:1 for three guardrails.
+    It is a union bound: 60:1 for three guardrails.
     """
     return math.log10(max(1, guardrails) / RISK)
 
@@ -161,8 +162,8 @@ def compute_log10_evidence(summed: npt.ArrayLike) -> Array:
 def average_evidence(evidences: npt.ArrayLike) -> Array:
     """Return log10 of the evidence that any of several null hypotheses is false.
 
-    It is the mean, as for any e-processes (Vovk and Wang 2021, Ann. Stat. 49:1736-1754). The last
-    axis is that of the hypotheses.
+    It is the mean of the evidence, which is valid for any e-processes (Vovk and Wang 2021, Ann.
+    Stat. 49:1736-1754). The last axis is that of the hypotheses.
     """
     return log_mean_exp(np.asarray(evidences, dtype=np.float64) * math.log(10)) / math.log(10)
 
@@ -175,8 +176,9 @@ def measure_evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0
 def bound_odds_ratio(table: npt.ArrayLike, effect: float = 1.0) -> tuple[float, float]:
     """Return 95 % bounds of the odds ratio that hold at all times together.
 
-    The set of odds ratios that a mixture over all of them does not exclude by 20:1, widened to the
-    next points of the grid. Bounds of 0.01 and 100 mean "and beyond".
+    They enclose the odds ratios that a mixture over all ratios does not exclude by 20:1, widened to
+    the next points of the grid. A bound of 0.01 stands for all smaller ratios, and 100 for all
+    larger ones.
     """
     summed = _summed(table, _CONFIDENCE_GRID) / effect
     included = np.flatnonzero(log_mean_exp(summed) - summed < math.log(1 / RISK))
@@ -222,7 +224,7 @@ def compute_split_evidence(above: npt.ArrayLike, below: npt.ArrayLike) -> tuple[
 
 
 def decide_split(higher: float, lower: float, *, higher_is_better: bool) -> SplitDecision:
-    """Decide from log10 evidence in both directions; the stronger counts."""
+    """Return the A/B decision by the stronger of the evidence in both directions."""
     if max(higher, lower) < compute_evidence_limit(2):
         return "undecided"
     return "better" if (higher > lower) is higher_is_better else "worse"
@@ -242,7 +244,7 @@ def log_mean_exp(logs: Array) -> Array:
 def compute_evidence_below(
     errors: npt.ArrayLike, requests: npt.ArrayLike, rate: npt.ArrayLike, effect: npt.ArrayLike = 1.0
 ) -> Array:
-    """Return log evidence against "the share of errors is `rate` or more"."""
+    """Return the natural log of the evidence against an error share of `rate` or more."""
     bad = np.asarray(errors, dtype=np.float64)[..., None]
     good = np.asarray(requests, dtype=np.float64)[..., None] - bad
     against = np.asarray(rate, dtype=np.float64)[..., None]
@@ -264,12 +266,12 @@ def compute_evidence_above(errors: int, requests: int, rate: float) -> float:
 def is_rate_certified(
     errors: npt.ArrayLike, requests: npt.ArrayLike, rate: float, effect: npt.ArrayLike = 1.0
 ) -> npt.NDArray[np.bool_]:
-    """Return whether the share of errors is shown to be below `rate`."""
+    """Return whether the evidence shows a share of errors below `rate`."""
     return np.asarray(compute_evidence_below(errors, requests, rate, effect) >= math.log(1 / RISK))
 
 
 def bound_error_rate(errors: int, requests: int, effect: float = 1.0) -> float:
-    """Return the upper bound of the share of errors; 1 without requests."""
+    """Return the upper confidence bound of the share of errors; 1 without requests."""
 
     def short(rate: float) -> float:
         return float(compute_evidence_below(errors, requests, rate, effect)) - math.log(1 / RISK)
@@ -286,7 +288,7 @@ def bound_error_rate(errors: int, requests: int, effect: float = 1.0) -> float:
 
 
 def compute_clean_requests(rate: float) -> int:
-    """Return the fewest error-free requests that show a rate below `rate`."""
+    """Return the minimum number of error-free requests that show a rate below `rate`."""
     if not 0 < rate < 1:
         raise ValueError(f"rate {rate} is not between 0 and 1")
     return find_least(lambda requests: bool(is_rate_certified(0, requests, rate)))

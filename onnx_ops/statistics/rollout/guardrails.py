@@ -1,4 +1,4 @@
-"""Guardrails: thresholds, cold starts, traffic mismatch, circuit breaker."""
+"""Guardrails: thresholds, cold starts, traffic mismatch and gross failures."""
 
 from __future__ import annotations
 
@@ -28,23 +28,27 @@ from onnx_ops.domain.rollout_policy import (
 from onnx_ops.statistics.rollout.evidence import GRID, Array, log_mean_exp
 
 FEWEST_REQUESTS = 200
-"""Fewest requests for latency thresholds.
+"""Minimum number of requests for latency thresholds.
 
-Below this, the 99th percentile depends on one or two requests.
+With fewer requests, the 99th percentile depends on one or two of them.
 """
 
 SLOWER_MARGIN = 1.1
 MIN_SIGN_REQUESTS: Mapping[GuardrailName, int] = {"latency_p50": 20, "latency_p99": 200}
 MIN_SIGN_INTERVALS = 10
-"""Minimum number of intervals of a step."""
+"""Minimum number of intervals of a step for a guardrail on percentiles."""
 
 _CHANCES = np.array([0.6, 0.7, 0.8, 0.9, 0.99])
 
 MISMATCH_LIMIT = 3.0
-"""log10 of the evidence that pauses a rollout: a chance of 0.1 % for a correct split."""
+"""log10 of the evidence of a wrong traffic split that pauses a rollout.
+
+A correct split reaches it with a probability of at most 0.1 %.
+"""
 MISMATCH_TOLERANCE = 0.1
-"""Share of the candidate's weight by which its share of requests may be off: users are not equally
-active.
+"""Tolerated deviation of the candidate's share of requests, as a share of its weight.
+
+Users are not equally active.
 """
 
 BREAKER_REQUESTS = 20
@@ -52,34 +56,41 @@ BREAKER_SHARE = 0.5
 BREAKER_TIMES = 5
 """Conditions of a gross failure.
 
-Half of 20 or more requests failed, and five times the stable version's share. In an A/B test,
-requests count by their design effect: twenty of one user are one.
+Of at least 20 requests, at least half failed, and at least five times the stable version's share.
+In an A/B test, the number of requests is divided by their design effect: twenty requests of one
+user count as one.
 """
 BREAKER_LIMIT = 3.0
-"""log10 of the evidence for a gross failure by units, which is looked at within epochs, too."""
+"""log10 of the evidence of a gross failure by units, which is also evaluated within epochs."""
 ENDS_LIMIT = 3.0
-"""log10 of the evidence for servers that end, which is looked at after each end."""
+"""log10 of the evidence for servers that end, which is evaluated after each end."""
 REFUSED_REQUESTS = 200
 REFUSED_SHARE = 0.1
-"""A tenth of 200 or more requests was refused, and five times the stable version's share."""
+"""Conditions of a candidate that refuses too many requests.
+
+Of at least 200 requests, at least a tenth was refused, and at least five times the stable version's
+share.
+"""
 
 
 def fix_thresholds(
     bounds_s: Sequence[float], counts: Sequence[int], max_increases: Mapping[str, float]
 ) -> tuple[LatencyThresholds, LatencyThresholds] | tuple[None, None]:
-    """Choose latency thresholds from a histogram of the stable version.
+    """Return latency thresholds, chosen from a histogram of the stable version.
 
-    They are the bounds closest to the percentiles of `LATENCY_QUANTILES` and `LATENCY_PLACES`, and
-    bounds higher by the allowed slow-down. A candidate that is slower by less than that exceeds the
-    second ones no more often than the stable version exceeds the first ones, whatever the
-    distribution of latencies and their common drift. Requests are counted against bounds exactly,
-    so it does no harm that a bound is not the percentile itself.
+    The thresholds of the stable version are the bounds closest to the percentiles of
+    `LATENCY_QUANTILES` and `LATENCY_PLACES`. The thresholds of the candidate are higher by the
+    allowed slow-down. A candidate with a smaller slow-down exceeds its thresholds no more often
+    than the stable version exceeds its own. This is true for any distribution of latencies, and for
+    any drift that both versions share. Requests are counted exactly against bounds of the
+    histogram, so a bound need not be the exact percentile.
 
     Args:
         bounds_s: upper bounds of the buckets in seconds, ascending.
-        counts: requests in each bucket, and last those above all bounds; one more than bounds.
-        max_increases: how much slower the candidate may be at each of them, as a fraction, rounded
-            to the nearest bound; the `LATENCY_PLACES` may be left out.
+        counts: requests in each bucket, followed by the requests above all bounds; one more than
+            bounds.
+        max_increases: allowed slow-down of the candidate at each percentile, as a fraction, rounded
+            to the nearest bound; the `LATENCY_PLACES` may be omitted.
 
     Returns:
         The thresholds of the stable version and of the candidate; None if there were too few
@@ -125,21 +136,22 @@ def _log_odds(share: float) -> float:
 def evaluate_cold_start(
     rail: Guardrail, candidate_s: Sequence[float], stable_s: Sequence[float], limit: float
 ) -> GuardrailResult:
-    """Evaluate whether the candidate takes longer to start, once, before any traffic.
+    """Return whether the candidate takes longer to start than the stable version.
 
-    The loads of both versions alternate. A single test needs no e-process: its p-value is below 1 /
-    L with a chance of at most 1 / L, like anytime-valid evidence that reaches L. It therefore
-    shares the family-wise error with the other guardrails.
+    This is evaluated once, before any traffic. The loads of both versions alternate. A single test
+    needs no e-process: its p-value is below 1 / L with a probability of at most 1 / L, like
+    anytime-valid evidence that reaches L. The test therefore shares the family-wise error rate with
+    the other guardrails.
 
     Args:
-        rail: compared with a fixed `max` if it has one, else with the stable version.
-        limit: log10 of the evidence at which it fires.
+        rail: if it has a fixed `max`, the candidate is compared with it instead.
+        limit: log10 of the evidence at which the guardrail fires.
     """
     loads = min(len(candidate_s), len(stable_s))
     if loads < COLD_START_SAMPLES:
         p, rule = 1.0, "not measured yet"
     elif rail.max is not None:
-        # Exact sign test of "half of the loads take no longer".
+        # Exact sign test of the hypothesis "half of the loads take no longer".
         above, n = sum(each > rail.max for each in candidate_s), len(candidate_s)
         p = float(sum(math.comb(n, k) for k in range(above, n + 1)) / 2**n)
         rule = f"candidate {_range(candidate_s)}, at most {rail.max:g} s"
@@ -147,7 +159,7 @@ def evaluate_cold_start(
         allowed = (
             DEFAULT_SLOWDOWN if rail.max_latency_increase is None else rail.max_latency_increase
         )
-        from scipy.stats import mannwhitneyu  # takes long to import, and few policies need it
+        from scipy.stats import mannwhitneyu  # slow to import, and few policies need it
 
         # Exact rank sum test (Wilcoxon 1945, Biometrics Bulletin 1:80-83; Mann and Whitney 1947).
         scaled_s = [each / (1 + allowed) for each in candidate_s]
@@ -174,14 +186,14 @@ def _range(loads_s: Sequence[float]) -> str:
 def count_slower_intervals(
     intervals: Sequence[ObservationInterval], name: GuardrailName
 ) -> tuple[int, int]:
-    """Return the intervals in which the candidate was slower, and their total.
+    """Return the number of intervals in which the candidate was slower, and of all.
 
-    The weaker latency rule, for sources that report percentiles of each interval but count no
-    exceedances. An interval in which the candidate's percentile is more than a tenth above the
-    stable version's is a sign against it. For a candidate that is not slower, the chance of a sign
-    is at most one half. The rule needs at least nine intervals, assumes that they are independent,
-    and detects no slow-down below a tenth. The percentile of few requests is biased: intervals with
-    fewer than `MIN_SIGN_REQUESTS` of either version do not count.
+    This weaker rule is for sources that report percentiles of each interval, but do not count
+    requests above a threshold. An interval is a sign against the candidate if its percentile is
+    more than a tenth above the stable version's. For a candidate that is not slower, the
+    probability of a sign is at most one half. The rule needs at least nine intervals, assumes that
+    they are independent, and detects no slow-down below a tenth. Percentiles of few requests are
+    biased, so intervals with fewer than `MIN_SIGN_REQUESTS` of either version are skipped.
     """
     slower = compared = 0
     for interval in intervals:
@@ -198,7 +210,7 @@ def count_slower_intervals(
 
 
 def compute_sign_evidence(slower: int, compared: int) -> float:
-    """Return log10 evidence that the chance of a sign is above one half."""
+    """Return log10 evidence that the probability of a sign is above one half."""
     logs = slower * np.log(2 * _CHANCES) + (compared - slower) * np.log(2 * (1 - _CHANCES))
     return float(log_mean_exp(logs)) / math.log(10)
 
@@ -208,12 +220,12 @@ def evaluate_ends(
 ) -> GuardrailResult | None:
     """Evaluate whether servers end more often than with the stable version alone.
 
-    The result is None if none ended. A server that ends takes both versions with it, so that the
-    traffic split shows nothing about it. Where ends are a Poisson process of one rate, those of k
-    that fall into this rollout are binomial, with its share of the time. The evidence is that law's
-    likelihood ratio, averaged over `GRID`. The evidence is evaluated after each end, for which a
-    higher limit makes up: simulated, it is reached in 0.1 % of rollouts at most, whatever the rate
-    and the time before.
+    Return None if no server ended. Both versions end with their server, so that the traffic split
+    gives no evidence. If ends are a Poisson process of one rate, the number of all ends that fall
+    into this rollout is binomial. Its probability is the rollout's share of the time. The evidence
+    is the likelihood ratio of this law, averaged over `GRID`. It is evaluated after each end; a
+    higher limit compensates for this. In simulations, at most 0.1 % of rollouts reach the limit,
+    for any rate and any time before.
     """
     ends_before, ends_now = (sum(each.ends for each in part) for part in (before, now))
     if not ends_now:
@@ -249,11 +261,14 @@ def compute_mismatch_evidence(
 ) -> Array:
     """Return log10 evidence that the candidate's share of requests is wrong.
 
-    It is wrong if it is not within a tenth of the candidate's weight. Beta-binomial mixture over
-    the binomial that fits best within the tolerance; dividing by the best fit keeps the evidence
-    valid for each split in it (universal inference: Wasserman, Ramdas and Balakrishnan 2020, PNAS
-    117:16880-16890). The arguments broadcast; percent lies strictly between 0 and 100; effect is
-    that of the requests (`design_effect.compute_split_effect`); units have none.
+    The share is wrong if it differs from the candidate's weight by more than a tenth. The evidence
+    is a beta-binomial mixture, divided by the likelihood of the best fit within the tolerance. It
+    is therefore valid for each split within the tolerance (universal inference: Wasserman, Ramdas
+    and Balakrishnan 2020, PNAS 117:16880-16890). The arguments broadcast.
+
+    Args:
+        percent: the requested share, strictly between 0 and 100.
+        effect: design effect of the requests (`design_effect.compute_split_effect`); 1 for units.
     """
     k = np.asarray(canary, dtype=np.float64)
     n = np.asarray(requests, dtype=np.float64)
@@ -269,9 +284,10 @@ def compute_mismatch_evidence(
 def is_grossly_failing(
     canary: tuple[int, int], stable: tuple[int, int], effect: float = 1.0
 ) -> bool:
-    """Return whether the candidate fails so much that no test is needed.
+    """Return whether the candidate fails so often that no test is needed.
 
-    Each side: errors, requests. Where the stable version fails too, the candidate is not to blame.
+    If the stable version fails too, the candidate is not the cause. Each version has a pair of
+    errors and requests.
     """
     return _exceeds(canary, stable, BREAKER_REQUESTS * effect, BREAKER_SHARE)
 
@@ -279,8 +295,9 @@ def is_grossly_failing(
 def is_refusing(canary: tuple[int, int], stable: tuple[int, int]) -> bool:
     """Return whether the candidate refuses requests that the stable version accepts.
 
-    Each side: refused, requests. Evidence that grows with each request would mistake a burst of
-    wrong requests of one client, which all go to the same version, for the candidate's fault.
+    Each version has a pair of refused requests and all requests. Evidence that grows with each
+    request would be misled by a burst of wrong requests of one client, which all reach the same
+    version.
     """
     return _exceeds(canary, stable, REFUSED_REQUESTS, REFUSED_SHARE)
 

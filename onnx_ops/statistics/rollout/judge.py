@@ -34,7 +34,7 @@ from onnx_ops.statistics.rollout.unit_evidence import measure_unit_evidence, to_
 
 Row = tuple[int, int, int, int]
 MAX_POINTS = 60
-"""Points of a plot."""
+"""Maximum number of points of a plot."""
 
 
 def analyze(
@@ -42,7 +42,7 @@ def analyze(
 ) -> AnalysisResult | None:
     """Judge the counts of the rollout in progress.
 
-    The result is None where there are no counts of its candidate and step.
+    Return None if the counts are of another candidate or step, or missing.
     """
     if observations is None or roles.candidate is None or not policy.is_analyzed:
         return None
@@ -51,7 +51,7 @@ def analyze(
 
 
 def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
-    """Judge the counts of the present step. Guardrails cover the whole rollout."""
+    """Judge the counts of the present step, and guardrails over the whole rollout."""
     planned = policy.planned()
     step = planned[min(observations.step, len(planned) - 1)]
     here = [each for each in observations.intervals if each.step == observations.step]
@@ -100,9 +100,9 @@ def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
 
 
 def _list_traffic_rails(policy: RolloutPolicy) -> list[Guardrail]:
-    """Return the guardrails of the traffic.
+    """Return the guardrails on traffic.
 
-    A cold start is measured before there is any traffic.
+    A cold start is measured before any traffic.
     """
     return [rail for rail in policy.guardrails if rail is not policy.cold]
 
@@ -121,7 +121,7 @@ def evaluate_guardrail(
 ) -> GuardrailResult:
     """Evaluate one guardrail over the whole rollout.
 
-    `here` are the intervals of the present step.
+    `here` holds the intervals of the present step.
     """
     limit, intervals = compute_firing_limit(policy), observations.intervals
     counted = {place: count_events(place, intervals) for place in rail.places}
@@ -147,7 +147,7 @@ def _add_evidence(
     observations: Observations,
     here: Sequence[ObservationInterval],
 ) -> GuardrailResult:
-    """Add the mean evidence of a guardrail's places, and the counts of the worst one."""
+    """Return the result with its places' mean evidence and the worst place's counts."""
     measured = {
         place: _measure_place(place, rail.tolerated(place), observations) for place in rail.places
     }
@@ -163,7 +163,7 @@ def _add_evidence(
         design_effect=effect,
         compared=sum(row[1] for row in count_events(worst, here) if row[3]),
     )
-    # Bounds of the place that was chosen for being the worst would not hold.
+    # Bounds would be wrong for a place that was chosen as the worst.
     if len(measured) > 1:
         return replace(result, percentile=worst.partition("@")[2])
     if observations.drawn:  # units have no odds ratio
@@ -175,7 +175,7 @@ def _add_evidence(
 def count_events(place: str, intervals: Sequence[ObservationInterval]) -> list[Row]:
     """Return events and requests of both versions by interval.
 
-    `place` is a guardrail, or one of its places.
+    `place` is a guardrail, or a place of a guardrail.
     """
     rows = []
     for interval in intervals:
@@ -189,9 +189,9 @@ def count_events(place: str, intervals: Sequence[ObservationInterval]) -> list[R
 def trace_guardrails(
     history: Sequence[Observations], policy: RolloutPolicy
 ) -> tuple[EvidencePath, ...]:
-    """Return the evidence after each of these observations, oldest first.
+    """Return each guardrail's evidence after successive observations, oldest first.
 
-    It is for a plot of at most `MAX_POINTS` points.
+    At most about `MAX_POINTS` observations are evaluated, for a plot.
     """
     step, last = max(1, math.ceil(len(history) / MAX_POINTS)), len(history) - 1
     points = [
@@ -221,8 +221,8 @@ def _trace_guardrail(name: str, points: Sequence[AnalysisResult], limit: float) 
 def _measure_place(place: str, tolerated: float, observations: Observations) -> tuple[float, float]:
     """Return log10 of the evidence of the whole rollout, and a design effect.
 
-    The design effect is that of the counts that need one. Evidence of units and that of an A/B test
-    after them multiply: the latter is an e-process given the former.
+    The design effect is that of the counts without units. The evidence of units is multiplied by
+    that of a later A/B test, which is an e-process given the earlier evidence.
     """
     evidence, effect = measure_unit_evidence(observations.drawn, place, tolerated), 1.0
     steps = {split.step for split in observations.drawn}
@@ -235,19 +235,16 @@ def _measure_place(place: str, tolerated: float, observations: Observations) -> 
 
 
 def _is_drawn(observations: Observations) -> bool:
-    """Return whether users are assigned anew in each epoch of the present step.
-
-    The source must also count units.
-    """
+    """Return whether the source counts units that each epoch assigns anew."""
     return any(split.step == observations.step for split in observations.drawn)
 
 
 def _count_bad_units(
     observations: Observations, place: str
 ) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return for each version the units with any event, and all units.
+    """Return for each version the number of units with any event, and of all units.
 
-    The result is None where no units are counted.
+    Return None if the source counts no units.
     """
     if not observations.drawn:
         return None
@@ -272,7 +269,7 @@ def _evaluate_percentiles(
     step: PlannedStep,
     limit: float,
 ) -> GuardrailResult:
-    """Evaluate a guardrail of a source that reports percentiles only."""
+    """Evaluate a guardrail for a source that only reports percentiles."""
     if rail.name not in guardrails.MIN_SIGN_REQUESTS:
         return GuardrailResult(name=rail.name, limit=limit, required=1)
     slower, compared = guardrails.count_slower_intervals(observations.intervals, rail.name)
@@ -297,7 +294,7 @@ def _evaluate_shadow(copies: ShadowCounts, trial: ShadowTrial, limit: float) -> 
         compared=copies.seen,
         required=trial.min_requests,
         rule=f"{copies.differing} of {copies.compared} differ, "
-        f"{copies.failed} failed, {100 * share:g} % may",
+        f"{copies.failed} failed, at most {100 * share:g} % are tolerated",
     )
 
 
@@ -307,7 +304,7 @@ def _find_shortage(
     step: PlannedStep,
     policy: RolloutPolicy,
 ) -> str:
-    """Return what the traffic of the step has not shown yet, guardrails apart.
+    """Return which traffic the step still lacks, apart from guardrails.
 
     The text is empty if nothing is missing.
     """
@@ -319,15 +316,16 @@ def _find_shortage(
         users = _count_users(observations, "feedback" if step.kind == "ab_test" else "errors")
         return "" if users >= policy.min_units else _explain_few_users(users, policy)
     if policy.guardrails and len(here) < (fewest := design_effect.MIN_INTERVALS):
-        # Without units, one interval's counts may be of one user.
+        # Without units, all events of an interval may come from one user.
         return (
-            f"{len(here)} of {fewest} intervals, which a source takes that does not count by user"
+            f"{len(here)} of the {fewest} intervals that a source needs if it does not count by "
+            "user"
         )
     return ""
 
 
 def _find_few_units(observations: Observations, step: PlannedStep, policy: RolloutPolicy) -> str:
-    """Return the place with the fewest units, if those are too few.
+    """Return a text on the place with the fewest units, if they are too few.
 
     Otherwise, the text is empty.
     """
@@ -343,9 +341,9 @@ def _find_few_units(observations: Observations, step: PlannedStep, policy: Rollo
 
 
 def _count_units(observations: Observations, step: PlannedStep, place: str) -> tuple[int, int]:
-    """Return the candidate's units of a place, and those of both versions.
+    """Return the candidate's number of units at a place, and that of both versions.
 
-    They are the units in closed epochs of the present step.
+    Only units in closed epochs of the present step are counted.
     """
     splits = [
         s for s in observations.drawn if (s.step, s.percent) == (observations.step, step.percent)
@@ -355,10 +353,7 @@ def _count_units(observations: Observations, step: PlannedStep, place: str) -> t
 
 
 def _count_users(observations: Observations, place: str) -> float:
-    """Return the effective number of users in the present step.
-
-    It is that of the version with fewer users.
-    """
+    """Return the effective number of users of the version that has fewer of them."""
     blocks = observations.sum_blocks(place)
     return min(map(design_effect.count_effective_users, blocks)) if len(blocks) > 1 else 0.0
 
@@ -366,8 +361,8 @@ def _count_users(observations: Observations, place: str) -> float:
 def _explain_few_users(users: float, policy: RolloutPolicy) -> str:
     if not users:
         return (
-            f"at least one version has no results yet, and those of {policy.min_units} users of "
-            "each are needed"
+            f"at least one version has no results yet; results of {policy.min_units} users of "
+            "each version are needed"
         )
     missing = math.ceil(policy.min_units - users)
     return (
@@ -377,9 +372,9 @@ def _explain_few_users(users: float, policy: RolloutPolicy) -> str:
 
 
 def _explain_service_level(here: Sequence[ObservationInterval], rate: float) -> str:
-    """Return why the service level is not shown yet; empty if it is.
+    """Return why the service level is not shown yet; empty if it is shown.
 
-    The statement covers the time of the intervals.
+    The text states the time that the intervals cover.
     """
     rows = [row for row in count_events("errors", here) if row[1]]
     if not rows:
@@ -391,16 +386,16 @@ def _explain_service_level(here: Sequence[ObservationInterval], rate: float) -> 
     missing = _explain_uncertified(errors, requests, rate, covered, "rate", effect)
     fewest = _compute_fewest_intervals(rate)
     return (
-        f"{missing}, which takes {fewest} intervals of a minute"
+        f"{missing}; at least {fewest} intervals of a minute are needed"
         if missing and len(rows) < fewest
         else missing
     )
 
 
 def _compute_fewest_intervals(rate: float) -> int:
-    """Return the fewest intervals that can show a rate of errors.
+    """Return the minimum number of intervals that can show a rate of errors.
 
-    The number applies if no request fails.
+    The number assumes that no request fails.
     """
     return math.ceil(ev.compute_clean_requests(rate) * design_effect.OUTAGE_SHARE)
 
@@ -408,7 +403,7 @@ def _compute_fewest_intervals(rate: float) -> int:
 def _explain_uncertified(
     bad: int, total: int, share: float, what: str, noun: str, effect: float = 1.0
 ) -> str:
-    """Return what a share of failures has not shown yet; empty if nothing is missing."""
+    """Return why a share of failures is not shown to be low; empty if it is shown."""
     if bool(ev.is_rate_certified(bad, total, share, effect)):
         return ""
     shown = ev.bound_error_rate(bad, total, effect)
@@ -421,7 +416,7 @@ def _explain_uncertified(
 def _find_mismatch(
     observations: Observations, canary: int, requests: int, step: PlannedStep
 ) -> str:
-    """Return why the split cannot be the requested one; empty if it can."""
+    """Return why the traffic split is not the requested one; empty if it can be."""
     if not 0 < step.percent < 100:
         return ""
     noun, effect = "requests", 1.0
@@ -472,7 +467,7 @@ def judge_split_test(
 def _compute_effect(observations: Observations, place: str, rows: Sequence[Row]) -> float:
     """Return the design effect of events.
 
-    It is by block of users if the source counts those, else by interval.
+    It is computed from blocks of users if the source counts them, otherwise from intervals.
     """
     if blocks := observations.sum_blocks(place):
         return design_effect.compute_block_effect(blocks)
@@ -480,14 +475,14 @@ def _compute_effect(observations: Observations, place: str, rows: Sequence[Row])
 
 
 def _get_events(place: str, tally: RequestCounts) -> tuple[int | None, int]:
-    """Return events, and the requests that they are counted among."""
+    """Return the number of events at a place, and of the requests that include them."""
     if place == "errors":
         return tally.errors, tally.requests
     return tally.over().get(place), tally.measured
 
 
 def _describe_failure(observations: Observations, here: Sequence[ObservationInterval]) -> str:
-    """Describe a gross failure of the candidate; empty if there is none."""
+    """Describe a gross failure of the candidate; return an empty text without one."""
     if _is_drawn(observations):
         return _describe_failing_units(observations)
     canary, stable = _sum_versions(here)
@@ -510,10 +505,10 @@ def _describe_failure(observations: Observations, here: Sequence[ObservationInte
 
 
 def _describe_failing_units(observations: Observations) -> str:
-    """Describe a gross failure by units; empty if there is none.
+    """Describe a gross failure by units; return an empty text without one.
 
     Units of the epoch in progress are included. Evidence is not valid within an epoch, where the
-    same coins are evaluated again. A higher limit makes up for it.
+    same assignments are evaluated again. A higher limit compensates for this.
     """
     latest, splits = observations.open_epoch, list(observations.drawn)
     if latest is not None:
@@ -555,7 +550,7 @@ def _sum_copies(intervals: Sequence[ObservationInterval]) -> ShadowCounts:
 
 
 def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iterator[str]:
-    """Yield the requirements of a valid policy, one line each."""
+    """Yield the requirements of a valid policy, one line for each."""
     if policy.shadow:
         rate = policy.shadow.max_differing
         needed = max(policy.shadow.min_requests, ev.compute_clean_requests(rate))

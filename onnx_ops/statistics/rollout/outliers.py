@@ -1,11 +1,11 @@
-"""Servers of one endpoint with an outlying share of bad requests.
+"""Find servers of one endpoint with an outlying share of bad requests.
 
-The share differs from that of the other servers. Such a server is a broken machine, or reports
-invented counts. Each server is compared with the rest, in both directions, by the evidence of
-`evidence` against an odds ratio of at most `TOLERATED_RATIO`. Each generation of the routing table
-is an interval, so that servers are compared over the same time as far as the counts show it. Units
-are requests: one user whose requests all reach one server can make it an outlier. So the result is
-a hint.
+Such a server is a broken machine, or reports invented counts. Each server is compared with the rest
+in both directions, by the evidence of `evidence` against an odds ratio of at most
+`TOLERATED_RATIO`. Each generation of the routing table is an interval, so that servers are compared
+over the same time as far as the counts show it. Requests are treated as independent. One user whose
+requests all reach one server can therefore make this server an outlier, and the result is only a
+hint.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from onnx_ops.statistics.rollout.evidence import (
 )
 
 TOLERATED_RATIO = 2.0
-"""Odds ratio up to which servers count as alike: machines and their clients differ a little."""
+"""Odds ratio up to which servers count as alike, since machines and their clients differ."""
 OUTLIER_LIMIT = 6.0
 """log10 of the evidence for one comparison.
 
 The evidence is evaluated often, and each further comparison raises the limit.
 """
 MAX_OUTLIERS = 8
-"""Outliers of one deployment and place. If more servers differ, there is no common share to differ
-from.
+"""Maximum number of outliers of one deployment and place.
+
+If more servers differ, there is no common share to compare with.
 """
 
 _PLACES: tuple[Literal["errors", "slow"], ...] = ("errors", "slow")
 _MAX_REQUESTS = 1 << 40
-"""Larger counts of one server are scaled down, so that sums fit into 64 bits."""
+"""Maximum count of one server; larger counts are scaled down so that sums fit into 64 bits."""
 _SIDE_BAD, _SIDE_REQUESTS = 2_048, 1 << 29
-"""Larger counts of one side of a comparison are scaled down.
+"""Maximum counts of one side of a comparison; larger counts are scaled down.
 
-Evidence shrinks as by a design effect. The likelihood of more events takes time and memory, and
-that of more requests loses its digits.
+Scaling reduces the evidence as a design effect does. The likelihood of more events takes too much
+time and memory, and that of more requests loses digits.
 """
 
 _Counts: TypeAlias = npt.NDArray[np.int64]
@@ -58,10 +59,10 @@ _Tallies: TypeAlias = Mapping[str, Mapping[int, RequestCounts]]
 def find_outliers(counts: Iterable[GenerationCounts]) -> tuple[ServerOutlier, ...]:
     """Return the servers that differ from the others by more than chance.
 
-    They are compared by deployment and place. If all servers differ by at most `TOLERATED_RATIO`,
-    and requests are independent, the chance that any is returned is at most 1e-6 at each look. The
-    counts of several starts of a server are added. Counts without the name of a server, and those
-    that cannot be counts of requests, are ignored.
+    Servers are compared by deployment and place. If all servers differ by at most `TOLERATED_RATIO`
+    and requests are independent, the probability that any server is returned is at most 1e-6 at
+    each evaluation. The counts of several starts of a server are added. Counts without a server
+    name and inconsistent counts are ignored.
     """
     comparisons = [
         (deployment, place, *_tabulate(by_server, place))
@@ -86,9 +87,9 @@ def find_outliers(counts: Iterable[GenerationCounts]) -> tuple[ServerOutlier, ..
 
 
 def _sum_starts(counts: Iterable[GenerationCounts]) -> Mapping[str, _Tallies]:
-    """Return the tallies by deployment, server and generation.
+    """Return the counts by deployment, server and generation.
 
-    A start that was reported twice counts once.
+    If the same start was reported twice, the later report is used.
     """
     latest: dict[tuple[str, str, int], GenerationCounts] = {}
     for each in counts:
@@ -106,9 +107,9 @@ def _sum_starts(counts: Iterable[GenerationCounts]) -> Mapping[str, _Tallies]:
 
 
 def _tabulate(by_server: _Tallies, place: Literal["errors", "slow"]) -> tuple[list[str], _Counts]:
-    """Return the servers and their request counts.
+    """Return the servers and a table of their request counts.
 
-    The counts have shape (servers, generations, 2): bad requests, and all requests.
+    The table has the shape (servers, generations, 2), for bad requests and all requests.
     """
     servers = sorted(by_server)
     generations = sorted({generation for tallies in by_server.values() for generation in tallies})
@@ -132,8 +133,9 @@ def _select(
 ) -> Iterator[tuple[str, tuple[int, int], tuple[int, int], float]]:
     """Yield the servers that differ most from the rest.
 
-    Each has its counts, those of the rest, and the evidence. Higher shares come first: a broken
-    server makes the others look too good. A server that was found is left out of the rest.
+    Each server has its counts, the counts of the others, and the evidence. Servers with a higher
+    share come first, since a broken server makes the others look too good. A yielded server is
+    removed from the comparison of the remaining ones.
     """
     left = np.arange(len(servers))
     while len(left) > max(1, len(servers) - MAX_OUTLIERS):
@@ -153,7 +155,7 @@ def _select(
 def _limit_weights(table: _Counts) -> _Counts:
     """Return the counts with at most the median number of requests in each generation.
 
-    Else one server with invented counts would be what all others are compared with.
+    Otherwise, one server with invented counts could dominate every comparison.
     """
     requests = table[..., 1]
     counted = (requests > 0).sum(axis=0)
@@ -171,8 +173,8 @@ def _sum_pair(rows: _Counts) -> tuple[int, int]:
 def _measure(mine: _Counts, others: _Counts) -> Array:
     """Return log10 of the evidence of a higher share of bad requests in `mine`.
 
-    There is one value for each server. It is the mean of the evidence of each generation and of all
-    together: a machine can break at any time.
+    The result has one value for each server. It is the mean of the evidence of each generation and
+    of all generations together, since a machine can break at any time.
     """
     evidence = np.full(len(mine), -np.inf)
     chosen = np.flatnonzero(_can_be_higher(mine, others))
@@ -185,11 +187,11 @@ def _measure(mine: _Counts, others: _Counts) -> Array:
 
 
 def _can_be_higher(mine: _Counts, others: _Counts) -> npt.NDArray[np.bool_]:
-    """Return for which servers evidence can reach the limit.
+    """Return for which servers the evidence can reach the limit.
 
-    This is far cheaper than the evidence. The likelihood favours none of the alternatives where no
-    odds ratio is above the tolerated one. Each bad request multiplies the evidence by at most the
-    largest alternative.
+    This is far cheaper than computing the evidence. If no odds ratio is above the tolerated one,
+    the likelihood favours none of the alternatives. Each bad request multiplies the evidence by at
+    most the largest alternative.
     """
     bad, requests = np.moveaxis(mine.astype(np.float64), -1, 0)
     others_bad, others_requests = np.moveaxis(others.astype(np.float64), -1, 0)

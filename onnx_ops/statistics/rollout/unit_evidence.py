@@ -1,23 +1,24 @@
 """Evidence from units whose version is drawn anew in each epoch.
 
 It is valid at the end of every epoch. In a canary step, a coin decides which version serves a unit:
-a cell of users in one epoch, or a request without a key. The coin is the only thing that is random
-here; users, bursts, outages and drift may be anything. A unit has a badness y in [0, 1], the share
-of its requests that were events. Under the null hypothesis, no unit is made worse by the candidate
-than tau times: y1 <= tau * y0, where y1 and y0 are its badness under either version.
+a cell of users in one epoch, or a request without a key. Only the coin is assumed to be random;
+users, bursts, outages and drift may have any form. A unit has a badness y in [0, 1], the share of
+its requests that were events. Under the null hypothesis, no unit is made worse by the candidate
+than tau times: y1 <= tau * y0, where y1 is its badness under the candidate and y0 under the stable
+version.
 
 With the candidate's share p, the coin Z (1: candidate), an increasing score h with h(0) = 0, and a
 fixed center m,
 
     1 + lambda * ((h(y1) / tau - m) * (1 - p) * Z - (h(y0) - m) * p * (1 - Z))
 
-has a mean of at most 1, since the two cases weigh p (1 - p) each. The product over units is
-therefore an e-process at the ends of epochs, and reaches L with a chance of at most 1 / L (Ville
-1939). It is the wealth of a gambler who bets on the coins (testing by betting: Shafer 2021, J. R.
-Stat. Soc. A 184:407-431; bounded variables: Waudby-Smith and Ramdas 2024, J. R. Stat. Soc. B
-86:1-27; randomization as the only assumption: Fisher 1935, The Design of Experiments). No variance
-is estimated, so nothing that happens to one user can hide what happens to others, and one more
-failure under the candidate only raises the evidence.
+has a mean of at most 1, since each of the two cases has the weight p (1 - p). The product over
+units is therefore an e-process at the ends of epochs, and reaches L with a chance of at most 1 / L
+(Ville 1939). The product is the wealth of a gambler who bets on the coins (testing by betting:
+Shafer 2021, J. R. Stat. Soc. A 184:407-431; bounded variables: Waudby-Smith and Ramdas 2024, J. R.
+Stat. Soc. B 86:1-27; randomization as the only assumption: Fisher 1935, The Design of Experiments).
+No variance is estimated, so nothing that happens to one user can hide what happens to others, and
+one more failure under the candidate only raises the evidence.
 
 The evidence is the mean wealth of gamblers with different lambda, h and m, which is an e-process,
 too.
@@ -38,22 +39,23 @@ from onnx_ops.statistics.rollout.evidence import Array, Counts, log_mean_exp
 from onnx_ops.statistics.rollout.guardrails import MISMATCH_LIMIT, compute_mismatch_evidence
 
 RATIOS = (1.2, 1.5, 2.0, 3.0, 5.0, 8.0, 15.0, 40.0, 200.0)
-"""Ratios of the rates of events that the gamblers expect, as multiples of the tolerated one."""
+"""Ratios of event rates that the gamblers expect, as multiples of the tolerated ratio."""
 CLIPS = (1.0, 0.25, 0.0)
-"""Scores h(y) = min(1, y / clip): the share of events, a mean between both, and whether there was
-any.
+"""Scores h(y) = min(1, y / clip) of the gamblers.
+
+They are the share of events, a score between both extremes, and whether there was any event.
 """
 _BOLDEST = 0.97
-"""Share of the wealth that a gambler risks at most on one coin."""
+"""Maximum share of the wealth that a gambler bets on one coin."""
 _EDGES = np.array(BADNESS_EDGES)
 
 
 def choose_centers(place: str) -> tuple[float, ...]:
     """Return the centers m of a place.
 
-    They are 0, and for latency the share of slow requests of the stable version. Units around the
-    center hardly move the evidence, so that common events (half of all requests exceed the median)
-    add little noise. Evidence is valid for any fixed center.
+    They are 0 and, for latency, the stable version's share of slow requests. Units near the center
+    hardly change the evidence, so that common events add little noise (half of all requests exceed
+    the median). Evidence is valid for any fixed center.
     """
     quantile = {**LATENCY_QUANTILES, **LATENCY_PLACES}.get(place)
     return (0.0,) if quantile is None else (0.0, 1.0 - quantile)
@@ -69,18 +71,18 @@ def make_log_factors(percent: int, tolerated: float, centers: tuple[float, ...])
         centers: values of m.
 
     Returns:
-        (gamblers, 2, bins): for a unit of the candidate and one of the stable version, by bin of
+        (gamblers, 2, bins): for a unit of the candidate and a unit of the stable version, by bin of
         badness.
     """
     p, gamblers = percent / 100, []
     for clip in CLIPS:
         score = np.minimum(1.0, _EDGES / clip) if clip else (_EDGES > 0).astype(np.float64)
         for center in centers:
-            # The factors of the worst unit of the stable version and the best one of the candidate
-            # stay positive.
+            # Up to this limit, two factors stay positive: of the stable version's worst unit, and
+            # of the candidate's best unit.
             limit = min(1 / (p * (1 - center)), 1 / ((1 - p) * center) if center else math.inf)
             for ratio in RATIOS:
-                # Kelly's bet where the candidate has `ratio` times as many events as the stable
+                # Kelly's bet if the candidate has `ratio` times as many events as the stable
                 # version.
                 bet = min((ratio - 1) / (p * ratio + 1 - p), _BOLDEST * limit)
                 candidate = np.log1p(bet * (1 - p) * (score / tolerated - center))
@@ -91,7 +93,7 @@ def make_log_factors(percent: int, tolerated: float, centers: tuple[float, ...])
 def choose_percent(place: str, percents: Counts) -> Counts:
     """Return the candidate's shares of the units that a place compares.
 
-    Latency is compared between the version with less traffic and as many cells of the other one,
+    For latency, the version with less traffic is compared with as many cells of the other version,
     whose requests the control replica answers.
     """
     return percents if place in ("errors", "refused") else np.full_like(percents, 50)
@@ -102,8 +104,8 @@ def sum_log_factors(
 ) -> Array:
     """Return the log of the factor by which units multiply each gambler's wealth.
 
-    Where units show that the split is not the requested one, the coin has the share that they show:
-    a split that went wrong is no fault of the candidate.
+    If units show that the split is not the requested one, the observed share of the candidate
+    replaces the requested share: the candidate does not cause a wrong split.
 
     Args:
         counts: (n, 2, bins) units of the candidate and the stable version by bin of badness.
@@ -126,9 +128,9 @@ def sum_log_factors(
 
 
 def measure_unit_evidence(splits: Sequence[GenerationUnits], place: str, tolerated: float) -> float:
-    """Return log10 evidence that the candidate makes units worse than tolerated.
+    """Return log10 evidence over all splits that the candidate makes units too bad.
 
-    It is the evidence over all splits.
+    Units are too bad if they are worse than tolerated.
     """
     used = [split for split in splits if place in split.units and 0 < split.percent < 100]
     if not used:

@@ -1,4 +1,4 @@
-"""Common parts of the rules: their table, baseline, empty results, and formatting."""
+"""Common parts of the rules: registry, baseline, empty results and formatting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnx_ops.domain.pipeline import EXPORT
 
 @functools.singledispatch
 def judge_gate(gate: Gate, evidence: Evidence) -> Iterator[GateResult]:
-    """Yield the results of a gate, by the rule that is registered for its class."""
+    """Yield the results of a gate, from the rule that is registered for its class."""
     raise TypeError(f"no rule judges {type(gate).__name__}")
 
 
@@ -51,7 +51,7 @@ def make_unlimited(gate: str, metric: str) -> GateResult:
 
 
 def join_lines(text: str) -> str:
-    """Return the text with all white space as single spaces."""
+    """Return the text with each run of white space replaced by one space."""
     return " ".join(text.split())
 
 

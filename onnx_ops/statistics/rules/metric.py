@@ -1,4 +1,4 @@
-"""Metric gates: their limits, and the verdict of a metric's interval on each."""
+"""Rules of metric gates: their limits, and verdicts from the intervals of metrics."""
 
 from __future__ import annotations
 
@@ -33,20 +33,24 @@ from onnx_ops.statistics.rules.common import (
 _Entry = PairedCounts | ScoreComparison
 
 INDEPENDENCE = "independent rows"
-"""Metric of the advisory result about rows that seem to belong together."""
+"""Metric name of the advisory result on rows that seem to depend on each other."""
 
 _P_VALUES = 4
-"""Schema of evidence that introduced p-values in results; older evidence is judged without them."""
+"""First schema of evidence with p-values in results.
+
+Results of older evidence have no p-values.
+"""
 
 _EVEN_ROWS = 75
-"""Least effective rows (or groups) for a PASS of an absolute limit on an error; chosen by
-simulation.
+"""Minimum effective number of rows (or groups) for a PASS of an absolute error limit.
+
+Chosen by simulation.
 """
 
 _CONCENTRATED = 1 / 8
-"""Share of the rows below which the rows that carry the error are named.
+"""Share of equally bad rows below which the rows that carry the error are named.
 
-It is the share of equally bad rows that carry the error; about 1/3 for normal errors.
+The share is about 1/3 for normal errors.
 """
 
 
@@ -54,8 +58,8 @@ It is the share of equally bad rows that carry the error; about 1/3 for normal e
 class MetricLimit:
     """One limit of a metric gate.
 
-    Limits of a change are compared with an interval of the change: `max_drop` of candidate minus
-    baseline, `max_increase` of candidate over baseline, minus 1. `plain`: values have the label's
+    A limit of a change is compared with an interval. `max_drop` limits candidate minus baseline,
+    and `max_increase` limits candidate / baseline - 1. `plain` is True if values have the label's
     unit.
     """
 
@@ -80,7 +84,7 @@ class MetricLimit:
 
     @property
     def unit(self) -> str:
-        """Return `1` for shares, or empty for values in the label's unit."""
+        """Return `1` for shares, or an empty text for values in the label's unit."""
         return "" if self.plain and not self.of_change else "1"
 
     @property
@@ -96,7 +100,7 @@ class MetricLimit:
         return as_percent(value) if self.unit else f"{value:.4g}"
 
     def verdict(self, low: float, high: float) -> Verdict:
-        """Return PASS if the whole interval keeps the limit, FAIL if none of it."""
+        """Return PASS if the whole interval is within the limit, FAIL if none of it is."""
         match self.kind:
             case "max_drop":
                 keeps, broken = low > self.bound, high < self.bound
@@ -125,9 +129,9 @@ def list_limits(gate: MetricGate) -> Iterator[MetricLimit]:
 
 @judge_gate.register
 def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge each limit against each model that it applies to.
+    """Judge each limit of a metric gate against each model that the limit applies to.
 
-    Where models are compared without labels, a first release has no comparison and yields nothing.
+    If models are compared without labels, a first release has no comparison and no result.
     """
     name = gate.definition().label
     entries = _list_entries(name, evidence)
@@ -147,7 +151,7 @@ def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
 
 
 def _list_entries(name: str, evidence: Evidence) -> list[_Entry]:
-    """Return the measurements of a metric, those of counted rows first."""
+    """Return the measurements of a metric, counted rows before scores."""
     counts = [c for c in evidence.metrics if c.metric == name and c.n]
     return [*counts, *(s for s in evidence.scores if s.metric == name)]
 
@@ -155,7 +159,10 @@ def _list_entries(name: str, evidence: Evidence) -> list[_Entry]:
 def explain_unscored(
     metrics: Collection[str], scores: Sequence[ScoreComparison]
 ) -> Mapping[str, str]:
-    """Return why the candidate has no value of some of these metrics."""
+    """Return why the candidate has no value of these metrics, by metric.
+
+    Metrics with a value have no entry.
+    """
     return {
         score.metric: score.failed
         for score in scores
@@ -164,7 +171,7 @@ def explain_unscored(
 
 
 def judge_independence(gates: Sequence[Gate], evidence: Evidence) -> Iterator[GateResult]:
-    """Advise to name groups where rows seem to belong together."""
+    """Yield advice to name groups if rows seem to depend on each other."""
     if evidence.grouped and any(isinstance(gate, MetricGate) for gate in gates):
         yield GateResult(
             gate="metric",
@@ -181,7 +188,7 @@ def judge_independence(gates: Sequence[Gate], evidence: Evidence) -> Iterator[Ga
 def _judge_value(name: str, limit: MetricLimit, entries: Sequence[_Entry]) -> GateResult:
     """Judge the candidate's value.
 
-    Every entry has it; where they differ, the worst counts.
+    Every entry contains the value; if the entries differ, the worst value is judged.
     """
     if not entries:
         return make_unmeasured("metric", name, limit.text)
@@ -199,7 +206,7 @@ def _judge_value(name: str, limit: MetricLimit, entries: Sequence[_Entry]) -> Ga
 def _judge_changes(
     name: str, limit: MetricLimit, entries: Sequence[_Entry], evidence: Evidence
 ) -> Iterator[GateResult]:
-    """Judge the change against every compared model; the baseline must be among them."""
+    """Judge the change from every compared model, which must include the baseline."""
     compared = [e for e in entries if e.against and e.against != evidence.variant]
     for entry in compared:
         yield replace(_judge(name, limit, entry), metric=f"{name} vs {entry.against}")
@@ -211,9 +218,9 @@ def _judge_changes(
 def _judge_missing_change(
     metric: str, name: str, limit: MetricLimit, entries: Sequence[_Entry]
 ) -> GateResult:
-    """Return why no value of the candidate can be compared with the baseline's.
+    """Return a result for a value that cannot be compared with the baseline's.
 
-    The reason is given if it is known.
+    It states the reason, if it is known.
     """
     unscored = next(
         (e for e in entries if isinstance(e, ScoreComparison) and e.candidate is None), None
@@ -271,10 +278,7 @@ def _judge(name: str, limit: MetricLimit, entry: _Entry) -> GateResult:
 
 
 def _is_uneven(entry: _Entry) -> bool:
-    """Return whether few rows carry the error.
-
-    They are so few that an unseen row may be as bad as all of them together.
-    """
+    """Return whether so few rows carry the error that an unseen row may be as bad."""
     return (
         isinstance(entry, ScoreComparison)
         and entry.effective is not None
@@ -283,9 +287,10 @@ def _is_uneven(entry: _Entry) -> bool:
 
 
 def _rests_on_few(limit: MetricLimit, entry: _Entry) -> bool:
-    """Return whether few rows carry the losses of both models.
+    """Return whether the limit is met only by the few rows that carry the losses.
 
-    The other rows must also not keep the limit.
+    The result is True if few rows carry the losses of both models, and the other rows do not meet
+    the limit.
     """
     if not isinstance(entry, ScoreComparison) or not entry.carrying:
         return False
@@ -294,10 +299,7 @@ def _rests_on_few(limit: MetricLimit, entry: _Entry) -> bool:
 
 
 def _get_rest(limit: MetricLimit, entry: ScoreComparison) -> float | None:
-    """Return the change in the rows that carry little of the losses.
-
-    It is in the terms of the limit.
-    """
+    """Return the limited change, over the rows that do not carry the losses."""
     if entry.rest is None:
         return None
     return entry.rest - 1 if limit.kind == "max_increase" else entry.rest
@@ -306,7 +308,7 @@ def _get_rest(limit: MetricLimit, entry: ScoreComparison) -> float | None:
 def _p_value(limit: MetricLimit, entry: _Entry, interval: Interval) -> float:
     """Return the p-value of a limit.
 
-    It is exact for counts, otherwise as if the distance to the limit were normal.
+    The p-value is exact for counts. For scores, the estimate is assumed to be normally distributed.
     """
     if isinstance(entry, PairedCounts):
         return (change_p_value if limit.of_change else value_p_value)(entry, limit.bound)
@@ -322,7 +324,7 @@ def _p_value(limit: MetricLimit, entry: _Entry, interval: Interval) -> float:
 def _find_interval(limit: MetricLimit, entry: _Entry) -> Interval | None:
     """Return the interval that the limit is compared with.
 
-    Of counts, it is Tango's interval of the change, or Clopper's of the value.
+    For counts, it is Tango's interval of the change, or the Clopper-Pearson interval of the value.
     """
     if isinstance(entry, PairedCounts):
         if limit.kind == "max_drop":
@@ -341,7 +343,7 @@ def _find_interval(limit: MetricLimit, entry: _Entry) -> Interval | None:
 
 
 def _find_problem(entry: _Entry) -> str:
-    """Return why a measurement cannot be true, or an empty text."""
+    """Return why a measurement cannot be true; empty if it can."""
     return (
         _find_count_problem(entry)
         if isinstance(entry, PairedCounts)
@@ -388,9 +390,9 @@ def _explain(
 
 
 def _describe_interval(name: str, limit: MetricLimit, entry: _Entry, interval: Interval) -> str:
-    """Return the value with its interval, or the change with its interval.
+    """Return the value with its interval, or the change with its interval, as a text.
 
-    The text of a change names the model that it is against.
+    The text on a change names the other model.
     """
     ends = f"[{limit.format(interval.low)}, {limit.format(interval.high)}]"
     value = f"{limit.format(interval.estimate)} {ends}"
@@ -401,7 +403,7 @@ def _describe_interval(name: str, limit: MetricLimit, entry: _Entry, interval: I
 
 
 def _explain_indecision(limit: MetricLimit, entry: _Entry, interval: Interval) -> str:
-    """Return why a limit is not decided, and how many rows would decide it."""
+    """Return why a limit is undecided, and how many rows would decide it."""
     reason = ""
     if isinstance(entry, ScoreComparison):
         reason += _explain_few_rows(limit, entry)
@@ -415,7 +417,7 @@ def _explain_indecision(limit: MetricLimit, entry: _Entry, interval: Interval) -
 
 
 def _explain_few_rows(limit: MetricLimit, entry: ScoreComparison) -> str:
-    """Return how many rows carry the error, and which, where they are few.
+    """Return how many rows carry the error and which they are, if they are few.
 
     Otherwise, the text is empty.
     """
@@ -435,8 +437,8 @@ def _explain_few_rows(limit: MetricLimit, entry: ScoreComparison) -> str:
         return ""
     if entry.effective < _CONCENTRATED * units or (not limit.of_change and _is_uneven(entry)):
         return (
-            f"; few rows carry the error ({entry.effective:.0f} of {units} "
-            f"count){_name_heavy_rows(entry)}"
+            f"; few rows carry the error (equivalent to {entry.effective:.0f} of {units} "
+            f"{kind}){_name_heavy_rows(entry)}"
         )
     return ""
 
@@ -445,4 +447,4 @@ def _name_heavy_rows(entry: ScoreComparison) -> str:
     if not entry.heavy:
         return ""
     noun = "row" if len(entry.heavy) == 1 else "rows"
-    return f": look at {noun} {', '.join(str(row) for row in sorted(entry.heavy))}"
+    return f": check {noun} {', '.join(str(row) for row in sorted(entry.heavy))}"

@@ -1,4 +1,4 @@
-"""Parity gates: outputs, weights, trees, activations, coverage, batches."""
+"""Parity rules: outputs, weights, trees, activations, coverage and batches."""
 
 from __future__ import annotations
 
@@ -38,37 +38,39 @@ from onnx_ops.statistics.rules.parity_rules import (
 )
 
 COMPENSATED = 0.95
-"""Relative squared error below which a weight was moved on purpose.
+"""Relative squared error below which a weight counts as moved on purpose.
 
-It is the squared error of a layer's answers over that of plain rounding. GPTQ-like rounding gave
-.02 to .73 in 25 layers, faults of the same size .99 and more: `benchmarks.truth.quantization`.
+It is the squared error of a layer's answers, divided by that of plain rounding. GPTQ-like rounding
+gave .02 to .73 in 25 layers, and faults of the same size gave .99 and more:
+`benchmarks.truth.quantization`.
 """
 
 FURTHEST = 4.0
-"""Steps that a weight may move so that errors compensate.
+"""Maximum number of steps that a weight may move to compensate errors.
 
-It bounds errors that real rows do not show, of inputs that are 0 in all of them.
+It limits errors that real rows do not show, from inputs that are 0 in all rows.
 """
 
 NEARLY_ROUNDED = (0.65, 1.15)
-"""Steps and relative squared error up to which a weight counts as rounded.
+"""Maximum steps and relative squared error of a weight that counts as rounded.
 
-The error is over that of plain rounding. Such a weight has a scale of another criterion, as
-k-quants do. A level that is off by one is up to 1.5 steps away; planted faults gave 1.3 and more.
+The squared error is relative to that of plain rounding. Such a weight has a scale that was chosen
+by another criterion, as in k-quants. A level that is off by one is up to 1.5 steps away; planted
+faults gave a relative error of 1.3 and more.
 """
 
 SATURATION_WARNING = 0.03
-"""Share of saturated values that is reported, though it does not fail."""
+"""Share of saturated values above which they are reported as advice."""
 
 _NAMED = 3
 
 _RARE = 0.01
-"""Share of differing rows that the advice on a slow source refers to."""
+"""Share of differing rows in the advice on a slow source."""
 
 
 @judge_gate.register
 def judge_parity(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge a float variant by outputs, a quantized one by export and weights."""
+    """Judge a float variant by its outputs, a quantized one by its export and weights."""
     if not evidence.quantized:
         yield from _judge_outputs(
             OUTPUTS, OUTPUTS_OUTSIDE, gate, evidence.parity, evidence.divergence
@@ -94,7 +96,7 @@ def _judge_outputs(
 ) -> Iterator[GateResult]:
     """Yield the verdict on inputs that callers can send.
 
-    One advisory line follows if other inputs differ.
+    If other inputs differ, one advisory line follows.
     """
     binding = [m for m in measurements if gate.rule(m.group, inside=m.inside) == "fail"]
     outside = [m for m in measurements if gate.rule(m.group, inside=m.inside) == "advise"]
@@ -146,7 +148,7 @@ def _verdict(
 
 
 def _describe_limit(m: ParityMeasurement, gate: ParityGate) -> str:
-    """Describe the limit, and the smallest visible error in the worst column."""
+    """Describe the limit, and the smallest visible error of the worst column."""
     if m.mismatch or (m.noise == 0 and m.error > 0):
         return ""
     limit = f", limit {gate.noise_factor:.4g}x"
@@ -210,7 +212,8 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
         if not _is_rounded(worst, gate):
             steps, error = NEARLY_ROUNDED
             answers += (
-                f" (accepted: {COMPENSATED}x at {FURTHEST:g} steps, {error}x at {steps} steps)"
+                f" (accepted: up to {COMPENSATED}x within {FURTHEST:g} steps, or "
+                f"up to {error}x within {steps} steps)"
             )
     return WEIGHTS.make_result(
         gate,
@@ -223,11 +226,11 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
 
 
 def _is_rounded(weight: WeightMeasurement, gate: ParityGate) -> bool:
-    """Return whether a weight was rounded, or moved further so that errors compensate.
+    """Return whether a weight was rounded, or moved to compensate rounding errors.
 
-    GPTQ moves weights further. No fault brings a layer's answers closer to the float export's than
-    plain rounding does. A bias that does so is corrected, however far it moves: it adds to every
-    row alike.
+    GPTQ moves weights further than plain rounding does. No fault brings a layer's answers closer to
+    the float export's than plain rounding does. A bias that does so was corrected, however far it
+    moved: it is added to every row alike.
     """
     steps, error = NEARLY_ROUNDED
     is_near = (
@@ -237,7 +240,7 @@ def _is_rounded(weight: WeightMeasurement, gate: ParityGate) -> bool:
 
 
 def is_compensating(weight: WeightMeasurement) -> bool:
-    """Return whether a weight or bias was moved so that rounding errors compensate."""
+    """Return whether a weight or bias was moved to compensate rounding errors."""
     moved = weight.output_error is not None and weight.output_error <= COMPENSATED
     return moved and (weight.bias or weight.steps <= FURTHEST)
 
@@ -267,12 +270,12 @@ def judge_trees(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
 
 
 def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge the activations with a fixed range, if there are any."""
+    """Judge the activations that have a fixed range, if there are any."""
     measured = [a for a in evidence.activations if a.values > 0]
     if measured:
         yield _judge_noise(gate, measured)
         yield _judge_saturation(gate, measured)
-    # Evidence that is older than the next two measurements has none of them.
+    # Older evidence lacks the next two measurements.
     yield from _judge_clipping(gate, measured)
     yield from _judge_ranges(gate, evidence)
 
@@ -352,7 +355,7 @@ def _judge_ranges(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
 
 
 def judge_coverage(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Yield one advisory line if the runtime exposes its optimized graph."""
+    """Judge how many quantizable nodes the runtime executes in int8; advisory only."""
     coverage = evidence.coverage
     if coverage is None or not (coverage.int8 or coverage.floats):
         return
@@ -376,9 +379,9 @@ def judge_coverage(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]
 
 
 def judge_source(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Yield advisory lines on the inputs and the source.
+    """Yield advisory lines on unused inputs, and on the source.
 
-    They are about inputs without effect, and a source that refuses NaN or is slow.
+    The lines on the source report that it refuses NaN, or that it is slow.
     """
     if evidence.unused_inputs:
         names = ", ".join(evidence.unused_inputs[:_NAMED])
@@ -393,7 +396,7 @@ def judge_source(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
         )
         yield UNUSED_INPUTS.make_result(gate, join_lines(reason), passes=True)
     source = evidence.source
-    if source is not None and source.nan == "refused":  # no ONNX file does so automatically
+    if source is not None and source.nan == "refused":  # no ONNX file refuses NaN automatically
         reason = (
             "the source refuses NaN, so that there is no answer to compare with: "
             "an endpoint must refuse it too"
@@ -413,7 +416,10 @@ def judge_source(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
 
 
 def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Yield one advisory line if batch invariance was measured."""
+    """Judge whether answers depend on the other rows of a batch; advisory only.
+
+    Nothing is yielded if batch invariance was not measured.
+    """
     measured = [m for m in evidence.batch_invariance if m.rows > 0]
     if not measured:
         return

@@ -1,6 +1,6 @@
-"""The table of the parity gate's rules.
+"""The table of the parity gate's rules: name, limit, unit, and whether advisory.
 
-It has the name, limit, unit and force of each rule, without what the rule measures.
+The measurements that the rules judge are elsewhere.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class ParityRule:
     """One rule of the parity gate.
 
     Args:
-        metric: its name in results, reports and plots.
+        metric: name of the rule in results, reports and plots.
         limit: returns the limit of a gate as a text.
         bound: returns the number that estimates are compared with; None for a rule without one.
         unit: unit of estimate and bound.
-        advisory: the result never enters a verdict.
+        advisory: whether the result is excluded from every verdict.
     """
 
     metric: str
@@ -42,7 +42,7 @@ class ParityRule:
     ) -> GateResult:
         """Return a result that passes if the estimate is at most the bound.
 
-        `passes` replaces this comparison if it is given.
+        `passes` overrides this comparison if it is given.
         """
         bound = self.bound(gate)
         if passes is None:

@@ -1,4 +1,4 @@
-"""Performance gates: latency, throughput, starts, memory, size, provider."""
+"""Performance rules: latency, throughput, starts, memory, size and provider."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from onnx_ops.statistics.rules.common import (
 T = TypeVar("T", bound=LatencyComparison | PairedRatios)
 
 _SPEEDUP_TEXTS = {
-    Verdict.PASS: "surely faster",
+    Verdict.PASS: "faster with 95 % confidence",
     Verdict.INCONCLUSIVE: "not shown to be faster",
-    Verdict.FAIL: "surely not faster",
+    Verdict.FAIL: "not faster, with 95 % confidence",
 }
 
 PROCESS_FIGURES = {"load": "load time", "first": "first inference", "peak": "peak memory"}
-"""Quantities of fresh processes by their name in evidence."""
+"""Descriptions of the quantities of fresh processes, by their name in evidence."""
 
 
 def _judge_ratio(
@@ -61,7 +61,7 @@ def _judge_ratio(
     noisy = explain_withheld_verdict(measured.log_ratios, measured.self_log_ratios, max_regression)
     limit = f"{1 + max_regression:.4g}x"
     reason = _describe_ratio(measured, comparison, limit)
-    # How many pairs, or which other limit, would decide.
+    # Add how many pairs, or which other limit, would decide.
     if comparison.verdict is Verdict.INCONCLUSIVE:
         needed = estimate_pairs_needed(measured.log_ratios, max_regression)
         if needed is None:
@@ -141,7 +141,7 @@ def _judge_regression(
 ) -> Iterator[GateResult]:
     """Judge the ratio of a quantity to that of the baseline.
 
-    Yields nothing where the gate sets no such limit, or there is no baseline.
+    Nothing is yielded if the gate has no such limit, or if there is no baseline.
     """
     baseline = get_baseline(evidence)
     if max_regression is None or not baseline:
@@ -158,13 +158,13 @@ def _judge_regression(
 
 
 def _select_measured(measured: Sequence[T], against: str) -> list[T]:
-    """Return the ratios to a model of which at least one pair was measured."""
+    """Return the ratios to one model that have at least one measured pair."""
     return [paired for paired in measured if paired.against == against and any(paired.log_ratios)]
 
 
 @judge_gate.register
 def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge the ratio to the baseline, the speed-up, and absolute quantiles."""
+    """Judge the latency ratio to the baseline, the speed-up, and absolute quantiles."""
     yield from _judge_regression("latency", "ratio", gate.max_regression, evidence)
     if gate.faster_than is not None and evidence.variant != gate.faster_than:
         yield from _judge_speedup(gate.faster_than, gate.min_speedup or 0.0, evidence)
@@ -180,9 +180,9 @@ def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]
 
 
 def _judge_speedup(faster_than: str, speedup: float, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge whether a variant is faster than another one by a share.
+    """Judge whether a variant is faster than another one by a required share.
 
-    The interval alone decides: on a noisy host it is wide, and shows nothing.
+    Only the interval decides: on a noisy host it is wide, and the result is INCONCLUSIVE.
     """
     bound = 1 / (1 + speedup)
     metric, limit = f"faster than {faster_than}", f"< {bound:.4g}x"
@@ -198,7 +198,7 @@ def _judge_speedup(faster_than: str, speedup: float, evidence: Evidence) -> Iter
 
 
 def _judge_quantile(name: str, share: float, limit_s: float, evidence: Evidence) -> GateResult:
-    """Judge a quantile of the run times; advisory where the machine is shared."""
+    """Judge a quantile of the run times; advisory if the machine is shared."""
     samples, limit, advisory = evidence.latency, f"≤ {as_ms(limit_s)}", not evidence.dedicated
     if samples is None or not samples.sorted_ns:
         return make_unmeasured("latency", name, limit, advisory=advisory)
@@ -216,7 +216,7 @@ def _judge_quantile(name: str, share: float, limit_s: float, evidence: Evidence)
 
 @judge_gate.register
 def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge throughput as time per request, so that more is worse."""
+    """Judge throughput by the time per request, of which higher values are worse."""
     figure = throughput_metric_name(gate.concurrency)
     yield from _judge_regression("throughput", figure, gate.max_regression, evidence)
     if gate.min is not None:
@@ -235,7 +235,7 @@ def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateR
 def _judge_rate(
     figure: str, session: ThroughputMeasurement, least: float, *, advisory: bool
 ) -> GateResult:
-    """Judge the median rate of sessions by the time per request, and report rates."""
+    """Judge the median request rate of sessions by the time per request."""
     per_request = compare_quantile([1 / rate for rate in session.per_second], 0.5, 1 / least)
     low = 1 / per_request.high if per_request.high > 0 else 0.0
     high = 1 / per_request.low if per_request.low > 0 else math.inf
@@ -263,7 +263,7 @@ def _rate(per_second: float) -> str:
 
 @judge_gate.register
 def judge_cold_start(gate: ColdStartGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge load time and time to the first inference of fresh processes."""
+    """Judge the load time and the time to the first inference of fresh processes."""
     for figure in ("load", "first"):
         yield from _judge_regression("cold_start", figure, gate.max_regression, evidence)
     starts = evidence.starts
@@ -281,7 +281,7 @@ def judge_cold_start(gate: ColdStartGate, evidence: Evidence) -> Iterator[GateRe
 
 @judge_gate.register
 def judge_memory(gate: MemoryGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge peak memory, which other load on the machine does not affect."""
+    """Judge peak memory, which other load on the machine does not change."""
     yield from _judge_regression("memory", "peak", gate.max_regression, evidence)
     if gate.max is not None:
         samples = () if evidence.starts is None else evidence.starts.peak_bytes
@@ -318,7 +318,7 @@ def _judge_median(
 
 @judge_gate.register
 def judge_size(gate: SizeGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge the bytes on disk."""
+    """Judge the size of the model on disk in bytes."""
     limit = f"≤ {as_size(gate.max)}"
     if evidence.size_bytes <= 0:
         yield make_unmeasured("size", "", limit)
@@ -337,7 +337,7 @@ def judge_size(gate: SizeGate, evidence: Evidence) -> Iterator[GateResult]:
 
 
 def judge_provider(evidence: Evidence) -> Iterator[GateResult]:
-    """Yield why another provider than the requested one was measured."""
+    """Yield a result if another provider than the requested one was measured."""
     facts = evidence.runtime
     first = facts.asked[0] if facts and facts.asked else ""
     verdict, reason = Verdict.INCONCLUSIVE, ""
@@ -358,9 +358,9 @@ def judge_provider(evidence: Evidence) -> Iterator[GateResult]:
 
 
 def _describe_fallbacks(facts: RuntimeFacts, requested: str) -> str:
-    """Return how many nodes other providers took.
+    """Return how many nodes ran on other execution providers.
 
-    Nodes that compute shapes do not count: they belong on the CPU.
+    Nodes that compute shapes are not counted, since they belong on the CPU.
     """
     moved = Counter(facts.nodes) - Counter(facts.shape_nodes)
     others = sorted(name for name in moved if name != requested)

@@ -1,4 +1,1 @@
-"""Choice of variants.
-
-It covers the next step of a search, and the variant that serves a target.
-"""
+"""Choice of variants: the next search step, and the variant to serve on a target."""

@@ -1,6 +1,6 @@
-"""The choice of a variant for each target.
+"""The choice of the variant to serve on each target.
 
-Imports no numerical library, since a run without work needs this module too.
+The module imports no numerical library, since a run without work needs it too.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from onnx_ops.domain.release import Choice
 LATENCY = TargetObjective()
 
 ERROR_LEVEL = 0.05
-"""Chance that one variant exactly at the limit passes."""
+"""Probability that one variant exactly at the limit passes."""
 
 _FAMILY_LEVEL = 0.043
-"""Level that several variants share.
+"""Error level that several variants share.
 
-It is `ERROR_LEVEL` times `_SURELY_WORSE`, less a tenth for targets that answer a few rows
-differently. Each of them is a further chance (`benchmarks/truth/choice.py`).
+It is `ERROR_LEVEL` times `_SURELY_WORSE`, less a tenth. The tenth allows for targets that answer a
+few rows differently, each of which is a further chance to pass (`benchmarks/truth/choice.py`).
 """
 
 _SURELY_WORSE = 0.95
-"""Largest p-value of a variant that is counted.
+"""Maximum p-value of a variant that counts in the correction for several variants.
 
-Variants with larger p-values cannot be chosen by mistake. The level is lowered by the same factor:
+Variants with larger p-values cannot be chosen by mistake. The level is reduced by the same factor:
 Zhao, Small and Su 2019, Journal of the American Statistical Association 114:1291-1304.
 """
 
 _AS_FAST = 0.9
-"""Share of the highest rate from which a way to run requests counts as equally fast."""
+"""Share of the highest rate from which on a configuration counts as equally fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A passing variant. A smaller `key` is better; `place` in the file breaks ties."""
+    """A passing variant; a smaller `key` is better, and file order decides ties."""
 
     decision: Decision
     key: Interval | None
@@ -71,9 +71,10 @@ class _Candidate:
 def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> Choice:
     """Choose the passing variant to serve on one target, by the objective.
 
-    Where latency or cost is preferred, a passing fp32 stays unless a variant beats it with
-    confidence. Variants whose intervals overlap that of the best are tied with it; of these the one
-    with the fewest bytes is chosen, then the first in the order of the pipeline file.
+    If latency or cost is preferred, a passing fp32 is chosen unless a variant beats it with
+    confidence. Variants whose intervals overlap with that of the best variant are tied with it.
+    Among tied variants, the one with the fewest bytes is chosen, then the first in the pipeline
+    file.
     """
     target = _get_target(decisions)
     decided, undecided = _correct_for_family(decisions)
@@ -115,7 +116,7 @@ def _refuse_all(
     undecided: Mapping[str, float],
     policy: TargetObjective,
 ) -> Choice:
-    """Return a choice of no variant, with the reasons of all of them."""
+    """Return a choice of no variant, with the reasons why each variant was refused."""
     variants_by_reason: dict[tuple[Verdict, str], list[str]] = {}
     refused = [d for d in decisions if d.variant not in undecided]
     # The export comes first, since the others are derived from it.
@@ -140,9 +141,9 @@ def _refuse_all(
 
 
 def _were_loads_measured(decisions: Sequence[Decision]) -> bool:
-    """Return whether seconds per request are known under load.
+    """Return whether the time per request under load is known for all variants.
 
-    Otherwise a cost is that of the latency.
+    Otherwise, the cost follows from the latency.
     """
     return all(d.standing and d.standing.load for d in decisions)
 
@@ -156,8 +157,8 @@ def _drop_beaten(
 ) -> list[_Candidate]:
     """Return the variants that beat a passing export with confidence.
 
-    Return the export if no variant does. Where size or accuracy is preferred, the export is a
-    candidate like the others.
+    If no variant does, return the export. If size or accuracy is preferred, return all candidates
+    including the export.
     """
     if policy.objective not in ("latency", "cost") or export is None:
         return candidates
@@ -172,14 +173,15 @@ def _beats_export(candidate: _Candidate, export: _Candidate, *, loaded: bool) ->
 
 
 def _find_tied(candidates: Sequence[_Candidate]) -> list[_Candidate]:
-    """Return the candidate with the best estimate, and those that are tied with it.
+    """Return the candidate with the best estimate, and all that are tied with it.
 
-    Their intervals overlap with that of the best. The candidates keep their order.
+    A candidate is tied if its interval overlaps with that of the best one. The order of the
+    candidates is preserved.
     """
     best = min(candidates, key=_Candidate.rank_by_estimate)
 
     def is_tied(c: _Candidate) -> bool:
-        # Unmeasured candidates are equal to each other only.
+        # Unmeasured candidates are tied only with each other.
         return c.key.low <= best.key.high if c.key and best.key else c.key is best.key
 
     return [c for c in candidates if c is best or is_tied(c)]
@@ -192,11 +194,11 @@ def _describe_tie(chosen: _Candidate, others: Sequence[_Candidate]) -> str:
 
 
 def _correct_for_family(decisions: Sequence[Decision]) -> tuple[list[Decision], dict[str, float]]:
-    """Return the decisions that also pass as one of several.
+    """Return the decisions that are valid as one of several, and levels of the others.
 
-    The second value holds the levels of those that do not pass. Of six variants exactly at the
-    limit one passes by chance in a quarter of all releases. Their p-values are therefore compared
-    with the limits of Holm 1979 (Scandinavian Journal of Statistics 6:65-70).
+    The levels are those that passing variants do not reach. If six variants are exactly at the
+    limit, one passes by chance in a quarter of all releases. The p-values of the variants are
+    therefore compared with the levels of Holm 1979 (Scandinavian Journal of Statistics 6:65-70).
     """
     p_values = _collect_family(decisions)
     family = sorted(
@@ -215,8 +217,8 @@ def _correct_for_family(decisions: Sequence[Decision]) -> tuple[list[Decision], 
 def _collect_family(decisions: Sequence[Decision]) -> dict[str, float]:
     """Return the largest p-value of each variant's enforced gates.
 
-    A passing export is left out: it comes first, at the full level, since the others are derived
-    from it. One that does not pass is one of the family.
+    A passing export is left out. It is tested first, at the full level, since the other variants
+    are derived from it. An export that does not pass is included.
     """
     p_values: dict[str, float] = {}
     for decision in decisions:
@@ -232,7 +234,7 @@ def _apply_holm(family: Sequence[tuple[float, str]]) -> tuple[set[str], float]:
     """Return the variants that pass, and the level of the first that fails.
 
     Args:
-        family: p-values and variants, the smallest p-value first.
+        family: pairs of p-value and variant, the smallest p-value first.
     """
     passed: set[str] = set()
     level = _FAMILY_LEVEL
@@ -245,13 +247,14 @@ def _apply_holm(family: Sequence[tuple[float, str]]) -> tuple[set[str], float]:
 
 
 def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, float] | None:
-    """Return the chances of variants with known true changes, measured like this one.
+    """Return verdict probabilities of variants with a known true change.
 
-    None for a result that is not about a change, or whose change is exact.
+    Their spread is assumed to be that of this measurement. Return None for a result that is not
+    about a change, or whose change is exact.
 
     Returns:
-        (chance that a variant without a change passes as one of `tried`, the same chance for a
-        change of twice the limit, chance that the latter fails).
+        Three probabilities: a variant without a change passes as one of `tried`; a variant with a
+            change of twice the limit passes; the latter variant fails.
     """
     if (
         result.p_value is None
@@ -266,7 +269,7 @@ def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, fl
     end = result.low if result.bound < 0 else result.high
     error = abs(result.estimate - end) / normal.inv_cdf(1 - ERROR_LEVEL)
     if error <= 0:
-        return None  # an exact change, as between equal models, shows nothing about others
+        return None  # an exact change, as between equal models, has no spread
     away = abs(result.bound) / error
     strict = normal.inv_cdf(1 - (ERROR_LEVEL if tried <= 1 else _FAMILY_LEVEL / tried))
     passes, wrongly = normal.cdf(away - strict), normal.cdf(-away - strict)
@@ -283,9 +286,9 @@ def _describe_undecided(undecided: Mapping[str, float]) -> str:
 
 
 def _compute_key(decision: Decision, policy: TargetObjective, *, loaded: bool) -> Interval | None:
-    """Return what the objective compares; None where it was not measured.
+    """Return the value that the objective compares; None where it was not measured.
 
-    A smaller value is better.
+    Smaller values are better.
     """
     standing = decision.standing
     match policy.objective:
@@ -307,12 +310,12 @@ def _compute_key(decision: Decision, policy: TargetObjective, *, loaded: bool) -
 
 
 def _get_time_ratio(decision: Decision) -> Interval | None:
-    """Return the time over that of the export."""
+    """Return the ratio of the variant's time to the export's."""
     if decision.variant == EXPORT:
         return Interval.point(1.0)
     if decision.standing and decision.standing.ratio:
         return decision.standing.ratio
-    # Only the estimate is known from older evidence, and from too few pairs for an interval.
+    # Older evidence, and too few pairs, have only the estimate.
     return None if decision.latency_ratio is None else Interval.point(decision.latency_ratio)
 
 
@@ -349,7 +352,7 @@ def _describe_accuracy(chosen: _Candidate) -> str:
 
 
 def _describe_cost(chosen: _Candidate, policy: TargetObjective, *, loaded: bool) -> str:
-    """Return the price of a million requests, if it is known.
+    """Return the price of a million requests as a text, if it is known.
 
     It follows from the time of one request and the price of the machine.
     """
@@ -372,11 +375,11 @@ def _describe_ratio(chosen: _Candidate) -> str:
 def choose_scheduling(
     measured: Sequence[SchedulingMeasurement], *, independent: bool
 ) -> tuple[int, bool]:
-    """Return how many requests a server should run in parallel, and if in batches.
+    """Return how many requests a server runs in parallel, and whether in batches.
 
-    The number is 0 if the server should run as many as it can. Among the configurations that are as
-    fast as the fastest one, the one with the most threads is chosen: a thread reads and answers
-    requests while the others run, which is not measured.
+    The number is 0 if the server should run as many requests as it can. Among the configurations
+    that are as fast as the fastest one, the one with the most threads is chosen. While some threads
+    run the model, the others read and answer requests, which the measurement does not include.
 
     Args:
         measured: empty if the server runs the model on its event loop, or if it could not be
@@ -395,7 +398,7 @@ def choose_scheduling(
 
 
 def _list_fastest(measured: Sequence[SchedulingMeasurement]) -> list[SchedulingMeasurement]:
-    """Return the configurations that are as fast as the fastest one."""
+    """Return the configurations that are about as fast as the fastest one."""
     highest = max(way.rows_per_s for way in measured)
     return [way for way in measured if way.rows_per_s >= _AS_FAST * highest]
 

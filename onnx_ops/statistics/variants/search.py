@@ -1,7 +1,7 @@
 """The search for variants: next step, Pareto front, node contributions.
 
-The next step depends only on the budget and on earlier trials: an interrupted search resumes from
-its journal. Imports no numerical library.
+The next step depends only on the budget and on earlier trials, so that an interrupted search can
+resume from its journal. The module imports no numerical library.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from onnx_ops.domain.quantization import (
 )
 
 SLACK = 1e-9
-"""Tolerance for the rounding of a drop that equals the budget."""
+"""Tolerance for rounding, for a drop that equals the budget."""
 
 SMALLER = 0.95
-"""Largest share of the other variant's bytes that a second variant for size alone may have."""
+"""Maximum size of a variant for the role `small`, as a share of its rival's size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildTrial:
-    """Build the recipe with these nodes in float, and measure it."""
+    """The step to build and measure the recipe with these nodes in float."""
 
     recipe: str
     excluded: tuple[str, ...]
@@ -39,7 +39,7 @@ class BuildTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeNode:
-    """Measure the error of the outputs if only this node is quantized."""
+    """The step to measure the output error if only this node is quantized."""
 
     recipe: str
     node: str
@@ -47,7 +47,7 @@ class ProbeNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopSearch:
-    """End the search. `timed_out`: recipes were left to try."""
+    """The step to end the search; `timed_out` is True if recipes were not tried."""
 
     reason: str
     timed_out: bool = False
@@ -55,7 +55,7 @@ class StopSearch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchState:
-    """A search so far; `export_bytes` is the size of fp32."""
+    """The state of a search; `export_bytes` is the size of fp32."""
 
     recipes: tuple[Recipe, ...]
     budget: Budget
@@ -77,9 +77,9 @@ class SearchState:
 
 
 def choose_next_step(state: SearchState) -> BuildTrial | ProbeNode | StopSearch:
-    """Choose the next step: whole recipes, then repairs, then deferred ones.
+    """Return the next step: whole recipes first, then repairs, then deferred recipes.
 
-    A step that is expected to exceed the remaining time is skipped for the next one that is not.
+    A step that is expected to exceed the remaining time is skipped.
     """
     skipped: list[tuple[BuildTrial | ProbeNode, float]] = []
     left = 60 * state.budget.max_minutes - state.seconds
@@ -109,7 +109,7 @@ def choose_next_step(state: SearchState) -> BuildTrial | ProbeNode | StopSearch:
 
 
 def _estimate_cost(state: SearchState, action: BuildTrial | ProbeNode) -> float:
-    """Return the seconds of the last such step of the recipe; 0 without one."""
+    """Return the seconds that the recipe's last step of this kind took; 0 without one."""
     past: Sequence[Trial | Sensitivity] = (
         state.trials if isinstance(action, BuildTrial) else state.sensitivities
     )
@@ -133,7 +133,7 @@ def _build_whole(recipe: Recipe) -> BuildTrial:
 def _rank_failing_recipes(state: SearchState) -> list[tuple[Recipe, Trial]]:
     """Return recipes that lose too much accuracy, the fastest first.
 
-    Each of them has nodes to keep in float.
+    Only recipes with nodes that can stay in float are returned.
     """
     wholes = [(recipe, state.find(recipe.name, ())) for recipe in state.recipes if recipe.nodes]
     failing = [
@@ -145,12 +145,12 @@ def _rank_failing_recipes(state: SearchState) -> list[tuple[Recipe, Trial]]:
 
 
 def keeps_metric(trial: Trial, budget: Budget) -> bool:
-    """Return whether a trial keeps the task metric."""
+    """Return whether the loss of the task metric is within the budget."""
     return not trial.failure and trial.drop is not None and trial.drop <= budget.metric_drop + SLACK
 
 
 def is_eligible(trial: Trial, budget: Budget) -> bool:
-    """Return whether a trial keeps the whole budget."""
+    """Return whether a trial is within the budget of metric, size and latency."""
     return (
         keeps_metric(trial, budget)
         and (budget.size is None or trial.size_bytes <= budget.size)
@@ -159,7 +159,7 @@ def is_eligible(trial: Trial, budget: Budget) -> bool:
 
 
 def compute_time_ratio(trial: Trial) -> float:
-    """Return the time over that of fp32; infinite if it was not measured.
+    """Return the ratio of a trial's time to fp32's; infinite if it was not measured.
 
     It is the geometric mean over the targets.
     """
@@ -171,15 +171,15 @@ def compute_time_ratio(trial: Trial) -> float:
 
 
 def _is_surely_slower(trial: Trial, than: float) -> bool:
-    """Return whether every target needs more than `than` times the time of fp32.
+    """Return whether a trial is slower than `than` times fp32 on every target.
 
-    This must hold with confidence.
+    The whole interval of each target must be above `than`.
     """
     return bool(trial.ratios) and all(one.low > than for one in trial.ratios.values())
 
 
 def _find_time_to_beat(state: SearchState, recipe: Recipe) -> float:
-    """Return the best time of other recipes that keep the budget, or that of fp32."""
+    """Return the best time ratio of other recipes within the budget, or 1 for fp32."""
     others = [
         compute_time_ratio(t)
         for t in state.trials
@@ -189,7 +189,7 @@ def _find_time_to_beat(state: SearchState, recipe: Recipe) -> float:
 
 
 def _list_repairs(state: SearchState, recipe: Recipe) -> Iterator[BuildTrial | ProbeNode]:
-    """Yield the remaining steps of one recipe, in order."""
+    """Yield the remaining repair steps of one recipe, in order."""
     probed = {s.node for s in state.sensitivities if s.recipe == recipe.name}
     for node in recipe.nodes:
         if node not in probed:
@@ -210,7 +210,7 @@ def _list_repairs(state: SearchState, recipe: Recipe) -> Iterator[BuildTrial | P
 
 
 def rank_nodes(state: SearchState, recipe: Recipe) -> tuple[str, ...]:
-    """Return nodes by the error of quantizing each alone, the largest first."""
+    """Return nodes by descending error when only this node is quantized."""
     errors = {
         s.node: math.inf if s.error is None else s.error
         for s in state.sensitivities
@@ -227,8 +227,8 @@ def _find_fewest(
 ) -> tuple[int | None, int | None]:
     """Return how many of the worst nodes must stay in float, and how many to try next.
 
-    The number is doubled, then bisected. Nothing is tried beyond a trial that is slower than the
-    best so far with confidence, since more nodes in float cost more time.
+    The number is doubled, then bisected. If a trial is slower than the best so far with confidence,
+    larger numbers are not tried, since more nodes in float take more time.
     """
     low, passing, untried = _double_nodes_in_float(state, recipe, ranked)
     if passing is None:
@@ -247,9 +247,9 @@ def _double_nodes_in_float(
 ) -> tuple[int, int | None, int | None]:
     """Return the bounds of the number of nodes in float, and the number to try next.
 
-    The bounds are a number that fails, and a larger one that keeps the metric. The number to try is
-    given where none is known to keep the metric. All nodes in float are not tried: that would be
-    fp32.
+    The lower bound does not keep the metric, and the upper bound does. If no number is known to
+    keep the metric, the upper bound is None, and a number to try may be given. All nodes in float
+    are not tried, since that is fp32.
     """
     low, count, high = 0, 1, len(ranked)
     while count < high:
@@ -269,9 +269,8 @@ def _try_back_in_int8(
 ) -> Iterator[tuple[str, Trial, tuple[str, ...], Trial | None]]:
     """Yield each node with its trial in float and its trial back in int8.
 
-    A tuple has the node, the trial with it in float, the nodes that stay in float without it, and
-    the trial of those. The least sensitive node comes first. The iteration ends at the first trial
-    that is missing.
+    A tuple has the node, the trial with the node in float, the other nodes in float, and the trial
+    of these. The least sensitive node comes first. The iteration ends at the first missing trial.
     """
     current = state.find(recipe.name, in_float)
     for node in reversed(in_float):
@@ -287,9 +286,10 @@ def _try_back_in_int8(
 
 
 def _stays_in_int8(state: SearchState, current: Trial, without: Trial) -> bool:
-    """Return whether a node stays in int8.
+    """Return whether a node can return to int8.
 
-    The metric must be kept, and float must not be faster with confidence.
+    The metric must be within the budget without the node in float, and float must not be faster
+    with confidence.
     """
     faster_in_float = bool(without.ratios) and all(
         name in current.ratios and current.ratios[name].high < one.low
@@ -299,7 +299,7 @@ def _stays_in_int8(state: SearchState, current: Trial, without: Trial) -> bool:
 
 
 def list_node_contributions(state: SearchState) -> tuple[NodeContribution, ...]:
-    """Return what each node in float contributed to metric and time."""
+    """Return how much each node in float contributed to metric and time."""
     contributions = []
     for recipe in state.recipes:
         ranked = rank_nodes(state, recipe)
@@ -343,17 +343,14 @@ def _make_contribution(
 
 
 def compute_pareto_front(state: SearchState) -> tuple[int, ...]:
-    """Return the eligible trials that no other trial dominates.
-
-    fp32 is one of the others.
-    """
+    """Return the eligible trials that neither another trial nor fp32 dominates."""
     targets = sorted({name for trial in state.trials for name in trial.ratios})
     points = [
         (n, _get_costs(trial, targets))
         for n, trial in enumerate(state.trials)
         if is_eligible(trial, state.budget) and trial.ratios
     ]
-    # Of equals the first wins, and fp32 before all of them.
+    # Among equal trials the first wins, and fp32 comes before all trials.
     others = [(-1, (0.0, float(state.export_bytes), *(1.0 for _ in targets))), *points]
     return tuple(
         n
@@ -367,7 +364,7 @@ def _get_drop(trial: Trial) -> float:
 
 
 def _compute_loss(trial: Trial) -> float:
-    """Return the loss of the metric; a gain counts as none, since it is chance."""
+    """Return the loss of the metric; a gain is 0, since it is due to chance."""
     return max(0.0, _get_drop(trial))
 
 
@@ -378,9 +375,10 @@ def _get_costs(trial: Trial, targets: Sequence[str]) -> tuple[float, ...]:
 
 
 def _dominates(costs: tuple[float, ...], than: tuple[float, ...], *, is_earlier: bool) -> bool:
-    """Return whether the costs of a trial dominate those of another one.
+    """Return whether the costs of one trial dominate those of another trial.
 
-    Each cost must be at most as high. One of them must be lower, or the trial must be earlier.
+    Each cost must be at most as high. At least one cost must be lower, or the first trial must be
+    earlier.
     """
     return all(a <= b for a, b in zip(costs, than, strict=True)) and (costs != than or is_earlier)
 
@@ -388,9 +386,9 @@ def _dominates(costs: tuple[float, ...], than: tuple[float, ...], *, is_earlier:
 def assign_roles(
     state: SearchState, name: str, roles: Sequence[Role], *, unfinished: str = ""
 ) -> tuple[FrontierSlot, ...]:
-    """Assign the trials of the front to roles, each trial to one role.
+    """Assign the trials of the front to roles, with at most one role for each trial.
 
-    `unfinished` is why the search ended before everything was tried.
+    `unfinished` is the reason why the search ended early, or empty.
     """
     trials, places = state.trials, compute_pareto_front(state)
     if not places:
@@ -417,9 +415,9 @@ def _was_measured(trial: Trial) -> bool:
 
 
 def find_closest_trial(state: SearchState) -> int | None:
-    """Return the trial that loses the least of the metric.
+    """Return the trial that loses the least of the metric; None if none was measured.
 
-    Of equal trials it is the faster one; None if none was measured.
+    Among equal trials, the fastest is returned.
     """
     measured = [n for n, trial in enumerate(state.trials) if _was_measured(trial)]
 
@@ -433,9 +431,9 @@ def find_closest_trial(state: SearchState) -> int | None:
 def _find_trial(
     state: SearchState, role: Role, places: Sequence[int], fast: int, *, rival: bool
 ) -> tuple[int | None, str]:
-    """Return the trial for a role, or why there is none.
+    """Return the trial for a role, or the reason why there is none.
 
-    `rival` is whether the fastest trial has its own role.
+    `rival` is True if the fastest trial has a role as well.
     """
     fastest = state.trials[fast]
     is_faster = any(ratio.high < 1 for ratio in fastest.ratios.values())
@@ -458,7 +456,7 @@ def _find_smallest(
 ) -> tuple[int | None, str]:
     """Return the smallest trial, if it is notably smaller than its rivals.
 
-    They are fp32, and the trial that has the role of speed.
+    The rivals are fp32 and the trial with the role `fast`.
     """
     trials = state.trials
     least = min(places, key=lambda n: (trials[n].size_bytes, compute_time_ratio(trials[n]), n))
@@ -478,8 +476,8 @@ def _find_most_exact(
 ) -> tuple[int | None, str]:
     """Return the most exact trial, if it is notably more exact than its rival.
 
-    The rival is the trial that has the role of speed. Notable is a quarter of the drop that the
-    budget allows.
+    The rival is the trial with the role `fast`. A difference is notable if it exceeds a quarter of
+    the drop that the budget allows.
     """
     trials = state.trials
     best = min(places, key=lambda n: (_compute_loss(trials[n]), compute_time_ratio(trials[n]), n))
@@ -498,7 +496,7 @@ def _find_most_exact(
 
 
 def _explain_empty_front(state: SearchState) -> str:
-    """Return why the front is empty, by the trial that came closest."""
+    """Return why the front is empty, with the trial that came closest."""
     measured = [trial for trial in state.trials if _was_measured(trial)]
     if not measured:
         why = next(
@@ -509,13 +507,13 @@ def _explain_empty_front(state: SearchState) -> str:
     if not keeping:
         least = min(measured, key=_get_drop)
         return (
-            f"no model keeps the task metric: {least.label} loses the least, "
+            f"no model stays within metric_drop: {least.label} loses the least, "
             f"{100 * _get_drop(least):.2g} points"
         )
     if not any(is_eligible(t, state.budget) for t in keeping):
         return (
-            "every model that keeps the task metric is larger, or slower at its 99th percentile, "
+            "every model within metric_drop is larger, or slower at its 99th percentile, "
             "than the budget allows"
         )
     best = min(map(compute_time_ratio, keeping))
-    return f"no model that keeps the task metric is faster or smaller than fp32 (best: {best:.3g}x)"
+    return f"no model within metric_drop is faster or smaller than fp32 (best: {best:.3g}x)"

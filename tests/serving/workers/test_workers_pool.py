@@ -52,7 +52,7 @@ def test_connections_after_kill_of_all_workers_wait_and_counts_survive(two_worke
     assert 'onnx_ops_workers{endpoint="state"} 2\n' in text
 
 
-def test_publication_to_several_workers_under_load_is_never_stale(
+def test_publication_to_several_workers_under_load_leaves_no_stale_response(
     two_workers: Server, blue: Deployment
 ) -> None:
     payloads = [Payload(body=infer_body([1, 2]))]

@@ -148,7 +148,7 @@ def test_lasting_epoch_error_is_visible_and_closes_no_epoch(
         fail(patch, CALLS[name](site), name, times=None)
         asyncio.run(run_until(site, lambda: site.failures >= 3))
     counts = site.read()
-    assert counts.failure.startswith("the epoch could not be turned: ZeroDivisionError: call ")
+    assert counts.failure.startswith("the next epoch could not be started: ZeroDivisionError: ")
     assert site.supervisor.get_state().counting_failure == counts.failure
     asyncio.run(run_until(site, lambda: len(site.read().epochs) >= 2))
     assert site.read().failure == ""

@@ -99,7 +99,7 @@ async function launched(packages, program, server, flags) {
     await made.goto(server.address);
     return made;
   };
-  const ended = () => new Failure("StageError", "the browser ended while it was to start", { where: program });
+  const ended = () => new Failure("StageError", "the browser ended before it could start", { where: program });
   const opening = open();
   opening.catch(() => {}); // reported through `ending` where the browser ends
   let page;
@@ -125,7 +125,7 @@ async function launched(packages, program, server, flags) {
       if (!how) throw reply.thrown;
       browser.close().catch(() => {});
       const remedy = "Run it again; if it ends again, look at its memory: each page has a few GB at most.";
-      throw new Failure("StageError", `${how} while it was to ${does}`, { where: `target ${request.target.name}`, remedy });
+      throw new Failure("StageError", `${how} before it could ${does}`, { where: `target ${request.target.name}`, remedy });
     }
     if (reply.error) throw Object.assign(new Failure(), { document: reply.error });
     return reply.done;

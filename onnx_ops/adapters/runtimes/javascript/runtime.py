@@ -56,7 +56,8 @@ DEFAULT_TIMEOUT_S = 900.0
 class NodeRuntime(Runtime):
     """Runtime that measures models in a Node.js process.
 
-    Later calls reuse the process. It is replaced when it has ended or the target changes.
+    Later calls reuse the process. A new process is started if the process has ended or the target
+    changes.
     """
 
     kind: ClassVar[str] = "node"
