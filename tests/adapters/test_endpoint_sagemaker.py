@@ -224,7 +224,7 @@ def test_sagemaker_apply_of_changed_or_missing_files_raises_error(
     with pytest.raises(DigestMismatchError, match="not those of its manifest"):
         site.provider.apply(config_of("changed"), state_of(deployment, m=100), generation=1)
     gone = replace(deployment, location=str(tmp_path / "nowhere"))
-    with pytest.raises(NotFoundError, match="not there"):
+    with pytest.raises(NotFoundError, match="do not exist"):
         site.provider.apply(config_of("changed"), state_of(gone, m=100), generation=2)
     assert site.provider.observe(config_of("changed")) is None
 
@@ -242,7 +242,7 @@ def test_sagemaker_apply_of_previous_version_needs_no_files(site: Site) -> None:
 def test_sagemaker_apply_with_shadow_traffic_raises_user_error(site: Site) -> None:
     split = TrafficSplit(weights={"blue": 100, "green": 0}, shadow={"green": 50})
     state = EndpointState(deployments=(site.blue, site.green), split=split)
-    with pytest.raises(UserError, match="would not be compared"):
+    with pytest.raises(UserError, match="does not compare the answers"):
         site.provider.apply(config_of("shadowed"), state, generation=1)
     assert site.fake.calls() == []
 

@@ -76,7 +76,7 @@ NAMES = some.from_regex(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*", fullmatch=T
         ({"max_instances": 3}, "min_instances: must be"),
         ({"min_instances": 2, "max_instances": 3}, "instance_count: must be from"),
         ({"capture_percent": 5}, "capture_uri"),
-        ({"subnets": ["subnet-1"]}, "subnets: needs security_groups"),
+        ({"subnets": ["subnet-1"]}, "subnets: set both subnets and security_groups"),
         ({"tags": {"team": "!"}}, "is not the value of a tag"),
         ({"tags": {"onnx-ops.endpoint": "mine"}}, "are reserved"),
         ({"wait": "4000 s"}, "must be at most 1 h"),

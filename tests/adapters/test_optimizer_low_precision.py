@@ -197,7 +197,7 @@ def test_read_quantized_weights_of_blocks_equals_runtime_weights(
 ) -> None:
     request = replace(with_options(perceptron, **options), calibration=rows(64))
     notes = WeightOnlyQuantizer().optimize(replace(request, machines=(X86,)))
-    assert "recipe for size" in " ".join(notes)
+    assert "saves size, not time" in " ".join(notes)
     before, after = answers(request)
     assert np.sqrt(np.mean((after - before) ** 2)) < error * np.sqrt(np.mean(before**2))
     found = {weight.name: weight for weight in read_quantized_weights(request.source, request.path)}

@@ -187,7 +187,7 @@ def test_constraints_file_pins_each_base_package() -> None:
 
 def test_install_page_gives_number_of_base_packages() -> None:
     found = re.search(
-        r"has (\d+) further packages", (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+        r"includes (\d+) other packages", (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     )
     assert found is not None
     assert int(found[1]) == len(base_distributions())
@@ -195,7 +195,7 @@ def test_install_page_gives_number_of_base_packages() -> None:
 
 def test_readme_lists_commands_without_json_option() -> None:
     found = re.search(
-        r"all but (.*) have `--json`", (ROOT / "README.md").read_text(encoding="utf-8")
+        r"All commands except (.*) have `--json`", (ROOT / "README.md").read_text(encoding="utf-8")
     )
     assert found is not None
     lacking = [

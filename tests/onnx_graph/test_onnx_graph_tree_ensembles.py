@@ -156,7 +156,7 @@ def test_trees_of_unsupported_estimator_or_model_are_absent(tmp_path: Path) -> N
         ("nodes_truenodeids", 0, "not a tree"),
         ("class_nodeids", 10_000, "a leaf that does not exist"),
         ("class_ids", 1 << 40, "outputs"),
-        ("nodes_modes", b"BRANCH_EQ", "asks BRANCH_EQ"),
+        ("nodes_modes", b"BRANCH_EQ", "split of mode BRANCH_EQ"),
     ],
 )
 def test_read_trees_of_inconsistent_file_raises_user_error(
