@@ -171,7 +171,7 @@ class StageHandler:
             manifest = self.perform(stage, key, inputs)
             # An ONNX file needs no code.
             if stage.kind is StageKind.TRAIN and stage.settings["framework"] != "onnx":
-                # Code that the model's files name changes their results without changing the files.
+                # The model's files refer to code. If it changes, their results change without them.
                 files = manifest.subset(TRAINED).files.values()
                 named = (
                     find_referenced_modules(context.store.path(digest), context.root)

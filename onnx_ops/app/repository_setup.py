@@ -306,8 +306,8 @@ def _describe_data(root: Path, data: Mapping[str, str], label: str | None) -> li
         raise UserError(
             "the pipeline needs rows to validate the export on",
             where="--data",
-            remedy="Name them: --data test=data/test.csv, and those of training as the function "
-            "names them: --data train=data/train.csv.",
+            remedy="Add --data test=data/test.csv. Name training data as the parameters of the "
+            "training function, for example --data train=data/train.csv.",
         )
     lines = ["data:"]
     for name, file in data.items():

@@ -426,11 +426,10 @@ def describe_pending(pending: PendingRollback, now: float) -> str:
         f"to {to}, requested by {pending.actor} {max(0.0, now - pending.at):.0f} s ago "
         f"({pending.action.why})"
     )
-    return (
-        f"{text}; {pending.attempts} failed, the last: {pending.error}"
-        if pending.attempts
-        else text
-    )
+    if not pending.attempts:
+        return text
+    attempts = "1 attempt" if pending.attempts == 1 else f"{pending.attempts} attempts"
+    return f"{text}; {attempts} failed, the last with: {pending.error}"
 
 
 def history_table(lines: Sequence[HistoryLine]) -> None:

@@ -366,7 +366,7 @@ def _withdraw(
 def _write_off(
     context: Context, names: Sequence[str], server: str, *, reason: str, actor: str, as_json: bool
 ) -> None:
-    """Write off a replica of one endpoint."""
+    """Record that rollbacks no longer wait for a replica of an endpoint."""
     from onnx_ops.release.rollback import write_off_server
 
     if len(names) != 1:

@@ -233,7 +233,7 @@ class ServerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrphanedResource:
-    """A provider's resource of an endpoint that nothing uses.
+    """An unused resource that an endpoint left at its provider.
 
     `paid`: whether it incurs costs while it exists.
     """

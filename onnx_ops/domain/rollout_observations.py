@@ -151,9 +151,12 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowCounts:
-    """Copies of requests.
+    """Counts of mirrored requests.
 
-    The counts are of answers that were compared, answers that differ, and copies that failed.
+    Attributes:
+        compared: answers that were compared.
+        differing: answers that differ.
+        failed: mirrored requests that failed.
     """
 
     compared: int = 0

@@ -146,7 +146,11 @@ def run_groups(
 ) -> GroupAnswers:
     """Run the model on groups of inputs.
 
-    All groups run in one session if the model accepts them, else in halves.
+    All groups run in one session if the model accepts them. Otherwise the real rows run alone
+    first, and the other groups are halved until each part runs.
+
+    Returns:
+        The answers of each group, or the MeasurementError of a group that does not run.
 
     Raises:
         MeasurementError: the model does not run on real rows.

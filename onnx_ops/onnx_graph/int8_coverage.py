@@ -299,7 +299,8 @@ def advise(
             advice.append(Advice(finding=finding, setting=setting, nodes=tuple(names)))
         if coverage.unheeded:
             finding = (
-                "excluded, but in int8: the runtime fuses the pairs of the neighbours around them"
+                "excluded, but run in int8: the runtime fuses each operator with the "
+                "QuantizeLinear and DequantizeLinear nodes of its neighbours"
             )
             setting = "exclude the operators before and after them too"
             advice.append(Advice(finding=finding, setting=setting, nodes=coverage.unheeded))

@@ -243,7 +243,7 @@ def write_with_boundary_casts(model: Path, wanted: Mapping[str, int], path: Path
 
 
 def _ends(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    # Files of old versions list their weights as inputs.
+    # Before IR version 4, ONNX files list their weights as graph inputs too.
     stored = {tensor.name for tensor in model.graph.initializer}
     return [
         value for value in (*model.graph.input, *model.graph.output) if value.name not in stored

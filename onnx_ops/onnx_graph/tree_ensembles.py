@@ -235,9 +235,10 @@ def _is_matrix_of_numbers(array: Any) -> bool:
 def _split_columns(
     chosen: Floats, samples: Mapping[str, Any], order: Sequence[str]
 ) -> dict[str, Any]:
-    """Return pairs of joined rows as rows of the inputs, in the inputs' types.
+    """Split pairs of concatenated rows into one array for each input.
 
-    `chosen` has the shape (pairs, 2, columns).
+    `chosen` has the shape (pairs, 2, columns). The columns of integer inputs are rounded outward:
+    the larger value of a pair up, the smaller value down.
     """
     ends = np.cumsum([samples[name].shape[1] for name in order])[:-1]
     parts = dict(zip(order, np.split(chosen, ends, axis=2), strict=True))

@@ -59,7 +59,7 @@ def coverage_lines(coverage: Int8Coverage | None) -> list[str]:
         return []
     lines = [coverage.summary]
     lines += [f"in float: {one.name} ({one.op_type}): {one.reason}" for one in coverage.floats]
-    return lines + [f"excluded, but in int8: {name}" for name in coverage.unheeded]
+    return lines + [f"excluded, but run in int8: {name}" for name in coverage.unheeded]
 
 
 def advice_lines(advice: Sequence[Advice]) -> list[str]:

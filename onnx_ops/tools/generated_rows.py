@@ -391,12 +391,12 @@ def _make_refusal(model: Path, samples: SampleRows, error: MeasurementError) -> 
     """
     names = [*samples.choices, *(name for name in samples.fixed if name not in samples.choices)]
     options = " ".join(f"--fix {name}=VALUE" for name in names[:2])
-    values = f"Give the values that it takes: {options}; " if names else ""
+    values = f"the values that it accepts ({options}) or " if names else ""
     return MeasurementError(
         "the model refuses all generated inputs",
         where=model.name,
         why=explain_rejection(error),
-        remedy=f"{values}sizes: --dim NAME=SIZE; or inputs of its use: --data FILE.",
+        remedy=f"Set {values}the sizes (--dim NAME=SIZE), or give real inputs: --data FILE.",
     )
 
 

@@ -350,5 +350,5 @@ def test_file_fingerprint_with_unusable_path_raises_error(tmp_path: Path) -> Non
 
 def test_load_sklearn_split_without_row_of_each_class_raises_user_error(tmp_path: Path) -> None:
     wanted = SklearnData(sklearn="iris", split="test", test_size=0.01)
-    with pytest.raises(UserError, match=r"iris cannot be split at 0\.01"):
+    with pytest.raises(UserError, match=r"iris cannot be split with test_size 0\.01"):
         SklearnSource().load(wanted, tmp_path)

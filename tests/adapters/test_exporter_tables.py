@@ -176,7 +176,7 @@ def test_export_with_column_unknown_to_fit_raises_user_error(tmp_path: Path) -> 
         SklearnExporter().export(model, request)
 
 
-def test_export_of_unfaithful_sgd_classifier_raises_user_error(tmp_path: Path) -> None:
+def test_export_of_multiclass_modified_huber_classifier_raises_user_error(tmp_path: Path) -> None:
     model = sk("linear_model.SGDClassifier", loss="modified_huber").fit(
         COLUMNS["visits"], np.arange(120) % 3
     )

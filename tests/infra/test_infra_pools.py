@@ -166,9 +166,7 @@ def test_measurer_pod_runs_one_stage_at_once_without_key() -> None:
     (pod,) = [pod for name, pod in pods() if name == "measurer"]
     (container,) = pod["containers"]
     assert container["command"] == ["onnx-ops", "work", "--pool", "boards", "--limit", "1"]
-    assert container["resources"]["requests"] == container["resources"]["limits"], (
-        "cores of its own"
-    )
+    assert container["resources"]["requests"] == container["resources"]["limits"], "separate cores"
     (source,) = container["envFrom"]
     (settings,) = [
         one for one in manifests() if one["metadata"]["name"] == source["configMapRef"]["name"]

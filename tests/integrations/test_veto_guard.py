@@ -365,7 +365,9 @@ def test_read_configuration_without_settings_returns_defaults() -> None:
     assert read_configuration({}) == Configuration()
 
 
-def test_read_override_of_reconciler_accepts_override_of_server(ruled: Guarded) -> None:
+def test_read_override_accepts_override_of_mlflow_server_for_its_target_only(
+    ruled: Guarded,
+) -> None:
     from onnx_ops.adapters.registries.mlflow_tags import read_record
 
     ruled.set_tag("2", "override.cpu-1t", "sure", user="alice")

@@ -97,7 +97,7 @@ def answers(path: Path, feed: dict[str, Any]) -> list[Any]:
     return list(found.values())
 
 
-def test_list_quantizable_nodes_returns_products_by_method(
+def test_list_quantizable_nodes_returns_nodes_that_method_quantizes(
     perceptron: Path, tmp_path: Path
 ) -> None:
     cnn = write_convolution(tmp_path / "cnn.onnx")

@@ -277,7 +277,9 @@ def test_advise_on_excluded_node_reports_it_only_if_it_runs_in_int8(maker: Maker
     maker.make(StaticQuantizer(), exclude=("third",))
     assert maker.advice(exclude=("third",)) == ()
     maker.make(StaticQuantizer(), exclude=("second",))
-    assert about(maker.advice(exclude=("second",)), "excluded, but in int8").nodes == ("second",)
+    assert about(maker.advice(exclude=("second",)), "excluded, but run in int8").nodes == (
+        "second",
+    )
 
 
 def test_advise_on_method_that_saves_no_time_reports_it(maker: Maker) -> None:

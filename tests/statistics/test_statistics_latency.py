@@ -218,7 +218,7 @@ class TestUnsteadyHost:
         rng, decided = np.random.default_rng(seed), []
         for _ in range(simulation.trials(80)):
             looks = []
-            # The looks come one by one, as in the stage.
+            # Interim analyses follow one another, as in the stage `benchmark`.
             for rounds in np.diff((0, *(look for look in LOOKS if look <= FULL_RUN))):
                 shape = (int(rounds), BLOCKS, 3, 10)
                 slow = (rng.random(shape).ravel() < SPELL_ENDS).cumsum().reshape(shape) % 2

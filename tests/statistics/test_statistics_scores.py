@@ -256,7 +256,7 @@ class TestEqualAnswers:
         ("label", "answers"), [(np.arange(50.0), np.arange(50.0)), (np.arange(50) % 3, np.ones(50))]
     )
     @pytest.mark.parametrize("definition", [MAE, RMSE, R2], ids=lambda d: d.label)
-    def test_score_of_equal_exact_or_integer_answers_returns_no_change(
+    def test_score_of_candidate_with_baseline_answers_returns_no_change(
         self, definition: MetricDefinition, label: Any, answers: Any
     ) -> None:
         alone, entry = score(

@@ -80,10 +80,10 @@ class SklearnSource(DataSource):
                 )
             except ValueError as error:
                 raise UserError(
-                    f"{wanted.sklearn} cannot be split at {wanted.test_size:g}",
+                    f"{wanted.sklearn} cannot be split with test_size {wanted.test_size:g}",
                     where="data",
                     why=str(error),
-                    remedy="Give each side some rows of every class.",
+                    remedy="Change test_size, so that both sets contain every class.",
                 ) from error
             rows = np.sort(sides[0] if wanted.split == "train" else sides[1])
         arrays: dict[str, Any] = {

@@ -872,8 +872,8 @@ class ReplicaEndpoints(EndpointProvider):
                 uptimes=uptimes.get(source, ()),
                 server=source.replica,
             )
-            # The counts are sorted by time. A later follower of the same server has more complete
-            # counts of an epoch.
+            # The counts of live servers come last, and within both parts the newest ones: a later
+            # follower of the same server has more complete counts of an epoch.
             for source, (one, _) in sorted(
                 found.items(), key=lambda each: (each[0] in live, each[1][1])
             )

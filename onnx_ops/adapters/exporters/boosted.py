@@ -46,7 +46,7 @@ class _BoostedExporter(SklearnExporter):
             f"{self._package}.basic"
         ):
             raise UserError(
-                f"{self._package}'s Booster does not contain the type of its answers",
+                f"a Booster of {self._package} does not record whether it classifies",
                 where="export",
                 remedy=f"`train.run` must return {self._native}, or a pipeline that ends in one.",
             )

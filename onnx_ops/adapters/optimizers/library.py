@@ -142,7 +142,7 @@ def _count_reasons(
         if node.op_type not in {*op_types, *_WEIGHTED} or len(node.input) <= place:
             continue
         if node.op_type not in op_types:
-            reason = f"{section.method} does not quantize this type here"
+            reason = f"{section.method} does not quantize this type of operator"
         elif node.name in section.exclude:
             reason = "excluded"
         elif node.output[0] not in outer:

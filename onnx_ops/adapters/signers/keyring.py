@@ -125,10 +125,11 @@ class Keyring:
         """
         if self._remote is not None:
             remedy = (
-                "Make a new one there, trust its public key (`onnx-ops keys public`), "
-                "and change the setting."
+                "Create a new key there, change the setting `signer`, and trust the public key "
+                "(`onnx-ops keys public`)."
             )
-            raise UserError("the signing key is not in a file here", where="signer", remedy=remedy)
+            what = "onnx-ops cannot replace a signing key that is not in its file"
+            raise UserError(what, where="signer", remedy=remedy)
         old = read_key(self._signing)
         following = self._signing.with_name(f"{self._signing.stem}.next.pem")
         new = create_key(following)

@@ -200,7 +200,7 @@ class PublicApp(HttpApp):
 
         SageMaker calls no other path, and forwards only a few headers (see `sagemaker`).
         """
-        if head.get(b"content-type") == FEEDBACK_TYPE:
+        if _read_content_type(head) == FEEDBACK_TYPE:
             return self.call(self.post_feedback, head, bytes(body))
         has_attributes = CUSTOM_ATTRIBUTES in head
         if not (has_attributes or INFERENCE_ID in head):
@@ -208,11 +208,13 @@ class PublicApp(HttpApp):
         try:
             head = read_attributes(head)
         except UserError as error:
-            return build_error_from(error, invocation=True)
+            response = build_error_from(error)
+            self.count_rejected(response.status)
+            return response
         if not has_attributes:
             return self.infer(route, head, body, respond)
-        response = self.infer(route, head, body, lambda late: respond(add_attributes(late)))
-        return add_attributes(response) if isinstance(response, RawResponse) else response
+        answer = self.infer(route, head, body, lambda late: respond(add_attributes(late)))
+        return add_attributes(answer) if isinstance(answer, RawResponse) else answer
 
     def find_methods(self, path: str) -> Methods:
         """Return the handlers of an invocation or of a request about a model, by method."""
@@ -345,8 +347,7 @@ class PublicApp(HttpApp):
         permission, and this server does not give it
         (https://fetch.spec.whatwg.org/#cors-safelisted-request-header).
         """
-        kind = head.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if kind not in (b"application/json", FEEDBACK_TYPE):
+        if _read_content_type(head) not in (b"application/json", FEEDBACK_TYPE):
             return build_error(415, "feedback must be JSON: send `Content-Type: application/json`")
         if len(body) > _MAX_FEEDBACK_BYTES:
             return build_error(413, f"the body must not be larger than {_MAX_FEEDBACK_BYTES} bytes")
@@ -379,6 +380,11 @@ class PublicApp(HttpApp):
         )
         kind = OPEN_METRICS_TYPE if open_metrics else CONTENT_TYPE
         return RawResponse(200, b"content-type: %b\r\n" % kind.encode(), text.encode())
+
+
+def _read_content_type(head: RequestHead) -> bytes:
+    """Return the content type of a request without parameters."""
+    return head.get(b"content-type", b"").partition(b";")[0].strip().lower()
 
 
 def _cannot_infer(*_: object) -> RawResponse:

@@ -5,13 +5,14 @@ https://spec.openapis.org/oas/v3.1.1.html
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 from urllib.parse import quote
 
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.protocol import messages
+from onnx_ops.serving.http.sagemaker import CUSTOM_ATTRIBUTES, FEEDBACK_TYPE, INFERENCE_ID
 from onnx_ops.serving.inference.feedback import MAX_FEEDBACK
 from onnx_ops.serving.inference.signature import ModelSignature
 from onnx_ops.serving.inference.tensors import DATATYPE_OF
@@ -32,6 +33,9 @@ _ERRORS = {
 }
 _INFERENCE_ERRORS = ("400", "404", "413", "415", "422", "429", "500", "503", "504")
 _TEXT: Schema = {"type": "string"}
+_TOKEN: Schema = {"type": "string", "pattern": "^[A-Za-z0-9-]{1,64}$"}
+_ATTRIBUTES: Schema = {"type": "string", "pattern": "^(user|pin)=[A-Za-z0-9-]{1,64}$"}
+"""Custom attributes of SageMaker; both can be given, separated by a semicolon."""
 _INTEGER: Schema = {"type": "integer"}
 _BOOLEAN: Schema = {"type": "boolean"}
 _BINARY: Schema = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
@@ -80,18 +84,24 @@ def _build_paths(base: str, versions: list[str]) -> Schema:
             {"application/json": {"schema": _ref("InferRequest")}, **_BINARY}, _ref("InferResponse")
         ),
     }
+    entries = _object(feedback={**_list(_ref("Feedback")), "maxItems": MAX_FEEDBACK})
+    counts = _object(counted=_INTEGER, unknown=_INTEGER)
     invoke = {
         "summary": "Run the model, with a body of MLflow's scoring protocol or of Open Inference",
         **_build_inference(
-            {"application/json": {"schema": _ref("Invocation")}, "text/csv": {"schema": _TEXT}},
-            {"anyOf": [_ref("Predictions"), _ref("InferResponse")]},
+            {
+                "application/json": {"schema": _ref("Invocation")},
+                "text/csv": {"schema": _TEXT},
+                FEEDBACK_TYPE.decode(): {"schema": entries},
+            },
+            {"anyOf": [_ref("Predictions"), _ref("InferResponse"), counts]},
+            {CUSTOM_ATTRIBUTES.decode(): _ATTRIBUTES, INFERENCE_ID.decode(): _TOKEN},
         ),
     }
-    entries = _object(feedback={**_list(_ref("Feedback")), "maxItems": MAX_FEEDBACK})
     report = {
         "summary": "Report feedback on responses, by which rollouts are judged",
         "requestBody": {"required": True, "content": {"application/json": {"schema": entries}}},
-        "responses": _respond(_object(counted=_INTEGER, unknown=_INTEGER), "400", "413", "415"),
+        "responses": _respond(counts, "400", "413", "415"),
     }
     options = _object(
         {"ready": {**_BOOLEAN, "description": "Whether to list only versions that are ready."}}
@@ -133,9 +143,10 @@ def _build_paths(base: str, versions: list[str]) -> Schema:
     return paths
 
 
-def _build_inference(content: Schema, schema: Schema) -> Schema:
+def _build_inference(
+    content: Schema, schema: Schema, headers: Mapping[str, Schema] | None = None
+) -> Schema:
     """Return parameters, body and responses of an inference operation."""
-    token: Schema = {"type": "string", "pattern": "^[A-Za-z0-9-]{1,64}$"}
     texts = {
         messages.USER_KEY_HEADER: "Requests with the same key go to one deployment, "
         "in a canary step for an epoch.",
@@ -153,7 +164,8 @@ def _build_inference(content: Schema, schema: Schema) -> Schema:
     }
     return {
         "parameters": [
-            *(_parameter(name, "header", token, text) for name, text in texts.items()),
+            *(_parameter(name, "header", _TOKEN, text) for name, text in texts.items()),
+            *(_parameter(name, "header", kind) for name, kind in (headers or {}).items()),
             _parameter(messages.BINARY_LENGTH_HEADER, "header", {**_INTEGER, "minimum": 0}, length),
         ],
         "requestBody": {

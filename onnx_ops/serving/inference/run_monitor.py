@@ -1,4 +1,4 @@
-"""Ends runs of models that take too long.
+"""End runs of a model that exceed their time limit.
 
 ONNX Runtime checks the flag `terminate` of a run's options before each node, also inside loops. If
 a run does not end after the flag is set, a single node takes a long time. Such a run cannot be

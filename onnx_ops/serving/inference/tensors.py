@@ -475,7 +475,11 @@ class TensorReader:
         return UserError(f"tensor {self.name!r}{what}", remedy=remedy)
 
     def check_shape(self, given: object) -> tuple[tuple[int, ...], int]:
-        """Return a shape that the input accepts, and its number of elements."""
+        """Validate the shape of a request; return it as a tuple, with its number of elements.
+
+        Raises:
+            UserError: the input does not accept the shape.
+        """
         if type(given) is not list or len(given) != len(self.dims):
             raise self._shape_error(given)
         count, axis = 1, 0

@@ -81,7 +81,7 @@ def _read_group_bytes(folder: Path, limit_file: str, usage_file: str, prefix: st
     The result is None if the group has no limit.
     """
     limit, usage = _read_text(folder / limit_file).strip(), _read_text(folder / usage_file).strip()
-    if not limit.isdecimal() or not usage.isdecimal():  # version 2 writes `max`
+    if not limit.isdecimal() or not usage.isdecimal():  # cgroup v2 writes `max`
         return None
     stat = _read_numbers(folder / "memory.stat")
     cache = sum(stat.get(f"{prefix}{name}", 0) for name in ("inactive_file", "active_file"))

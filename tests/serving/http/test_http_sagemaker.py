@@ -25,6 +25,7 @@ from onnx_ops.serving.http.sagemaker import (
     read_attributes,
 )
 from onnx_ops.serving.inference.responses import RawResponse
+from onnx_ops.serving.metrics import get_column
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import infer_body
 from tests.serving.serving_worker import Gate, Worker, post
@@ -91,6 +92,13 @@ def test_feedback_of_user_by_token_of_attributes_counts_once(worker: Worker) -> 
     assert report(worker, token=attributes["token"]) == {"counted": 0, "unknown": 1}
 
 
+def test_feedback_with_charset_counts(worker: Worker) -> None:
+    invoke(worker, InferenceId="order-9")
+    body = json.dumps({"feedback": [{"request_id": "order-9", "success": True}]}).encode()
+    status, _, answer = invoke(worker, body, f"{FEEDBACK_TYPE.decode()}; charset=utf-8")
+    assert (status, json.loads(answer)) == (200, {"counted": 1, "unknown": 0})
+
+
 def test_feedback_by_inference_id_counts(worker: Worker) -> None:
     status, attributes, _ = invoke(worker, InferenceId="order-7")
     assert (status, attributes) == (200, {})
@@ -132,6 +140,8 @@ def test_unreadable_attributes_raise_error_with_reason(
     status, _, body = invoke(worker, CustomAttributes=text)
     assert status in (400, 404)
     assert reason in json.dumps(json.loads(body), ensure_ascii=False)
+    # Slot 0 has the requests that reach no deployment.
+    assert worker.shared.sum_slot(0)[get_column(status)] == 1
 
 
 @given(st.text(min_size=1), st.text(min_size=1))

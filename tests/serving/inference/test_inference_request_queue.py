@@ -301,7 +301,7 @@ def test_worker_threads_while_isolating_never_mix_batches_of_two_queues(
 
         return run
 
-    # With a long mean, no batch becomes overdue, however busy the machine is.
+    # The mean duration of a batch is long, so that none becomes overdue on a busy machine.
     queues = [
         RequestQueue(
             threads, run_as(name), 600, 1, limit, row, LatencyEstimator(), batch_s=TIMEOUT_S

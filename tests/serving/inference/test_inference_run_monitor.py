@@ -54,7 +54,7 @@ def test_limit_of_hanging_run_gives_up_once_with_its_deployment() -> None:
 
     monitor = RunMonitor(thread_runs, give_up, grace_s=0.0)
     with monitor.limit(time.perf_counter(), 7, 3) as options:
-        assert gave_up.wait(30)  # as a run in a single long node would
+        assert gave_up.wait(30)  # the run ignores the flag, as within one long node
         assert options.terminate
         gave_up.clear()
         with monitor.limit(time.perf_counter(), 8):

@@ -432,7 +432,7 @@ def test_shadow_receives_copies_and_its_answers_reach_no_client(
             answer = worker.send(post(INFER, infer_body([number, 1])))
             assert b"x-onnx-ops-deployment: blue" in answer
             assert b'"data":[%.1f,2.0]' % (2 * number) in answer
-        # It is not mirrored, since it shows nothing about the shadow.
+        # An invalid request is not mirrored, since it shows nothing about the shadow.
         assert status(worker.send(post(INFER, b"{"))) == 400
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == 20)
         totals = worker.shared.sum_slot(2)
