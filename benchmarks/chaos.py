@@ -94,15 +94,16 @@ def sweep(
         if not quiet:
             text = "; ".join(problems) or f"well, generation {outcome.generation}"
             print(f"  {who} of {workers} at moment {moment} of {last}: {text}", flush=True)
-    figure = f"{broken} of {len(blows)} blows ({reached} fell), {requests:,} requests"
+    figure = f"{broken} of {len(blows)} runs ({reached} with a kill), {requests:,} requests"
     what = (
-        "killed at "
-        f"{'random moments' if kind == 'random' else f'a moment of a publication: {kind}'}"
+        "supervisor or worker killed at random moments"
+        if kind == "random"
+        else f"{kind} killed during a publication"
     )
     return Claim(
         gate="chaos",
         what=what,
-        bound="0 promises broken",
+        bound="0 runs that break a promise",
         figure=figure,
         is_met=broken == 0 and reached > 0,
     )

@@ -324,7 +324,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="only this fault")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of kills (0)")
     options = parser.parse_args()
-    os.environ["PYTHONWARNINGS"] = "ignore"  # from marshmallow, about the schemas of Azure's SDK
+    os.environ["PYTHONWARNINGS"] = "ignore"  # marshmallow warns about Azure's SDK
     names = options.provider or [
         name for name in PROVIDERS if not (options.quick and name in NOT_QUICK)
     ]

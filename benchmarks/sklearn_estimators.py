@@ -35,8 +35,9 @@ CLOSE = 1e-3
 
 HEAD = """# Supported scikit-learn estimators
 
-Every estimator of scikit-learn, exported at opset 18 with its defaults and compared with its source on iris or
-diabetes (two classes or targets if it accepts no others). `benchmarks/sklearn_estimators.py` writes this page.
+This page lists every estimator of scikit-learn. Each estimator is exported at opset 18 with its defaults. The export is
+compared with its source on iris or diabetes, with two classes or targets if the estimator accepts no others.
+`benchmarks/sklearn_estimators.py` writes this page.
 
 *same*: the export gives the answers of its source. `UserError`, `StageError`: the export is refused.
 """  # noqa: E501

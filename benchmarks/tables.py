@@ -586,7 +586,7 @@ def find_difference(
     reference = collect_reference_outputs(exporter, model, path, samples)
     factor = ParityGate().noise_factor
     for measured in measure_parity(OnnxRuntime(), path, Target(name="cpu"), reference.groups):
-        if measured.inside and (measured.mismatch or not measured.ratio <= factor):  # NaN differs
+        if measured.inside and (measured.mismatch or not measured.ratio <= factor):  # NaN fails
             return (
                 f"{measured.output} in {measured.group}, "
                 f"{short(measured.mismatch or f'{measured.ratio:.3g} x noise')}"
@@ -762,8 +762,8 @@ def report(folder: Path, endpoint: Endpoint) -> None:
         + "."
     )
     print(
-        f"The endpoint gave {endpoint.answers} answers, {endpoint.rounded.total()} of which are "
-        "the source's in float32"
+        f"The endpoint gave {endpoint.answers} answers. {endpoint.rounded.total()} answers are "
+        "equal to the source's in float32"
     )
     print(
         "and not in float64, because a number is so near a split of a tree that rounding decides "

@@ -259,9 +259,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what happens when (0)")
     options = parser.parse_args()
     draw = random.Random(options.seed)  # noqa: S311 (events, no secrets)
-    warnings.simplefilter("ignore")  # from marshmallow, about the schemas of Azure's SDK
+    warnings.simplefilter("ignore")  # marshmallow warns about Azure's SDK
     os.environ["PYTHONWARNINGS"] = "ignore"
-    importlib.import_module("azure.ai.ml")  # takes longer than a trial on a busy machine
+    importlib.import_module("azure.ai.ml")  # on a busy machine, slower than a trial
     trials: list[Trial | None] = []
     for name in options.provider or ("sagemaker", "azureml"):
         with (

@@ -7,8 +7,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# ONNX Runtime's builds send telemetry from a separate thread, unless it is disabled before their
-# import. The endpoint's server forks and must have no such thread.
+# Some builds of ONNX Runtime send telemetry from a separate thread, unless telemetry is disabled
+# before the import. The endpoint server forks, and a process with such a thread must not fork.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
-"""`python -m onnx_ops`: the command line without its script.
+"""Run the command line by `python -m onnx_ops` instead of the script `onnx-ops`.
 
-Use it if the scripts of the interpreter are not on the path.
+Use it if the interpreter's scripts are not on `PATH`.
 """
 
 from onnx_ops.cli.main import main

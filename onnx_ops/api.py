@@ -28,10 +28,10 @@ __all__ = ["Result", "check", "judge", "promote", "rollback", "run", "status"]
 
 
 class Result:
-    """The result of a command: its document, its exit code, and its screen.
+    """Result of a command: its document, its exit code, and its terminal output.
 
-    `document` is what --json prints. `screen` has ANSI colours. `result[key]`, `len(result)` and
-    iteration are those of the document.
+    `document` is the document that --json prints. `screen` is the terminal output with ANSI colors.
+    `result[key]`, `len(result)` and iteration apply to the document.
     """
 
     def __init__(self, document: Any, exit_code: int, screen: str) -> None:
@@ -85,14 +85,14 @@ def judge(
             are generated.
         labels: Name of the labels' array in the file, or the labels themselves, one per row.
         metric: accuracy, f1, auc, mae, rmse, cosine … or `package.module:function`.
-        max_drop: Largest loss of the metric: points, or a share of the baseline's error.
-        max_regression: Largest slow-down of the candidate; 5 % by default.
+        max_drop: Largest permitted loss of the metric: points, or a share of the baseline's error.
+        max_regression: Largest permitted increase of the latency; 5 % by default.
         targets: Names of targets to measure on.
         batch: Rows of one request.
         fix: Values of inputs that are the same in every run, such as `{"sr": 16000}`.
         quiet: Show no progress.
-        options: Others of the command, such as `dims`, `cold_start`, `only`, `rows`, `seed`,
-            `html`.
+        options: Further options of the command, such as `dims`, `cold_start`, `only`, `rows`,
+            `seed`, `html`.
 
     Raises:
         UserError: a file or an option is wrong.
@@ -129,7 +129,8 @@ def judge(
 def check(*files: str | Path, overrides: Sequence[str] = ()) -> Result:
     """Validate pipeline files without running them; `onnx-ops check`.
 
-    Problems raise no error: the document lists them, and the exit code is 2.
+    Problems in the files raise no exception: the document lists the problems, and the exit code is
+    2.
     """
     from onnx_ops.cli.pipelines import check as command
     from onnx_ops.errors import UserError
@@ -154,7 +155,7 @@ def run(
         options: Further options of the command: `until`, `no_cache`, `jobs`, `abandon`.
 
     Raises:
-        ConfigError: a file is wrong; all of its problems are in the error.
+        ConfigError: a file is invalid; the error lists all problems of the file.
     """
     from onnx_ops.cli.pipelines import run as command
     from onnx_ops.domain.pipeline import StageKind
@@ -169,9 +170,9 @@ def run(
 
 
 def status(*endpoints: str, model: str = "", target: str = "") -> Result:
-    """Return what endpoints serve, one document each; `onnx-ops status`.
+    """Return one document per endpoint with what it serves; `onnx-ops status`.
 
-    MLflow is not needed.
+    This function does not read MLflow.
 
     Raises:
         NotFoundError: there is no such endpoint.
@@ -192,11 +193,11 @@ def promote(
 ) -> Result:
     """Make a version the challenger of a target; `onnx-ops promote`.
 
-    The rollouts of the version start.
+    The reconciler then rolls the version out on the target's endpoints.
 
     Args:
         model: Registered model.
-        version: Its version.
+        version: Version of the model.
         target: Name of the target, e.g. cpu-1t.
         reason: Recorded in the ledger; required for an override.
         actor: User recorded in the audit log; user@host by default.
@@ -227,13 +228,13 @@ def rollback(
     actor: str = "",
     force: bool = False,
 ) -> Result:
-    """Move all traffic back, now; `onnx-ops rollback`.
+    """Move all traffic to the previous version immediately; `onnx-ops rollback`.
 
-    Repeating a completed rollback is no error.
+    Repeating a completed rollback raises no exception.
 
     Args:
-        endpoints: Names of endpoints; without one, every endpoint of `model`, and of `target` if
-            given.
+        endpoints: Names of endpoints; by default every endpoint of `model`, and of `target` if
+            it is set.
         reason: Recorded in the ledger.
         to: Version to roll back to; the previous one by default.
         model: Registered model.
@@ -243,7 +244,7 @@ def rollback(
 
     Raises:
         RefusedError: the target version was itself rolled back before.
-        StillPendingError: the rollback could not be done yet, and is tried again in the background.
+        StillPendingError: the rollback could not be completed, and is repeated in the background.
         NotFoundError: there is no such endpoint, or no version to roll back to.
     """
     from onnx_ops.cli.rollouts import rollback as command
@@ -267,7 +268,7 @@ def _call(
 ) -> Result:
     """Call a command as the command line would, and collect its output.
 
-    A command that changes something raises the worst error that it met, with its screen as a note.
+    With `changes`, the worst error of the command is raised, with the terminal output as a note.
     """
     import typer
 

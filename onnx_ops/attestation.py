@@ -1,8 +1,11 @@
-"""Signed statements: a file is loaded only if a statement names it.
+"""Sign and verify decisions and overrides.
+
+A file is loaded only if a signed statement names it.
 
 A statement is an in-toto Statement v1 (https://in-toto.io/Statement/v1) whose subject is a manifest
-of files and whose predicate is a record. It is signed in a DSSE envelope with ECDSA P-256 and
-SHA-256, over the stored bytes, so that verifying a record never encodes it again.
+of files and whose predicate is a record: a decision or an override. The statement is signed in a
+DSSE envelope with ECDSA P-256 and SHA-256. The signature covers the stored bytes, so that
+verification never encodes a record again.
 """
 
 from __future__ import annotations
@@ -30,10 +33,10 @@ PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 
 PUBLIC_SUFFIX = ".pub.pem"
-"""`signing.pem` has its public key beside it in `signing.pub.pem`."""
+"""Suffix of public key files: `signing.pub.pem` for the key `signing.pem`."""
 
 RETIRED_SUFFIX = ".retired.pem"
-"""`NAME.pub.pem` is trusted; as `NAME.retired.pem` the same file is a record only."""
+"""Suffix of public key files that are no longer trusted and remain as a record."""
 
 Record: TypeAlias = DecisionRecord | OverrideRecord
 
@@ -172,7 +175,7 @@ def is_about(about: Record, what: VersionRecord | Deployment, target: str) -> bo
 def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
     """Return the decision or override that allows a deployment's files to be loaded.
 
-    A decision must be a passing one.
+    The verdict of a decision must be PASS.
 
     Raises:
         RefusedError: there is no decision or override, it is about other files or another target,
@@ -237,8 +240,8 @@ def _get_record_type(deployment: Deployment) -> type[Record]:
 KeyRole: TypeAlias = Literal["gate", "release"]
 """What a key is allowed to sign.
 
-A `gate` key signs decisions and overrides. A `release` key signs entries of the ledger that grant
-something.
+A `gate` key signs decisions and overrides. A `release` key signs ledger entries that grant a
+permission.
 """
 
 
@@ -247,7 +250,7 @@ KEY_FOLDERS: tuple[tuple[str, tuple[KeyRole, ...]], ...] = (
     ("gate", ("gate",)),
     ("release", ("release",)),
 )
-"""Folders below that of the trusted keys, and the roles of their keys."""
+"""Folders below the folder of trusted keys, and the roles of the keys in each."""
 
 
 class TrustedKeys:
@@ -273,7 +276,7 @@ class TrustedKeys:
 
     @classmethod
     def of(cls, text: str) -> TrustedKeys:
-        """Return the keys of a setting, which is a path or a text for `encoded`."""
+        """Return the keys of a setting: a path, or keys as `encoded` returns them."""
         return cls((), encoded=text) if text.startswith(_ENCODED) else cls(Path(text))
 
     def encoded(self) -> str:
@@ -367,7 +370,7 @@ def build_key_error(kind: str, where: str) -> UserError:
         f"this is not an ECDSA P-256 {kind} key",
         where=where,
         remedy="`onnx-ops init` creates a pair: NAME.pem is the private key, "
-        f"NAME{PUBLIC_SUFFIX} the public one",
+        f"NAME{PUBLIC_SUFFIX} is the public key",
     )
 
 

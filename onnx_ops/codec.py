@@ -1,8 +1,8 @@
-"""Domain values to JSON and back, by cattrs.
+"""Convert domain values to JSON and back with cattrs.
 
 Unknown keys are refused, members of a union are distinguished by `kind`, and equal values have
-equal bytes. cattrs is imported when the first value is converted, so that commands that only show
-text start sooner.
+equal bytes. cattrs is imported when the first value is converted, so that commands that convert no
+value start sooner.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LONGEST = 300
-"""Longest error about a value, in characters."""
+"""Maximum length of the error about one value, in characters."""
 
 
 def union_members(kind: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or of a family that a table lists.
+    """Return the members of a union or of a `TaggedFamily`.
 
     For other types, the result is empty.
     """
@@ -53,20 +53,20 @@ def union_members(kind: Any) -> tuple[Any, ...]:
 
 
 def is_family(kind: Any) -> bool:
-    """Return whether a type is the base of a family of dataclasses, not one of them."""
+    """Return whether a type is the base class of a family, not one of its dataclasses."""
     return isinstance(kind, type) and issubclass(kind, TaggedFamily) and not is_dataclass(kind)
 
 
 def is_json(kind: Any) -> bool:
     """Return whether this is the recursive type `Json`.
 
-    Once resolved, the type is unequal to itself.
+    Its members are compared, since two resolved copies of a recursive type are unequal.
     """
     return {get_origin(member) for member in union_members(kind)} >= {Sequence, Mapping}
 
 
 def tag_of(kind: Any) -> str | None:
-    """Return the one value of a dataclass's literal field `kind`, or None.
+    """Return the only value of a dataclass's literal field `kind`, or None.
 
     The value distinguishes the members of a union.
     """
@@ -83,7 +83,7 @@ def dumps(value: object) -> bytes:
     """Return the value as canonical JSON.
 
     Raises:
-        ValueError: the value holds NaN or an infinity.
+        ValueError: the value contains NaN or an infinity.
     """
     return canonical_json(to_json(value))
 
@@ -94,17 +94,17 @@ def from_json(value: object, kind: TypeForm[T], *, where: str = "") -> T:
     Raises:
         CorruptStateError: the JSON does not describe such a value.
     """
-    # cattrs takes [] for an object without keys.
+    # cattrs would accept [] as an object without keys.
     if is_dataclass(kind) and not isinstance(value, dict):
         raise CorruptStateError(
             f"not a {getattr(kind, '__name__', kind)}", where=where, why="it is not a JSON object"
         )
-    # cattrs takes the keys of an object for a list.
+    # cattrs would accept an object as the list of its keys.
     if get_origin(kind) is tuple and not isinstance(value, list | tuple):
         raise CorruptStateError(f"not a {kind}", where=where, why="it is not a JSON array")
     try:
         return _converter().structure(value, cast("type[T]", kind))
-    # cattrs raises exception groups.
+    # cattrs raises one exception group for all problems of a value.
     except (ExceptionGroup, ValueError, TypeError, KeyError, AttributeError) as error:
         what, why = f"not a {getattr(kind, '__name__', kind)}", _explain(error)
         raise CorruptStateError(what, where=where, why=why) from error
@@ -124,7 +124,7 @@ def loads(data: bytes, kind: TypeForm[T], *, where: str = "") -> T:
 
 
 def _explain(error: Exception) -> str:
-    """Return what is wrong with each value, as one line."""
+    """Return one line that explains what is wrong with each value."""
     from cattrs import transform_error
     from cattrs.v import format_exception
 
@@ -182,7 +182,7 @@ def _later_fields(kind: Any) -> tuple[str, ...]:
 
 
 def _tags(kind: Any) -> dict[str, Any]:
-    """Return the members of a tagged union by their tags; none of another type."""
+    """Return the members of a tagged union by their tags; empty for other types."""
     members = union_members(kind)
     tags = {tag: member for member in members if (tag := tag_of(member))}
     return tags if len(members) > 1 and len(tags) == len(members) else {}
@@ -195,7 +195,7 @@ def _tagged_hook(kind: Any, converter: JsonConverter) -> Callable[[Any, Any], An
         by_tag: Mapping[Any, type] = kind.members() if of_union is None else of_union
         tag = value.get("kind") if isinstance(value, dict) else None
         if tag not in by_tag:
-            raise ValueError(f"kind {tag!r} is none of {sorted(by_tag)}")
+            raise ValueError(f"kind {tag!r} is not one of {sorted(by_tag)}")
         return converter.structure(value, by_tag[tag])
 
     return structure
@@ -215,7 +215,7 @@ def _scalar(value: Any, kind: Any) -> Any:
 
 
 def _choices_of(kind: Any) -> OneOf | None:
-    """Return the texts that a value can be; None for a type without such a list."""
+    """Return the texts that a type allows; None if it allows any text."""
     metadata = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
     return next((entry for entry in metadata if isinstance(entry, OneOf)), None)
 
@@ -223,7 +223,7 @@ def _choices_of(kind: Any) -> OneOf | None:
 def _choice(value: Any, kind: Any) -> str:
     choices = _choices_of(kind)
     if type(value) is not str or choices is None or value not in choices.choices:
-        raise ValueError(f"{value!r} is none of {sorted(choices.choices if choices else ())}")
+        raise ValueError(f"{value!r} is not one of {sorted(choices.choices if choices else ())}")
     return value
 
 
@@ -238,7 +238,7 @@ def _refuse_constant(text: str) -> Any:
 
 
 def _int(value: Any, _: Any) -> int:
-    if type(value) is str and value.isdecimal():  # the keys of JSON objects are strings
+    if type(value) is str and value.isdecimal():  # the keys of a JSON object are always strings
         return int(value)
     if type(value) is not int:
         raise TypeError(f"{value!r} is not a whole number")

@@ -14,11 +14,11 @@
     │   ├── StorageError               the disk is full, or a file or folder is not accessible
     │   ├── StageError                 a stage crashed, was killed or timed out
     │   ├── MeasurementError           something could not be measured (missing provider, crash)
-    │   ├── MissingKeyError            no key here may sign what is to be granted
+    │   ├── MissingKeyError            no key on this machine is allowed to sign the record
     │   └── CorruptStateError          a stored record does not match its digest or format
     ├── RefusedError (5)               a policy, a permission or a signature check refused
     │   ├── InvalidSignatureError      no trusted key has signed the decision
-    │   └── DigestMismatchError        content differs from what was recorded
+    │   └── DigestMismatchError        content does not match its recorded digest
     ├── InternalError (4)              onnx-ops has a fault: an exception that it did not expect
     └── ConflictError (4)              another process acted first; try again
         └── LedgerConflictError        another process wrote the next ledger entry first
@@ -63,11 +63,11 @@ class OnnxOpsError(Exception):
         return show(f"{text}{end} {self.remedy}" if self.remedy else text)
 
     def without_place(self) -> str:
-        """Return the text without `where`."""
+        """Return the text of the error without `where`."""
         return str(type(self)(self.what, why=self.why, remedy=self.remedy))
 
     def as_document(self) -> dict[str, object]:
-        """Return the document that `--json` prints."""
+        """Return the error as the document that `--json` prints."""
         return {
             "error": type(self).__name__,
             "what": self.what,
@@ -86,7 +86,9 @@ class UserError(OnnxOpsError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Problem:
-    """One problem of one file. `line` and `column` count from 1; 0: position unknown.
+    """One problem of one file.
+
+    `line` and `column` count from 1; they are 0 if the position is unknown.
 
     `environment` marks a problem of this machine: the file is valid, and a package or credential is
     missing.
@@ -128,7 +130,7 @@ class ConfigError(UserError):
 
 
 class NotReadyError(ConfigError):
-    """Valid files for which this machine lacks a package or a credential."""
+    """A valid file that needs a package or a credential that this machine lacks."""
 
     exit_code = 4
 
@@ -136,7 +138,7 @@ class NotReadyError(ConfigError):
 def config_error(problems: tuple[Problem, ...]) -> ConfigError:
     """Return a `NotReadyError` or a `ConfigError`.
 
-    It is a `NotReadyError` if all problems are problems of this machine.
+    The error is a `NotReadyError` if this machine is the cause of every problem.
     """
     return (NotReadyError if all(problem.environment for problem in problems) else ConfigError)(
         problems
@@ -187,7 +189,7 @@ class MeasurementError(InfrastructureError):
 
 
 class MissingKeyError(InfrastructureError):
-    """No key on this machine may sign what is to be granted."""
+    """A record that no key on this machine is allowed to sign."""
 
 
 class CorruptStateError(InfrastructureError):
@@ -197,16 +199,16 @@ class CorruptStateError(InfrastructureError):
 class InternalError(OnnxOpsError):
     """An exception that onnx-ops did not expect.
 
-    It is a defect of onnx-ops, and no verdict on the user's files.
+    The cause is a defect of onnx-ops, not a problem of the user's files.
     """
 
 
 class ConflictError(OnnxOpsError):
-    """A change that another process made first."""
+    """A conflict with a change that another process made first."""
 
 
 class LedgerConflictError(ConflictError):
-    """The next ledger entry, which another process wrote first."""
+    """A ledger entry whose number another process used first."""
 
 
 class RefusedError(OnnxOpsError):
@@ -220,11 +222,11 @@ class InvalidSignatureError(RefusedError):
 
 
 class DigestMismatchError(RefusedError):
-    """Content differs from its recorded digest."""
+    """Content that does not match its recorded digest."""
 
 
 _QUOTED = 2000
-"""Longest quotation of a library's message, in characters."""
+"""Maximum length of a quoted message of a library, in characters."""
 
 
 def quoted(error: object) -> str:
@@ -263,7 +265,7 @@ def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def from_document(document: dict[str, object]) -> OnnxOpsError:
-    """Rebuild an error from the document of `as_document`.
+    """Return the error that a document of `as_document` describes.
 
     An unknown type becomes an `OnnxOpsError`.
     """

@@ -27,7 +27,7 @@ def acquire_lock(descriptor: int, *, shared: bool = False) -> None:
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Lock an open file or folder without waiting; return whether that worked."""
+    """Lock an open file or folder if it is free; return whether it was locked."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -39,11 +39,11 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 def hold_lock(
     path: Path, *, shared: bool = False, on_wait: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Hold a lock on a file, which is created if missing and stays.
+    """Hold a lock on a file, which is created if missing and never removed.
 
     Args:
-        shared: whether to exclude only exclusive holders.
-        on_wait: is called once if the lock is not free.
+        shared: whether other shared locks are permitted at the same time.
+        on_wait: function that is called once if the lock is not free.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as stream:
@@ -56,16 +56,16 @@ def hold_lock(
 
 @contextlib.contextmanager
 def hold_temporary_lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file that its holder removes.
+    """Hold an exclusive lock on a file, and remove the file afterwards.
 
-    Use it if the number of names is not limited. A process that waited for the removed file locks
-    the file that now has the name.
+    Use it if the number of file names is not limited. A process that waited for the removed file
+    then locks the new file of that name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         with path.open("a") as stream:
             acquire_lock(stream.fileno())
-            if not _has_name(stream.fileno(), path):  # its last holder has removed the file
+            if not _has_name(stream.fileno(), path):  # the process with the lock removed the file
                 continue
             try:
                 yield
@@ -75,7 +75,7 @@ def hold_temporary_lock(path: Path) -> Iterator[None]:
 
 
 def _has_name(descriptor: int, path: Path) -> bool:
-    """Return whether a path still names an open file."""
+    """Return whether a path still refers to an open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:

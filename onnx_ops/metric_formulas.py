@@ -1,9 +1,9 @@
-"""Formulas of task metrics: pure functions of arrays.
+"""Formulas of task metrics as pure functions of arrays.
 
-Limits, intervals and models belong to other modules.
+Other modules apply limits, compute intervals and run models.
 
-`statistic(weights)` maps (resamples, rows) to (resamples,). A value is NaN where the weighted rows
-do not define it.
+`statistic(weights)` maps weights of shape (resamples, rows) to values of shape (resamples,). A
+value is NaN if the weighted rows do not define it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Statistic: TypeAlias = Callable[[Weights], npt.NDArray[np.float64]]
 
 
 def mean(values: Array) -> Statistic:
-    """Return the mean of one value per row."""
+    """Return the statistic for the mean of one value per row."""
     return lambda weights: weights @ values / weights.sum(axis=1)
 
 
 def r2(labels: Array, predictions: Array) -> Statistic:
-    """Return the explained share of the labels' variance."""
+    """Return the statistic for R², the explained share of the labels' variance."""
     centred = labels - labels.mean()
     residuals = np.square(labels - predictions)
 
@@ -46,13 +46,13 @@ def r2(labels: Array, predictions: Array) -> Statistic:
 def f1(
     labels: Array, predictions: Array, classes: int, average: str, positive: int = 0
 ) -> Statistic:
-    """Return the harmonic mean of precision and recall.
+    """Return the statistic for F1, the harmonic mean of precision and recall.
 
     Args:
         labels: class numbers of shape (rows,), below `classes`.
-        average: `binary` is that of the class `positive`; `macro` the mean over the classes that
-            occur; `weighted` the same, weighted by their number of labels; `micro` is computed from
-            the counts over all classes.
+        average: `binary` is the F1 of the class `positive`. `macro` is the mean F1 of the classes
+            that occur. `weighted` is their mean weighted by their numbers of labels. `micro` is
+            computed from the counts over all classes.
     """
     right = _indicator(labels, classes, labels == predictions)
     true, predicted = _indicator(labels, classes), _indicator(predictions, classes)
@@ -71,7 +71,7 @@ def f1(
                 case "weighted":
                     return np.asarray(np.nansum(support * each, axis=0) / support.sum(axis=0))
                 case _:
-                    raise ValueError(f"no average of classes is called {average!r}")
+                    raise ValueError(f"unknown average {average!r} of classes")
 
     return statistic
 
@@ -79,7 +79,7 @@ def f1(
 def f1_step(
     labels: Array, predictions: Array, classes: int, average: str, positive: int = 0
 ) -> float:
-    """Return an upper bound of the F1 that one more wrong row costs."""
+    """Return an upper bound of the decrease of F1 by one more wrong row."""
     hits = np.bincount(labels[labels == predictions], minlength=classes)
     support = np.bincount(labels, minlength=classes)
     total = support + np.bincount(predictions, minlength=classes)
@@ -97,7 +97,7 @@ def f1_step(
             share = support / support.sum()
             return float((share * missed).max() + (share * taken).max())
         case _:
-            raise ValueError(f"no average of classes is called {average!r}")
+            raise ValueError(f"unknown average {average!r} of classes")
 
 
 def _indicator(numbers: Array, classes: int, selected: Array | None = None) -> Any:
@@ -106,7 +106,7 @@ def _indicator(numbers: Array, classes: int, selected: Array | None = None) -> A
     Its shape is (classes, rows). An element is 1 if the row is selected and of the class, and 0
     otherwise.
     """
-    from scipy import sparse  # slow to import, and few metrics need it
+    from scipy import sparse  # SciPy is slow to import, and few metrics need it
 
     rows = np.arange(len(numbers)) if selected is None else np.flatnonzero(selected)
     shape = (classes, len(numbers))
@@ -114,7 +114,7 @@ def _indicator(numbers: Array, classes: int, selected: Array | None = None) -> A
 
 
 def auc(positive: Array, scores: Array) -> Statistic:
-    """Return the area under the ROC curve.
+    """Return the statistic for the area under the ROC curve.
 
     A tie contributes one half. The result is undefined (NaN) if one of the classes has no rows.
     """
@@ -135,9 +135,9 @@ def auc(positive: Array, scores: Array) -> Statistic:
 
 
 def cosine_rows(one: Array, other: Array) -> Array:
-    """Return the cosine of the rows of two (rows, dimensions) arrays.
+    """Return the cosine similarity of the rows of two (rows, dimensions) arrays.
 
-    The cosine is 1 for equal rows, and 0 for different rows of which one is zero.
+    The similarity is 1 for equal rows. It is 0 if only one of the two rows is zero.
     """
     a, b = one.astype(np.float64), other.astype(np.float64)
     product = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
@@ -146,14 +146,22 @@ def cosine_rows(one: Array, other: Array) -> Array:
 
 
 def token_rows(one: Array, reference: Array, ignore: int) -> Array:
-    """Return the share of equal tokens per row; NaN for rows to ignore."""
+    """Return the share of equal tokens per row of two (rows, tokens) arrays.
+
+    Tokens whose reference is `ignore` are not counted. The share is NaN if no token is counted.
+    """
     counted = reference != ignore
     with np.errstate(all="ignore"):
         return np.asarray(((one == reference) & counted).sum(axis=1) / counted.sum(axis=1))
 
 
 def top_k_rows(columns: Array, scores: Array, k: int) -> Array:
-    """Return whether each row's label is among the k best; ties rank before it."""
+    """Return whether each row's label has one of the k highest scores.
+
+    Args:
+        columns: column of each row's label in `scores`, of shape (rows,).
+        scores: scores of shape (rows, classes). A score equal to the label's ranks before it.
+    """
     own_score = np.take_along_axis(scores, columns[:, None], axis=1)
     return np.asarray((scores >= own_score).sum(axis=1) <= k)
 
@@ -165,7 +173,8 @@ class MetricStatistic:
     Args:
         statistic: the metric as a function of row weights.
         reads: the values that the metric reads, one entry per row.
-        step: the most that one more wrong row can cost; None for a metric without a range.
+        step: the largest possible decrease of the metric by one more wrong row; None for a metric
+            without a range.
     """
 
     statistic: Statistic
@@ -174,8 +183,8 @@ class MetricStatistic:
 
 
 def make_f1_statistic(label: Array, answers: Array, average: str) -> MetricStatistic:
-    """Return F1 of class numbers; the positive class of a binary F1 is 1."""
-    # The positive class has a number even where no row is of it.
+    """Return F1 of predicted classes; the positive class of a binary F1 is 1."""
+    # Class 1 gets a number even if no row has it.
     known, numbers = np.unique(np.concatenate([label, answers, [1]]), return_inverse=True)
     true, predicted, positive = numbers[: len(label)], numbers[len(label) : -1], int(numbers[-1])
     settings = (true, predicted, len(known), average, positive)
@@ -185,9 +194,9 @@ def make_f1_statistic(label: Array, answers: Array, average: str) -> MetricStati
 def make_auc_statistic(label: Array, answers: Array) -> MetricStatistic:
     """Return the area under the ROC curve of scores.
 
-    `label` is whether each row is positive.
+    `label` is true for each positive row.
     """
-    # A wrong row scores at random: it loses to half of the rows of the other class.
+    # The score of a wrong row is random: it ranks wrongly against half of the other class's rows.
     fewer = min(int(label.sum()), int((~label).sum()))
     return MetricStatistic(
         statistic=auc(label, answers), reads=answers, step=1 / (2 * max(1, fewer))
@@ -195,5 +204,5 @@ def make_auc_statistic(label: Array, answers: Array) -> MetricStatistic:
 
 
 def make_mean_statistic(values: Array) -> MetricStatistic:
-    """Return the mean of one value per row; a wrong row has the value 0."""
+    """Return the mean of one value in [0, 1] per row; a wrong row has the value 0."""
     return MetricStatistic(statistic=mean(values), reads=values, step=1 / len(values))

@@ -1,4 +1,4 @@
-"""Plugins by name: entry points, and the packages to install when one is missing."""
+"""Load plugins by entry point, and name the packages to install if one is missing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = {
     "notifiers": "Notifier",
     "pools": "Pools",
 }
-"""Base class in `onnx_ops.ports` by kind of plugin.
+"""Names of the base classes in `onnx_ops.ports`, by kind of plugin.
 
 The entry-point group of a kind is `onnx_ops.<kind>`.
 """
@@ -54,9 +54,9 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "view": ("netron",),
     "xgboost": ("onnxmltools", "xgboost"),
 }
-"""Distributions of each extra that onnx-ops imports.
+"""Distributions that onnx-ops imports, by extra.
 
-Their versions are in pyproject.toml.
+pyproject.toml has their versions.
 """
 
 _BROUGHT_BY = {
@@ -73,7 +73,7 @@ _BROUGHT_BY = {
     "starlette": "mlflow",
     "uvicorn": "mlflow",
 }
-"""Distributions by packages that have another name, or that come with them."""
+"""Distribution to install for a package with another name, or for a dependency."""
 
 
 _CUDA = frozenset(
@@ -82,14 +82,14 @@ _CUDA = frozenset(
 """Providers that need CUDA's libraries."""
 
 MISSING = "not installed"
-"""Version of a missing distribution."""
+"""Text in place of the version of a distribution that is not installed."""
 
 
 @functools.lru_cache(maxsize=4)
 def _points(path: tuple[str, ...]) -> Mapping[str, EntryPoints]:
-    """Return entry points by kind.
+    """Return the entry points of the plugins, by kind.
 
-    Reading them parses the metadata of every distribution on the path.
+    The result is cached, since the metadata of every distribution on the path is parsed.
     """
     found = entry_points()
     return {kind: found.select(group=f"onnx_ops.{kind}") for kind in KINDS}
@@ -101,11 +101,10 @@ def names(kind: str) -> tuple[str, ...]:
 
 
 def load(kind: str, name: str, *arguments: object) -> Any:
-    """Return a new instance of a plugin.
+    """Return a new instance of a plugin, created with the given arguments.
 
-    The plugin is created with the arguments that its kind takes.
-
-    An endpoint provider takes its state folder and the folder of trusted public keys.
+    The arguments depend on the kind. An endpoint provider takes its state folder and the folder of
+    trusted public keys.
 
     Raises:
         NotFoundError: no installed distribution offers the plugin.
@@ -149,9 +148,10 @@ def distribution(kind: str, name: str) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _distribution(path: tuple[str, ...], kind: str, name: str) -> str | None:
-    """Return the name of the distribution that offers a plugin, cached.
+    """Return the name of the distribution that offers a plugin.
 
-    Each access parses the distribution's metadata, and a plan needs the name for each stage.
+    The result is cached, since each access parses the distribution's metadata, and a plan needs the
+    name for each stage.
     """
     found = find(kind, name).dist
     return None if found is None else found.name
@@ -182,18 +182,19 @@ def find_distributions(package: str) -> Mapping[str, str]:
 
 
 _NAMESAKES = {"sklearn": "scikit-learn", "yaml": "PyYAML"}
-"""Packages that many projects import, and the only distribution of each."""
+"""Distributions of common packages whose distribution has another name."""
 
 
 @functools.cache
 def _find_namesake(package: str) -> str:
-    """Return the distribution with the name of its regular package; empty without one.
+    """Return the distribution that has the same name as its package.
 
-    The table of all packages reads the files of every distribution, which takes half a second.
+    `_NAMESAKES` has exceptions. The result is empty if there is none. The function avoids the table
+    of all packages, which reads the files of every distribution and takes half a second.
     """
     try:
         found = metadata.distribution(_NAMESAKES.get(package, package))
-    except (PackageNotFoundError, ValueError):  # ValueError: an empty name
+    except (PackageNotFoundError, ValueError):  # ValueError for an empty name
         return ""
     has_package = Path(str(found.locate_file(package)), "__init__.py").is_file()
     return str(found.metadata["Name"]) if has_package else ""
@@ -202,10 +203,8 @@ def _find_namesake(package: str) -> str:
 def load_cuda(ort: Any, providers: Collection[str]) -> None:
     """Load CUDA's libraries from their Python packages.
 
-    The dynamic linker does not search these packages.
-
-    Output of ONNX Runtime about missing libraries is discarded: building a session raises an error
-    for them.
+    The dynamic linker does not search these packages. Output of ONNX Runtime about missing
+    libraries is discarded, because creating a session raises an error if a library is missing.
     """
     if _CUDA.intersection(providers) and hasattr(ort, "preload_dlls"):
         ort.set_default_logger_severity(4)
@@ -233,7 +232,7 @@ def require(*distributions: str, where: str) -> None:
 
 
 def absent(distributions: Iterable[str]) -> tuple[str, ...]:
-    """Return those distributions that are not installed, without duplicates."""
+    """Return the distributions that are not installed, without duplicates."""
     return tuple(name for name in dict.fromkeys(distributions) if version(name) == MISSING)
 
 
@@ -243,7 +242,7 @@ def tools(plugin: Plugin) -> tuple[str, ...]:
 
 
 def missing_package(*packages: str, where: str, why: str = "") -> MissingPackageError:
-    """Return the error of packages that are not installed."""
+    """Return an error that names missing packages and how to install them."""
     what = (
         f"package {packages[0]} is" if len(packages) == 1 else f"packages {', '.join(packages)} are"
     )
@@ -253,9 +252,9 @@ def missing_package(*packages: str, where: str, why: str = "") -> MissingPackage
 
 
 def imported(error: ImportError) -> str:
-    """Return the top-level package that could not be imported.
+    """Return the top-level package whose import failed.
 
-    The package is read from the error or its cause.
+    The name is taken from the error or its cause.
     """
     cause = error.__cause__
     name = error.name or (cause.name if isinstance(cause, ImportError) else "") or ""
@@ -284,7 +283,7 @@ def install_hint(*packages: str) -> str:
     """
     offers = sorted(map(_extras_of, packages), key=len)
     extras: set[str] = set()
-    # Packages of a single extra come first, as that extra can provide others too.
+    # Packages with a single extra come first, since this extra can also provide other packages.
     for offer in offers:
         if offer and extras.isdisjoint(offer):
             extras.add(min(offer))
@@ -294,9 +293,9 @@ def install_hint(*packages: str) -> str:
 
 
 def select_environment(plugin: Plugin, env: Environment | None) -> Environment | None:
-    """Return the environment to run an exporter or optimizer in.
+    """Return the environment in which an exporter or optimizer runs.
 
-    The result is None for this installation.
+    The result is None if it runs in this installation.
 
     Raises:
         UserError: `env` requests packages in this installation, which stages never change, or an
@@ -306,9 +305,9 @@ def select_environment(plugin: Plugin, env: Environment | None) -> Environment |
     if env is not None and not env.isolated:
         if env.requirements or env.python:
             raise UserError(
-                "`isolated: false` runs in this installation, which is never changed",
+                "`isolated: false` uses this installation, in which onnx-ops installs no packages",
                 where="env",
-                remedy="Leave out `requirements` and `python`, or `isolated`.",
+                remedy="Leave out `requirements` and `python`, or leave out `isolated`.",
             )
         return None
     if env is None:
@@ -318,7 +317,7 @@ def select_environment(plugin: Plugin, env: Environment | None) -> Environment |
         raise UserError(
             "the environment has no requirements",
             where="env",
-            remedy="List the packages that it needs.",
+            remedy="List the packages that the plugin needs in `requirements`.",
         )
     return Environment(
         requirements=requirements, python=env.python, memory=env.memory, timeout=env.timeout

@@ -1,6 +1,6 @@
-"""Show texts of others such that no program interprets parts as commands.
+"""Show untrusted text without parts that another program interprets as commands.
 
-Such programs are terminals, runners of CI services, and browsers.
+Other programs are terminals, runners of CI services, and browsers.
 """
 
 from __future__ import annotations
@@ -12,24 +12,21 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Control characters, and characters that reorder or end a line.
 
-Tab and line feed are excepted.
+Tabs and line feeds are not included.
 """
 
 _COMMAND = re.compile(r"^(\s*:)(?=:)|(#)(?=#(?:\[|vso))", re.MULTILINE)
-"""Where a CI service begins to read a command.
-
-The services are runners of GitHub Actions and agents of Azure Pipelines.
-"""
+"""Start of a command for GitHub Actions' runner or Azure Pipelines' agent."""
 
 
 _SHORTEST = 6
-"""Smallest length of a hidden text: a shorter one occurs in texts by chance."""
+"""Minimum length of a hidden text; shorter texts occur elsewhere by chance."""
 
 _hidden: dict[str, str] = {}
 
 
 def hide(text: str, name: str) -> None:
-    """Show a text by its name from now on, unless it is very short.
+    """Replace a text by a name in all later output, unless the text is very short.
 
     For example, `${env:NAME}` replaces the value of a variable.
     """
@@ -38,7 +35,7 @@ def hide(text: str, name: str) -> None:
 
 
 def hide_secrets_of(url: str) -> None:
-    """Show a URL without its secrets from now on.
+    """Hide the secrets of a URL in all later output.
 
     The secrets are the URL's password and the values of its query.
     """
@@ -57,28 +54,28 @@ def hide_secrets_of(url: str) -> None:
 def show_controls(text: str) -> str:
     """Return text whose control characters are visible, such as `\\x1b`.
 
-    Tabs and ends of lines stay.
+    Tabs and line feeds are unchanged.
     """
     return _CONTROL.sub(_name, text.replace("\r\n", "\n"))
 
 
 def show(text: str) -> str:
-    """Return text as `show_controls` does, with the names of what is hidden."""
+    """Return text as `show_controls` does, with names in place of hidden texts."""
     for value, name in _hidden.items():
         text = text.replace(value, name)
     return show_controls(text)
 
 
 def disarm(text: str) -> str:
-    """Return text as `show` does, without commands of CI services.
+    """Return text as `show` does, without commands for CI services.
 
-    The signs that begin a command get a space between them.
+    A space separates the characters that would start a command.
     """
     return _COMMAND.sub(lambda found: f"{found[0]} ", show(text))
 
 
 def show_json(text: str) -> str:
-    """Return a JSON text without what is hidden.
+    """Return a JSON text with names in place of hidden texts.
 
     The control characters in its strings become escapes.
     """

@@ -1,6 +1,6 @@
-"""Files of this machine: temporary folders, durable files, durations of steps.
+"""Handle temporary folders, durable files, and durations of steps.
 
-Errors of a full disk are converted here too.
+The module also converts errors of a full disk.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from onnx_ops.file_locks import acquire_lock, try_lock
 
 PREFIX = "onnx-ops-scratch-"
 TEMPORARY = ".tmp-"
-"""Prefix of the name of a file that is being written, or whose writer was killed."""
+"""Prefix of the names of files that are being written, or whose writer was killed."""
 PRIVATE = 0o600
-"""Mode of a file for its owner only."""
+"""Mode of a file that only its owner can read and write."""
 _REMEMBERED = 2000
-"""Number of steps whose last duration is kept."""
+"""Maximum number of steps in the file of durations."""
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS)
 _FREE = (
-    "Free some space and run the command again: finished work is kept. "
+    "Free some disk space and run the command again; completed stages are cached. "
     "See `onnx-ops docs runbooks/disk-full`."
 )
-_OPEN = "Grant the current user access to it, or set another folder in onnx-ops.toml."
+_OPEN = "Grant the current user access to this path, or set another folder in onnx-ops.toml."
 
 
 class Scratch:
-    """A temporary folder for this user only.
+    """A temporary folder that only this user can access.
 
     The folder is removed at the end of a `with` block, or when this object is deleted.
 
-    A killed process leaves its folder behind, as large as its models and with its secrets. A folder
-    in use has a lock, which the system releases with the process and its forks. The next process
-    that creates a folder removes all unlocked ones.
+    A killed process cannot remove its folder, which can contain large models and secrets. The next
+    process that creates a folder therefore removes all unlocked folders. A folder in use has a
+    lock, which the system releases when the process and its forks have ended.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Scratch:
             # Another process can remove the folder before it is locked.
             with contextlib.suppress(FileNotFoundError):
                 handle = os.open(folder.name, _FLAGS)
-                # In a file system without locks, no process removes the folder either.
+                # If the file system has no locks, no other process removes the folder.
                 with contextlib.suppress(OSError):
                     acquire_lock(handle, shared=True)
                 if Path(folder.name).exists():
@@ -79,7 +79,7 @@ class Scratch:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the folder."""
+        """Remove the folder, and release its lock."""
         self._folder.cleanup()
         self._unlock()
 
@@ -88,7 +88,7 @@ class Scratch:
 def _sweep(place: Path) -> None:
     """Remove the folders of this user's killed processes.
 
-    This is done once per process, since listing a folder takes time.
+    Each process does this only once, since listing the folder of temporary files takes time.
     """
     for path in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -126,9 +126,9 @@ def _temporary_file(folder: Path, mode: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def durable_file(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
-    """Yield a temporary file, which is renamed if the block succeeds.
+    """Yield a temporary file, which is renamed to `path` if the block succeeds.
 
-    By default, it is a private file.
+    By default, only its owner can access the file.
     """
     with _temporary_file(path.parent, mode) as temporary:
         yield temporary
@@ -140,17 +140,17 @@ def durable_file(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
 def write_durably(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     """Replace a file atomically, even in case of a power failure.
 
-    An OSError leaves the old content.
+    If an OSError is raised, the file has its old content.
     """
     with durable_file(path, mode) as temporary:
         temporary.write_bytes(data)
 
 
 def read_plain_file(path: Path, *, most: int) -> bytes:
-    """Return the content of a plain file that others may have written.
+    """Return the content of a plain file that untrusted code can have written.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         CorruptStateError: the path is a link, a folder, a pipe or a device, or the file is larger
             than `most` bytes.
     """
@@ -158,7 +158,7 @@ def read_plain_file(path: Path, *, most: int) -> bytes:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise
-    except OSError as error:  # O_NOFOLLOW refuses a symbolic link
+    except OSError as error:  # for example a symbolic link, because of O_NOFOLLOW
         raise CorruptStateError(
             "not a plain file", where=str(path), why=error.strerror or str(error)
         ) from error
@@ -174,12 +174,10 @@ def read_plain_file(path: Path, *, most: int) -> bytes:
 
 
 def create_file(path: Path, data: bytes, mode: int = PRIVATE) -> bool:
-    """Write a file if its name is free; return whether it was.
+    """Write a file if `path` does not exist; return whether the file was written.
 
-    By default, it is a private file.
-
-    An exclusive open would leave a partial file if the writer is killed. A link appears completely
-    or not at all.
+    By default, only its owner can access the file. The file is written under another name and then
+    linked, because an exclusive open would leave a partial file if the writer is killed.
     """
     with _temporary_file(path.parent, mode) as temporary:
         temporary.write_bytes(data)
@@ -196,10 +194,10 @@ def create_file(path: Path, data: bytes, mode: int = PRIVATE) -> bool:
 def storage_errors(where: str = "") -> Iterator[None]:
     """Convert an OSError about storage into a `StorageError` with a remedy.
 
-    Such an error means that the disk is full, or that access is denied.
+    An error is about storage if the disk is full or access is denied.
 
     Raises:
-        StorageError: in place of such an OSError; any other passes unchanged.
+        StorageError: the block raised an OSError about storage. Other errors pass unchanged.
     """
     try:
         yield
@@ -215,9 +213,9 @@ def storage_errors(where: str = "") -> Iterator[None]:
 
 
 class Durations:
-    """The last duration of each step, in a file.
+    """The last duration of each step, in seconds, which a file stores.
 
-    If the file cannot be read or written, only estimates are lost.
+    Errors of the file are ignored, since the durations are only used for estimates.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -236,12 +234,12 @@ class Durations:
         return {}
 
     def add(self, step: str, seconds: float) -> None:
-        """Set the duration of a step in memory; the oldest durations are dropped first."""
+        """Set the duration of a step in memory; `save` writes it to the file."""
         self._new.pop(step, None)
         self.last[step] = self._new[step] = round(seconds, 2)
 
     def save(self) -> None:
-        """Write the durations that were added."""
+        """Write the added durations to the file; the oldest durations are dropped first."""
         with self._lock, contextlib.suppress(OSError):
             if self._path is not None:
                 new = {**self._new}
@@ -251,14 +249,14 @@ class Durations:
                 )
 
     def record(self, step: str, seconds: float) -> None:
-        """Record the duration of a step in the file; 0 is an unknown one."""
+        """Record the duration of a step in the file; 0 stands for an unknown duration."""
         if seconds:
             self.add(step, seconds)
             self.save()
 
     @contextlib.contextmanager
     def measure(self, step: str) -> Iterator[None]:
-        """Record the duration of a block that executes a step, if it raises nothing."""
+        """Record the duration of a block that executes a step, unless the block fails."""
         started = time.monotonic()
         yield
         self.record(step, time.monotonic() - started)

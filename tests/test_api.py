@@ -74,7 +74,7 @@ def test_api_check_of_invalid_file_returns_problems(folder: Path) -> None:
     assert "benchmrk" in repr(found)
 
 
-def test_api_status_without_endpoints_is_empty_and_of_unknown_one_raises_error(
+def test_api_status_without_endpoints_is_empty_and_of_unknown_endpoint_raises_error(
     folder: Path,
 ) -> None:
     assert (onnx_ops.status().document, onnx_ops.status().exit_code) == ([], 0)

@@ -85,7 +85,7 @@ def test_locks_of_two_opens_in_one_process_exclude_each_other(path: Path, descri
     assert try_lock(descriptor)
 
 
-def test_locks_of_a_folder_exclude_each_other(tmp_path: Path) -> None:
+def test_locks_of_two_handles_of_folder_exclude_each_other(tmp_path: Path) -> None:
     handles = [os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY) for _ in range(2)]
     acquire_lock(handles[0], shared=True)
     assert [try_lock(handles[1]), try_lock(handles[1], shared=True)] == [False, True]
@@ -93,7 +93,7 @@ def test_locks_of_a_folder_exclude_each_other(tmp_path: Path) -> None:
         os.close(handle)
 
 
-def test_hold_lock_reports_a_wait_once_and_keeps_the_file(path: Path) -> None:
+def test_hold_lock_of_locked_file_reports_wait_once_and_keeps_file(path: Path) -> None:
     waits: list[str] = []
 
     def hold() -> None:
@@ -106,13 +106,13 @@ def test_hold_lock_reports_a_wait_once_and_keeps_the_file(path: Path) -> None:
     assert (waits, path.exists()) == (["waits"], True)
 
 
-def test_hold_lock_releases_the_lock_of_a_block_that_raises(path: Path, descriptor: int) -> None:
+def test_hold_lock_with_raising_block_releases_lock(path: Path, descriptor: int) -> None:
     with pytest.raises(ZeroDivisionError), hold_lock(path):
         raise ZeroDivisionError
     assert try_lock(descriptor)
 
 
-def test_hold_temporary_lock_waits_and_removes_the_file(path: Path) -> None:
+def test_hold_temporary_lock_of_locked_file_waits_and_removes_file(path: Path) -> None:
     def hold() -> None:
         with hold_temporary_lock(path):
             assert path.exists()
@@ -122,7 +122,7 @@ def test_hold_temporary_lock_waits_and_removes_the_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("function", ["hold_lock", "hold_temporary_lock"])
-def test_processes_that_count_under_a_lock_lose_no_number(path: Path, function: str) -> None:
+def test_lock_around_concurrent_increments_loses_none(path: Path, function: str) -> None:
     counter = path.with_name("counter")
     counter.write_text("0")
     command = [sys.executable, "-c", COUNT, function, str(path), str(counter)]
@@ -131,9 +131,7 @@ def test_processes_that_count_under_a_lock_lose_no_number(path: Path, function: 
     assert (counter.read_text(), path.exists()) == ("300", function == "hold_lock")
 
 
-def test_lock_of_a_killed_process_is_held_by_its_fork_until_that_ends(
-    path: Path, descriptor: int
-) -> None:
+def test_lock_of_killed_process_lasts_until_its_fork_ends(path: Path, descriptor: int) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", FORK, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -143,11 +141,11 @@ def test_lock_of_a_killed_process_is_held_by_its_fork_until_that_ends(
         process.wait()
         assert not try_lock(descriptor)
         process.stdin.close()
-        process.stdout.read()  # it ends when the forked process has ended
+        process.stdout.read()  # ends when the fork ends
         acquire_lock(descriptor)
 
 
-def test_lock_is_not_inherited_by_a_program_that_its_holder_starts(
+def test_lock_of_killed_process_with_running_subprocess_is_released(
     path: Path, descriptor: int
 ) -> None:
     with subprocess.Popen(

@@ -52,13 +52,28 @@ def claims_of_mlp(board: Board, bare_us: float) -> list[Claim]:
     alone = board.faster(OURS, SNIPPET, "mlp", "1, one CPU")
     return [
         _at_most(
-            "server CPU a request against the snippet's, 16 connections", cpu / snippet, 0.085, "× "
+            "server CPU per request relative to the snippet, 16 connections",
+            cpu / snippet,
+            0.085,
+            "× ",
         ),
-        _at_most(f"the same against session.run alone ({bare_us:.1f} µs)", cpu / bare_us, 4, "× "),
-        _about("requests/s against the snippet, 1 connection, one processor", alone, 10),
-        _about("the same, 16 connections", board.faster(OURS, SNIPPET, "mlp", "16"), 13),
+        _at_most(
+            f"server CPU per request relative to session.run alone ({bare_us:.1f} µs), "
+            "16 connections",
+            cpu / bare_us,
+            4,
+            "× ",
+        ),
+        _about("requests/s relative to the snippet, 1 connection, one processor", alone, 10),
+        _about(
+            "requests/s relative to the snippet, 16 connections",
+            board.faster(OURS, SNIPPET, "mlp", "16"),
+            13,
+        ),
         _at_least(
-            "requests/s against mlflow, 16 connections", board.faster(OURS, MLFLOW, "mlp", "16"), 25
+            "requests/s relative to mlflow, 16 connections",
+            board.faster(OURS, MLFLOW, "mlp", "16"),
+            25,
         ),
         _at_most("seconds from start to the first answer", ours.ready_s, 1, ""),
         _at_most("memory (PSS of all processes), MB", ours.pss / 1e6, 70, ""),
@@ -67,12 +82,12 @@ def claims_of_mlp(board: Board, bare_us: float) -> list[Claim]:
 
 def claims_of_cnn(board: Board) -> list[Claim]:
     ratio = board.faster(OURS, SNIPPET, "cnn", "8")
-    return [_at_least("small CNN: requests/s against the snippet, 8 connections", ratio, 6)]
+    return [_at_least("small CNN: requests/s relative to the snippet, 8 connections", ratio, 6)]
 
 
 def claims_of_image(board: Board) -> list[Claim]:
     ratio = board.faster(BINARY, SNIPPET, "image", "1")
-    what = "224×224 image in binary: requests/s against the snippet in JSON, 1 connection"
+    what = "224×224 image in binary: requests/s relative to the snippet in JSON, 1 connection"
     return [_at_least(what, ratio, 40)]
 
 
@@ -80,8 +95,8 @@ def claims_of_dense(board: Board) -> list[Claim]:
     """Compare the chosen threads with the better of one thread and all threads."""
     return [
         _at_least(
-            "dense model: requests/s of the chosen threads against the better of one and all: "
-            f"{name}, {place}",
+            "dense model: requests/s of the chosen number of threads relative to the better of one "
+            f"thread and all threads: {name}, {place} connections",
             min(board.faster(name, other, "dense", place) for other in others),
             0.9,
         )
@@ -105,8 +120,8 @@ def claims_of_triton(board: Board) -> list[Claim]:
             cpu = min(mine.cpu_us) / min(theirs.cpu_us)
             claim = Claim(
                 gate=name,
-                what=f"requests/s, p99 and CPU a request against {other}: {model}, "
-                f"connections {place}",
+                what=f"requests/s, p99 and CPU per request relative to {other}: {model}, "
+                f"connections: {place}",
                 bound="≥ × 1, < × 1, < × 1",
                 figure=f"{rate:.3g}, {p99:.3g}, {cpu:.3g}",
                 is_met=rate >= 1 and p99 < 1 and cpu < 1,

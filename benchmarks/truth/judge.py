@@ -147,7 +147,7 @@ def _judged(
             )
         )
         verdict, reason = found.verdict, found.targets[0].decision.reason
-    except UserError as error:  # an invalid file is refused, which is right for a bad one
+    except UserError as error:  # the right verdict for a bad candidate
         verdict, reason = Verdict.FAIL, f"refused: {error}"
     seconds = time.perf_counter() - begun
     return Pair(kind=kind, name=name, good=good, verdict=verdict, reason=reason, seconds=seconds)

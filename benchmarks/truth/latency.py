@@ -102,7 +102,7 @@ def prove(*, quick: bool, trials: int | None = None, load: str | None = None) ->
     if quick or not quiet:
         return claims
     median = statistics.median(quiet[0].seconds)
-    # The time depends on the machine. Only the full run promises it, since it is made on a quiet
+    # The time depends on the machine. Only the full run claims it, since that run uses a quiet
     # machine.
     promise = Claim(
         gate="latency",

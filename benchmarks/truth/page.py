@@ -16,7 +16,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def promises(claims: Sequence[Claim]) -> str:
     rows = [(c.gate, c.what, c.bound, c.figure, c.outcome) for c in claims]
-    return markdown(("", "promise", "bound", "figure", ""), rows)
+    return markdown(("", "promise", "bound", "measured", ""), rows)
 
 
 def fill(page: Path, name: str, text: str) -> None:

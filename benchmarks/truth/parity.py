@@ -189,7 +189,7 @@ def optimize(source: Path, path: Path, level: str) -> None:
 def _faulty(export: Exported, path: Path) -> Iterator[Trial]:
     for number, (kind, inject) in enumerate(FAULTS.items()):
         model = onnx.load(export.path)
-        del model.graph.value_info[:]  # shapes that no longer fit would give the fault away
+        del model.graph.value_info[:]  # outdated shapes would reveal the fault
         before = model.SerializeToString(deterministic=True)
         if not inject(model, np.random.default_rng([export.seed, number])):
             continue

@@ -274,7 +274,7 @@ class SimulatedServer(LocalServer):
         """
         if self.router.fallback and self._clock.time_ns() >= self._lease_ns:
             self.lapsed += 1
-            return self.router.fallback  # no evidence, as it belongs to no draw
+            return self.router.fallback  # no evidence: the request has no draw
         draw, cell = self.router.get_draw(self.shared.header[EPOCH]), KEYLESS_CELL
         if isinstance(user, int):
             name = self.router.slots[user]

@@ -41,7 +41,7 @@ SageMaker does not guard an update that changes the name.
 _NAME = re.compile(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*")
 _ATTEMPTS = 6
 API_TIMEOUT_S = 60.0
-"""Time that AWS may take to answer one request."""
+"""Seconds within which AWS must answer one request."""
 _UNAVAILABLE = (ServiceUnavailableError, "AWS does not answer as expected", "Try again later.")
 _ERRORS_BY_CODES: Mapping[str, tuple[type[OnnxOpsError], str, str]] = {
     "ConditionalRequestConflict InternalFailure InternalServerError RequestTimeout "
@@ -62,7 +62,7 @@ _ERRORS_BY_CODES: Mapping[str, tuple[type[OnnxOpsError], str, str]] = {
     "LimitExceededException ResourceLimitExceeded": (
         InfrastructureError,
         "a quota of the account is used up",
-        "Request more in the console of Service Quotas, or free some: `onnx-ops status --orphans`.",
+        "Request a higher quota, or delete resources that `onnx-ops status --orphans` lists.",
     ),
 }
 """Error class, message and remedy by the error codes of a service.
@@ -89,7 +89,7 @@ _IDENTITY_SETTINGS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: settings inherit from two dataclasses
+@dataclass(frozen=True, kw_only=True)  # Slots would break settings that have two bases
 class AwsAccess:
     """Settings that select account and region; boto3 determines the empty settings."""
 
@@ -141,12 +141,12 @@ def make_clients(access: AwsAccess, *, where: str = "") -> Clients:
 
 
 def find_missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsError | None:
-    """Return the error of missing credentials without a request; None if unknown.
+    """Return an error if credentials or the region are missing; send no request.
 
-    A machine in AWS can have a role, which only a request would reveal.
+    The result is None on a machine in AWS, which can have a role that only a request would reveal.
     """
     if absent(("boto3",)):
-        return None  # the missing package is a separate problem
+        return None  # `make_clients` reports the missing package
     import botocore.session
 
     core = botocore.session.Session(profile=access.profile or None)
@@ -277,4 +277,4 @@ def _no_credentials(where: str, why: str = "") -> UserError:
 
 def _no_region(where: str) -> UserError:
     remedy = "Set `region` in the endpoint's settings, or AWS_DEFAULT_REGION."
-    return UserError("no AWS region is chosen", where=where, remedy=remedy)
+    return UserError("no AWS region is set", where=where, remedy=remedy)

@@ -45,11 +45,11 @@ PlaceName = Annotated[str, Pattern(r"(?a)[\w.()-]{1,90}", "a name in Azure")]
 EndpointName = Annotated[str, _ENDPOINT]
 """Name of an endpoint in Azure, without capitals.
 
-Azure accepts capitals, but converts them to lower case in the traffic.
+Azure accepts capitals, but converts them to lower case in the keys of the traffic split.
 """
 
 API_TIMEOUT_S = 60.0
-"""Time that Azure may take to answer one request."""
+"""Seconds within which Azure must answer one request."""
 _IDENTITY_VARIABLES = ("AZURE_CLIENT_ID", "AZURE_USERNAME", "IDENTITY_ENDPOINT", "MSI_ENDPOINT")
 _IDENTITY_FILES = (
     "azureProfile.json",
@@ -96,7 +96,7 @@ def read_workspace(settings: Mapping[str, Json], *, where: str = "") -> Workspac
 
 
 def read_endpoint_name(endpoint: str, settings: Mapping[str, Json]) -> str:
-    """Return the endpoint's name in Azure: its setting `name`, else its own name."""
+    """Return an endpoint's name in Azure: the setting `name`, else `endpoint`."""
     name = settings.get("name", endpoint)
     if isinstance(name, str) and re.fullmatch(_ENDPOINT.regex, name):
         return name
@@ -118,7 +118,7 @@ def get_management_url() -> str:
 
 
 def build_timeouts(api_timeout_s: float) -> dict[str, float]:
-    """Return timeouts for clients of the SDK, whose defaults are five minutes."""
+    """Return timeouts for clients of the SDK, which waits five minutes by default."""
     return {"connection_timeout": min(10.0, api_timeout_s), "read_timeout": api_timeout_s}
 
 
@@ -134,9 +134,10 @@ def get_credential(api_timeout_s: float = API_TIMEOUT_S) -> TokenCredential:
 
 
 def find_missing_credentials(*, where: str = "") -> OnnxOpsError | None:
-    """Return the error of missing credentials without a request; None if unknown.
+    """Return an error if credentials are missing; send no request.
 
-    A machine in Azure can have a managed identity, which only a request would reveal.
+    The result is None on a machine in Azure, which can have a managed identity that only a request
+    would reveal.
     """
     home = Path.home()
     folders = [

@@ -30,14 +30,14 @@ _VERSION_OF_A_FILE = (
     "checksum",
     "sha",
 )
-"""Attributes of a file that change with its content, for all file systems."""
+"""Attributes that change with a file's content; each file system has some of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserSuppliedModels:
     """Resolver of `model:` in pipelines.
 
-    Paths are below the project's folder `root`. `registered` opens the registry.
+    Paths are relative to the project's folder `root`. `registered` opens the registry.
     """
 
     root: Path
@@ -49,7 +49,7 @@ class UserSuppliedModels:
         Raises:
             NotFoundError: the model does not exist.
             ServiceUnavailableError: the server of the model does not answer.
-            MissingPackageError: fsspec needs another package for this kind of URL.
+            MissingPackageError: fsspec requires another package for this kind of URL.
         """
         if place.startswith(REGISTERED):
             return digest_json([place, self.registered().fingerprint(place)])
@@ -124,7 +124,7 @@ def _open(url: str) -> tuple[Any, str]:
     raise NotFoundError(
         "no such model",
         where=_shown(url),
-        remedy="Check `model:`, and the permissions on that location.",
+        remedy="Check `model:`, and your permissions on its location.",
     )
 
 

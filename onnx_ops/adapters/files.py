@@ -43,25 +43,25 @@ from onnx_ops.scratch import (
 SHARED = 0o660
 """Mode of a file that a group shares."""
 UNFINISHED_S = 3600.0
-"""Age in seconds at which an unfinished file counts as left by a killed writer."""
+"""Age in seconds from which an unfinished file is treated as one of a dead writer."""
 _CLIENTS = frozenset({"aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "s3fs"})
 """Packages of the clients of object stores."""
 _WITHOUT_FOLDERS = frozenset({"abfs", "abfss", "az", "gcs", "gs", "s3", "s3a"})
-"""Schemes of stores whose objects have names only, without folders."""
+"""Schemes of stores without folders."""
 _CLIENTS_WITHOUT_RETRIES: Mapping[str, Mapping[str, Any]] = {
     "s3": {"config_kwargs": {"retries": {"max_attempts": 0}}, "max_concurrency": 1}
 }
 """Options that switch off the retries of clients, by scheme.
 
-Other clients have no such option. With more than one concurrent request, s3fs requests the size of
-an object before it reads it.
+Other clients have no option for this. With more than one concurrent request, s3fs requests the size
+of an object before it reads the object.
 """
 _TIME_KEYS = ("LastModified", "last_modified", "mtime", "created")
 """Keys of an object's modification time, which differ by file system."""
 
 
 def sweep_unfinished(folder: Path) -> None:
-    """Delete the files and folders that killed writers left in a folder.
+    """Delete the unfinished files and folders of killed writers in a folder.
 
     Only entries directly in the folder and older than `UNFINISHED_S` are deleted.
     """
@@ -82,16 +82,17 @@ def read_private(path: Path, what: str, *, remedy: str = "") -> str:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        RefusedError: users other than its owner can read the file; `remedy` shows what to do then.
+        RefusedError: users other than the owner can read the file. `remedy` is the error's remedy.
     """
     with path.open("rb") as stream:
         mode = os.fstat(stream.fileno()).st_mode & 0o777
         if mode & 0o077:
             raise RefusedError(
-                f"{what} may be read by others than its owner",
+                f"other users can read {what}",
                 where=str(path),
                 why=f"its mode is {mode:04o}",
-                remedy=remedy or f"Renew it if others may have seen it, then: chmod 600 {path}",
+                remedy=remedy
+                or f"Replace the content if others could read it, then: chmod 600 {path}",
             )
         return stream.read().decode("utf-8", "replace").strip()
 
@@ -120,7 +121,7 @@ class FileJournal:
         self._path = path
 
     def read(self) -> tuple[Any, ...]:
-        """Return the documents before the first damaged line, and truncate the file there."""
+        """Return the documents before the first damaged line; delete the other lines."""
         try:
             data = self._path.read_bytes()
         except FileNotFoundError:
@@ -162,7 +163,7 @@ def _digest(text: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedObject:
-    """An object in a listing, written `at` seconds after the epoch."""
+    """An object in a listing; `at` is its time of modification in seconds after 1970."""
 
     name: str
     size_bytes: int
@@ -195,7 +196,10 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def list_objects(self, prefix: str) -> list[ListedObject]:
-        """Return all objects below a prefix by name, including unfinished local ones."""
+        """Return all objects below a prefix, sorted by name.
+
+        In a local folder, unfinished objects are included.
+        """
 
     @abstractmethod
     def delete(self, name: str) -> None:
@@ -214,9 +218,9 @@ def open_objects(url: str, *, deadline_s: float | None = None) -> ObjectStore:
     """Return the objects under a local path or a URL such as `s3://bucket/prefix`.
 
     Args:
-        deadline_s: for callers that repeat failed requests. A remote request fails after this time,
-            and immediately if the store refuses it. With None, the clients repeat requests
-            themselves, which can take a minute.
+        deadline_s: seconds after which a remote request fails. A request that the store refuses
+            fails immediately, so the caller must repeat requests. With None, the client of the
+            store repeats requests, which can take a minute.
     """
     if "://" not in url or url.startswith("file://"):
         return LocalObjects(Path(urlsplit(url).path if url.startswith("file://") else url))
@@ -224,11 +228,11 @@ def open_objects(url: str, *, deadline_s: float | None = None) -> ObjectStore:
 
 
 def _stop_retries(file_system: Any) -> None:
-    """Make a client raise the first error where no option switches off retries.
+    """Switch off the retries of clients that have no option for this.
 
-    s3fs repeats the requests that its client has given up. Azure's client waits 15 s before it
-    repeats a request, and adlfs passes no options to it. If the attributes of a client have other
-    names, requests end at the deadline.
+    s3fs repeats requests even if retries of its client are off. Azure's client waits 15 s before it
+    repeats a request, and adlfs cannot pass options to this client. The attributes are not public.
+    If their names change, requests end at the deadline.
     """
     file_system.retries = 1
     with suppress(AttributeError):
@@ -252,14 +256,14 @@ class LocalObjects(ObjectStore):
             return PRIVATE
         for folder in reversed(path.relative_to(self.root).parents[:-1]):
             place = self.root / folder
-            # The folder is created under another name, and its mode is set before it is renamed. So
-            # a writer that is killed leaves no folder to which only its user can write.
+            # The folder is created under another name, and its mode is set before it is renamed. If
+            # the writer is killed, there is no folder in place to which only its user can write.
             if not place.is_dir():
                 made = Path(tempfile.mkdtemp(dir=place.parent, prefix=TEMPORARY))
                 made.chmod(stat.S_IMODE(self.root.stat().st_mode))
                 with suppress(OSError):
                     made.rename(place)
-                with suppress(FileNotFoundError):  # another writer was faster
+                with suppress(FileNotFoundError):  # another writer has created the folder
                     made.rmdir()
         return SHARED
 
@@ -342,7 +346,7 @@ class FsspecObjects(ObjectStore):
         import fsspec
 
         parts = urlsplit(url)
-        user, _, host = parts.netloc.rpartition("@")  # abfs://CONTAINER@ACCOUNT holds no secret
+        user, _, host = parts.netloc.rpartition("@")  # abfs://CONTAINER@ACCOUNT contains no secret
         self.place = f"{parts.scheme}://{host if ':' in user else parts.netloc}{parts.path}"
         try:
             self._fs: Any
@@ -460,8 +464,8 @@ class FsspecObjects(ObjectStore):
             what = "the object store does not answer"
             raise ServiceUnavailableError(what, where=self.place, why=str(error)) from error
         except Exception as error:
-            # Clients of clouds raise errors of their own types if credentials are missing or a name
-            # is invalid.
+            # If credentials are missing or a name is invalid, the clients of clouds raise their own
+            # types of errors.
             if type(error).__module__.partition(".")[0] not in _CLIENTS:
                 raise
             what = "the object store cannot be used"

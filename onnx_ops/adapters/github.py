@@ -1,4 +1,4 @@
-"""One repository through GitHub's API."""
+"""Access to one repository through GitHub's API."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GitHubRepository:
         for page in range(1, 11):
             entries = self.request("GET", f"{path}{joined}per_page=100&page={page}")
             if not isinstance(entries, list):
-                raise ServiceUnavailableError("did not answer with a list", where=self.name)
+                raise ServiceUnavailableError("GitHub did not answer with a list", where=self.name)
             yield from entries
             if len(entries) < 100:
                 return
@@ -60,7 +60,7 @@ def validate_token(token: str, where: str) -> str:
     raise UserError(
         "the text is not a GitHub token",
         where=where,
-        remedy="It has letters, digits and underscores only.",
+        remedy="A GitHub token contains only letters, digits and underscores.",
     )
 
 

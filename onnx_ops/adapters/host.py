@@ -15,9 +15,9 @@ class SystemClock:
 
 
 def machine_vendor() -> str:
-    """Return the vendor of this machine; empty if unknown.
+    """Return the vendor of this machine from its firmware; empty if unknown.
 
-    Clouds set this value.
+    Virtual machines of a cloud report the cloud's vendor, such as "Amazon EC2".
     """
     with suppress(OSError):
         return Path("/sys/class/dmi/id/sys_vendor").read_text(encoding="utf-8").strip()

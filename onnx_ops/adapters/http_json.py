@@ -41,7 +41,7 @@ def require_https(url: str, what: str) -> str:
     is_safe = scheme == "https" or (scheme == "http" and host in ("localhost", "127.0.0.1", "::1"))
     if host and is_safe and url.isascii() and url.isprintable():
         return host
-    remedy = "It begins with https://; plain http is allowed only on this machine."
+    remedy = "Use an address with https://; http:// is allowed only on this machine."
     raise UserError(f"{what} is not an https address", remedy=remedy)
 
 
@@ -54,16 +54,16 @@ def request_json(
     headers: Mapping[str, str] | None = None,
     max_bytes: int = MAX_ANSWER_BYTES,
 ) -> Any:
-    """Send JSON; return the answer's JSON, or its text.
+    """Send JSON; return the answer's JSON value, or its text if it is not JSON.
 
-    Errors show only `host`.
+    Errors show only `host`, since the address can be a secret.
 
     Args:
-        max_bytes: largest answer that is read.
+        max_bytes: largest size of an answer in bytes.
 
     Raises:
         ServiceUnavailableError: no answer arrives in time, or the answer requests a later retry.
-        RefusedError: the answer is not a success, and requests no retry. Redirects are included.
+        RefusedError: the answer has another error status, or is a redirect.
     """
     import httpx
 
@@ -79,7 +79,8 @@ def request_json(
             content=body,
             headers=sent,
             timeout=TIMEOUT_S,
-            follow_redirects=False,  # the target of a redirect must get neither message nor token
+            # The target of a redirect must receive neither message nor token.
+            follow_redirects=False,
             verify=ssl.create_default_context(),
         ) as response:
             if not response.is_success:
@@ -102,7 +103,7 @@ def request_json(
 
 
 def _read(response: httpx.Response, deadline: float, max_bytes: int) -> bytes:
-    """Read the answer; raise TimeoutError if it is not complete at the deadline."""
+    """Read the answer; raise TimeoutError if it is late or too large."""
     text = b""
     for chunk in response.iter_bytes(1 << 16):
         text += chunk
@@ -114,13 +115,15 @@ def _read(response: httpx.Response, deadline: float, max_bytes: int) -> bytes:
 def _explain(status: int, text: str, host: str) -> OnnxOpsError:
     why = f"HTTP {status} {' '.join(text.split())}".strip()
     if status >= 500 or status in _TRY_LATER:
-        return ServiceUnavailableError("does not accept it now", where=host, why=why)
+        return ServiceUnavailableError("does not accept the request now", where=host, why=why)
     if 300 <= status < 400:
         remedy = (
-            "Put the new address into the settings, if you trust it: "
-            "what is sent there holds a secret."
+            "If you trust the new address, put it into the settings. Requests contain a secret."
         )
         return RefusedError("answers with a redirect", where=host, why=why, remedy=remedy)
     return RefusedError(
-        "does not take it", where=host, why=why, remedy="Check the address and the token."
+        "does not accept the request",
+        where=host,
+        why=why,
+        remedy="Check the address and the token.",
     )

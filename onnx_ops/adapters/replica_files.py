@@ -25,7 +25,7 @@ _FILES = "files"
 
 
 def upload_model(objects: ObjectStore, folder: Path) -> Digest:
-    """Store the files of a version unless it is stored; return its manifest's digest.
+    """Store the files of a version if they are missing; return the manifest's digest.
 
     The manifest is written last, so a stored manifest shows that the files are complete.
 
@@ -44,7 +44,7 @@ def upload_model(objects: ObjectStore, folder: Path) -> Digest:
 def download_model(objects: ObjectStore, digest: Digest, folder: Path) -> Manifest:
     """Copy the files of a version into an empty folder.
 
-    The caller must compare them with the returned manifest.
+    The caller must compare the copied files with the returned manifest.
 
     Raises:
         NotFoundError: the store has no such version.
@@ -57,11 +57,15 @@ def download_model(objects: ObjectStore, digest: Digest, folder: Path) -> Manife
     data = objects.read(f"{place}/{_MANIFEST}")
     if data is None:
         raise NotFoundError(
-            "the store has no files of this version", where=where, remedy="Publish it again."
+            "the store has no files of this version",
+            where=where,
+            remedy="Publish the version again.",
         )
     if digest_bytes(data) != digest:
         raise CorruptStateError(
-            "the manifest was changed", where=where, remedy="Delete it, and publish it again."
+            "the manifest was changed",
+            where=where,
+            remedy="Delete the manifest, and publish the version again.",
         )
     manifest = _parse_manifest(data, where)
     for name in manifest:

@@ -25,10 +25,10 @@ def retry(call: Callable[[], T], is_transient: Callable[[Exception], bool], atte
 def attempts(
     timeout_s: float, pause_s: float, *, longest_s: float = 0.0, at_least: int = 1
 ) -> Iterator[int]:
-    """Yield the number of each attempt, pausing between attempts, within a time limit.
+    """Yield the number of each attempt within a time limit, with pauses in between.
 
     Each pause is 1.5 times the previous pause, up to `longest_s` (0: all pauses are `pause_s`). The
-    first `at_least` attempts are made even if the time is over.
+    first `at_least` attempts are made even if the time limit has passed.
     """
     deadline, count = time.monotonic() + timeout_s, 0
     while count < at_least or time.monotonic() < deadline:
@@ -39,7 +39,7 @@ def attempts(
 
 
 def wait_until(is_done: Callable[[], bool], timeout_s: float, pause_s: float = 0.02) -> bool:
-    """Return whether a condition becomes true within the time."""
+    """Return whether a condition becomes true within `timeout_s`."""
     # The condition can become true during the last pause.
     return any(is_done() for _ in attempts(timeout_s, pause_s)) or is_done()
 
@@ -51,11 +51,12 @@ def converge(
     *,
     retried: tuple[type[OnnxOpsError], ...] = (),
 ) -> T:
-    """Repeat a step until it returns a result: observe, diff, make one call.
+    """Repeat a step until it returns a result.
 
-    `tries` yields the attempts with their pauses, as `attempts` does. The step is repeated after
-    the errors in `retried`. After the last attempt, the last of these errors is raised, or the
-    error of `timeout` if there was none.
+    A step observes a service, compares it with the desired state, and makes one call. `tries`
+    yields the attempts and pauses between them, as `attempts` does. The step is repeated after the
+    errors in `retried`. After the last attempt, the last of these errors is raised; without one,
+    the error that `timeout` builds is raised.
     """
     last: OnnxOpsError | None = None
     for _ in tries:

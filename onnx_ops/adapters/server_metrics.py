@@ -1,4 +1,4 @@
-"""Metrics that the servers of an endpoint count themselves."""
+"""Metrics from the counts of an endpoint's own servers."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _MAX_LAG = 4
-"""Number of epochs by which a server can be behind the others.
+"""Number of epochs by which a server can be behind the median server.
 
-If a server is further behind, for example because of its clock, its epochs are not waited for.
+A server that is further behind, for example because of its clock, does not delay the reading.
 """
 
 
 class ServerMetrics(MetricsSource):
-    """Counts of all servers of an endpoint.
+    """Metrics source that sums the counts of all servers of an endpoint.
 
-    `counts` requests them from the servers, by user if requested.
+    `counts` requests the counts from the servers, with counts by user if its request is not None.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ServerMetrics(MetricsSource):
     ) -> MetricsReading:
         """Return the counts of all servers by generation.
 
-        The reading also has the epochs that all servers have closed.
+        The reading also contains the epochs that all servers have closed.
         """
         watched = _Watch.from_thresholds(deployments)
         limits_s = {
@@ -106,7 +106,7 @@ class ServerMetrics(MetricsSource):
             )
         except (ValueError, zlib.error) as error:
             raise ServiceUnavailableError(
-                "the answer is not that of an endpoint server",
+                "the response is not that of an endpoint server",
                 where=config.endpoint,
                 why=str(error),
             ) from error
@@ -117,9 +117,9 @@ def count_by_server(
 ) -> list[GenerationCounts]:
     """Return the counts of each server by generation.
 
-    `over_p99` counts requests that take twice the usual latency. The usual latency is the median of
-    the medians of the servers' last starts. A single one of three servers cannot change this median
-    arbitrarily.
+    `over_p99` counts requests that take at least twice the usual latency. The usual latency is the
+    median of the medians of the servers since their last starts. One of three servers cannot change
+    this median arbitrarily.
     """
     slow_s = {name: _find_slow_limit(counts, name) for name in deployments}
     limits_s = {
@@ -163,7 +163,7 @@ def _find_slow_limit(counts: Sequence[Counts], deployment: str) -> float | None:
 def _collect_loads(
     counts: Sequence[Counts], deployments: Iterable[str]
 ) -> dict[str, tuple[float, ...]]:
-    """Return the seconds of loads of each deployment on all servers.
+    """Return the durations in seconds of each deployment's loads on all servers.
 
     A deployment without loads is left out.
     """
@@ -174,10 +174,10 @@ def _collect_loads(
 
 
 def _sum_uptimes(uptimes: Iterable[ServerUptime]) -> Iterable[ServerUptime]:
-    """Yield the uptimes summed over all servers, and the ends of each server.
+    """Yield the uptimes summed over all servers, and the process ends of each server.
 
-    Uptimes and ends are by generation. Generations in which the stable version was alone count as
-    one generation.
+    Uptimes and ends are by generation. All generations in which the stable version was alone are
+    summed as one generation.
     """
     seconds: dict[tuple[int, bool], float] = {}
     ends: dict[tuple[str, int, bool], int] = {}
@@ -200,16 +200,16 @@ def _add(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Watch:
-    """The compared deployments, the candidate first, with their thresholds.
+    """Latency thresholds of the compared deployments, the candidate first.
 
-    `limits_s` are the thresholds in seconds by place, such as a guardrail.
+    `limits_s` maps each deployment to its thresholds in seconds by the name of the guardrail.
     """
 
     limits_s: Mapping[str, Mapping[str, float]]
 
     @classmethod
     def from_thresholds(cls, thresholds: Mapping[str, LatencyThresholds | None]) -> Self:
-        """Build the watch from the argument of `MetricsSource.read`."""
+        """Build the thresholds from argument `deployments` of `MetricsSource.read`."""
         return cls(
             limits_s={
                 name: {} if each is None else each.by_guardrail()
@@ -218,7 +218,7 @@ class _Watch:
         )
 
     def count_table(self, counts: Counts, table: TableCounts) -> GenerationCounts:
-        """Return the counts of one server under one generation."""
+        """Return the counts of one server in one generation."""
         named = {name: table.deployments[name] for name in self.limits_s}
         return GenerationCounts(
             origin=counts.origin,
@@ -241,7 +241,7 @@ class _Watch:
         )
 
     def _sum_blocks(self, name: str, text: str) -> Mapping[str, UserBlocks]:
-        """Return the counts of a deployment by block of users, for each place."""
+        """Return the counts of a deployment by block of users, for each guardrail."""
         cells = _Cells.decode([text])
         return {
             "errors": cells.sum_blocks(*cells.get_errors()),
@@ -255,9 +255,9 @@ class _Watch:
     def add_epochs(self, counts: Sequence[Counts]) -> Iterable[EpochUnits]:
         """Yield the units of the epochs that all servers have closed.
 
-        Every server assigns a cell to the same version in an epoch, so counts of a cell are added
-        before they are a unit. If a follower replaced another follower of the same server, both
-        report its epochs. These epochs count once.
+        In an epoch, every server assigns a cell to the same version, so the servers' counts of a
+        cell are added to one unit. If a follower replaced another follower of a server, both report
+        the epochs of this server, but each epoch is added only once.
         """
         numbers = sorted(one.closed_through for one in counts if one.closed_through)
         if not numbers:
@@ -291,9 +291,9 @@ class _Watch:
         return EpochUnits(generation=parts[0].generation, epoch=parts[0].epoch, units=units)
 
     def _list_grades(self, name: str) -> Mapping[str, int]:
-        """Return the grade of each place.
+        """Return the grade of each latency guardrail of a deployment.
 
-        A request that is slow at a place exceeds at least that many thresholds.
+        A request is slow for a guardrail if it exceeds at least `grade` thresholds.
         """
         ascending = sorted(set(self.limits_s[name].values()))
         return {
@@ -305,13 +305,13 @@ class _Watch:
 def _bin_epoch(
     texts: tuple[tuple[str, ...], ...], grades: tuple[tuple[tuple[str, int], ...], ...]
 ) -> Mapping[str, UnitCounts]:
-    """Return the units of an epoch by place.
+    """Return the units of an epoch by guardrail.
 
-    The result is cached, since closed epochs are read repeatedly, and each takes 10 ms.
+    The result is cached, since closed epochs are read repeatedly, and decoding one takes 10 ms.
 
     Args:
-        texts: the cells of candidate and stable version, of each server.
-        grades: the grade of each place, for candidate and stable version; see `_list_grades`.
+        texts: the encoded cells of each server, for candidate and stable version.
+        grades: the grades of the guardrails, for candidate and stable version; see `_list_grades`.
     """
     candidate, stable = (_Cells.decode(each) for each in texts)
     mine, theirs = map(dict, grades)
@@ -335,8 +335,8 @@ def _bin_epoch(
 class _Cells:
     """Counts of one deployment by cell.
 
-    `cells` are the numbers of the cells, shape (n,). `counts` are their fields, shape (n,
-    `CELL_FIELDS`).
+    `cells` are the numbers of the cells, shape (n,). `counts` are the counts of the cells, shape
+    (n, `CELL_FIELDS`).
     """
 
     cells: npt.NDArray[np.int64]
@@ -344,7 +344,12 @@ class _Cells:
 
     @classmethod
     def decode(cls, texts: Sequence[str]) -> _Cells:
-        """Decode and add the counts of several servers. Raises ValueError or zlib.error."""
+        """Decode and add the counts of several servers.
+
+        Raises:
+            ValueError: a text does not encode cells.
+            zlib.error: a text is not compressed data.
+        """
         import numpy as np
 
         parts = [messages.decode_cells(text) for text in texts]
@@ -373,10 +378,10 @@ class _Cells:
     def _get_part(
         self, whole: int, part: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return two fields of each cell: a whole, and a part of this whole.
+        """Return two counts of each cell: a total, and a part that is at most the total.
 
-        A part is limited to its whole. It can be larger if it was written after the whole was read,
-        or if a report is forged.
+        The reported part can exceed the total if the server counted a request between reading the
+        total and the part, or if the report is forged.
         """
         import numpy as np
 
@@ -391,7 +396,11 @@ class _Cells:
     def bin_units(
         self, requests: npt.NDArray[np.int64], events: npt.NDArray[np.int64]
     ) -> tuple[int, ...]:
-        """Return the number of units by badness, without zeros at the end."""
+        """Return the number of units by their share of bad events.
+
+        The bins are those of `BADNESS_EDGES`; zeros at the end are left out. Each request without a
+        key is a unit.
+        """
         import numpy as np
 
         is_single = self.cells == KEYLESS_CELL
@@ -436,9 +445,9 @@ def _tally(
 def count_slower(
     below: Mapping[float, int], timed: int, latency_s: float, tolerance: float
 ) -> int | None:
-    """Return the requests slower than a bound of a cumulative histogram.
+    """Return the number of requests slower than a bound of a cumulative histogram.
 
-    The result is None for a latency that is not a bound.
+    The result is None if `latency_s` is not a bound. `tolerance` is relative.
     """
     counts = (
         count for bound, count in below.items() if math.isclose(bound, latency_s, rel_tol=tolerance)

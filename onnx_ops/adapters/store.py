@@ -1,7 +1,4 @@
-"""The content-addressed store.
-
-The store holds files by digest, results of stages by key, and verified model folders.
-"""
+"""Content-addressed store of files by digest, stage results by key, and model folders."""
 
 from __future__ import annotations
 
@@ -39,18 +36,18 @@ from onnx_ops.scratch import TEMPORARY, storage_errors, sync_path
 _BLOBS, _RECORDS, _LOCK = "blobs", "records", "collect.lock"
 READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 _MAX_VERIFIED = 8192
-"""Number of blobs that are not hashed again while their files do not change.
+"""Number of verified blobs to remember, so that unchanged files are not hashed again.
 
-A pipeline has fewer blobs.
+One pipeline has fewer blobs.
 """
 
 
 class ContentStore:
-    """Blobs and records.
+    """Store of blobs (content by digest) and records (files of a stage by its key).
 
     A remote store is read through a local cache of a limited size. Names are not trusted: content
-    is hashed before it is returned. A record contains its own digest, so a partial or changed file
-    counts as missing.
+    is hashed before it is returned. A record contains its own digest, so a partial or changed
+    record is detected and ignored.
     """
 
     def __init__(self, objects: ObjectStore, cache: Path, cache_bytes: int = 50 * 10**9) -> None:
@@ -78,11 +75,15 @@ class ContentStore:
             with self._collecting(shared=True):
                 self._objects.upload(_blob(digest), path)
             self._protect(digest)
-            self.path(digest)  # refuses a file that changed during the copy
+            self.path(digest)  # raises an error if the file changed during the copy
         return digest
 
     def path(self, digest: Digest) -> Path:
-        """Return a local file with that content; raise CorruptStateError without it."""
+        """Return the local file with this digest; download it if necessary.
+
+        Raises:
+            CorruptStateError: the content is missing or does not match the digest.
+        """
         if not is_digest(digest):
             raise CorruptStateError(f"not a digest: {digest[:80]!r}", where="store")
         local = self._cache / _blob(digest)
@@ -96,27 +97,27 @@ class ContentStore:
                 self._downloaded = 0
                 self._trim()
             return local
-        cause = "its content does not match its digest" if local.exists() else "it is missing"
+        cause = "the file does not match its digest" if local.exists() else "the file is missing"
         raise CorruptStateError(
             f"stored content {short_digest(digest)} cannot be used",
             where="store",
             why=cause,
-            remedy="Run the pipeline again: the stage that made it runs again.",
+            remedy="Run the pipeline again: it repeats the stage that made this content.",
         )
 
     def read(self, digest: Digest) -> bytes:
-        """Return content; raise as `path` does."""
+        """Return the content with this digest; raise the errors of `path`."""
         return self.path(digest).read_bytes()
 
     def record(self, key: Digest, manifest: Manifest) -> None:
-        """Record the files that a stage produced, by its key."""
+        """Record the files that a stage produced, under the key of the stage."""
         content = {"key": key, "files": dict(manifest.files)}
         self._objects.write(
             _record(key), canonical_json({**content, "digest": digest_json(content)})
         )
 
     def lookup(self, key: Digest) -> Manifest | None:
-        """Return the recorded files of a key, if all of them are intact."""
+        """Return the recorded files of a key; None unless all of them are intact."""
         manifest = _parse_record(self._objects.read(_record(key)), key)
         if manifest is None:
             return None
@@ -152,7 +153,8 @@ class ContentStore:
     def forget(self, stored: StoredObject) -> bool:
         """Delete an object unless it was stored again; return whether it was deleted."""
         if not isinstance(self._objects, LocalObjects):
-            # If a writer stores the same content at this moment, it repeats its stage later.
+            # If a writer stores the same content at this moment, the content is lost. The writer's
+            # pipeline then repeats the stage in a later run.
             neighbours = self._objects.list_objects(stored.name.rpartition("/")[0])
             if any(entry.name == stored.name and entry.at > stored.at for entry in neighbours):
                 return False
@@ -181,15 +183,16 @@ class ContentStore:
         with self._collecting(shared=True):
             try:
                 os.utime(path)
-            except OSError:  # the content was just deleted, or has another owner
+            except OSError:  # the content was just deleted, or belongs to another user
                 return False
         return True
 
     @contextmanager
     def _collecting(self, *, shared: bool) -> Iterator[None]:
-        """Exclude writers from the check of an object's age until its deletion.
+        """Hold the lock that keeps writes and deletions of a local store apart.
 
-        Writers hold the same lock with `shared`. It is a flock, and is only used for local stores.
+        Writers use `shared`; a deletion uses the lock exclusively from its check of the object's
+        age to its end. The lock is a flock, and is only used for local stores.
         """
         if not isinstance(self._objects, LocalObjects):
             yield
@@ -201,7 +204,7 @@ class ContentStore:
                 yield
 
     def _intact(self, path: Path, digest: Digest) -> bool:
-        """Return whether the file exists with the content of its digest."""
+        """Return whether the file exists and its content matches the digest."""
         try:
             status = path.stat()
             seen = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
@@ -224,7 +227,7 @@ class ContentStore:
         """
         entries = []
         for path in (self._cache / _BLOBS).glob("*/*"):
-            with suppress(FileNotFoundError):  # another process was faster
+            with suppress(FileNotFoundError):  # another process has deleted this file
                 status = path.stat()
                 entries.append((status.st_mtime, status.st_size, path))
         excess = sum(size for _, size, _ in entries) - self._cache_bytes
@@ -269,16 +272,19 @@ def _parse_record(data: bytes | None, key: Digest) -> Manifest | None:
 
 @dataclass
 class ModelFolders:
-    """Read-only folders, one per manifest, so that a rollback needs no service."""
+    """Local read-only model folders, one per manifest.
+
+    With a local folder, a rollback does not depend on MLflow or a remote store.
+    """
 
     root: Path
 
     def place(self, manifest: Digest) -> str:
-        """Return the path of the folder, which can be missing."""
+        """Return the path of the manifest's folder, whether or not it exists."""
         return str(self._folder(manifest).absolute())
 
     def location(self, manifest: Digest) -> str | None:
-        """Return the folder if it exists and is intact."""
+        """Return the path of the manifest's folder; None unless it exists intact."""
         folder = self._folder(manifest)
         if not folder.is_dir() or digest_folder(folder).digest() != manifest:
             return None
@@ -289,7 +295,7 @@ class ModelFolders:
         """Verify files against the manifest and copy them here; return the copy's path.
 
         Raises:
-            DigestMismatchError: a file is not what the manifest declares.
+            DigestMismatchError: the files do not match the manifest.
             RefusedError: the model references weights outside its folder.
         """
         actual = digest_folder(folder)
@@ -300,7 +306,7 @@ class ModelFolders:
                 f"files do not match manifest {short_digest(manifest.digest())}: {names}",
                 remedy="The artifact was changed after it was registered; run the pipeline again.",
             )
-        # This check refuses a model that reads outside its folder or its weights.
+        # Reading the structure raises RefusedError if the model refers to files outside its folder.
         for path in sorted(folder.glob("*.onnx")):
             with suppress(UserError):  # other problems are reported when the model is loaded
                 read_structure(path)
@@ -321,7 +327,7 @@ class ModelFolders:
                 with copy.open("rb") as stream:
                     os.fsync(stream.fileno())
             temporary.chmod(0o755)
-            if place.exists():  # only a damaged folder is replaced
+            if place.exists():  # an intact folder was returned above, so this one is damaged
                 shutil.rmtree(place)
             temporary.rename(place)
             sync_path(self.root)
@@ -330,7 +336,7 @@ class ModelFolders:
         return str(place)
 
     def list_folders(self) -> Sequence[StoredObject]:
-        """Return every folder by its manifest's digest, with the time of its admission."""
+        """Return the digest, size and creation time of every model folder."""
         if not self.root.is_dir():
             return ()
         folders = {
@@ -354,7 +360,7 @@ class ModelFolders:
         """Delete a folder; no error if it does not exist."""
         folder = self._folder(manifest)
         if folder.is_dir():
-            # The folder is renamed first, so that a partly deleted folder never counts as complete.
+            # The folder is renamed first, so that a partly deleted folder is never used.
             leaving = self.root / f"{TEMPORARY}{folder.name}-{os.getpid()}"
             folder.rename(leaving)
             shutil.rmtree(leaving)

@@ -1,6 +1,6 @@
 """Find the pipelines that a change affects.
 
-A pipeline depends on its files, targets, data, models, and the code that these import.
+A pipeline depends on its files, targets, data, models, and the code that they import.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onnx_ops.pipeline.stages.data import get_source_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Affected:
-    """An affected pipeline file, and the changed paths that it depends on.
+    """Affected pipeline file, and the changed paths on which it depends.
 
     The file is relative to the project's root. `problem` is the reason why the file cannot be read.
     Its dependencies are then unknown, so the pipeline is affected by every change.
@@ -63,7 +63,7 @@ def affected(project: Project, changed: Collection[str]) -> tuple[Affected, ...]
 
 
 def changed_since(root: Path, base: str) -> frozenset[str]:
-    """Return the paths that changed since this branch left `base`.
+    """Return the paths that changed since this branch diverged from `base`.
 
     Committed and uncommitted changes are included. Paths are relative to the project's root.
     Without a `base`, all paths are returned.
@@ -72,7 +72,7 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
         raise UserError(
             "this is not a git repository",
             where=str(root),
-            remedy="Call it in a checkout of the project.",
+            remedy="Run the command in a checkout of the project.",
         )
     if not base:
         listed = ask_git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
@@ -81,8 +81,8 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
         raise UserError(
             f"git knows no commit {base!r}",
             where=str(root),
-            remedy="Name a branch, tag or commit. A shallow clone has no history: fetch it, "
-            "in GitHub's checkout with `fetch-depth: 0`.",
+            remedy="Name a branch, tag or commit. In a shallow clone, fetch the history first "
+            "(in GitHub's checkout action: `fetch-depth: 0`).",
         )
     fork = (
         ask_git(root, "merge-base", "--end-of-options", base, "HEAD", may_fail=True).strip() or base
@@ -93,10 +93,10 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
 
 
 def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
-    """Yield the project's paths that shape the pipeline's results.
+    """Yield the project's paths on which the results of the pipeline depend.
 
-    A folder includes all its files. The repository can hold a large file as a pointer file:
-    `data.npz.dvc`.
+    A folder stands for all its files. For a large file, the repository can contain a pointer file
+    instead, such as `data.npz.dvc`.
     """
     root = project.settings.root
     yield from (name, FILE)
@@ -116,9 +116,9 @@ def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[s
 
 
 def _list_target_files(project: Project, pipeline: Pipeline) -> Iterator[str]:
-    """Yield the files of targets, and their libraries of custom operators.
+    """Yield the files of targets, and the targets' libraries of custom operators.
 
-    Both the present path of a target file and its path in the project are yielded.
+    For each target file, both its present path and its path in the project are yielded.
     """
     root = project.settings.root
     targets = find_config_folder(root) / TARGETS
@@ -141,7 +141,7 @@ def _list_data_files(project: Project, pipeline: Pipeline) -> Iterator[str]:
 
 
 def _list_model_files(root: Path, pipeline: Pipeline) -> Iterator[str]:
-    """Yield the model file, the code that it names, and the code that trains a model."""
+    """Yield the model's file, and the code that defines, exports or trains the model."""
     if pipeline.model:
         yield from (pipeline.model, f"{pipeline.model}.dvc")
         if pipeline.export.framework != "onnx":  # an ONNX file needs no code of the project

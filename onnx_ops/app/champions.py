@@ -2,9 +2,8 @@
 
 Each champion is measured with the benchmark of its decision, on the current runtime and machine.
 
-A benchmark is stored under the digest of its evidence, which the signed decision of a version
-holds. The benchmark can therefore be repeated without a pipeline file, regardless of later
-releases.
+A benchmark is stored under the digest of its evidence. The signed decision of a version contains
+this digest, so the benchmark can be repeated without a pipeline file and after later releases.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ _CHAMPION = format_alias("champion", "")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChampionRecord:
-    """A version that should serve a target.
+    """Version that should serve a target.
 
-    `basis` is the evidence and the gates of its decision, or the error because of which they are
-    unknown.
+    `basis` contains the evidence and the gates of its decision. If they cannot be read, it is the
+    error.
     """
 
     record: VersionRecord
@@ -45,11 +44,11 @@ class ChampionRecord:
 
     @property
     def pipeline(self) -> str:
-        """Name of the pipeline that made the version; empty if not known."""
+        """Name of the pipeline that made the version; empty if unknown."""
         return "" if isinstance(self.basis, OnnxOpsError) else self.basis[0].pipeline
 
     def found(self, verdict: Verdict, why: str) -> Drift:
-        """Return a drift result of this champion."""
+        """Return a drift result of this champion with this verdict."""
         return Drift(
             model=self.record.model,
             version=self.record.version,
@@ -62,7 +61,10 @@ class ChampionRecord:
 
 
 def list_champions(context: Context, names: Sequence[str] = ()) -> tuple[ChampionRecord, ...]:
-    """Return the champions of all targets, or of some pipelines or models."""
+    """Return the champions of all targets of the selected pipelines or models.
+
+    Without a selection, the champions of all models are returned.
+    """
     champions: list[ChampionRecord] = []
     for model, aliases in sorted(context.registry().all_aliases().items()):
         for name, version in sorted(aliases.items()):
@@ -70,7 +72,7 @@ def list_champions(context: Context, names: Sequence[str] = ()) -> tuple[Champio
                 target = name.removeprefix(_CHAMPION)
                 try:
                     record = context.registry().version(model, version)
-                except NotFoundError:  # registered without onnx-ops
+                except NotFoundError:  # onnx-ops did not register this version
                     continue
                 basis: tuple[Evidence, tuple[Gate, ...]] | OnnxOpsError
                 try:
@@ -88,18 +90,17 @@ def list_champions(context: Context, names: Sequence[str] = ()) -> tuple[Champio
         if name not in known:
             names_known = ", ".join(sorted(known)) or "none"
             raise UserError(
-                "it has no champion",
+                "this pipeline or model has no champion",
                 where=name,
-                remedy=f"Pipelines and models that have one: {names_known}.",
+                remedy=f"Pipelines and models with a champion: {names_known}.",
             )
     return tuple(r for r in champions if not names or {r.pipeline, r.record.model} & set(names))
 
 
 def measure_again(context: Context, perform: ExecuteStage, champion: ChampionRecord) -> Drift:
-    """Measure a champion, and repeat a measurement that shows drift.
+    """Measure a champion; repeat the measurement if it shows drift.
 
-    The repetition is needed because a single measurement is sometimes wrong. Nothing is recorded or
-    changed.
+    A single measurement can show drift by chance. Nothing is recorded or changed.
     """
     basis = champion.basis
     if isinstance(basis, OnnxOpsError):
@@ -126,14 +127,14 @@ def _measured(
     memory = load_benchmark(context.store, record.decisions[champion.target].record.evidence)
     if memory is None:
         raise MeasurementError(
-            "the benchmark behind its decision is not in this store",
+            "the store does not contain the benchmark of the champion's decision",
             where=f"{record.model}/{record.version}",
             remedy=f"Run its pipeline again on this store: onnx-ops run {champion.pipeline}.yaml "
             "--no-cache benchmark",
         )
     stage, key, inputs = parse_request(json.loads(context.store.read(memory[REQUEST])))
-    # With a new key, the stored result of the pipeline stays unchanged, and no worker answers with
-    # an earlier measurement.
+    # A new key prevents that the measurement replaces the pipeline's stored result, and that a
+    # pool's worker returns an earlier measurement.
     manifest = perform(stage, digest_json(["again", key, uuid.uuid4().hex]), inputs)
     now = codec.loads(context.store.read(manifest["evidence.json"]), Evidence, where=stage.id)
     results = judge_drift(gates, then, now)

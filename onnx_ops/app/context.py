@@ -1,7 +1,7 @@
 """A project: its settings, and the adapters that settings and pipelines select.
 
-An adapter is created and imported only when a command uses it: a rollback completes in less time
-than importing the modules that read and run pipelines would take.
+An adapter is imported and created only when a command uses it. A rollback, for example, takes less
+time than the import of the modules that read and run pipelines.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ T = TypeVar("T")
 class Project:
     """Settings and context of one project.
 
-    `releasing` and `running` are shared by its pipelines that run in parallel.
+    Pipelines of the project that run in parallel share `releasing`, the lock for releases, and
+    `running`, the stages that are being executed.
     """
 
     settings: Settings
@@ -71,7 +72,7 @@ class Project:
         return TargetFiles(self.settings.root, self.settings.shared_targets)
 
     def durations(self, pipeline: str) -> Durations:
-        """Return how long the stages of a pipeline took here when they were executed last."""
+        """Return the durations of a pipeline's stages in their last executions here."""
         return Durations(self.settings.durations / f"{pipeline}.json")
 
     def handler(
@@ -88,9 +89,10 @@ class Project:
         Args:
             actor: user who is recorded in the audit log of the project's releases.
             observer: receives the progress.
-            abandon: the reason why endpoints may be left behind.
+            abandon: the reason for leaving deployments at an endpoint's former provider or
+                location.
             no_cache: kinds of stages whose cached results are ignored.
-            durations: receives the duration of each stage.
+            durations: record to which the duration of each stage is added.
             plan: the plan of the run; the imports of its stages begin with the first stage that is
                 executed.
         """
@@ -118,7 +120,11 @@ class Project:
 
 
 def open_project(start: Path | None = None) -> Project:
-    """Return the project around a folder. Raise UserError for a bad settings file."""
+    """Return the project that contains a folder, by default the working directory.
+
+    Raises:
+        UserError: the settings file is invalid.
+    """
     settings = load_settings(start)
     return Project(settings=settings, context=build_context(settings))
 
@@ -132,8 +138,8 @@ def _make_running() -> RunningStages:
 def build_context(settings: Settings) -> Context:
     """Return the adapters that the settings describe.
 
-    Nothing is opened before it is used. The project's source folders become importable, as an
-    editable installation would make them.
+    Each adapter is opened at its first use. The project's source folders become importable, as with
+    an editable installation.
     """
     sys.path += [
         str(folder)
@@ -189,7 +195,7 @@ def build_context(settings: Settings) -> Context:
 
 
 def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
-    """Return git's output.
+    """Run git with these arguments in a folder; return its output.
 
     With `may_fail`, the result is empty if git fails or is not installed.
     """
@@ -209,7 +215,7 @@ def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
     if process.returncode and not may_fail:
         lines = process.stderr.strip().splitlines()
         raise UserError(
-            "git failed", where=str(root), why=lines[-1] if lines else "it printed nothing"
+            "git failed", where=str(root), why=lines[-1] if lines else "git printed nothing"
         )
     return process.stdout if process.returncode == 0 else ""
 
@@ -223,7 +229,7 @@ def resolve_commit(root: Path, name: str) -> str:
 
 
 def _once(make: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that makes a value at its first call, once for all threads."""
+    """Return a function that makes a value once and returns it to all threads."""
     cached, lock = functools.cache(make), threading.RLock()
 
     def get() -> T:
@@ -274,7 +280,7 @@ def _signer(settings: Settings) -> Signer | None:
     if settings.signing == "auto":
         return create_key(settings.signing_key)
     if not settings.signing_key.exists():
-        remedy = "Create one with `onnx-ops keys new`, or set signing = 'auto'."
+        remedy = "Create a key with `onnx-ops keys new`, or set signing = 'auto'."
         raise UserError("there is no signing key", where=str(settings.signing_key), remedy=remedy)
     return read_key(settings.signing_key)
 
@@ -296,7 +302,7 @@ def _verifier(settings: Settings) -> Verifier:
 
 
 def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
-    """Return notifiers by their name in the settings: `github:owner/repository`."""
+    """Return notifiers by name in the settings, such as `github:owner/repository`."""
     named = {name: name.partition(":") for name in settings.notifiers}
     notifiers = {
         name: plugins.load("notifiers", kind, place, settings.state)
@@ -309,10 +315,10 @@ def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
 
 @functools.cache
 def load_tool(settings: Settings, group: str, name: str, env: Environment | None = None) -> Any:
-    """Return an exporter or optimizer.
+    """Return the exporter or optimizer with this name.
 
-    A tool with `requirements` runs in an isolated environment with these, unless `env` overrides
-    it.
+    A tool with `requirements` runs in an isolated environment with these packages, unless `env`
+    defines another environment.
     """
     plugin = plugins.load(group, name)
     wanted = plugins.select_environment(plugin, env)

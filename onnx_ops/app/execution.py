@@ -38,16 +38,17 @@ _TIMED = (StageKind.SEARCH, StageKind.BENCHMARK)
 _WAIT = "waiting for other work on this machine"
 
 _MOST_OUTPUT_BYTES = 64 << 20
-"""Limit of the output of one stage that its file keeps."""
+"""Maximum size in bytes of the file with the output of one stage."""
 
 _MOST_OUTPUT_FILES = 200
 
 
 class StageOutput:
-    """The file that keeps the output of a stage's code, created with its first line.
+    """File with the output of a stage's code, created when the code first prints.
 
     Args:
         file: path of the file; the file of an earlier execution is replaced.
+        stage: the stage whose code prints the output.
         observer: receives the last line of each output.
     """
 
@@ -57,7 +58,7 @@ class StageOutput:
 
     def write(self, output: bytes) -> None:
         """Append output, and show its last line."""
-        # A full disk ends the stage, with a message about the disk.
+        # Errors are ignored here: if the disk is full, the stage itself reports the error.
         with contextlib.suppress(OSError):
             if not self._written:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -71,11 +72,11 @@ class StageOutput:
 
     @property
     def place(self) -> str:
-        """A sentence that names the file in a message; empty if nothing was printed."""
-        return f" Its output is in {self.file}." if self._written else ""
+        """Sentence for a message that names the file; empty if nothing was printed."""
+        return f" The output of the stage is in {self.file}." if self._written else ""
 
     def remove_old(self) -> None:
-        """Remove the oldest files beside this one."""
+        """Remove the oldest output files in this folder beyond a fixed number."""
         with contextlib.suppress(OSError):
             files = sorted(self.file.parent.glob("*.log"), key=lambda path: path.stat().st_mtime)
             for old in files[:-_MOST_OUTPUT_FILES]:
@@ -91,10 +92,10 @@ The keys are the names of distributions. These packages start no threads.
 
 @dataclass(frozen=True)
 class StageExecutor:
-    """Executes stages in this process, in a child process, or on a pool's worker.
+    """Executor of stages in this process, in a child process, or on a pool's worker.
 
-    A child process is used if the stage requests it or has a time-out. Executors with the same
-    `running` can run concurrently.
+    A child process is used if the stage requests it or has a time-out. Executors that run
+    concurrently must share `running`.
     """
 
     settings: Settings
@@ -110,7 +111,7 @@ class StageExecutor:
         """Execute a stage, on a worker of its pool if the stage has a pool."""
         if self.running.ended:
             raise StageError(
-                "its run was cancelled", where=stage.id, remedy="Run the pipeline again."
+                "the run was cancelled", where=stage.id, remedy="Run the pipeline again."
             )
         self._prepare(stage)
         if get_pool(stage):
@@ -150,7 +151,7 @@ class StageExecutor:
             )
 
     def _prepare(self, stage: Stage) -> None:
-        """Begin the imports of the plan's later stages while this stage is executed."""
+        """Start the imports that later stages of the plan need, in the background."""
         if self.plan is None:
             return
         here = [one for one in self.plan.stages if one.own_process and not get_pool(one)]
@@ -161,7 +162,7 @@ class StageExecutor:
 
     @contextlib.contextmanager
     def _measure(self, stage: Stage) -> Iterator[None]:
-        """Measure the work of a stage, excluding the time that it waited before."""
+        """Measure the time of a stage's work, without the time spent waiting before."""
         begun = time.monotonic()
         try:
             with self.durations.measure(stage.id):
@@ -170,13 +171,13 @@ class StageExecutor:
             self.observer.worked(stage, time.monotonic() - begun)
 
     def _record(self, stage: Stage, seconds: float) -> None:
-        """Record the time that a worker of a pool spent."""
+        """Record the seconds that a pool's worker spent on a stage."""
         self.durations.record(stage.id, seconds)
         self.observer.worked(stage, seconds)
 
 
 def _find_output_file(settings: Settings, stage: Stage, key: Digest) -> Path:
-    """Return the path of a stage's output file. Executions of the same work share it."""
+    """Return the path of a stage's output file, which is the same for the same key."""
     name = stage.id.replace("/", "-").replace("@", "-").replace("#", "-")
     return settings.state / "output" / f"{name}-{hex_digits(key)[:8]}.log"
 
@@ -189,11 +190,11 @@ def run_in_subprocess(
     observer: Observer | None = None,
     running: RunningStages | None = None,
 ) -> Manifest:
-    """Execute a stage in a child process, and raise its error.
+    """Execute a stage in a child process, and raise the error that it reports.
 
-    The child ends with this process: it watches its standard input, which stays open until this
-    process ends. The child's temporary files are in a scratch folder, since a killed child cannot
-    remove them. For a large model, these are gigabytes.
+    The child's standard input stays open until this process ends, and the child ends when it is
+    closed. The child's temporary files, which can have gigabytes, are in a scratch folder, since a
+    killed child cannot remove them.
 
     Raises:
         StageError: the child crashed, was killed or timed out.
@@ -223,7 +224,7 @@ def run_in_subprocess(
         except subprocess.TimeoutExpired:
             process.kill()
             raise StageError(
-                f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
+                f"the stage exceeded its time-out of {stage.timeout:g} s and was stopped",
                 where=stage.id,
                 why=tail.summary(),
                 remedy="Raise `timeout` in the pipeline file if the stage needs that "
@@ -236,10 +237,10 @@ def run_in_subprocess(
             output.remove_old()
         if not result.exists():
             raise StageError(
-                f"its process ended with {describe_exit(code)}",
+                f"the process of the stage ended with {describe_exit(code)}",
                 where=stage.id,
-                why=tail.summary() or "it printed nothing",
-                remedy="Run the stage again; if it crashes again, "
+                why=tail.summary() or "the process printed nothing",
+                remedy="Run the stage again. If it crashes again, "
                 "the lines above are its last output." + output.place,
             )
         document = json.loads(result.read_text(encoding="utf-8"))

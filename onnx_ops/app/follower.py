@@ -82,19 +82,19 @@ from onnx_ops.scratch import write_durably
 _log = logging.getLogger(__name__)
 
 POLL_S, LEASED_POLL_S, LOCAL_POLL_S = 2.0, 1.0, 0.25
-"""Seconds between two reads of the hint at the newest table.
+"""Seconds between two reads of the hint, which names the newest table.
 
-The values hold in general, while a lease is needed, and for a local folder as the store.
+The values apply by default, while a lease is needed, and if the store is a local folder.
 """
 LIST_S, RENEW_S, LOCAL_LIST_S = 60.0, 8.0, 1.0
-"""Seconds between two lists of the tables.
+"""Seconds between two listings of the tables.
 
-The values hold in general, while a lease is needed, and for a local folder as the store.
+The values apply by default, while a lease is needed, and if the store is a local folder.
 """
 _RETRY_S = 10.0
-"""Pause before a table that was refused is tried again, in seconds."""
+"""Seconds before a refused table is published to the server again."""
 _STORE_S = 5.0
-"""Time for one request to the store, in seconds; the loops repeat failed requests."""
+"""Time limit of one request to the store in seconds; the loops repeat failed requests."""
 _CHECK_S = 0.2
 _SERVER_CHECK_S = 0.5
 _PUBLISH_S = 300.0
@@ -119,7 +119,7 @@ class ReplicaOptions:
 
 
 class Following:
-    """The tables that a replica knows, and how long it may give a candidate traffic.
+    """Tables that a replica has read, and the lease of a candidate's traffic.
 
     Times are seconds since boot, on a clock that also runs while the machine or the process is
     suspended.
@@ -146,9 +146,9 @@ class Following:
     def see_beat(self, beat: int, now: float) -> None:
         """Record the beat, a number that changes with each analysis of the rollout.
 
-        While the store did not answer, a rollback may have been requested that no table shows yet.
-        A replica that reaches the store again therefore gives a candidate no traffic until the beat
-        has changed.
+        If the store did not answer for a while, a rollback may have been requested that is not yet
+        in a table. After such a gap, the candidate therefore gets no traffic until the beat has
+        changed.
         """
         if now - self._heard_at > LEASE_S:
             self._is_confirmed = False
@@ -175,23 +175,23 @@ class Following:
         )
 
     def compute_lease_end(self, now: float) -> float:
-        """Return until when the adopted table's candidate may get traffic, or 0.
+        """Return the time until which the adopted table's candidate may get traffic, or 0.
 
-        Since the last gap in the answers of the store, the replica must have listed the tables and
-        reported, and the beat must have changed. Otherwise the result is 0. A newer table that
-        moves traffic ends the lease before the table is adopted.
+        If the store did not answer for a while, the result is 0 until the replica has listed the
+        tables and written a report, and the beat has changed. A newer table that moves traffic ends
+        the lease before this table is adopted.
         """
-        end = self._compute_end()  # before the tables are read, see `_compute_end`
+        end = self._compute_end()  # must precede `_is_current`; see `_compute_end`
         timeout_s = 0.0 if self.adopted is None else self.adopted.judge_timeout_s
         is_judged = self._is_confirmed and (not timeout_s or now - self._beat_at < timeout_s)
         return end if self._is_current() and is_judged else 0.0
 
     def renew_serving_end(self) -> float:
-        """Return until when a server whose table is leased may answer requests.
+        """Return the time until which a server with a leased table may answer requests.
 
-        If the newest table is not adopted yet, the time stays unchanged, so requests are not
-        refused while a table is being adopted. The time is not extended for an old table: a replica
-        that reaches the store again must not answer by a table that was rolled back meanwhile.
+        While the newest table is not adopted yet, the time stays unchanged, so the server does not
+        refuse requests. The time is not extended either: after a gap in the connection to the
+        store, the adopted table may have been rolled back.
         """
         end = self._compute_end()
         if self._is_current():
@@ -199,7 +199,7 @@ class Following:
         return self._serving_end
 
     def _compute_end(self) -> float:
-        """Return the end of the lease that the last listing and the last report give.
+        """Return the end of the lease: `LEASE_S` after the older of listing and report.
 
         Call this before `_is_current`: another thread sets `newest` first, and `listed_at`
         afterwards. In the other order, a new listing would extend the lease of an old table.
@@ -207,7 +207,7 @@ class Following:
         return max(0.0, min(self.listed_at, self.reported_at) + LEASE_S)
 
     def _is_current(self) -> bool:
-        """Return whether the adopted table gives traffic as the newest one does."""
+        """Return whether the adopted table splits traffic as the newest table does."""
         adopted, newest = self.adopted, self.newest
         if adopted is None or newest is None:
             return False
@@ -215,7 +215,7 @@ class Following:
 
 
 class Follower:
-    """Runs one replica, as described in the module."""
+    """Process that runs one replica, as the module's docstring describes."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class Follower:
         self._last_counts: Counts | None = None
 
     def run(self) -> None:
-        """Follow until `stop` is called."""
+        """Run the server and the loops until `stop` is called."""
         loops = (self.poll, self.publish, self.report)
         threads = [
             threading.Thread(target=self._repeat, args=(work,), name=work.__name__, daemon=True)
@@ -267,9 +267,9 @@ class Follower:
         self.end()
 
     def stop(self) -> None:
-        """Let `run` end with the server and a last report.
+        """Make `run` stop the server, write a last report, and return.
 
-        This takes no lock, so that signal handlers can call it.
+        This method acquires no lock, so that signal handlers can call it.
         """
         self._is_ending = True
 
@@ -291,7 +291,7 @@ class Follower:
                 self._following.skipped = skipped
                 self._report_due.set()
             self._following.see(found)
-            self._following.listed_at = now  # the time is taken before the request
+            self._following.listed_at = now  # the time before the request, so it is never too late
         self.renew_lease()
 
     def publish(self) -> None:
@@ -304,7 +304,7 @@ class Follower:
             return
         try:
             self._ask("PUT", TABLE_PATH, codec.dumps(self._locate(table)), timeout_s=_PUBLISH_S)
-            # Users are counted from the first request that the candidate may get.
+            # The server counts by user from the first request that the candidate may get.
             if table.limits_s:
                 self._ask(
                     "POST", COUNTS_PATH, codec.dumps(UserCountsRequest(limits_s=table.limits_s))
@@ -319,10 +319,10 @@ class Follower:
         self._report_due.set()
 
     def renew_lease(self) -> None:
-        """Set the times until which the server serves.
+        """Send the server the times until which it may serve.
 
-        Until the first time, the server gives a candidate traffic. Until the second time, it
-        answers requests if its table is leased.
+        Until the first time, the server may give a candidate traffic. Until the second time, a
+        server with a leased table may answer requests.
         """
         with self._lock:
             end, serving_end = (
@@ -341,7 +341,7 @@ class Follower:
         self._attempt(self.renew_lease)
         adopted = self._following.adopted
         if adopted is None:
-            if not self._uptimes:  # also count a server that ends before the first table
+            if not self._uptimes:  # so that a server that ends before its first table is counted
                 self._write_counts(
                     Counts(origin=self._source.start, at=began, bounds_s=(), deployments={})
                 )
@@ -369,7 +369,7 @@ class Follower:
         self._is_serving = False
         self._server.start(self._options.port, self._options.server)
         self._is_serving = True
-        self._following.adopted = None  # the new server gets its table again
+        self._following.adopted = None  # `publish` sends the table to the new server
         self._report_due.set()
 
     def end(self) -> None:
@@ -394,9 +394,9 @@ class Follower:
             _log.error("the last report could not be written: %s", error)
 
     def announce_end(self) -> None:
-        """Write the present counts as the final counts.
+        """Write the present counts as the final counts of this replica.
 
-        The end of the server is then not attributed to the model.
+        The analysis then does not attribute the end of the server to the model.
         """
         if (counts := self._last_counts) is not None:
             self._write_counts(counts, is_final=True)
@@ -423,7 +423,7 @@ class Follower:
         name = work.__name__
         try:
             work()
-        except Exception as error:  # a dead thread would cut the replica off permanently
+        except Exception as error:  # if the thread ended, the replica would never follow again
             reason = (
                 str(error)
                 if isinstance(error, OnnxOpsError)
@@ -443,7 +443,7 @@ class Follower:
         try:
             return None if data is None else codec.loads(data, TableHead, where=HEAD)
         except CorruptStateError:
-            return None  # the head only hints at new tables
+            return None  # the head is only a hint; the tables are also listed regularly
 
     def _read_table(self, number: TableNumber) -> StoredTable:
         data = self._control.read(number.name)
@@ -452,7 +452,7 @@ class Follower:
         return decode_table(data, number, self._options.endpoint, self._verifier)
 
     def _locate(self, table: ReplicaTable) -> object:
-        """Return the routing table with the folders of its files on this machine.
+        """Return the routing table with the local folders of its models.
 
         Missing files are downloaded, and folders that the table does not need are removed.
         """
@@ -515,16 +515,17 @@ class Follower:
         self._reports.write(self._source.status_name, codec.dumps(status))
 
     def _record_uptime(self, *, ends: int = 0) -> None:
-        """Add uptime and ends of the server to the table that is served or being adopted.
+        """Add the time since the last call to the server's uptime; add its ends.
 
-        The uptime is the time since the last call.
+        Uptime and ends belong to the generation of the adopted table, or of the newest table if no
+        table is adopted.
         """
         now, table = read_boot_clock(), self._following.adopted or self._following.newest
         generation = 0 if table is None else table.number.generation
         known = self._uptimes.get(generation) or ServerUptime(
             server=self._source.replica, generation=generation
         )
-        seconds = min(now - self._recorded_at, SILENT_S)  # a process that was frozen did not serve
+        seconds = min(now - self._recorded_at, SILENT_S)  # a suspended process did not serve
         self._uptimes[generation] = replace(
             known, seconds=known.seconds + seconds, ends=known.ends + ends
         )
@@ -552,22 +553,22 @@ class Follower:
 
     def _require_record(self) -> ServerRecord:
         if (record := self._server.record()) is None:
-            raise ServiceUnavailableError("the server of this replica does not run")
+            raise ServiceUnavailableError("the server of this replica is not running")
         return record
 
 
 def require_known(names: Sequence[str], known: TableNumber | None, place: str) -> None:
     """Raise ServiceUnavailableError if a listing of tables lacks the known table.
 
-    A share that is no longer mounted is an empty folder. A listing of it is not an answer of the
-    store, and must not renew a lease.
+    A network share that is no longer mounted looks like an empty folder. Its listing must not renew
+    a lease.
     """
     if known is not None and f"{known}.json" not in names:
         raise ServiceUnavailableError(
             f"table {known} is gone",
             where=f"{place}/{FOLDER}",
             why="the location is not mounted any more, or its objects were deleted",
-            remedy="Mount it again, or have a table published: onnx-ops reconcile.",
+            remedy="Mount the location again, or publish a table: onnx-ops reconcile.",
         )
 
 
@@ -588,10 +589,10 @@ def _read_versions() -> Mapping[str, str]:
 
 
 def name_replica(folder: Path, given: str) -> str:
-    """Return the replica's name, either the given name or the name in its folder.
+    """Return the given name of the replica or, if it is empty, the name in its folder.
 
-    Without a given name, a new replica gets the host's name with random digits. The name is stored
-    in the replica's folder.
+    Without both, the replica gets the host's name with random digits, which is stored in its
+    folder.
     """
     if given:
         return check_replica_name(given)
@@ -603,7 +604,7 @@ def name_replica(folder: Path, given: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Follow until SIGTERM or SIGINT; return the exit code."""
+    """Run the follower until SIGTERM or SIGINT; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="onnx_ops.app.follower", description="Serve as a replica of one endpoint."
     )
@@ -611,12 +612,12 @@ def main(arguments: Sequence[str]) -> int:
         "--state-dir", type=Path, required=True, help="folder of the server, its log and its models"
     )
     parser.add_argument(
-        "--follow", required=True, help="control location of the place: tables and models"
+        "--follow", required=True, help="location of the tables and models in the object store"
     )
     parser.add_argument("--reports", required=True, help="location of the reports")
     parser.add_argument("--replica", default="", help="name of the replica")
-    parser.add_argument("--address", default="", help="where clients reach it")
-    parser.add_argument("--image", default="", help="image of its container")
+    parser.add_argument("--address", default="", help="URL at which clients reach this replica")
+    parser.add_argument("--image", default="", help="image of the replica's container")
     parser.add_argument("--host", default="127.0.0.1", help="address of the public listener")
     parser.add_argument("--port", type=int, required=True, help="port of the public listener")
     parser.add_argument(
@@ -666,28 +667,28 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_options(own: Mapping[str, str], options: ServerOptions) -> None:
-    """Raise UserError or RefusedError for options with which no table can be followed."""
+    """Raise UserError or RefusedError for options with which no table can be adopted."""
     if not options.endpoint:
         raise UserError("a replica needs the name of its endpoint", where="--endpoint")
     if not options.trusted_keys:
         raise RefusedError(
-            "a replica follows signed tables only, and has no key to verify them",
+            "a replica adopts only signed tables, but there is no key to verify them",
             where="--trusted-keys",
-            remedy="Name the folder of the public keys, or the keys in base64: "
-            "`onnx-ops keys list` shows them.",
+            remedy="Set the folder of the public keys, or the keys in base64: "
+            "`onnx-ops keys list` shows the keys.",
         )
     control, reports = (own[name].rstrip("/") for name in ("follow", "reports"))
     if control == reports or control.startswith(f"{reports}/") or reports.startswith(f"{control}/"):
         raise UserError(
-            "tables and reports are in one location",
+            "tables and reports are in the same location",
             where="--reports",
             why="replicas write reports, and must not be able to write tables",
-            remedy="Give each a bucket, container or folder, with separate rights.",
+            remedy="Use separate buckets, containers or folders with different permissions.",
         )
 
 
 def read_release_keys(folder: Path, trusted: str) -> TrustedKeys:
-    """Return the release keys of a setting.
+    """Return the release keys of setting `trusted_keys`.
 
     A path in the setting is relative to the server's folder.
 
@@ -705,7 +706,7 @@ def read_release_keys(folder: Path, trusted: str) -> TrustedKeys:
         raise RefusedError(
             "there is no public key that signs releases",
             where=f"--trusted-keys {trusted}",
-            remedy="Put NAME.pub.pem there, or into its folder `release`: "
+            remedy="Put NAME.pub.pem into this folder or its subfolder `release`: "
             "`onnx-ops keys list` shows the keys.",
         )
     return keys

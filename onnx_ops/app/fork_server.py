@@ -1,9 +1,8 @@
 """A process that has imported the modules of stages, and forks for each stage.
 
-A stage therefore starts in milliseconds. The fork server of Python's standard library imports the
-main module in every child, and is started again in each forked process. This fork server forks a
-monitor for each request. The monitor forks the stage's process, and reports its process id and its
-exit code.
+A stage therefore starts in milliseconds. Python's own fork server is not used: it imports the main
+module in every child, and every forked process starts another one. This fork server forks a monitor
+for each request. The monitor forks the stage's process, and reports its process id and exit code.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ from onnx_ops.errors import StageError
 _NUMBER = 4
 """Size of a process id and of an exit code, in bytes."""
 _SHIFTS: list[object] = []
-"""Memory that shifts the addresses of later allocations, and is never written."""
+"""Allocations of random size, which only shift the addresses of later allocations."""
 _STAGES = "onnx_ops.pipeline.stages"
 _PACKAGES = "_ONNX_OPS_FORK_SERVER_PACKAGES"
-"""Environment variable of the server process that names further packages."""
+"""Environment variable of the server process with further packages to import."""
 
 
 class ForkedProcess:
-    """A process that leads a separate session.
+    """Process of a stage, which leads a session of its process group.
 
-    Its standard error goes to its standard output.
+    The standard error of the process is redirected to its standard output.
 
     Args:
-        pid: its process id.
-        stdin: writes to its standard input.
-        stdout: reads its standard output.
-        status: descriptor that yields its exit code when it has ended; it is closed with this
-            object.
+        pid: process id.
+        stdin: stream to the standard input of the process.
+        stdout: stream from the standard output of the process.
+        status: descriptor from which the exit code can be read when the process has ended; it is
+            closed with this object.
     """
 
     def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], status: int) -> None:
@@ -63,17 +62,20 @@ class ForkedProcess:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, minus the signal that ended it; None while it runs."""
+        """Return the exit code; None while the process runs.
+
+        If a signal ended the process, the exit code is its negative number.
+        """
         try:
             return self.wait(0)
         except subprocess.TimeoutExpired:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code.
+        """Wait for the end of the process; return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it runs longer than `timeout` seconds.
+            subprocess.TimeoutExpired: the process has not ended after `timeout` seconds.
         """
         with self._lock:
             if self._code is not None:
@@ -86,7 +88,7 @@ class ForkedProcess:
             if self._code is None:
                 if code := os.read(self._status, _NUMBER):
                     self._code = int.from_bytes(code, "little", signed=True)
-                else:  # its monitor was killed
+                else:  # the monitor was killed, so it cannot report the exit code
                     self._code = -signal.SIGKILL
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(self.pid, signal.SIGKILL)
@@ -103,10 +105,10 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Starts processes of `onnx_ops.app.worker`.
+    """Client of a fork server that starts processes of `onnx_ops.app.worker`.
 
-    It is thread-safe, and usable by forks of the process that started it. The server process ends
-    after all processes that use it have ended.
+    The object is thread-safe, and forks of this process can use it too. The server process ends
+    when all processes that use it have ended.
     """
 
     def __init__(self) -> None:
@@ -130,7 +132,7 @@ class ForkServer:
         Raises:
             StageError: the server process ends immediately.
         """
-        process = self._fork() or self._fork()  # a server may have been killed
+        process = self._fork() or self._fork()  # the first call fails if the server was killed
         if process is None:
             raise StageError(
                 "no process can be started for a stage",
@@ -144,9 +146,9 @@ class ForkServer:
         return process
 
     def _fork(self) -> ForkedProcess | None:
-        """Return a new process, or None if the server does not answer.
+        """Return a new process; None if the server process has ended.
 
-        If the server does not answer, the next call starts another server.
+        In that case, the next call starts another server process.
         """
         (theirs, stdin), (stdout, printed), (status, reported) = (os.pipe() for _ in range(3))
         with self._lock:
@@ -187,11 +189,11 @@ class ForkServer:
 
 
 def serve() -> None:
-    """Fork for each request that arrives on standard input, a socket.
+    """Fork a process for each request that arrives on standard input, a socket.
 
-    This function returns in the forked processes only.
+    This function returns only in the forked processes.
     """
-    with contextlib.suppress(PermissionError):  # this process leads its group already
+    with contextlib.suppress(PermissionError):  # this process already leads a process group
         os.setsid()
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = [entry for entry in sys.path[1:] if entry not in given]
@@ -223,10 +225,10 @@ def _import_packages() -> None:
 
 
 def _fork_monitored(stdin: int, stdout: int, status: int) -> None:
-    """Fork, and return in the new process only.
+    """Fork, and return only in the new process.
 
-    The present process reports the id of the new process, waits for its end, and reports its exit
-    code.
+    The monitor, which is the parent process, reports the id of the new process, waits for its end,
+    and reports its exit code.
     """
     pid = os.fork()
     if pid == 0:
@@ -247,11 +249,11 @@ def _fork_monitored(stdin: int, stdout: int, status: int) -> None:
 
 
 def _adopt(path: list[str]) -> None:
-    """Take over environment, folder and import path of the requesting process.
+    """Apply the environment, folder and import path of the requesting process.
 
-    Values that a new process draws at random are drawn again here. The state of numpy's global
-    generator is one of them: otherwise, two data sources without a seed would return the same
-    values. Memory addresses are the other: they change the speed of a model by some percent.
+    Values that are random in a new process are also drawn again: the state of NumPy's global
+    generator, since two data sources without a seed would otherwise return the same values, and
+    memory addresses, which change the speed of a model by a few percent.
     """
     if not (line := sys.stdin.readline()):
         os._exit(1)  # the requesting process has ended
@@ -265,13 +267,13 @@ def _adopt(path: list[str]) -> None:
     tempfile.tempdir = None
     if generators := sys.modules.get("numpy.random"):
         generators.seed()
-    _SHIFTS.append(bytearray(secrets.randbelow(1 << 16)))  # of the heap
-    _SHIFTS.append(mmap.mmap(-1, 1 + secrets.randbelow(1 << 24)))  # of large arrays
+    _SHIFTS.append(bytearray(secrets.randbelow(1 << 16)))  # shifts the heap
+    _SHIFTS.append(mmap.mmap(-1, 1 + secrets.randbelow(1 << 24)))  # shifts large arrays
 
 
 FORK_SERVER = ForkServer()
 """The fork server of this process.
 
-A process that forks after it has started threads, such as a pool's worker, starts this server
-before.
+A process that starts threads and forks afterwards, such as a pool's worker, must start this server
+before it starts threads.
 """

@@ -1,10 +1,8 @@
 """Evaluation and release in separate jobs.
 
-The first job hands over its results, so that the second runs no code of the user.
-
-The first job trains, exports and measures without a key. The second reads the results from a
-folder, checks that they belong to its own pipeline file, and signs, registers and deploys. The code
-that ran in the first job cannot reach a key of the second.
+The first job trains, exports and measures without a signing key, and writes its results to a
+folder. The second job reads the results, checks that they belong to its own pipeline file, and
+signs, registers and deploys. It runs no code of the user, so this code cannot read a signing key.
 """
 
 from __future__ import annotations
@@ -31,19 +29,19 @@ from onnx_ops.ports import Store
 from onnx_ops.scratch import read_plain_file
 
 EVALUATION = (StageKind.DATA, *PLACEABLE)
-"""Kinds of stages that read data or run code of the user, or whose tools do."""
+"""Kinds of stages that read data, or that run code of the user directly or in tools."""
 
 _FILE, _CONTENT = "evaluation.json", "content"
 _LARGEST = 64 << 20
-"""Limit of the description's size, in bytes.
+"""Maximum size of the file of an evaluation in bytes.
 
-A pipeline has some thousand bytes for each variant and target.
+The file has a few thousand bytes for each variant and target.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The stages of a pipeline before its gates, as they ended at a commit.
+    """Stages of a pipeline before its gates, with their outcomes at a commit.
 
     `commit` is empty outside of a repository. `file` is the digest of the pipeline file's
     declarations. Endpoints are left out, since their settings name the machine.
@@ -59,16 +57,16 @@ def require_new_folder(folder: Path) -> None:
     """Raise UserError if the folder for an evaluation already has content."""
     if folder.is_file() or (folder.exists() and any(folder.iterdir())):
         raise UserError(
-            "it is not a new folder",
+            "the folder for the evaluation is not empty",
             where=str(folder),
             remedy="Name a new folder for the evaluation.",
         )
 
 
 def digest_file(pipeline: Pipeline) -> Digest:
-    """Return the digest of what a pipeline file declares.
+    """Return the digest of a pipeline's declarations without its endpoints.
 
-    Overrides are included, and endpoints are left out.
+    The declarations include overrides.
     """
     return digest_json(codec.to_json(replace(pipeline, deploy=())))
 
@@ -78,7 +76,7 @@ def write_evaluation(
 ) -> None:
     """Write a run's stages before its gates into a folder.
 
-    The content of their results is included, unless the store is `shared`.
+    Unless the store is `shared`, the folder also gets the content of the stages' results.
 
     Raises:
         UserError: the folder has content.
@@ -96,9 +94,9 @@ def write_evaluation(
 
 
 def _list_content(evaluation: Evaluation) -> Iterator[Digest]:
-    """Yield the content that a release reads.
+    """Yield the digests of the content that a release reads.
 
-    Rows of data are included only if a benchmark is to be repeated on them.
+    Rows of data are included only if a benchmark used them, since it may be repeated.
     """
     measured = {
         name
@@ -120,23 +118,24 @@ def _list_content(evaluation: Evaluation) -> Iterator[Digest]:
 
 
 def read_evaluation(folder: Path, commit: str, store: Store) -> Evaluation:
-    """Read what `write_evaluation` has written, and put its content into the store.
+    """Read an evaluation from a folder, and put its content into the store.
 
-    Every file is untrusted.
+    No file of the folder is trusted.
 
     Raises:
         UserError: there is no evaluation.
-        CorruptStateError: a file is not plain, too large, not of its schema, or not of its digest.
-        RefusedError: the evaluation is of another commit.
+        CorruptStateError: a file is not a regular file, is too large, or does not match its schema
+            or digest.
+        RefusedError: the evaluation was made from another commit.
     """
     where = str(folder / _FILE)
     evaluation = codec.loads(_read_description(folder), Evaluation, where=where)
     if evaluation.commit != commit:
         why = (
-            f"It is of commit {evaluation.commit[:12] or 'none'}, "
-            f"and this is {commit[:12] or 'no repository'}."
+            f"Its commit is {evaluation.commit[:12] or 'unknown'}, "
+            f"but this checkout is at {commit[:12] or 'no commit'}."
         )
-        raise RefusedError("the evaluation is of another commit", where=where, why=why)
+        raise RefusedError("the evaluation was made from another commit", where=where, why=why)
     _require_consistency(evaluation, where)
     _store_content(folder / _CONTENT, store)
     return evaluation
@@ -146,7 +145,7 @@ def _read_description(folder: Path) -> bytes:
     try:
         return read_plain_file(folder / _FILE, most=_LARGEST)
     except FileNotFoundError as error:
-        remedy = "Write one with `onnx-ops run FILE --until gate --hand-over FOLDER`."
+        remedy = "Write an evaluation with `onnx-ops run FILE --until gate --hand-over FOLDER`."
         raise UserError("there is no evaluation", where=str(folder), remedy=remedy) from error
 
 
@@ -157,7 +156,8 @@ def _require_consistency(evaluation: Evaluation, where: str) -> None:
     """
     names = [stage.id for stage in evaluation.stages]
     if names != [outcome.stage for outcome in evaluation.outcomes] or len(set(names)) < len(names):
-        raise CorruptStateError("its outcomes do not match its stages", where=where)
+        what = "the outcomes of the evaluation do not match its stages"
+        raise CorruptStateError(what, where=where)
     manifests = [
         outcome.manifest for outcome in evaluation.outcomes if outcome.manifest is not None
     ]
@@ -166,9 +166,9 @@ def _require_consistency(evaluation: Evaluation, where: str) -> None:
 
 
 def _store_content(folder: Path, store: Store) -> None:
-    """Put the files of a folder into the store, and check them by their names.
+    """Put the files of a folder into the store, and compare digests with file names.
 
-    If the store is shared, the folder is empty or does not exist.
+    If both jobs share a store, the folder is empty or does not exist.
     """
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
@@ -176,19 +176,20 @@ def _store_content(folder: Path, store: Store) -> None:
                 entry.is_file(follow_symlinks=False)
                 and hex_digits(store.put_file(Path(entry.path))) != entry.name
             ):
-                raise CorruptStateError("its digest is not its name", where=entry.path)
+                raise CorruptStateError("the file's digest is not its name", where=entry.path)
 
 
 def adopt(evaluation: Evaluation, pipeline: Pipeline, planned: Plan, store: Store) -> Plan:
-    """Return the plan of a release.
-
-    The plan's stages before the gates are taken from the evaluation.
+    """Return the plan of a release, with the evaluation's stages before the gates.
 
     Args:
-        planned: the plan of the pipeline file, by a `ReleaseProbe`.
+        evaluation: the evaluation of the other job.
+        pipeline: the pipeline file.
+        planned: the plan of the pipeline file, made with a `ReleaseProbe`.
+        store: the store with the content of the evaluation.
 
     Raises:
-        RefusedError: the evaluation belongs to another pipeline file, or its measurements are of
+        RefusedError: the evaluation belongs to another pipeline file, or a measurement is that of
             another variant, target or file.
     """
     _require_same_file(evaluation, pipeline, planned)
@@ -203,7 +204,7 @@ def adopt(evaluation: Evaluation, pipeline: Pipeline, planned: Plan, store: Stor
 def _require_same_file(evaluation: Evaluation, pipeline: Pipeline, planned: Plan) -> None:
     """Raise RefusedError if an evaluation does not belong to the pipeline file.
 
-    An evaluation of another file has other stages, or was made from other declarations.
+    An evaluation of another file has other stages or other declarations.
     """
     own = {stage.id: stage for stage in planned.stages if stage.kind in EVALUATION}
     given = {stage.id: stage for stage in evaluation.stages}
@@ -216,17 +217,20 @@ def _require_same_file(evaluation: Evaluation, pipeline: Pipeline, planned: Plan
         }
     if not changed and evaluation.file == digest_file(pipeline):
         return
-    why = f"They differ in {', '.join(sorted(changed)[:5])}." if changed else ""
+    why = f"The stages differ: {', '.join(sorted(changed)[:5])}." if changed else ""
     remedy = "Evaluate and release the same files, with the same --set."
     raise RefusedError(
-        "the evaluation is of another pipeline file", where=planned.pipeline, why=why, remedy=remedy
+        "the evaluation belongs to another pipeline file",
+        where=planned.pipeline,
+        why=why,
+        remedy=remedy,
     )
 
 
 def _describe_place(stage: Stage) -> tuple[object, ...]:
-    """Return the properties of a stage that are known without data.
+    """Return the properties of a stage that do not depend on data.
 
-    The properties are the stage's place in the plan, and the target that it measures.
+    The properties are the stage's position in the plan, and the target that it measures.
     """
     return (
         stage.kind,
@@ -241,7 +245,7 @@ def _describe_place(stage: Stage) -> tuple[object, ...]:
 def _require_own_evidence(
     stage: Stage, pipeline: str, manifests: Mapping[str, Manifest], store: Store
 ) -> None:
-    """Require that a benchmark's evidence belongs to its stage.
+    """Raise RefusedError if a benchmark's evidence does not belong to its stage.
 
     The evidence must describe the stage's variant, files and target.
     """
@@ -258,21 +262,22 @@ def _require_own_evidence(
         evidence.target_digest,
         evidence.manifest,
     ) != wanted:
-        raise RefusedError("its evidence does not describe this stage", where=stage.id)
+        what = "the evidence of this benchmark does not describe its variant, files and target"
+        raise RefusedError(what, where=stage.id)
 
 
 @dataclass(frozen=True)
 class ReleaseHandler:
-    """Runs the stages of a release.
+    """Handler of the stages of a release.
 
-    Stages before the gates are never executed: their outcomes are taken from the evaluation.
+    Stages before the gates are never executed: their outcomes are those of the evaluation.
     """
 
     handler: StageHandler
     evaluation: Evaluation
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
-        """Return the result of a stage."""
+        """Return the stored or evaluated result of a stage; None without a result."""
         if stage.kind not in EVALUATION:
             return self.handler.cached(stage, key, inputs)
         manifest = self._get_outcome(stage.id).manifest
@@ -283,7 +288,7 @@ class ReleaseHandler:
         return manifest
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
-        """Return why a stage is skipped; empty if it is not."""
+        """Return the reason why a stage is skipped; empty if it is not skipped."""
         return self.handler.refusal(stage, inputs)
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
@@ -295,11 +300,12 @@ class ReleaseHandler:
 
         Raises:
             StageError: the stage is before the gates, and failed in the evaluation.
-            RefusedError: the stage promotes a release that was not compared with what serves now.
+            RefusedError: the stage promotes a release that was not compared with the version that
+                serves now.
         """
         if stage.kind in EVALUATION:
             raise StageError(
-                "it failed in the evaluation",
+                "the stage failed in the evaluation",
                 where=stage.id,
                 why=self._get_outcome(stage.id).reason,
             )
@@ -326,7 +332,7 @@ class ReleaseHandler:
         if evidence is None or not was_compared(context, registration.model, evidence):
             remedy = "Evaluate the commit again, with read access to the ledger and the registry."
             raise RefusedError(
-                "it was not compared with the release that serves now",
+                "the release was not compared with the version that serves now",
                 where=stage.id,
                 remedy=remedy,
             )

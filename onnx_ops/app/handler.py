@@ -1,4 +1,4 @@
-"""The handler of stages: how the engine runs them and looks up their results."""
+"""Handler of stages, with which the engine runs them and looks up their results."""
 
 from __future__ import annotations
 
@@ -41,45 +41,45 @@ from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
 from onnx_ops.scratch import Durations
 
 RELEASE = (StageKind.PROMOTE, StageKind.DEPLOY)
-"""Stages whose result is the state of an endpoint.
+"""Kinds of stages whose result is the state of an endpoint.
 
-The ledger holds that state instead of the store.
+This state is in the ledger instead of the store.
 """
 
 
 @dataclass(frozen=True)
 class StageHandler:
-    """Runs stages and looks up their results.
+    """Handler that runs stages and looks up their results.
 
-    `perform` executes stages that compute something. Release stages are operations, which are
-    recorded with `actor`.
+    `perform` executes the stages that compute results. Release stages are operations on endpoints,
+    which are recorded with `actor`.
     """
 
     context: Context
     perform: ExecuteStage
     actor: str = ""
     abandon: str = ""
-    """Why deployments at an endpoint's former place may be left behind.
+    """Reason for leaving deployments at an endpoint's former provider or location.
 
-    If it is empty, they must not be left behind.
+    Without a reason, an endpoint with such deployments cannot be changed.
     """
     claims: Path | None = None
-    """Folder of the locks of running stages; without it no stage waits for another."""
+    """Folder of the locks of running stages; None if stages need no locks."""
 
     releasing: AbstractContextManager[object] = field(default_factory=threading.RLock)
     """Lock that is held while the registry or an endpoint is written.
 
-    So pipelines that run concurrently release one after the other.
+    Pipelines that run concurrently therefore release one after the other.
     """
 
     confirms: bool = True
-    """Whether a known registration is verified in the registry.
+    """Whether a cached registration is verified in the registry.
 
-    A plan leaves that to the run: importing MLflow takes seconds.
+    A plan does not verify it, since importing MLflow takes seconds. The run does.
     """
 
     durations: Durations = field(default_factory=Durations)
-    """Durations of release stages; `perform` records the others."""
+    """Durations of release stages; `perform` records those of other stages."""
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
         """Return the lock for running a stage with this key."""
@@ -101,7 +101,7 @@ class StageHandler:
                 self.context.store.read(manifest["registration.json"]), Registration
             )
             return manifest if _is_current(self.context, registration) else None
-        if CODE in manifest:  # the classes of a trained model may have changed or be gone
+        if CODE in manifest:  # classes of a trained model may have been changed or deleted
             known = codec.loads(self.context.store.read(manifest[CODE]), dict[str, Any])
             with contextlib.suppress(NotFoundError):
                 return manifest if self._code(stage, known["modules"]) == known else None
@@ -109,7 +109,7 @@ class StageHandler:
         return manifest
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
-        """Return why a stage is skipped; empty if it is not."""
+        """Return the reason why a stage is skipped; empty if it is not skipped."""
         settings: Mapping[str, Any] = stage.settings
         if stage.kind is StageKind.QUANTIZE and "search" in settings:
             record = codec.loads(
@@ -126,7 +126,7 @@ class StageHandler:
         registration, choice, _ = read_choice(self.context, stage, inputs)
         if choice.variant is None:
             return f"no variant of {registration.model} passed on {choice.target}: {choice.reason}"
-        # A bound endpoint gets its settings and policy even if nothing is promoted.
+        # An existing endpoint gets new settings and a new policy even if nothing is promoted.
         failed = (
             [name for name in stage.tolerates if name not in inputs]
             if stage.kind is StageKind.DEPLOY
@@ -169,9 +169,10 @@ class StageHandler:
                 at_rest(config.endpoint, reports)
                 return Manifest(files={"steps.json": context.store.put_bytes(codec.dumps(reports))})
             manifest = self.perform(stage, key, inputs)
-            # An ONNX file needs no code.
+            # A model that is an ONNX file refers to no Python code.
             if stage.kind is StageKind.TRAIN and stage.settings["framework"] != "onnx":
-                # The model's files refer to code. If it changes, their results change without them.
+                # The model's files refer to classes in code. A change of this code changes the
+                # results of the model, although the files stay the same.
                 files = manifest.subset(TRAINED).files.values()
                 named = (
                     find_referenced_modules(context.store.path(digest), context.root)
@@ -194,16 +195,23 @@ class StageHandler:
         return codec.loads(self.context.store.read(manifest["decision.json"]), Decision)
 
     def _code(self, stage: Stage, modules: list[str]) -> dict[str, Any]:
-        """Return the code of modules. Raise NotFoundError if one is gone."""
+        """Return the files and packages of the code of modules.
+
+        Raises:
+            NotFoundError: a module no longer exists.
+        """
         settings: Mapping[str, Any] = stage.settings
         code = collect_user_code(modules, self.context.root)
-        if code.files:  # what they read when they run
+        if code.files:  # `depends` are files that this code reads when it runs
             code = collect_user_code(modules, self.context.root, tuple(settings.get("depends", ())))
         packages = {} if is_isolated(stage) else dict(code.packages)
         return {"modules": modules, "files": dict(code.files), "packages": packages}
 
     def _needs_new_comparison(self, stage: Stage, manifest: Manifest) -> bool:
-        """Return whether a release to promote was compared with a former champion only."""
+        """Return whether a release was compared only with a former champion.
+
+        Only a release that the run promotes needs a new comparison.
+        """
         settings: Mapping[str, Any] = stage.settings
         if not stage.hints.get("promotes") or not settings["model"]:
             return False
@@ -211,8 +219,8 @@ class StageHandler:
         try:
             return not was_compared(self.context, settings["model"], evidence)
         except InfrastructureError:
-            # An error here must not discard the variant's measurement. The promotion raises the
-            # error again.
+            # This error must not discard the variant's measurement. The promotion meets the same
+            # error and raises it.
             return False
 
     def _is_released(self, stage: Stage, inputs: Mapping[str, Manifest]) -> bool:
@@ -231,7 +239,7 @@ class StageHandler:
 
 
 def _list_releases(states: Iterable[ReleaseState]) -> set[Digest]:
-    """Return the releases that endpoints serve, try, or have served before."""
+    """Return the releases of all present and former versions of endpoints."""
     deployments = (
         d for s in states for d in (*s.known.values(), s.roles.stable, s.roles.candidate)
     )
@@ -241,10 +249,9 @@ def _list_releases(states: Iterable[ReleaseState]) -> set[Digest]:
 def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
     """Return whether a release needs no further comparison before it is promoted.
 
-    This is the case if the release was compared with the version that serves its target now, or if
-    no version serves there. A release that was promoted at an endpoint before is not compared
-    again: it serves, or its promotion is skipped. Without an endpoint, the champion of the registry
-    is the version that serves.
+    The release needs no further comparison if it was compared with the version that serves its
+    target now, if no version serves the target, or if it was promoted at an endpoint before.
+    Without an endpoint, the champion in the registry stands for the serving version.
 
     Raises:
         InfrastructureError: the ledger or the registry does not answer.
@@ -265,12 +272,11 @@ def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
 
 
 def _is_current(context: Context, registration: Registration) -> bool:
-    """Return whether the registry holds a registration's versions and their evidence.
+    """Return whether the registry has a registration's versions and their evidence.
 
-    Each version must have the evidence of this registration. The registry of another project, or a
-    new one, holds none. A registry keeps one set of decisions per version, so that a gate that was
-    changed and changed back is published again. If the registry does not answer, the result is
-    False. The stage is then run, raises the error, and retries as configured.
+    The result is False for another registry, and if a later registration replaced the evidence, for
+    example after a gate was changed and changed back. The result is also False if the registry does
+    not answer: the stage then runs, raises the error, and is retried as configured.
     """
     try:
         listed = {entry.version: entry for entry in context.registry().versions(registration.model)}
@@ -287,9 +293,9 @@ def _is_current(context: Context, registration: Registration) -> bool:
 def read_choice(
     context: Context, stage: Stage, inputs: Mapping[str, Manifest]
 ) -> tuple[Registration, Choice, str]:
-    """Return the registration, the choice for the stage's target, and its version.
+    """Return the registration, the choice for a stage's target, and the version.
 
-    The version is empty if none was chosen.
+    The version is empty if no variant was chosen.
     """
     registration = codec.loads(
         context.store.read(inputs["register"]["registration.json"]), Registration
@@ -299,9 +305,9 @@ def read_choice(
 
 
 def _serves(state: ReleaseState, version: str) -> bool:
-    """Return whether the endpoint has been given a version, with no action pending.
+    """Return whether a version is the endpoint's stable version or candidate.
 
-    The version is the stable version or the candidate.
+    The result is False while an action or a change of aliases is pending.
     """
     roles = (state.roles.stable, state.roles.candidate)
     given = any(role is not None and role.version == version for role in roles)
@@ -309,7 +315,7 @@ def _serves(state: ReleaseState, version: str) -> bool:
 
 
 def binding(stage: Stage) -> tuple[EndpointConfig, Deploy]:
-    """Return the endpoint config of a deploy stage, and its section of the file."""
+    """Return the endpoint config of a deploy stage, and its section `deploy`."""
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Deploy, where=stage.id)
     config = EndpointConfig(
@@ -326,7 +332,7 @@ def binding(stage: Stage) -> tuple[EndpointConfig, Deploy]:
 
 
 def at_rest(endpoint: str, reports: list[StepReport]) -> None:
-    """Raise the error of a deploy that did not complete.
+    """Raise an error if a deployment did not complete.
 
     Raises:
         RefusedError: a version is not allowed to serve.
@@ -339,13 +345,13 @@ def at_rest(endpoint: str, reports: list[StepReport]) -> None:
     last = reports[-1]
     if last.registry_down:
         raise ServiceUnavailableError(
-            "the registry does not answer; the endpoint continues unchanged",
+            "the registry did not answer; the endpoint was not changed",
             where=endpoint,
             why=last.registry_down,
         )
     if not last.stable:
         raise ConflictError(
-            "the endpoint does not become stable",
+            "the endpoint did not reach a stable state",
             where=endpoint,
             why=last.why,
             remedy="See `onnx-ops history`.",

@@ -1,4 +1,4 @@
-"""Execute a stage that another machine has placed on this worker, or refuse it."""
+"""Execution of a stage that another machine has placed on this worker."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def answer(
     """Execute a requested stage on a worker, and record its result under its key.
 
     Args:
-        project: the worker's project: its store, its isolated environments, its installation.
+        project: project of the worker, with its store and its isolated environments.
         request: digest of the request in the store.
-        place: the location of the requesting machine's store.
+        place: location of the store of the requesting machine.
         run: an identifier of this execution, under which its error is recorded.
         observer: receives the progress.
 
@@ -37,17 +37,17 @@ def answer(
         The error of the stage, if it failed.
 
     Raises:
-        ConflictError: the two sides differ in their store or in their packages.
-        RefusedError: the request is not one that a worker executes.
+        ConflictError: the store or the packages of both machines differ.
+        RefusedError: workers do not execute this kind of request.
     """
     store = project.context.store
     try:
         document = json.loads(store.read(Digest(request)))
     except CorruptStateError as error:
         raise ConflictError(
-            f"the request is not in this worker's store, {project.settings.store}, but in {place}",
+            f"this worker's store {project.settings.store} does not have the request of {place}",
             where=f"worker on {platform.node()}",
-            remedy="Give both machines one store: `store` in onnx-ops.toml, "
+            remedy="Set the same `store` in onnx-ops.toml on both machines, "
             "such as s3://bucket/onnx-ops.",
         ) from error
     stage, key, inputs = parse_request(document)
@@ -59,7 +59,7 @@ def answer(
             shutil.copyfile(store.path(digest), path)
         places = {path: str(root / _checked_name(name)) for path, name in document["paths"].items()}
         hints: Any = _relocated({**document["hints"], "pool": ""}, places)
-        # The stage has a separate root, so that it executes only the code that was sent.
+        # The project's root is a separate folder, so the stage executes only the code sent with it.
         there = replace(
             project,
             settings=replace(project.settings, root=root),
@@ -82,8 +82,9 @@ def answer(
 def _require_same_release(stage: Stage) -> None:
     """Raise an error if this installation would compute a different result.
 
-    Packages or the revision of the stage can differ, or a worker does not execute this kind of
-    stage.
+    Raises:
+        ConflictError: the revision of the stage or the versions of packages differ.
+        RefusedError: workers do not execute this kind of stage.
     """
     here = f"worker on {platform.node()}"
     if stage.kind not in PLACEABLE:
@@ -92,7 +93,7 @@ def _require_same_release(stage: Stage) -> None:
     differs = dict[str, tuple[object, object]]()
     if revision != REVISIONS[stage.kind]:
         differs["revision of the stage"] = (REVISIONS[stage.kind], revision)
-    # Measuring stages are exempt: their evidence names the versions that measured.
+    # Versions may differ for stages that measure: their evidence contains the worker's versions.
     if stage.kind not in MEASURED and not is_isolated(stage):
         local = {name: plugins.version(name) for name in stage.tools if name != "python"}
         local |= (
@@ -107,12 +108,12 @@ def _require_same_release(stage: Stage) -> None:
         }
     if differs:
         what = "; ".join(
-            f"{name} is {local} here, {required} is required"
+            f"{name} is {local} here, but {required} is required"
             for name, (local, required) in differs.items()
         )
         remedy = "Install the same versions on both machines."
         raise ConflictError(
-            f"it would not compute the same result: {what}", where=here, remedy=remedy
+            f"the worker would not compute the same result: {what}", where=here, remedy=remedy
         )
 
 

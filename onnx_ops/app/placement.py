@@ -1,4 +1,4 @@
-"""Place stages on workers of work pools: send requests, and take results."""
+"""Placement of stages on workers of work pools."""
 
 from __future__ import annotations
 
@@ -37,16 +37,15 @@ def ask(
     renew: bool = False,
     took: Callable[[float], None] | None = None,
 ) -> Manifest:
-    """Return the result that a worker of the stage's pool computes or has computed.
+    """Return the result of a stage that a worker of its pool computes.
 
-    The result can have been computed for another run. The request and everything that it needs are
-    in the store: the inputs, the user's code, libraries of operators, and the champion that a
-    benchmark is compared with.
+    A result that was computed for another run is reused. The store contains the request and its
+    files: the inputs, the user's code, libraries of operators, and the champion of a benchmark.
 
     Args:
-        place: the location of the store, for messages on the other machine.
-        renew: compute the result again, even if it is stored.
-        took: receives the seconds that the worker spent.
+        place: location of the store, for messages on the other machine.
+        renew: whether to compute the result again if it is already stored.
+        took: function that receives the seconds that the worker spent.
 
     Raises:
         OnnxOpsError: the error of the worker, or the reason why no worker executed the stage.
@@ -86,9 +85,9 @@ def ask(
         )
     if (result := _take(stage, key, context.store)) is None:
         raise MeasurementError(
-            f"the worker of pool {placed.pool} has ended, and its result is not in the store",
+            f"the worker of pool {placed.pool} has ended, but its result is not in the store",
             where=stage.id,
-            remedy="Give both machines one store: `store` in onnx-ops.toml, "
+            remedy="Set the same `store` in onnx-ops.toml on both machines, "
             "such as s3://bucket/onnx-ops.",
         )
     if took is not None:
@@ -97,9 +96,9 @@ def ask(
 
 
 def _take(stage: Stage, key: Digest, store: Store) -> Manifest | None:
-    """Return the recorded result, or None.
+    """Return the recorded result of a stage; None without a usable result.
 
-    A result is ignored if the target does not accept the machine that measured it.
+    A result is ignored if the machine that measured it does not meet the target's requirements.
     """
     result = store.lookup(key)
     if result is None or stage.kind not in MEASURED:
@@ -118,8 +117,8 @@ def _list_files(
 ) -> Iterator[tuple[str, Path, str]]:
     """Yield the files and folders that a stage reads besides its inputs.
 
-    Each is returned with its name on the other machine, its path here, and its path in the hints
-    (empty if the hints do not name it).
+    Each entry has the name on the other machine, the path here, and the path in the hints, which is
+    empty if the hints do not contain the file.
     """
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
@@ -128,7 +127,9 @@ def _list_files(
         code = collect_user_code(sorted(modules), context.root, tuple(hints.get("depends", ())))
         if settings.get("code", digest_json(dict(code.files))) != digest_json(dict(code.files)):
             raise ConflictError(
-                "its code changed after the plan", where=stage.id, remedy="Run the pipeline again."
+                "the code of the stage was changed after the plan was made",
+                where=stage.id,
+                remedy="Run the pipeline again.",
             )
         for name in code.files:
             yield name, find_code_file(name, context.root), ""
@@ -147,7 +148,7 @@ def _list_modules(
 ) -> set[str]:
     """Return the functions and modules of the user that a stage needs.
 
-    These are the functions that it calls, and the modules whose classes a trained model has.
+    The stage calls these functions, and a trained model has classes of these modules.
     """
     metrics = [*settings.get("metrics", ()), *filter(None, [settings.get("metric")])]
     functions = [metric["definition"].get("use") for metric in metrics]

@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The first rows of one data set, under the names that the model uses."""
+    """First rows of one data set, with the names of the model's inputs.
+
+    `whole` states whether these are all rows of the data set.
+    """
 
     section: DataSection
     dataset: Dataset
@@ -50,10 +53,10 @@ class _Rows:
 
 @dataclass(slots=True)
 class Preflight:
-    """The preflight checks of one pipeline.
+    """Preflight checks of one pipeline.
 
-    `notes` are observations that may be intended. `absent` are the missing distributions that
-    training imports and that extras install.
+    `notes` are observations that may be intended. `absent` are missing distributions that the
+    training code imports and that an extra of onnx-ops installs.
     """
 
     context: Context
@@ -64,7 +67,7 @@ class Preflight:
     _sets: dict[str, _Rows] = field(default_factory=dict)
 
     def findings(self) -> list[Issue]:
-        """Return every problem with the data, files and options that the sections name."""
+        """Return all problems with the data, files and options of the pipeline file."""
         findings = [finding for name in self.draft.data for finding in self._open(name)]
         findings += [*self._files(), *self._imports()]
         model, problems = self._read_model()
@@ -80,7 +83,7 @@ class Preflight:
 
     @property
     def _scored(self) -> _Rows | None:
-        """Return the rows that the model is validated on, if available locally."""
+        """Return the rows for the validation; None if they are not available locally."""
         return self._sets.get(self.draft.scored)
 
     def _open(self, name: str) -> Iterator[Issue]:
@@ -89,13 +92,13 @@ class Preflight:
         section = self.draft.data[name]
         loc: Loc = ("data", name)
         if get_source_name(section) not in plugins.names("data"):
-            return  # a finding about the plugin
+            return  # another check reports the missing plugin
         try:
             sample = self.context.source(get_source_name(section)).sample(
                 section, self.context.root
             )
         except MissingPackageError:
-            return  # a finding about the machine
+            return  # the check of this machine reports the missing package
         except OnnxOpsError as error:
             yield _describe_source_error(loc, section, error, self.context.root)
             return
@@ -118,7 +121,7 @@ class Preflight:
                 among = "" if sample.whole else "the first "
                 self.notes.append(
                     f"data.{name}: input {key} is NaN or infinite in {rows} of "
-                    f"{among}{len(array)} rows; the model must take that"
+                    f"{among}{len(array)} rows; the model must handle these values"
                 )
 
     def _files(self) -> Iterator[Issue]:
@@ -126,7 +129,8 @@ class Preflight:
         for index, name in enumerate(draft.train.depends if draft.train else ()):
             if not (root / name).is_file():
                 yield Issue(
-                    ("train", "depends", index), f"no file {name!r} below the project's root"
+                    ("train", "depends", index),
+                    f"there is no file {name!r} below the project's root",
                 )
         if draft.model and not is_remote(draft.model) and not (root / draft.model).exists():
             folder = (root / draft.model).parent
@@ -138,7 +142,7 @@ class Preflight:
             yield Issue(("model",), f"no such model: '{draft.model}'{hint}")
 
     def _imports(self) -> Iterator[Issue]:
-        """Yield missing imports of the project's functions, each once.
+        """Yield an issue for each missing import of the project's functions.
 
         Functions that are called in an isolated environment are not checked.
         """
@@ -150,13 +154,13 @@ class Preflight:
                     yield self._describe_import(loc, module, text)
 
     def _list_functions(self) -> list[tuple[Loc, str]]:
-        """Return the training function and the metrics.
+        """Return the training function and the metric functions, with their locations.
 
         The training function is left out if its packages are in an isolated environment.
         """
         train, export = self.draft.train, self.draft.export
         functions: list[tuple[Loc, str]] = []
-        # Another check reports a framework that does not exist.
+        # If the framework has no exporter, another check reports this.
         plugin = self._plugin("exporters", export.framework) if train and export else None
         if train and export and plugin is not None:
             with contextlib.suppress(OnnxOpsError):
@@ -169,7 +173,7 @@ class Preflight:
     def _describe_import(self, loc: Loc, module: str, text: str) -> Issue:
         """Return the issue of a missing import.
 
-        Its distribution is noted in `absent` if an extra installs it.
+        If an extra installs the missing distribution, it is also added to `absent`.
         """
         first = module.partition(".")[0]
         if plugins.has_extra(first):
@@ -184,8 +188,8 @@ class Preflight:
     def _read_model(self) -> tuple[ModelInfo | None, list[str]]:
         """Return the description of the project's existing ONNX file, and its problems.
 
-        The description is None if there is no such file or it cannot be read. The problems are the
-        reasons why the file is refused.
+        The description is None if the file does not exist or cannot be read. The problems are the
+        reasons why onnx-ops refuses the file.
         """
         from onnx_ops.onnx_graph.compatibility import (
             list_user_model_notes,
@@ -206,9 +210,9 @@ class Preflight:
             return None, [error.without_place()]
 
     def _inputs(self, model: ModelInfo) -> Iterator[Issue]:
-        """Yield problems of rows that the model does not accept.
+        """Yield issues of rows that the model does not accept.
 
-        These are rows for scoring, calibration or tuning.
+        The checked rows are those for scoring, calibration and tuning.
         """
         from onnx_ops.domain.row_axes import find_row_axes
         from onnx_ops.measure.files import convert_inputs
@@ -240,10 +244,10 @@ class Preflight:
                 yield Issue((*loc, *below), message)
 
     def _export_options(self) -> Iterator[Issue]:
-        """Yield problems of the section `export`.
+        """Yield issues of the section `export`.
 
-        These are free axes of inputs that do not exist, and options that the exporter does not
-        have.
+        The method checks that free axes name existing inputs, and that the exporter has the
+        options.
         """
         from onnx_ops.adapters.exporters.signature import find_section_problems
         from onnx_ops.domain.row_axes import find_declared_axes
@@ -268,7 +272,7 @@ class Preflight:
             yield Issue(("export", *loc), problem.without_place(), on_key=True)
 
     def _quantize_options(self) -> Iterator[Issue]:
-        """Yield options that an optimizer does not take."""
+        """Yield issues of options that an optimizer does not have."""
         from onnx_ops.adapters.optimizers.library import read_options
 
         for loc, entry in self.draft.quantize:
@@ -283,7 +287,7 @@ class Preflight:
                 )
 
     def _plugin(self, kind: str, name: str) -> Any:
-        """Return a plugin; None if it is not installed, which is a separate issue."""
+        """Return a plugin; None if it cannot be loaded, which another check reports."""
         try:
             return plugins.load(kind, name)
         except OnnxOpsError:
@@ -292,7 +296,7 @@ class Preflight:
     def _labels(self, model: ModelInfo | None) -> Iterator[Issue]:
         """Yield issues of labels with which a gate's metric cannot be computed.
 
-        The outputs of a ready model are checked too.
+        If the model is an existing ONNX file, its outputs are checked too.
         """
         from onnx_ops.measure.scoring import find_label_problem
 
@@ -311,14 +315,14 @@ class Preflight:
                 yield Issue(("data", self.draft.scored, "label"), message)
 
     def _note_new_labels(self) -> None:
-        """Add a note on classes that are scored but missing in the training data."""
+        """Add a note on classes that occur in scored data but not in training data."""
         import numpy as np
 
         scored = self._scored
         if scored is None or not self.draft.train:
             return
         others = [rows for rows in self._sets.values() if rows is not scored]
-        if not all(rows.whole for rows in others):  # other rows of the set may have the class
+        if not all(rows.whole for rows in others):  # unread rows of a set may have the class
             return
         label = scored.dataset.label
         trained = [rows.dataset.label for rows in others if rows.dataset.label is not None]
@@ -328,8 +332,7 @@ class Preflight:
         if new := sorted(set(np.unique(label).tolist()).difference(*known)):
             shown = ", ".join(map(str, new[:5])) + (", …" if len(new) > 5 else "")
             self.notes.append(
-                f"data.{self.draft.scored}: label {shown} occurs in no set that the model is "
-                "trained on"
+                f"data.{self.draft.scored}: label {shown} does not occur in the training data"
             )
 
 
@@ -340,25 +343,26 @@ def _is_class_vector(labels: Array) -> bool:
 def _list_table_notes(
     section: DataSection, arrays: Mapping[str, Any], dataset: Dataset
 ) -> Iterator[str]:
-    """Yield notes on cells of a table that are probably a mistake.
+    """Yield notes on cells of a table that are probably mistakes.
 
-    These are a first line of values, and texts in columns of numbers.
+    The function finds values in the first line, and texts in columns of numbers.
     """
     if not isinstance(section, FileData) or any(
         array.shape[1:] != (1,) for array in arrays.values()
     ):
         return
     if values := find_values_in_header(list(arrays)):
-        yield f"the first line of the file must name the columns; it holds {', '.join(values[:3])}"
+        found = ", ".join(values[:3])
+        yield f"the first line of the file must name the columns; it contains {found}"
     for name, array in dataset.inputs.items():
         if cell := describe_text_cell(array):
             yield f"input {name} is text: {cell}"
 
 
 def _build_zeros(model: ModelInfo, rows: int) -> Mapping[str, Any] | None:
-    """Return zeros of the shapes and types of the model's outputs, or None.
+    """Return zeros with the shapes and types of the model's outputs.
 
-    The result is None if these are not known.
+    The result is None if a shape or type is unknown.
     """
     import numpy as np
 
@@ -379,7 +383,7 @@ def _describe_source_error(
 ) -> Issue:
     """Return the issue of data that cannot be read.
 
-    The message leaves out the file's full path, since the issue names the file by its place.
+    The message leaves out the file's full path, since the issue has the relative path of the file.
     """
     if not isinstance(section, FileData):
         return Issue((*loc, "with") if isinstance(section, PluginData) else loc, str(error))

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedPipeline:
-    """A checked pipeline, its targets and its plan.
+    """Checked pipeline, its targets and its plan.
 
-    `overridden` is whether values differ from those of the file. `evaluation` holds the results of
-    the stages before the gates if another job ran these stages.
+    `overridden` states whether values differ from those of the file. `evaluation` contains the
+    results of the stages before the gates if another job ran these stages.
     """
 
     pipeline: Pipeline
@@ -48,7 +48,7 @@ class PreparedPipeline:
 
 @dataclass(frozen=True)
 class CheckedFile:
-    """A pipeline that could run, and notes to read before it does."""
+    """Pipeline that has passed the checks, and notes for its author."""
 
     pipeline: Pipeline
     notes: tuple[str, ...]
@@ -120,9 +120,9 @@ def check(
 def _machine_findings(
     project: Project, pipeline: Pipeline, targets: Mapping[str, Target], reported: Collection[str]
 ) -> list[Issue]:
-    """Return missing packages and credentials that a whole run needs.
+    """Return issues of requirements of a complete run that this machine does not meet.
 
-    Findings that are reported already are left out.
+    Packages in `reported` are left out.
     """
     from onnx_ops.app.handler import binding
     from onnx_ops.app.server_memory import find_memory_shortages
@@ -142,14 +142,14 @@ def _machine_findings(
     findings = []
     for stage, names in _missing_packages(project, planned):
         if new := [name for name in names if name not in reported]:
-            text = f"needs {', '.join(new)}, not installed. {plugins.install_hint(*new)}"
+            text = f"needs {', '.join(new)}, which is not installed. {plugins.install_hint(*new)}"
             findings.append(Issue(_location(pipeline, stage), text, environment=True))
     benchmarked = pipeline.benchmark.targets
     for name, why in find_unmeasurable(
         project.context, [targets[name] for name in benchmarked]
     ).items():
         remedy = (
-            f"Measure it on another machine (`pool` in the file of target {name}), or leave it out."
+            f"Measure {name} on another machine (`pool` in the target's file), or leave it out."
         )
         loc = ("benchmark", "targets", benchmarked.index(name))
         findings.append(
@@ -162,7 +162,7 @@ def _machine_findings(
         config, _ = binding(stage)
         for part in (project.context.provider(config.provider), project.context.metrics(config)):
             lack = part.find_missing_requirement(config)
-            # The metrics of a provider share its requirements.
+            # A provider and its metrics source can have the same requirement.
             if lack is not None and lack.what not in seen:
                 seen.add(lack.what)
                 findings.append(
@@ -176,7 +176,7 @@ def _machine_findings(
 
 
 def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
-    """Return where a pipeline file declares a stage."""
+    """Return the location in the pipeline file that declares a stage."""
     from onnx_ops.app.handler import binding
     from onnx_ops.domain.pipeline import StageKind
 
@@ -217,14 +217,15 @@ def list_capabilities(project: Project, entry: Deploy) -> frozenset[str]:
         offered: frozenset[str] = plugins.load("metrics", str(source), settings).capabilities()
     except UserError:  # another check reports invalid settings
         return able
-    # Copies, clients' reports and cold starts arise at the endpoint, with any metrics source.
+    # The endpoint itself supplies shadow copies, feedback and cold starts. Another metrics source
+    # can report them only if the endpoint has these capabilities.
     return (able - provider.metrics().capabilities()) | (
         offered - ({"shadow", "feedback", "cold_starts"} - able)
     )
 
 
 def describe_rollouts(project: Project, pipeline: Pipeline) -> list[str]:
-    """Return how long the rollouts of a pipeline will take, for the file's author."""
+    """Return notes on the durations of a pipeline's rollouts, for the file's author."""
     if not any(entry.rollout.is_analyzed for entry in pipeline.deploy):
         return []
     from onnx_ops.statistics.rollout.judge import describe_policy
@@ -244,10 +245,11 @@ def prepare(
     until: StageKind | None = None,
     offline: bool = False,
 ) -> PreparedPipeline:
-    """Check a file and plan it.
+    """Check a pipeline file and plan its stages.
 
     Args:
-        offline: only show the plan; a remote model is not requested, and is treated as changed.
+        offline: whether the plan is only shown. A remote model is then not requested, and is
+            treated as changed.
     """
     from onnx_ops.pipeline import plan
     from onnx_ops.pipeline.probe import OfflineProbe, ProjectProbe, is_remote
@@ -329,7 +331,7 @@ def write_evaluation(
 
 
 def require_packages(project: Project, plan: Plan) -> None:
-    """Refuse a plan that needs packages which are not installed here.
+    """Raise MissingPackageError if a plan needs packages that are not installed here.
 
     The check is made before any stage of the plan starts.
     """
@@ -356,9 +358,9 @@ def _missing_packages(project: Project, plan: Plan) -> list[tuple[Stage, list[st
 
 
 def _list_packages(project: Project, stage: Stage) -> Iterator[str]:
-    """Yield the distributions that a stage needs in this installation.
+    """Yield the distributions that a stage needs here, installed or missing.
 
-    Missing ones are included.
+    For the tools of a stage, only missing distributions are yielded.
     """
     from onnx_ops.adapters.data.tables import find_table_suffix
     from onnx_ops.app.handler import RELEASE, binding
@@ -381,9 +383,9 @@ def _list_packages(project: Project, stage: Stage) -> Iterator[str]:
 
 
 def _ignore_state(project: Project) -> None:
-    """Keep a state folder within the repository out of version control.
+    """Exclude the state folder from version control.
 
-    The repository's `.gitignore` is not changed.
+    A separate `.gitignore` is written into the state folder.
     """
     settings = project.settings
     file = settings.state / ".gitignore"
@@ -407,17 +409,16 @@ def execute(
     """Run a plan, and compare the release with `base` in the report.
 
     Up to `jobs` stages run concurrently. If no file differs from the commit, the measurements are
-    recorded under the commit. A failure of this recording does not fail the run: later comparisons
-    report that nothing is recorded.
+    recorded under the commit. An error of this recording is ignored; later comparisons then report
+    that no measurements are recorded.
 
     Args:
         actor: user recorded in the audit log of its releases (default: the user of this process).
-        base: by default the target branch of the pull request.
+        base: release to compare with; by default that of the pull request's target branch.
 
     Raises:
         MissingPackageError: a package that a stage needs is not installed; nothing was done.
-        RefusedError: an endpoint would keep running unmanaged, and `abandon` gives no reason for
-            this.
+        RefusedError: an endpoint would continue to run without a pipeline, and `abandon` is empty.
         UserError: an existing endpoint cannot be changed as the file declares.
     """
     from onnx_ops.app.handler import binding
@@ -438,7 +439,7 @@ def execute(
     if base is None and (branch := read_base_branch(os.environ)):
         base = find_base(project.settings.root, project.context.store, name, branch)
     planned = _add_release_hints(project, prepared.plan, base) if releases else prepared.plan
-    if any(map(get_pool, own)):  # while the stages before them run here
+    if any(map(get_pool, own)):  # prepare the pools while earlier stages run here
         threading.Thread(target=project.running().pools.prepare, daemon=True).start()
     handler = project.handler(actor, observer, abandon, no_cache, project.durations(name), planned)
     result = run(
@@ -490,7 +491,7 @@ def _add_release_hints(project: Project, plan: Plan, base: BaseRelease | None) -
 
 
 def _has_deployed(result: RunResult) -> bool:
-    """Return whether every endpoint of a run serves its release."""
+    """Return whether all deploy stages of a run are done or cached."""
     from onnx_ops.domain.pipeline import StageKind, StageStatus
 
     served = (StageStatus.DONE, StageStatus.CACHED)
@@ -501,7 +502,7 @@ def _has_deployed(result: RunResult) -> bool:
 def _choose_handler(prepared: PreparedPipeline, handler: StageHandler) -> Handler:
     """Return the handler of a plan.
 
-    Another job may have run the plan's stages before the gates.
+    If another job ran the stages before the gates, it is a `ReleaseHandler`.
     """
     if prepared.evaluation is None:
         return handler
@@ -511,18 +512,18 @@ def _choose_handler(prepared: PreparedPipeline, handler: StageHandler) -> Handle
 
 
 _WORST_FIRST = (2, 5, 1, 4, 3)
-"""Exit codes in their order of precedence, as within one run.
+"""Exit codes in order of precedence, which is also that within one run.
 
-They mean: wrong input, refused, a gate failed, the environment failed, inconclusive.
+The codes mean: wrong input, refused, a gate failed, the environment failed, inconclusive.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineResult:
-    """The outcome of one pipeline of several.
+    """Result of one pipeline of a run of several pipelines.
 
-    The outcome is a summary with the errors of the stages, or the reason why the pipeline was not
-    started.
+    The result is a summary with the errors of the stages or, in `refused`, the error because of
+    which the pipeline was not run.
     """
 
     file: Path
@@ -532,7 +533,7 @@ class PipelineResult:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of `onnx-ops run` with this pipeline file."""
+        """Exit code of `onnx-ops run` with this pipeline file."""
         if self.refused is not None:
             return self.refused.exit_code
         return 0 if self.summary is None else self.summary.exit_code
@@ -552,8 +553,8 @@ def run_files(
 ) -> Iterator[PipelineResult]:
     """Plan and run every file, up to `jobs` of them concurrently.
 
-    Results come in the order of the files. An invalid or failing file does not stop the others.
-    Neither yielded results nor finished plans are kept in memory.
+    Results are yielded in the order of the files. After an invalid or failed file, the other files
+    still run. Yielded results and finished plans are not kept in memory.
     """
     from onnx_ops.app.results import find_base, summarize
     from onnx_ops.pipeline import ordered_map
@@ -585,6 +586,6 @@ def run_files(
 
 
 def worst_exit_code(codes: Iterable[int]) -> int:
-    """Return one exit code for several runs."""
+    """Return the exit code with the highest precedence among those of several runs."""
     distinct = set(codes)
     return next((code for code in _WORST_FIRST if code in distinct), max(distinct, default=0))

@@ -1,9 +1,9 @@
 """Add onnx-ops to an existing repository.
 
-This writes a pipeline for the repository's model, and the files that commands and workflows need.
-Only missing files are written, and no file that build tools, test runners or linters of Python
-collect. All files are below `onnx-ops/`, except `onnx-ops.toml` and files of GitHub Actions with
-distinct names.
+The module writes a pipeline for the repository's model, and the files that commands and workflows
+need. Existing files are not changed. Python's build tools, test runners and linters ignore the new
+files. All files are below `onnx-ops/`, except `onnx-ops.toml` and workflows of GitHub Actions,
+which have names of their own.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _FRAMEWORKS = (
     ("torch", "torch", "torch"),
     ("sklearn", "sklearn", "sklearn"),
 )
-"""Packages that a training function imports, their exporters and extras.
+"""Packages that a training module can import, their exporters and the exporters' extras.
 
-The first package that is found counts. The extras are those of the exporter.
+The first of these packages that the module imports determines the exporter.
 """
 
 _LABELS = ("label", "target", "y", "labels")
-"""Names of columns that are taken for the label."""
+"""Names of columns that are assumed to be the label."""
 
 _GENERATED_ROWS = 64
 
 _OPSET = 18
-"""Opset for a file without operators of the default domain."""
+"""Opset in the pipeline for a model that imports no opset of the default domain."""
 
 _REPLACED = (
     ("--requirement requirements.txt", "--requirement onnx-ops/requirements.txt"),
@@ -65,7 +65,9 @@ class RepositorySource:
 
     Attributes:
         source: Path of an ONNX file, or `package.module:function`.
-        data: Files of rows by data set.
+        data: Paths of files with rows, by the name of the data set.
+        label: Column of the labels; None to find it by its name.
+        framework: Exporter; empty to choose it by the imports of the training module.
         parameters: Values of the training function's parameters.
     """
 
@@ -78,9 +80,9 @@ class RepositorySource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositorySetup:
-    """The files that were written, and the files that already existed.
+    """Files that were written, and files that already existed.
 
-    Their paths are relative to the repository.
+    All paths are relative to the repository.
     """
 
     pipeline: str
@@ -93,11 +95,13 @@ def add_to_repository(root: Path, name: str, given: RepositorySource) -> Reposit
 
     Raises:
         NotFoundError: the model, its function or its data does not exist.
-        UserError: the model cannot be the start of a pipeline.
+        UserError: the name, the model or its data cannot be used in a pipeline.
     """
     if not root.is_dir():
         raise NotFoundError(
-            "no such folder", where=str(root), remedy="For a new project: onnx-ops init DIR."
+            "the folder does not exist",
+            where=str(root),
+            remedy="For a new project, run onnx-ops init DIR.",
         )
     if not re.fullmatch(NAME_PATTERN, name):
         remedy = "Use lower-case letters, digits and hyphens: --name."
@@ -121,7 +125,7 @@ def add_to_repository(root: Path, name: str, given: RepositorySource) -> Reposit
 def choose_name(root: Path) -> str:
     """Return a name for a pipeline, from the repository's package or folder."""
     named = ""
-    # An invalid file is ignored here: other tools report it.
+    # An invalid pyproject.toml is ignored: build tools report it.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         named = str(
             tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
@@ -144,7 +148,7 @@ def _write_missing(path: Path, content: str | bytes | Path) -> bool:
 def _list_files(
     root: Path, name: str, given: RepositorySource
 ) -> Iterator[tuple[str, str | bytes | Path]]:
-    """Yield the place and the content of each file."""
+    """Yield the path in the repository and the content of each file."""
     folder = WITHIN.as_posix()
     is_function = ":" in given.source
     lines, extras, rows = (
@@ -163,7 +167,7 @@ def _list_files(
         _fill("onnx-ops.txt", words).replace("./vendor/", f"./{folder}/vendor/"),
     )
     yield f"{folder}/requirements.txt", _compose_requirements(root, words)
-    # The flows of the package are used: linters of the repository would collect Python files.
+    # The flows are imported from the package, since the repository's linters would check copies.
     flows = re.sub(
         r"flows/(\w+)\.py:(\w+)", r"onnx_ops.templates.flows.\1.\2", _fill("prefect.yaml", words)
     )
@@ -249,20 +253,18 @@ def _compose_pipeline(name: str, lines: Sequence[str]) -> str:
 
 
 def _describe_function(root: Path, given: RepositorySource) -> tuple[list[str], str, None]:
-    """Return the sections of a training function, and the extras of its framework."""
+    """Return the pipeline's lines for a training function, and the extras to install."""
     module = given.source.partition(":")[0]
     path = next(
         filter(None, (find_module_file(module, base) for base in list_source_folders(root))), None
     )
     if path is None:
-        remedy = (
-            "Name a module below the repository or its folder src/: --from package.module:function."
-        )
-        raise NotFoundError(f"no module {module!r}", where=str(root), remedy=remedy)
+        remedy = "Name a module in the repository or in its src/: --from package.module:function."
+        raise NotFoundError(f"there is no module {module!r}", where=str(root), remedy=remedy)
     if problem := explain_missing_function(given.source, root):
         raise NotFoundError(problem, where="--from")
     for _, problem in check_arguments(given.source, given.parameters, root):
-        raise UserError(problem, where="--from", remedy="Give its parameters: --with NAME=VALUE.")
+        raise UserError(problem, where="--from", remedy="Set parameters with --with NAME=VALUE.")
     framework, extras = _find_framework(path, given.framework)
     data = _describe_data(root, dict(given.data) or _find_data(root), given.label)
     parameters = ", ".join(f"{name}: {_as_yaml(value)}" for name, value in given.parameters.items())
@@ -272,7 +274,7 @@ def _describe_function(root: Path, given: RepositorySource) -> tuple[list[str], 
 
 
 def _find_framework(path: Path, chosen: str) -> tuple[str, str]:
-    """Return the exporter and its extras for what a module imports."""
+    """Return the chosen exporter or that for the imports of a module, and its extras."""
     if chosen:
         return chosen, next((extras for _, name, extras in _FRAMEWORKS if name == chosen), "")
     imported = set()
@@ -286,7 +288,7 @@ def _find_framework(path: Path, chosen: str) -> tuple[str, str]:
 
 
 def _find_data(root: Path) -> dict[str, str]:
-    """Return the files that are called train and test."""
+    """Return files whose names contain `train` or `test`, by these names."""
     found = {}
     for name in ("train", "test"):
         paths = [
@@ -301,13 +303,13 @@ def _find_data(root: Path) -> dict[str, str]:
 
 
 def _describe_data(root: Path, data: Mapping[str, str], label: str | None) -> list[str]:
-    """Return the section of the data sets."""
+    """Return the lines of section `data`."""
     if "test" not in data:
         raise UserError(
-            "the pipeline needs rows to validate the export on",
+            "the pipeline needs rows for the validation of the export",
             where="--data",
-            remedy="Add --data test=data/test.csv. Name training data as the parameters of the "
-            "training function, for example --data train=data/train.csv.",
+            remedy="Add --data test=data/test.csv. Training data has the name of the training "
+            "function's parameter, for example --data train=data/train.csv.",
         )
     lines = ["data:"]
     for name, file in data.items():
@@ -324,7 +326,7 @@ def _describe_data(root: Path, data: Mapping[str, str], label: str | None) -> li
 
 
 def _find_label(path: Path) -> str:
-    """Return the column that is named like a label; empty if there is none."""
+    """Return the first column with a usual name of a label; empty without one."""
     from onnx_ops.adapters.data.file import sample_arrays
 
     arrays = sample_arrays(path, where=str(path)).arrays
@@ -334,9 +336,9 @@ def _find_label(path: Path) -> str:
 def _describe_file(
     root: Path, name: str, given: RepositorySource
 ) -> tuple[list[str], str, tuple[str, bytes] | None]:
-    """Return the sections of an ONNX file, and generated rows without given data.
+    """Return the pipeline's lines for an ONNX file, no extras, and generated rows.
 
-    There are no extras.
+    The rows are a path and the content of a file; None if the user supplied data.
     """
     from onnx_ops.measure.files import pack_arrays
     from onnx_ops.onnx_graph.input_bounds import read_input_bounds
@@ -346,7 +348,7 @@ def _describe_file(
     path = root / given.source
     if not path.is_file():
         remedy = (
-            "Name a file of the repository, or a training function: --from package.module:function."
+            "Name a file in the repository, or a training function: --from package.module:function."
         )
         raise NotFoundError("no such ONNX file", where=str(path), remedy=remedy)
     model = read_model_info(path)

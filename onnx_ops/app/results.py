@@ -27,10 +27,10 @@ from onnx_ops.statistics.variants.choice import choose
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The results of a run.
+    """Results of a run.
 
-    `awaiting` are the targets whose chosen variant must be promoted by a person. `left` are the
-    promotions that the run skipped, since another version has replaced the version to promote.
+    `awaiting` are the targets whose chosen variant a user must promote. `left` are the promotions
+    that the run skipped, since another version has replaced the version to promote.
     """
 
     pipeline: str
@@ -45,9 +45,9 @@ class Summary:
 
 
 def locate_report(registration: Registration) -> str:
-    """Return the address of the release's report, or a command that writes it.
+    """Return the URL of the release's report, or a command that writes the report.
 
-    The command is returned if the registry has no pages.
+    The command is returned if the registry has no web pages.
     """
     version = next(iter(registration.versions.values()))
     return registration.report or f"onnx-ops report {registration.model}/{version}"
@@ -90,7 +90,10 @@ def summarize(pipeline: Pipeline, result: RunResult, context: Context) -> Summar
 
 
 def _read_decision(gate: Stage, outcomes: Mapping[str, StageOutcome], store: Store) -> Decision:
-    """Return the decision of a gate stage; an error if nothing was measured."""
+    """Return the decision of a gate stage.
+
+    If the measurement failed, the decision has the verdict ERROR.
+    """
     manifest = outcomes[gate.id].manifest
     if manifest is not None:
         return codec.loads(store.read(manifest["decision.json"]), Decision)
@@ -122,7 +125,7 @@ def _read_registration(outcomes: Mapping[str, StageOutcome], store: Store) -> Re
 
 
 def _list_left(result: RunResult, context: Context) -> Iterator[PromotionResult]:
-    """Yield the promotions that a run skipped."""
+    """Yield the promotions that a run skipped; see `Summary.left`."""
     for stage in result.plan.stages:
         manifest = result.outcomes[stage.id].manifest
         if (
@@ -136,7 +139,10 @@ def _list_left(result: RunResult, context: Context) -> Iterator[PromotionResult]
 
 
 def _root(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> StageOutcome:
-    """Return the outcome at the root of a chain of skipped stages."""
+    """Return the outcome of the stage because of which a stage was skipped.
+
+    If the stage was not skipped, the result is its own outcome.
+    """
     outcome = outcomes[stage_id]
     while outcome.status is StageStatus.SKIPPED:
         needed = outcome.reason.removeprefix("needs ").partition(",")[0]
@@ -149,8 +155,8 @@ def _root(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> StageOutcome:
 def _exit_code(result: RunResult, choices: tuple[Choice, ...]) -> int:
     """Return the exit code of a run.
 
-    If every target has a choice, only the release can fail. Otherwise wrong input takes precedence
-    over verdicts.
+    If every target has a chosen variant, only errors of release stages determine the code.
+    Otherwise wrong input takes precedence over verdicts.
     """
     missing = [c.verdict for c in choices if c.variant is None]
     if choices and not missing:
@@ -171,13 +177,13 @@ def _exit_code(result: RunResult, choices: tuple[Choice, ...]) -> int:
 
 _CHOICES, _EVIDENCE = "choices.json", "evidence/"
 _COMMITS = 100
-"""Number of commits of the base branch that are searched.
+"""Maximum number of commits of the base branch to search for a record.
 
-Most commits touch no model, so that nothing was measured for them.
+Most commits change no model, so there is no measurement for them.
 """
 
 _SHARED = 20
-"""Number of commits whose records a folder keeps."""
+"""Number of newest commits whose records `export_commit` keeps in its folder."""
 
 _COMMIT_VARIABLES = ("GITHUB_SHA", "CI_COMMIT_SHA", "BUILD_SOURCEVERSION")
 _AUTHOR_VARIABLES = ("GITHUB_ACTOR", "GITLAB_USER_NAME", "BUILD_REQUESTEDFOR")
@@ -192,19 +198,19 @@ _BASE_VARIABLES = (
     "CI_MERGE_REQUEST_TARGET_BRANCH_NAME",
     "SYSTEM_PULLREQUEST_TARGETBRANCH",
 )
-"""Variables of GitHub, GitLab and Azure, in this order."""
+"""Variables of GitHub, GitLab and Azure, in this order, that name the target branch."""
 
 
 def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Provenance:
     """Return the author, time and commit of this state of the project.
 
-    The sources are git, or else the variables of a CI service.
+    These come from git or, without a repository, from the variables of a CI service.
     """
     head = "HEAD"
     if _first(environ, _BASE_VARIABLES) and ask_git(
         root, "rev-parse", "--verify", "--quiet", "HEAD^2", may_fail=True
     ):
-        head = "HEAD^2"  # of a pull request, the merge that the service has made is checked out
+        head = "HEAD^2"  # for a pull request, the CI service checks out a merge commit
     commit, _, author = (
         ask_git(root, "log", "-1", "--format=%H%x00%an", head, may_fail=True)
         .strip()
@@ -221,9 +227,9 @@ def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Prove
 
 
 def read_base_branch(environ: Mapping[str, str]) -> str:
-    """Return the branch that a pull request goes to; empty outside of one.
+    """Return the target branch of a pull request from the CI service's variables.
 
-    Variables of a CI service name it.
+    The result is empty outside a pull request.
     """
     return _first(environ, _BASE_VARIABLES).removeprefix("refs/heads/")
 
@@ -231,8 +237,8 @@ def read_base_branch(environ: Mapping[str, str]) -> str:
 def record_commit(root: Path, store: Store, summary: Summary) -> None:
     """Record choices and evidence of a run under the checked-out commit.
 
-    Later comparisons use them. Nothing is recorded outside a repository, or where files differ from
-    the commit.
+    Later comparisons use the record. Nothing is recorded outside a repository, or if files differ
+    from the commit.
     """
     commit = resolve_commit(root, "HEAD")
     if not summary.choices or not commit or _is_changed(root):
@@ -250,8 +256,8 @@ def record_commit(root: Path, store: Store, summary: Summary) -> None:
 def export_commit(root: Path, store: Store, pipeline: str, folder: Path) -> None:
     """Copy the record of the checked-out commit to a folder.
 
-    Runs with another store read the record there. The folder keeps the records of the newest
-    commits.
+    Runs with another store read the record from this folder. Only the records of the newest commits
+    remain in the folder.
     """
     commit = resolve_commit(root, "HEAD")
     recorded = store.lookup(_key(root, pipeline, commit)) if commit else None
@@ -274,15 +280,15 @@ def import_commits(root: Path, store: Store, folder: Path) -> None:
             for path in place.rglob("*")
             if path.is_file() and not path.is_symlink()
         }
-        if _CHOICES in files:  # no writer of the folder can choose the key of a stage
+        if _CHOICES in files:  # computing the key here protects the other results in the store
             store.record(_key(root, place.name, place.parent.name), Manifest(files=files))
 
 
 def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = "") -> BaseRelease:
-    """Return the record of the commit where this branch left its base.
+    """Return the record of the commit at which this branch diverged from its base.
 
     If that commit has no record, the last recorded commit before it is used. The base is a tag, a
-    commit or a branch, which may exist only at `origin`. `name` is the base's display name.
+    commit or a branch, which can exist only at `origin`. `name` is the base's display name.
     """
     name = name or base
     try:
@@ -317,14 +323,17 @@ def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = ""
     except OnnxOpsError as error:
         return BaseRelease(branch=name, why=str(error))
     why = (
-        f"Nothing is recorded for {name}: a run of this pipeline on one of its commits, "
-        "with this store, records it."
+        f"No measurement is recorded for {name}. To record one, run this pipeline on a commit of "
+        f"{name} with this store."
     )
     return BaseRelease(branch=name, why=why)
 
 
 def _key(root: Path, pipeline: str, commit: str) -> Digest:
-    """Return the key of a commit's record. One repository can hold several projects."""
+    """Return the key of the record of a commit and pipeline.
+
+    The key contains the project's folder, since one repository can have several projects.
+    """
     folder = ask_git(root, "rev-parse", "--show-prefix", may_fail=True).strip()
     return digest_json(["commit", folder, pipeline, commit])
 

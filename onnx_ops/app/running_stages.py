@@ -1,4 +1,4 @@
-"""The stages that run on this machine: their processes, pools and locks."""
+"""Processes, pools and locks of the stages that run on this machine."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ from onnx_ops.ports import Pools
 def machine_lock(
     on_wait: Callable[[], None] | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Hold the lock under which one process of this machine measures times."""
+    """Return a context that holds this machine's lock for measurements of times.
+
+    Only one process of the user measures times at any moment. `on_wait` is called if the lock is
+    not free.
+    """
     return hold_lock(
         Path(tempfile.gettempdir()) / f"onnx-ops-benchmark-{os.getuid()}.lock", on_wait=on_wait
     )
 
 
 class MeasurementLock:
-    """Reserves the machine for a measurement among pipelines that run concurrently.
+    """Lock that reserves the machine for one measurement among concurrent stages.
 
-    The pipelines run in one process. The lock is granted in the order of requests. Work without
-    measurements runs concurrently. A measurement waits for all running work, and later work waits
-    for the measurement.
+    The stages belong to pipelines of one process. The lock is granted in the order of requests.
+    Work without measurements runs concurrently. A measurement waits for all running work, and later
+    work waits for the measurement.
     """
 
     def __init__(self) -> None:
@@ -43,9 +47,10 @@ class MeasurementLock:
 
     @contextlib.contextmanager
     def hold(self, *, alone: bool, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-        """Hold the lock, alone for work that measures times, otherwise shared.
+        """Hold the lock: `alone` for a measurement of times, shared for other work.
 
         Args:
+            alone: whether no other work may run at the same time.
             on_wait: called if the lock is not free.
         """
         with self._changed:
@@ -75,9 +80,9 @@ class MeasurementLock:
 
 
 class RunningStages:
-    """The child processes and pools of running stages, and their lock.
+    """Child processes and pools of running stages, and their lock.
 
-    A cancelled run can end the processes and pools.
+    A run that is cancelled ends all of its stages through this object.
     """
 
     def __init__(self) -> None:
@@ -88,9 +93,9 @@ class RunningStages:
         self._preparation: threading.Thread | None = None
 
     def import_registry(self) -> None:
-        """Import MLflow, which takes two seconds, while stages run in other processes.
+        """Import MLflow on a thread, while stages run in other processes.
 
-        Only the first call does this.
+        The import takes two seconds. Only the first call starts it.
         """
         if self._preparation is None:
             self._preparation = threading.Thread(target=_import_registry, daemon=True)
@@ -103,7 +108,7 @@ class RunningStages:
 
     @property
     def pools(self) -> Pools:
-        """The pools, loaded on first use.
+        """Client of the work pools, loaded on first use.
 
         Raises:
             MissingPackageError: Prefect is not installed.
@@ -115,9 +120,9 @@ class RunningStages:
 
     @contextlib.contextmanager
     def ended_on_error(self) -> Iterator[None]:
-        """End every running stage, on every machine, if the block raises.
+        """End every running stage, on every machine, if the block raises an exception.
 
-        A cancellation also ends the stages.
+        KeyboardInterrupt and other cancellations also end the stages.
         """
         try:
             yield
@@ -126,7 +131,7 @@ class RunningStages:
             raise
 
     def end(self) -> None:
-        """End every running stage, on every machine; no further one starts."""
+        """End every running stage, on every machine; no further stage starts."""
         self.ended = True
         for process in tuple(self.processes):
             process.kill()
@@ -135,13 +140,13 @@ class RunningStages:
 
 
 def _import_registry() -> None:
-    with contextlib.suppress(ImportError):  # the stage that needs this package reports the error
+    with contextlib.suppress(ImportError):  # the stage that needs MLflow reports the error
         importlib.import_module("onnx_ops.adapters.registries.mlflow_connection").import_mlflow()
 
 
 def hold_key_lock(folder: Path, key: Digest) -> contextlib.AbstractContextManager[None]:
-    """Hold the lock of a key.
+    """Return a context that holds the lock of a key in a folder of locks.
 
-    It excludes other threads and processes on this machine that name this folder.
+    The lock excludes other threads and processes on this machine that use this folder.
     """
     return hold_temporary_lock(folder / f"{hex_digits(key)}.lock")

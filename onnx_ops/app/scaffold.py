@@ -1,8 +1,8 @@
-"""New projects: the required files of this repository, renamed for the project.
+"""New projects, made from files of this repository.
 
-A project has a model to start from. Flows, workflows, infrastructure and examples are those that
-onnx-ops runs and tests; `templates/` links to them, and a wheel holds copies. A project also gets
-the wheel of this release, so that a runner can install it from a checkout of the project alone.
+A project starts with a model of the examples. Its flows, workflows, infrastructure and example are
+those that onnx-ops runs and tests: `templates/` links to them, and a wheel contains copies. A
+project also gets the wheel of this release, so that a CI runner can install onnx-ops from it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,17 @@ TemplateName = Literal["sklearn", "table", "torch", "onnx"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """The starting point of a project.
+    """Starting point of a project.
 
     Attributes:
-        renamed: Words of the pipeline file and their replacements.
-        data: Files of the examples that its pipeline reads, and their places.
+        pipeline: Name of the example's pipeline file.
+        model: Path of the model or its training function in the examples.
+        place: Path of the model or its training function in the project.
+        extras: Extras of onnx-ops that the project installs.
+        description: Description of the file at `place` for the user.
+        change: Option of `onnx-ops run` that changes the model, for the tutorial.
+        renamed: Texts of the pipeline file and their replacements.
+        data: Data files of the example, and their paths in the project.
     """
 
     pipeline: str
@@ -68,7 +74,7 @@ PROJECTS: Mapping[TemplateName, Template] = {
             "digits-mlp": "{name}",
             "examples.digits_mlp": "models.train",
             "endpoint: digits\n": "endpoint: {name}\n",
-            # The tutorials start with all traffic immediately, and switch to a canary later.
+            # Tutorials begin with a rollout that moves all traffic immediately, not with a canary.
             "    # The first release has nothing to be compared with, "
             "and gets all traffic immediately. A rollout of this example takes\n    # seconds, "
             "since users are assigned anew every 5 s; by default every minute.\n": "",
@@ -105,7 +111,7 @@ PROJECTS: Mapping[TemplateName, Template] = {
         model="models/iris.onnx",
         place="models/model.onnx",
         extras="demo",
-        description="the ONNX file; put yours in its place, and its data into the pipeline",
+        description="the ONNX file; replace it by your file, and set its data in the pipeline",
         change="",
         renamed={
             "iris-onnx": "{name}",
@@ -124,8 +130,8 @@ _COPIED: tuple[tuple[str, str, str], ...] = (
         ("workflows", name, ".github/workflows")
         for name in ("model-commit.yml", "promote.yml", "rollback.yml")
     ),
-    # Scripts that the build of the image runs. The image's Dockerfile is a template, since it
-    # installs from the wheel.
+    # The build of the image runs these scripts. The Dockerfile itself is not copied but generated
+    # from a template, since in a project it installs onnx-ops from the wheel.
     *(
         ("infra/docker", name, "infra/docker")
         for name in ("bill.py", "healthcheck.py", "install.sh")
@@ -137,12 +143,12 @@ _COPIED: tuple[tuple[str, str, str], ...] = (
 )
 """Files that are copied unchanged.
 
-Each entry has the folder in the templates, the pattern there, and the place in the project.
+Each entry has a folder of the templates, a pattern of files in it, and a folder of the project.
 """
 
 
 def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]:
-    """Write a project into an empty or new folder; return its files, sorted."""
+    """Write a project into an empty or new folder; return its sorted file names."""
     remedy = "Use lower-case letters, digits and hyphens, beginning with a letter or digit."
     if not re.fullmatch(NAME_PATTERN, name):
         raise UserError(f"{name!r} cannot name a pipeline", where="--name", remedy=remedy)
@@ -153,8 +159,8 @@ def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]
         *(line.partition("==")[0].lower().replace("_", "-") for line in lines),
     }
     if keyword.iskeyword(name) or name in taken:
-        package = "a package that the project installs has this name"
-        why = "it is a keyword of Python" if keyword.iskeyword(name) else package
+        package = "a package of the project's environment has this name"
+        why = "the name is a keyword of Python" if keyword.iskeyword(name) else package
         remedy = "Choose another name: --name."
         raise UserError(f"{name!r} cannot name a project", where="--name", why=why, remedy=remedy)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -189,7 +195,7 @@ def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]
 
 
 def write_wheel(installed: Distribution, folder: Path) -> Path:
-    """Write the wheel of this release, from the files that run here."""
+    """Write a wheel of this release from its installed files; return the path."""
     stem = f"onnx_ops-{installed.version}"
     metadata = f"{stem}.dist-info"
     files = {
@@ -210,7 +216,7 @@ def write_wheel(installed: Distribution, folder: Path) -> Path:
     wheel = folder / f"{stem}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in files.items():
-            # All entries have one time, so that the same release makes the same bytes.
+            # All entries have the same fixed time, so the same release gives the same bytes.
             archive.writestr(
                 zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), data, zipfile.ZIP_DEFLATED
             )
@@ -218,25 +224,25 @@ def write_wheel(installed: Distribution, folder: Path) -> Path:
 
 
 def _list_package_files() -> list[Path]:
-    """Return the files of the package that runs here, as a build would take them."""
+    """Return the files of the installed package that a build would put into a wheel."""
     file = PACKAGE.parent / "pyproject.toml"
     project = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    # A checkout also has files that a build leaves out.
+    # A checkout also has files that are not part of a wheel.
     if project.get("project", {}).get("name") == "onnx-ops":
         globs = project["tool"]["setuptools"]["package-data"]["onnx_ops"]
         paths = {
             *PACKAGE.rglob("*.py"),
             *(path for pattern in globs for path in PACKAGE.glob(pattern)),
         }
-    else:  # some packages install such a file in site-packages
+    else:  # there is no pyproject.toml, or another package installed one in site-packages
         paths = {path for path in PACKAGE.rglob("*") if path.parent.name != "__pycache__"}
     return sorted(path for path in paths if path.is_file())
 
 
 def _build_record(files: Mapping[str, bytes], name: str) -> bytes:
-    """Return the RECORD of a wheel.
+    """Return the content of a wheel's file RECORD.
 
-    It has a line for each file with its digest and size, and one for RECORD itself.
+    RECORD has a line with digest and size for each file, and a line for RECORD itself.
     """
     lines = []
     for path, data in files.items():
@@ -246,7 +252,7 @@ def _build_record(files: Mapping[str, bytes], name: str) -> bytes:
 
 
 def _sources(chosen: Template) -> Iterator[tuple[Path, str]]:
-    """Yield files that are copied unchanged, and their places."""
+    """Yield files that are copied unchanged, and their paths in the project."""
     for source, place in {chosen.model: chosen.place, **chosen.data}.items():
         yield TEMPLATES / "examples" / source, place
     for folder, pattern, place in _COPIED:
@@ -255,7 +261,7 @@ def _sources(chosen: Template) -> Iterator[tuple[Path, str]]:
 
 
 def _written(name: str) -> Iterator[tuple[Path, str]]:
-    """Yield files that hold the project's name, and their places."""
+    """Yield templates that are filled with the project's name, and their paths."""
     places = {
         "Dockerfile": "infra/docker/Dockerfile",
         "Dockerfile.dockerignore": "infra/docker/Dockerfile.dockerignore",

@@ -1,4 +1,4 @@
-"""Checks whether servers have memory for a new version beside the stable one.
+"""Check whether servers have enough memory for a new version beside the stable version.
 
 A server measures a new version before its workers load it (`serving.workers.trial_load`). `check`
 estimates the memory earlier, for the author of the pipeline file. The estimate assumes that the new
@@ -20,9 +20,10 @@ from onnx_ops.release.journal import read_readable_state
 
 
 def find_memory_shortages(context: Context, config: EndpointConfig) -> Iterator[str]:
-    """Yield why servers could not load a new version beside the stable one.
+    """Yield a message for each server that lacks memory for a second version.
 
-    A server that does not answer, or a version without evidence here, is not treated as a shortage.
+    Servers that do not answer are ignored. Without local evidence of the stable version's memory,
+    the memory of a worker is used.
     """
     from onnx_ops.serving.workers.memory_admission import find_shortage
 
@@ -38,16 +39,15 @@ def find_memory_shortages(context: Context, config: EndpointConfig) -> Iterator[
         if why := find_shortage(memory, max(peak_bytes, memory.worker_bytes)):
             place = f"replica {memory.server}" if memory.server else "the server"
             yield (
-                f"{place} of endpoint {config.endpoint} has no memory for a second version as "
-                f"large as {stable.name}: {why}. Serve with fewer workers, "
-                "or give the server more memory."
+                f"{place} of endpoint {config.endpoint} has too little memory for a second version "
+                f"as large as {stable.name}: {why}. Use fewer workers or a server with more memory."
             )
 
 
 def _read_peak(context: Context, evidence: Digest | None) -> int:
-    """Return the peak memory of one process in bytes, from a version's evidence.
+    """Return the peak memory in bytes of a process that loads a version.
 
-    The result is 0 without such a measurement.
+    The value is read from the version's evidence; it is 0 without such a measurement.
     """
     if evidence is None:
         return 0

@@ -1,4 +1,4 @@
-"""The request to execute one stage, and its failure, as JSON for another process."""
+"""JSON documents for another process: the request to execute a stage, and its error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ExecuteStage = Callable[[Stage, Digest, Mapping[str, Manifest]], Manifest]
 
 
 def build_request(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> dict[str, Json]:
-    """Return a stage and its inputs as JSON."""
+    """Return the request to execute a stage, as a JSON value."""
     return {
         "stage": codec.to_json(stage),
         "key": key,
@@ -27,7 +27,7 @@ def build_request(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> 
 
 
 def parse_request(request: Mapping[str, Json]) -> tuple[Stage, Digest, Mapping[str, Manifest]]:
-    """Return the arguments of `build_request`."""
+    """Return the stage, its key and its inputs from a request of `build_request`."""
     stage = codec.from_json(request["stage"], Stage, where="request")
     files = codec.from_json(request["inputs"], dict[str, dict[str, Digest]], where="request")
     return (
@@ -38,13 +38,13 @@ def parse_request(request: Mapping[str, Json]) -> tuple[Stage, Digest, Mapping[s
 
 
 def record_failure(store: Store, run: str, error: OnnxOpsError) -> None:
-    """Record in the store why an execution of a request failed."""
+    """Record in the store the error of an execution, under the execution's name `run`."""
     failure = json.dumps(error.as_document()).encode("utf-8")
     store.record(_failure_key(run), Manifest(files={_FAILURE: store.put_bytes(failure)}))
 
 
 def load_failure(store: Store, run: str) -> OnnxOpsError | None:
-    """Return why an execution of a request failed; None if no failure is recorded."""
+    """Return the recorded error of an execution; None if no error is recorded."""
     failed = store.lookup(_failure_key(run))
     return None if failed is None else from_document(json.loads(store.read(failed[_FAILURE])))
 

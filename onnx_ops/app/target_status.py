@@ -1,4 +1,4 @@
-"""Which targets this machine can measure."""
+"""Status of targets: whether this machine can measure them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _CPU = "CPUExecutionProvider"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetStatus:
-    """The status of one target. `why` and `remedy` explain it.
+    """Status of one target. `why` and `remedy` explain the status.
 
-    `here` is None if the target's file is invalid, another machine measures the target, or its
-    build is not checked. `measured` is whether this project timed models with a shipped profile,
+    `here` states whether this machine can measure the target. It is None if the target's file is
+    invalid, a pool measures the target, or its build of ONNX Runtime is not checked. `measured`
+    states whether the developers of onnx-ops have timed models with this shipped profile; it is
     None for other targets.
     """
 
@@ -42,7 +43,8 @@ class TargetStatus:
 def list_target_statuses(project: Project) -> list[TargetStatus]:
     """Return the status of the project's targets, then of the shipped profiles.
 
-    Both are ordered by name. A profile is left out if the project has a target of the same name.
+    Targets and profiles are each ordered by name. A profile is left out if the project has a target
+    of the same name.
     """
     with _write_probe() as probe:
         names = dict.fromkeys((*project.targets.names(), *profile_names()))
@@ -50,11 +52,11 @@ def list_target_statuses(project: Project) -> list[TargetStatus]:
 
 
 def find_unmeasurable(context: Context, targets: Iterable[Target]) -> dict[str, str]:
-    """Return the targets that this machine cannot measure, with the reason.
+    """Return the reason for each target that this machine cannot measure.
 
-    Targets of pools and builds are not checked. The hardware of every other target is compared. A
-    session is built only for providers other than the CPU's, because building one requires the
-    import of the runtime.
+    Targets with a pool or an environment are not checked. The hardware of every other target is
+    checked. For targets of the CPU provider, no session is built, since this would import ONNX
+    Runtime.
     """
     reasons: dict[str, str] = {}
     for target in targets:
@@ -97,10 +99,10 @@ def _read_status(project: Project, name: str, probe: Path) -> TargetStatus:
         target = targets.load(name)
         status = replace(status, provider=target.providers[0].name)
         if target.pool:
-            return replace(status, why=f"workers of pool {target.pool} measure it")
+            return replace(status, why=f"workers of pool {target.pool} measure this target")
         if target.env is not None:
             build = ", ".join(target.env.requirements)
-            why = f"its build ({build}) is installed into a separate environment by the first run"
+            why = f"the first run installs its build ({build}) into a separate environment"
             return replace(status, why=why)
         status = replace(status, here=False)
         why = _find_obstacle(project.context.runtime(target.runtime), target, probe)
@@ -113,14 +115,16 @@ def _read_status(project: Project, name: str, probe: Path) -> TargetStatus:
 
 
 def _find_obstacle(runtime: Runtime, target: Target, probe: Path) -> str:
-    """Return why measurements on this machine would not be the target's.
+    """Return the reason why this machine cannot measure a target; empty if it can.
 
-    A provider can be in the build although its hardware is absent.
+    A model is run for this check, since a build can contain a provider whose hardware is missing.
     """
     require_hardware(runtime, target)
     facts = runtime.facts(probe, target)
     wanted = target.providers[0].name
     ran = wanted in facts.used and (not facts.nodes or wanted in facts.nodes)
     return (
-        "" if ran else f"{wanted} was requested, {', '.join(facts.nodes or facts.used)} ran instead"
+        ""
+        if ran
+        else f"{wanted} was requested, but {', '.join(facts.nodes or facts.used)} ran instead"
     )

@@ -1,6 +1,6 @@
 """The child process of a stage, forked by the fork server.
 
-It reads one request, executes its stage, and writes the result.
+The process reads one request, executes its stage, and writes the result.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from onnx_ops.scratch import storage_errors, write_durably
 
 
 def main() -> None:
-    """Read one request, execute its stage, write one result."""
-    # The output of user code is shown immediately.
+    """Read one request, execute its stage, and write the result."""
+    # With line buffering, the parent shows the output of user code immediately.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     IsolatedProcess.copy_output = partial(os.write, sys.stdout.fileno())
     request = json.loads(sys.stdin.readline())
@@ -41,11 +41,11 @@ def main() -> None:
 
 
 def _die_with_parent(scratch: Path) -> None:
-    """End this process when its parent is gone.
+    """End this process when its parent has ended.
 
-    The parent holds the other end of standard input. The processes that the stage has started end
-    too: they are in the process group that this process leads. The stage's temporary files are
-    removed here, since the parent can no longer remove them.
+    Standard input is a pipe that closes when the parent ends. The processes that the stage has
+    started are in the process group of this process, and are killed too. The stage's temporary
+    files are removed here, since the parent can no longer remove them.
     """
     sys.stdin.read()
     shutil.rmtree(scratch, ignore_errors=True)
@@ -60,7 +60,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     stage, key, inputs = parse_request(request)
     limit = stage.memory or read_memory_bytes()
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    # Only the soft limit is set, since child processes may have other limits.
+    # Only the soft limit is set, so that child processes can set another limit.
     resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
     try:
         with storage_errors(stage.id):
@@ -70,7 +70,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": error.as_document()}
     except MemoryError:
         failure = StageError(
-            f"it needs more memory than its limit of {limit / 1e9:.1f} GB",
+            f"the stage needs more memory than its limit of {limit / 1e9:.1f} GB",
             where=stage.id,
             remedy="Raise `memory` in the pipeline file if the machine has more.",
         )

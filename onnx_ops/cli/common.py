@@ -1,6 +1,7 @@
 """Shared by all commands: options and help, errors as exit codes, and output.
 
-Output is one JSON document, or text: paragraphs and tables that break no word, path or interval.
+Output is one JSON document, or text: paragraphs and tables without breaks in words, paths or
+intervals.
 """
 
 from __future__ import annotations
@@ -77,30 +78,30 @@ _COLOURS = {
     Verdict.FAIL: "red",
 }
 _UNWRAPPED = 100_000
-"""Columns that no line of output reaches."""
+"""Width of a console without a terminal, in columns; no line of output is longer."""
 _CI = ("GITHUB_ACTIONS", "TF_BUILD")
-"""Variables of CI services that carry out lines of the output."""
+"""Environment variables of CI services that execute commands in lines of the output."""
 
 _GAP = 2
-"""Columns between the columns of a table."""
+"""Number of spaces between the columns of a table."""
 
 _WORD = re.compile(r"(?:\[[^\]\n]{1,40}\]|[^ \n])+")
-"""An unbreakable unit: a word, with the brackets that it contains.
+"""Pattern of text without line breaks: a word, or a word with bracketed text.
 
-An interval such as `[1.2, 1.3] ms` is therefore not broken up to its closing bracket.
+Lines are therefore not broken inside the brackets of an interval such as `[1.2, 1.3] ms`.
 """
 
 _LINE = re.compile(r".+")
 
 KEEP = "\u00a0"
-"""A space at which no line breaks; printed as a plain one."""
+"""Space at which lines are not broken; it is printed as a normal space."""
 
 
 @dataclass(slots=True)
 class CollectedOutput:
-    """The output of a command for a Python caller.
+    """Output of a command for a Python caller.
 
-    The output consists of the command's document, and of the errors that did not end the command.
+    The output consists of the command's document, and of all errors that were printed.
     """
 
     document: Any = None
@@ -111,15 +112,15 @@ collected_output: ContextVar[CollectedOutput | None] = ContextVar("collecting", 
 
 
 def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Turn errors into a message and an exit code.
+    """Return a command that turns exceptions into a message and an exit code.
 
-    An error never shows a traceback, and never has the exit code of a failed gate.
+    No traceback is printed. The exit code of an error is never that of a failed gate.
     """
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        # With --json, standard output holds one document. The output of libraries therefore goes to
-        # standard error, like the progress.
+        # With --json, standard output must contain only one document. The output of libraries and
+        # the progress therefore go to standard error.
         redirect = (
             contextlib.redirect_stdout(sys.stderr)
             if kwargs.get("as_json")
@@ -142,9 +143,9 @@ def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def _describe_error(error: Exception, function: str) -> OnnxOpsError:
-    """Return the error to show.
+    """Return the error to print for an exception of a command.
 
-    The error of a missing package or a fault of onnx-ops names the command that ended.
+    The error for a missing package or a bug of onnx-ops names the command.
     """
     group, _, verb = function.partition("_")
     command = f"onnx-ops {f'{group} {verb}' if group in _GROUPS else function.replace('_', '-')}"
@@ -185,7 +186,10 @@ def parse_duration(text: str, option: str) -> float:
 
 
 def parse_version(text: str, command: str) -> tuple[str, str]:
-    """Return model and version of `MODEL/VERSION`. `command` is shown in the example."""
+    """Return model and version from a text `MODEL/VERSION`.
+
+    `command` is part of the example in the error message.
+    """
     model, _, number = text.rpartition("/")
     number = number.removeprefix("v")
     if not model or not number:
@@ -197,7 +201,7 @@ def parse_version(text: str, command: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def writing(what: str, where: object) -> Iterator[None]:
-    """Convert an error in writing a file into a UserError."""
+    """Convert an OSError in this context to a UserError about writing `what`."""
     try:
         yield
     except OSError as error:
@@ -222,13 +226,13 @@ def program(
         ),
     ] = False,
 ) -> None:
-    """Define the options that need no command."""
+    """Define the options of `onnx-ops` itself."""
 
 
 class Command(TyperCommand):
-    """A command whose docstring can be wrapped anywhere.
+    """Command whose help ignores the line breaks of its docstring.
 
-    The values of its options are shown as `FILE`, `N` or `a|b`.
+    The help shows the values of options as `FILE`, `N` or `a|b`.
     """
 
     def __init__(self, name: str | None, **settings: Any) -> None:
@@ -237,7 +241,7 @@ class Command(TyperCommand):
         super().__init__(name, **settings)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, with their metavars as this project shows them."""
+        """Return the parameters with the classes of this project, which show their values."""
         return _named(super().get_params(ctx))
 
 
@@ -249,9 +253,9 @@ def make_group(name: str, text: str, example: str) -> typer.Typer:
 
 
 def add_command(group: typer.Typer, name: str) -> Callable[[F], F]:
-    """Add a function to the sub-commands of a group.
+    """Return a decorator that adds a function to the sub-commands of a group.
 
-    The errors that it raises become exit codes.
+    Errors that the function raises become messages and exit codes.
     """
 
     def add(function: F) -> F:
@@ -262,10 +266,10 @@ def add_command(group: typer.Typer, name: str) -> Callable[[F], F]:
 
 
 class CommandGroup(TyperGroup):
-    """A group whose own options are shown like those of its commands."""
+    """Group of commands whose help shows options as `Command` does."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, with their metavars as this project shows them."""
+        """Return the parameters with the classes of this project, which show their values."""
         return _named(super().get_params(ctx))
 
 
@@ -287,7 +291,7 @@ class _Option(TyperOption):
     def process_value(self, ctx: Any, value: Any) -> Any:
         """Return the converted value.
 
-        The error of a misspelt choice suggests the most similar choice.
+        The error for a misspelled choice suggests the most similar choice.
         """
         try:
             return super().process_value(ctx, value)
@@ -309,9 +313,9 @@ class _Option(TyperOption):
 
 
 def _named(params: list[Any]) -> list[Any]:
-    """Change the classes of parameters.
+    """Change the classes of parameters to those of this project.
 
-    Typer makes the parameters itself and has no setting for their classes.
+    Typer creates the parameters itself and has no setting for their classes.
     """
     for param in params:
         if isinstance(param, TyperArgument):
@@ -322,7 +326,7 @@ def _named(params: list[Any]) -> list[Any]:
 
 
 def print_error(error: OnnxOpsError, *, as_json: bool) -> None:
-    """Print an error for people or, as JSON, for machines."""
+    """Print an error as text on standard error, or as JSON on standard output."""
     if (collected := collected_output.get()) is not None:
         collected.errors.append(error)
     if as_json:
@@ -332,7 +336,7 @@ def print_error(error: OnnxOpsError, *, as_json: bool) -> None:
 
 
 def print_errors(errors: Mapping[str, OnnxOpsError]) -> None:
-    """Print errors for people."""
+    """Print errors as text on standard error."""
     for error in errors.values():
         print_error(error, as_json=False)
 
@@ -348,7 +352,7 @@ def print_json(document: Any) -> None:
 def print_result(
     document: Callable[[], Any], report: Callable[[], None] | str, *, as_json: bool
 ) -> None:
-    """Print a result for machines, or a text or report for people.
+    """Print the result of a command as JSON, or as a text or report.
 
     A caller in Python also gets the document.
     """
@@ -370,21 +374,21 @@ def print_steps(
         for report in steps:
             say(f"{name}: {report.did + ': ' if report.did else ''}{report.why}")
         if steps[-1].registry_down:
-            say(f"{name}: the registry does not answer: {steps[-1].registry_down}", err=True)
+            say(f"{name}: the registry did not answer: {steps[-1].registry_down}", err=True)
     print_errors(errors or {})
 
 
 def documents(errors: Mapping[str, OnnxOpsError]) -> dict[str, Any]:
-    """Return errors for --json."""
+    """Return errors as JSON documents, by their names."""
     return {name: error.as_document() for name, error in errors.items()}
 
 
 def steps_to_document(
     reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str, OnnxOpsError]
 ) -> dict[str, Any]:
-    """Return the list of steps of each endpoint.
+    """Return the list of steps of each endpoint as JSON.
 
-    If an error ended the reconciliation of an endpoint, the error is returned instead.
+    For an endpoint whose reconciliation ended with an error, the error is returned instead.
     """
     return {**codec.to_json(reports), **documents(errors)}
 
@@ -394,7 +398,7 @@ def exit_after_steps(
 ) -> None:
     """Exit with the code of the worst error.
 
-    Without errors, exit with 5 if something was refused, or else with 4 if the registry did not
+    Without errors, exit with 5 if a step was refused, or else with 4 if the registry did not
     answer.
     """
     if errors:
@@ -406,15 +410,15 @@ def exit_after_steps(
 
 
 class Markup(str):
-    """Text in Rich's markup; any other string is printed literally."""
+    """Text in Rich's markup. Strings of other types are printed literally."""
 
     __slots__ = ()
 
 
 def markup(template: str, *values: object) -> Markup:
-    """Return a template in Rich's markup with values at its `{}`.
+    """Return a template in Rich's markup with values inserted at its `{}`.
 
-    Only values that are `Markup` are styled.
+    Markup in values is printed literally, unless they are `Markup` themselves.
     """
     return Markup(
         template.format(
@@ -424,9 +428,9 @@ def markup(template: str, *values: object) -> Markup:
 
 
 class SafeConsole(Console):
-    """A console that disarms commands in printed texts of others.
+    """Console that makes control sequences and CI commands in printed texts harmless.
 
-    It protects the terminal, and a CI service that reads the lines.
+    The console protects the terminal, and a CI service that executes commands in the output.
     """
 
     def render(
@@ -437,9 +441,9 @@ class SafeConsole(Console):
             yield segment if segment.control else Segment(show(segment.text), segment.style)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as a console does.
+        """Print objects as Rich's console does.
 
-        On a CI service, lines that its runner would carry out are broken.
+        On a CI service, lines that its runner would execute as commands are changed.
         """
         if self.is_terminal or not any(name in os.environ for name in _CI):
             super().print(*objects, **options)
@@ -450,10 +454,10 @@ class SafeConsole(Console):
 
 
 def console() -> Console:
-    """Return standard output as a console.
+    """Return a console on standard output.
 
-    If standard output is no terminal, the console has `_UNWRAPPED` columns, since programs read
-    whole lines.
+    If standard output is not a terminal, the width is `_UNWRAPPED`, since programs read whole
+    lines.
     """
     coloured = True if collected_output.get() is not None else None
     return SafeConsole(
@@ -472,28 +476,31 @@ def error_console() -> Console:
 
 
 def print_line(text: str, *, err: bool = False) -> None:
-    """Print one line as it is, of any length."""
+    """Print one line of any length without wrapping."""
     typer.echo(disarm(text), err=err)
 
 
 def verdict_markup(verdict: Verdict, *, advisory: bool = False, text: str = "") -> Markup:
-    """Return a verdict, or another text for it, in its colour; an advisory one is dim."""
+    """Return a verdict, or `text` in its place, in the verdict's color.
+
+    Verdicts of advisory gates are dim.
+    """
     colour = "dim" if advisory else _COLOURS[verdict]
     return markup(f"[{colour}]{{}}[/{colour}]", text or verdict.value.upper())
 
 
 def say(text: object, *, err: bool = False, indent: int = 0) -> None:
-    """Print plain text as `print_text` does, on standard output or standard error."""
+    """Print plain text as a paragraph, on standard output or standard error."""
     print_text("{}", text, out=error_console() if err else None, indent=indent)
 
 
 def print_text(
     template: str, *values: object, out: Console | None = None, indent: int = 0, hang: int = 2
 ) -> None:
-    """Print a paragraph that a terminal wraps between words; elsewhere it is one line.
+    """Print a paragraph: wrapped between words on a terminal, otherwise in one line.
 
     Args:
-        template: text as for `markup`.
+        template: template of `markup`.
         values: values of the template.
         out: console to print on; standard output by default.
         indent: spaces before the first line.
@@ -503,7 +510,7 @@ def print_text(
 
 
 def render_error(out: Console, error: OnnxOpsError, head: str = "error") -> None:
-    """Print an error: what happened where, then why, then the remedy."""
+    """Print an error: the event and its place, then the cause, then the remedy."""
     if isinstance(error, ConfigError):
         for problem in error.problems:
             print_text("{}", problem, out=out)
@@ -518,13 +525,14 @@ def render_error(out: Console, error: OnnxOpsError, head: str = "error") -> None
 def print_table(
     heads: Sequence[str], rows: Sequence[Sequence[str] | str], *, out: Console | None = None
 ) -> None:
-    """Print rows of cells.
+    """Print rows of cells as a table.
 
-    If the columns would break words, each row is printed as a list of its cells.
+    If words would have to be broken to fit the columns, each row is printed as a list of its cells.
 
     Args:
         heads: names of the columns.
-        rows: plain text or `Markup` for each head; a single text is a heading inside the table.
+        rows: cells of plain text or `Markup`, one per column; a string instead of a row is a
+            heading inside the table.
         out: console to print on; standard output by default.
     """
     out = out or console()
@@ -549,7 +557,7 @@ def print_table(
 
 
 def _measure_columns(columns: Iterable[Sequence[Text]], pattern: re.Pattern[str]) -> list[int]:
-    """Return the width that the longest match takes in each column."""
+    """Return the width of the longest match of a pattern in each column of a table."""
     return [max(_longest(cell, pattern) for cell in column) for column in columns]
 
 
@@ -569,14 +577,15 @@ def _parsed(cell: str) -> Text:
 
 
 def _longest(cell: Text, pattern: re.Pattern[str]) -> int:
-    """Return the columns that the longest match takes."""
+    """Return the width of the longest match of a pattern in a cell, in columns."""
     return max((Text(part).cell_len for part in pattern.findall(cell.plain)), default=0)
 
 
 def _shared(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
-    """Return widths between `least` and `most`.
+    """Return the width of each column of a table, between `least` and `most`.
 
-    The remaining room is divided evenly among columns that need more.
+    `room` is the sum of the widths. The room beyond `least` is divided evenly among the columns
+    that are still below `most`.
     """
     widths = list(least)
     for _ in range(room - sum(widths)):
@@ -609,9 +618,9 @@ def _print_paragraph(out: Console, text: Text, indent: int = 0, hang: int = 2) -
 
 
 def _wrapped(text: Text, width: int, *, first: int | None = None) -> list[Text]:
-    """Return lines of at most `width`, broken at spaces and line ends only.
+    """Return lines of at most `width` columns, broken only at spaces and line ends.
 
-    A longer word has a separate line.
+    A word that is longer than `width` gets a separate line.
     """
     lines: list[Text] = []
     for paragraph in text.split("\n", allow_blank=True):

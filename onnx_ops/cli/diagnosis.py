@@ -1,4 +1,4 @@
-"""The checks of `doctor`."""
+"""Checks of `onnx-ops doctor`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from onnx_ops.release.journal import list_bound_endpoints, read_readable_state
 from onnx_ops.release.status import read_statuses
 
 PINS = {
-    "fastapi": (">=0.139,<0.151", "newer ones break the Prefect server or `prefect deploy`"),
-    "sqlalchemy": ("<2.1", "with 2.1, schedules of Prefect silently never start runs"),
-    "mlflow": (">=3.17", "older ones have known vulnerabilities"),
-    "onnxruntime": (">=1.31", "the benchmarks of this release used it"),
+    "fastapi": (">=0.139,<0.151", "newer versions break the Prefect server or `prefect deploy`"),
+    "sqlalchemy": ("<2.1", "with 2.1, Prefect's schedules silently never start runs"),
+    "mlflow": (">=3.17", "older versions have known vulnerabilities"),
+    "onnxruntime": (">=1.31", "this release was benchmarked with these versions"),
 }
-"""Packages whose wrong version fails late or silently, and what it breaks.
+"""Packages whose wrong versions fail late or silently, with the reason for the constraint.
 
-Extras install all of them except the last.
+Extras install all of these packages except the last.
 """
 
 EXTRAS = {
@@ -48,21 +48,21 @@ EXTRAS = {
     "prefect": "flows, schedules and work pools",
     "serve": "endpoints on this machine",
 }
-"""Features of the platform, and what needs them."""
+"""Extras of onnx-ops, and the features that need them."""
 
 
 _SIGNED: dict[KeyRole, str] = {
     "gate": "decisions",
-    "release": "what grants something in the ledger",
+    "release": "ledger entries that need a key",
 }
-"""What the keys of each role sign."""
+"""Objects that the keys of each role sign."""
 
 _Check = Callable[[Project], Iterator[Diagnosis]]
 _CHECKS: dict[str, _Check] = {}
 
 
 def _named(name: str) -> Callable[[_Check], _Check]:
-    """Register a check of `diagnose`."""
+    """Return a decorator that registers a check of `diagnose` under a name."""
     return lambda check: _CHECKS.setdefault(name, check)
 
 
@@ -75,9 +75,9 @@ def _finding(
 def diagnose(
     project: Project, begin: Callable[[str], object] = lambda name: None
 ) -> list[Diagnosis]:
-    """Return all findings; a check that fails to run is a finding too.
+    """Run all checks and return their findings.
 
-    `begin` is called with the name of each check.
+    An error of a check is also a finding. `begin` is called with the name of each check.
     """
     findings: list[Diagnosis] = []
     for name, check_of in _CHECKS.items():
@@ -94,7 +94,7 @@ def diagnose(
 def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> list[Diagnosis]:
     """Return a provider's findings for its endpoints.
 
-    The endpoints are those of the given pipeline files, and existing ones.
+    The endpoints are those of the given pipeline files, and those in the ledger.
     """
     deploys = [
         entry
@@ -110,9 +110,10 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
     provider = project.context.provider(name)
     findings = list(provider.diagnose(settings))
     if not findings:
-        return [_finding(name, "has no endpoints to check")]
+        return [_finding(name, "there are no endpoints to check")]
     if not settings:
-        findings.append(_finding(f"endpoints of {name}", "none yet; name a pipeline file to check"))
+        text = "none yet; name a pipeline file to check its endpoints"
+        findings.append(_finding(f"endpoints of {name}", text))
     return findings
 
 
@@ -130,14 +131,14 @@ def _packages(project: Project) -> Iterator[Diagnosis]:
         try:
             installed = version(name)
         except PackageNotFoundError:
-            # The package belongs to an extra, which is checked below, or is another build of ONNX
-            # Runtime.
+            # Either the package belongs to an extra, which is checked below, or ONNX Runtime is
+            # installed from a package with another name.
             continue
         ok = SpecifierSet(wanted).contains(Version(installed), prereleases=True)
         yield _finding(name, installed, ok=ok, remedy=f"pip install '{name}{wanted}': {breaks}")
     for extra, purpose in EXTRAS.items():
         missing = plugins.absent(plugins.EXTRAS[extra])
-        yield _optional(f"extra {extra}", missing, f"not installed; it is for {purpose}")
+        yield _optional(f"extra {extra}", missing, f"not installed; needed for {purpose}")
 
 
 @_named("plugins")
@@ -153,9 +154,9 @@ def _plugins(project: Project) -> Iterator[Diagnosis]:
 
 
 def _optional(check: str, missing: Sequence[str], text: str) -> Diagnosis:
-    """Return a finding about packages that only some projects need.
+    """Return a finding about optional packages.
 
-    Missing packages are no fault.
+    Missing optional packages are not a problem.
     """
     if not missing:
         return _finding(check, "ready")
@@ -174,7 +175,7 @@ def _providers(project: Project) -> Iterator[Diagnosis]:
 
 @_named("pools")
 def _pools(project: Project) -> Iterator[Diagnosis]:
-    """Yield a line for each work pool that the project or Prefect names.
+    """Yield a finding for each work pool of the project or of the Prefect server.
 
     Without a configured Prefect server, nothing is yielded.
     """
@@ -182,7 +183,7 @@ def _pools(project: Project) -> Iterator[Diagnosis]:
         return
     named = set(project.settings.default_pools.values())
     for name in project.targets.names():
-        with contextlib.suppress(ConfigError):  # `onnx-ops targets` reports it
+        with contextlib.suppress(ConfigError):  # `onnx-ops targets` reports an invalid target
             named.add(project.targets.load(name).pool)
     named.discard("")
     try:
@@ -198,15 +199,15 @@ def _pools(project: Project) -> Iterator[Diagnosis]:
             "\n".join(_describe_worker(worker, project) for worker in workers)
             or "no worker is running"
         )
-        remedy = f"Start one on a machine of that pool: onnx-ops work --pool {name}"
+        remedy = f"Start a worker on a machine of the pool: onnx-ops work --pool {name}"
         ok = bool(workers) or name not in named
         yield _finding(f"pool {name}", found, ok=ok, absent=ok and not workers, remedy=remedy)
 
 
 def _describe_worker(worker: WorkerStatus, project: Project) -> str:
-    """Return the stages that a worker takes, and the targets that it can measure."""
+    """Return a description of a worker: its stages, machine, providers and store."""
     if worker.machine is None:
-        return f"{worker.name} runs, but has published no description"
+        return f"{worker.name} is running, but has published no description of its machine"
     machine = worker.machine
     parts = [
         f"{worker.name} takes {', '.join(worker.kinds)}",
@@ -236,12 +237,12 @@ def _state(project: Project) -> Iterator[Diagnosis]:
     found = str(state) if state.exists() else f"{state} (created by the first run)"
     remedy = f"Make {parent} writable, or set ONNX_OPS_STATE."
     yield _finding("state folder", found, ok=os.access(parent, os.W_OK), remedy=remedy)
-    if "://" in project.settings.ledger:  # only a write shows whether a service accepts writes
+    if "://" in project.settings.ledger:  # permissions of a service can be checked only by writing
         return
     ledger = Path(project.settings.ledger)
     for folder in (ledger, *sorted(ledger.glob("*/"))) if ledger.is_dir() else ():
         if not os.access(folder, os.W_OK):
-            remedy = "Make it writable, or see `onnx-ops docs runbooks/ledger-read-only`."
+            remedy = "Make the folder writable, or see `onnx-ops docs runbooks/ledger-read-only`."
             yield _finding("ledger", f"{folder} cannot be written", ok=False, remedy=remedy)
 
 
@@ -262,7 +263,7 @@ def _keys(project: Project) -> Iterator[Diagnosis]:
     elif not path.exists():
         made = settings.signing == "auto"
         found = "no key yet; the first run creates one" if made else "no key"
-        yield _finding("signing", found, ok=made, remedy="Create one with `onnx-ops keys new`.")
+        yield _finding("signing", found, ok=made, remedy="Create a key: `onnx-ops keys new`.")
     else:
         mode = stat.S_IMODE(path.stat().st_mode)
         yield _finding(
@@ -299,7 +300,7 @@ def _describe_ledgers(project: Project, key: Digest) -> Iterator[Diagnosis]:
 
 
 def _describe_roles(key: Digest, public: str, folder: Path) -> Diagnosis:
-    """Return what this machine's key may sign, and what is missing."""
+    """Return the finding about the roles for which this machine's key is trusted."""
     trusted = {role: TrustedKeys(folder, role=role).keys() for role in _SIGNED}
     text = " and ".join(what for role, what in _SIGNED.items() if key in trusted[role])
     missing = [
@@ -345,7 +346,8 @@ def _webhook(project: Project) -> Iterator[Diagnosis]:
     arrived = f"{report.arrived} of {report.tests} test deliveries arrived"
     remedy = (
         report.remedy
-        or "Start `onnx-ops reconcile --watch --listen` there, then `onnx-ops webhooks check`."
+        or "Start `onnx-ops reconcile --watch --listen` on the receiver's machine, "
+        "then run `onnx-ops webhooks check`."
     )
     yield _finding(
         "webhook",
@@ -357,7 +359,7 @@ def _webhook(project: Project) -> Iterator[Diagnosis]:
 
 @_named("notifications")
 def _notifications(project: Project) -> Iterator[Diagnosis]:
-    """Yield one line for each notifier, independent of the others."""
+    """Yield one finding for each notifier, also if checks of other notifiers fail."""
     if not project.settings.notifiers:
         yield _finding("notifications", "no notification channel configured")
         return
@@ -384,15 +386,16 @@ def _endpoints(project: Project) -> Iterator[Diagnosis]:
             else "silent"
         )
         found = silent if status.actual is None else f"answers at {status.address}"
-        ok, remedy = status.actual is not None or idle, f"onnx-ops reconcile {name} starts it again"
+        ok = status.actual is not None or idle
+        remedy = f"Start it again: onnx-ops reconcile {name}"
         yield _finding(f"endpoint {name}", found, ok=ok, remedy=remedy)
 
 
 @_named("pipelines")
 def _without_file(project: Project) -> Iterator[Diagnosis]:
-    """Report endpoints whose pipeline no file describes.
+    """Yield a finding for each endpoint whose pipeline has no file.
 
-    Such endpoints arise if pipeline and endpoint are renamed together.
+    A simultaneous renaming of pipeline and endpoint leaves such an endpoint.
     """
     states = [
         read_readable_state(project.context, name) for name in list_bound_endpoints(project.context)
@@ -405,8 +408,8 @@ def _without_file(project: Project) -> Iterator[Diagnosis]:
         if config.pipeline not in described:
             folder = find_config_folder(root) / PIPELINES
             found = (
-                f"{config.pipeline} is in no file of {folder}; "
-                f"not needed? onnx-ops delete {config.endpoint}"
+                f"no file of {folder} declares pipeline {config.pipeline}; "
+                f"if the endpoint is not needed: onnx-ops delete {config.endpoint}"
             )
             yield _finding(f"pipeline of {config.endpoint}", found)
 
@@ -421,9 +424,9 @@ def _pending_rollbacks(project: Project) -> Iterator[Diagnosis]:
                 f"rollback of {name}",
                 found,
                 ok=False,
-                remedy=f"onnx-ops reconcile {name} tries again",
+                remedy=f"Try again: onnx-ops reconcile {name}",
             )
 
 
 CHECKS = tuple(_CHECKS)
-"""Names of the checks, in order."""
+"""Names of the checks, in the order in which they run."""

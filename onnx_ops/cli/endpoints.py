@@ -69,9 +69,9 @@ def status(
 ) -> None:
     """Show what endpoints serve now, from the ledger and the endpoints.
 
-    Needs no MLflow. Exit code 4 if an endpoint that should serve, or the provider of orphaned
-    resources, does not answer. Also 4 if an endpoint answers its clients but can no longer be
-    changed and, with --runs, if a stage waits that no running worker takes.
+    MLflow is not needed. Exit code 4 if an endpoint that should serve, or the provider of orphaned
+    resources, does not answer. Also 4 if an endpoint answers its clients but cannot be changed.
+    With --runs, also 4 if no running worker takes a waiting stage.
 
     Example: onnx-ops status --target cpu-1t
     """
@@ -145,8 +145,8 @@ def history(
 ) -> None:
     """Show what changed on endpoints, when, by whom and why.
 
-    With --json, the evidence is shown too. Deleted endpoints are included. Needs no MLflow. Exit
-    code 4 if a ledger is damaged: the entries before the damage and the error are shown.
+    With --json, the evidence is shown too. Deleted endpoints are included. MLflow is not needed.
+    Exit code 4 if a ledger is damaged: the entries before the damage and the error are shown.
 
     Example: onnx-ops history --model digits-mlp --since 30d --json
     """
@@ -184,7 +184,7 @@ def prune(
     yes: Annotated[
         bool,
         typer.Option(
-            "--yes", "-y", help="Remove them; without it, only show what would be removed."
+            "--yes", "-y", help="Remove them; without --yes, only show what would be removed."
         ),
     ] = False,
     as_json: AsJson = False,
@@ -246,7 +246,7 @@ def _failed(errors: Mapping[str, OnnxOpsError]) -> list[dict[str, Any]]:
 
 
 def _parse_moment(text: str, now: float) -> float:
-    """Return seconds since the epoch for a date, a time or an age."""
+    """Return the seconds since the Unix epoch of a date, a time or an age."""
     if re.fullmatch(r"[0-9.]+ ?[a-z]+", text):
         return now - parse_duration(text, "--since")
     try:
@@ -260,7 +260,7 @@ def _parse_moment(text: str, now: float) -> float:
 
 
 def status_document(status: EndpointStatus) -> dict[str, Any]:
-    """Return an endpoint's status for --json."""
+    """Return an endpoint's status as a JSON document."""
     state, pending = status.state, status.state.pending_rollback
     return {
         "endpoint": state.endpoint,
@@ -294,7 +294,7 @@ def status_document(status: EndpointStatus) -> dict[str, Any]:
 
 
 def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
-    """Print what endpoints serve."""
+    """Print the status of endpoints."""
     if not statuses:
         say("No endpoints yet. The first `onnx-ops run` of a pipeline with `deploy:` binds one.")
     for status in statuses:
@@ -321,7 +321,7 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
                 say(f"{role:<9} {deployment.name} ({deployment.variant})", indent=2)
         if state.open_intent is not None:
             left = max(0, round(state.open_intent.expires_at - now))
-            say(f"at work: {state.open_intent.action.why} (lease for {left} s more)", indent=2)
+            say(f"in progress: {state.open_intent.action.why} (lease ends in {left} s)", indent=2)
         if state.pending_aliases:
             aliases = ", ".join(
                 f"{name} -> {version or 'none'}" for name, version in state.pending_aliases.items()
@@ -330,9 +330,9 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
 
 
 def _print_answer(status: EndpointStatus) -> None:
-    """Print what an endpoint answers.
+    """Print whether an endpoint answers, and what it serves.
 
-    If it does not answer or has no supervisor, print the command that repairs it.
+    If the endpoint does not answer or has no supervisor, print the command that repairs it.
     """
     address, repair = status.address or "", f"onnx-ops reconcile {status.state.endpoint}"
     if status.actual is not None:
@@ -373,7 +373,7 @@ def _print_served(status: EndpointStatus, actual: EndpointState, address: str) -
 
 
 def _print_replicas(servers: Sequence[EndpointServer], written_off: Collection[str]) -> None:
-    """Print what replicas report, and how they differ."""
+    """Print the reports of replicas, and how the replicas differ."""
     for line in _describe_differing_servers(servers):
         print_text("[yellow]replicas differ[/yellow]: {}", line, indent=2)
     rows = [
@@ -391,10 +391,10 @@ def _print_replicas(servers: Sequence[EndpointServer], written_off: Collection[s
 
 
 def _describe_server_state(server: EndpointServer, *, is_written_off: bool) -> str:
-    """Return whether a server reports.
+    """Return the state of a server for the table of replicas.
 
-    A server that was written off is shown as ended while it does not report. If it reports later,
-    it is shown as reporting.
+    A server that was written off is shown as such while it does not report. If it reports again,
+    its state is shown with the word `back`.
     """
     if not is_written_off:
         return server.state
@@ -402,7 +402,10 @@ def _describe_server_state(server: EndpointServer, *, is_written_off: bool) -> s
 
 
 def _describe_differing_servers(servers: Sequence[EndpointServer]) -> Iterator[str]:
-    """Yield what servers that report run in different versions, with their names."""
+    """Yield each package or image whose version differs among the reporting servers.
+
+    The names of the servers are listed for each version.
+    """
     reporting = [server for server in servers if server.state == "reports"]
     packages = sorted({"image", *(name for server in reporting for name in server.versions)})
     for package in packages:
@@ -416,9 +419,9 @@ def _describe_differing_servers(servers: Sequence[EndpointServer]) -> Iterator[s
 
 
 def describe_pending(pending: PendingRollback, now: float) -> str:
-    """Return the goal of a pending rollback, its requester, its age and its reason.
+    """Return a description of a pending rollback.
 
-    The age is in seconds. Failed attempts are described too.
+    It has the target version, the requester, the age in seconds, the reason and failed attempts.
     """
     stable = pending.action.roles.stable
     to = stable.name if stable is not None else "nothing"
@@ -483,7 +486,7 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
 def _print_runs(*, as_json: bool) -> None:
     """Print the stages that run or wait in pools.
 
-    Exit with 4 if a stage waits that no running worker takes.
+    Exit with 4 if no running worker takes a waiting stage.
     """
     project = open_project()
     with working("status", "asking Prefect", quiet=as_json):
@@ -511,7 +514,7 @@ def _print_runs(*, as_json: bool) -> None:
 
 
 def _describe_workers(pool: PoolStatus) -> str:
-    """Return the running workers of a pool and how busy they are, or how to start one."""
+    """Return the running workers of a pool with their load, or how to start a worker."""
     running = Counter(run.worker for run in pool.runs)
     workers = [
         f"{worker.name} ({', '.join(worker.kinds) or 'kinds unknown'};"
@@ -572,7 +575,7 @@ def _prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
 
 
 def _print_freed(verb: str, plan: PrunePlan, version_count: int) -> None:
-    """Print how many versions, model folders and objects go, with their sizes."""
+    """Print the numbers and sizes of removed versions, model folders and objects."""
     size = sum(folder.size_bytes for folder in plan.folders) / 1e6
     say(
         f"{verb} {version_count} versions, and {len(plan.folders)} model folders on this machine "
@@ -583,7 +586,7 @@ def _print_freed(verb: str, plan: PrunePlan, version_count: int) -> None:
 
 
 def _describe_version(model: str, version: ListedVersion, what: str, now: float) -> tuple[str, ...]:
-    """Return the cells of a registered version, and whether it is removed."""
+    """Return the cells of a registered version; the last cell is `what`."""
     age_days = max(0.0, now - version.created_at) / 86_400
     age = f"{age_days:.1f}{KEEP}d"
     return (model, version.version, version.variant, short_digest(version.release), age, what)

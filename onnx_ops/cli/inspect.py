@@ -71,7 +71,7 @@ def inspect(
         bool, typer.Option("--serve", help="Show the graph with Netron, on this machine only.")
     ] = False,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="With --serve; 0 selects a free one.")
+        int, typer.Option(min=0, max=65535, help="Port for --serve; 0 selects a free port.")
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -124,14 +124,14 @@ def _write_with_metadata(model: Path, output: Path, entries: Sequence[str]) -> N
             raise UserError(f"{entry!r} is not KEY=VALUE", where="--set", remedy=remedy)
         values[key] = value
     if not output.parent.is_dir():
-        raise UserError("there is no such folder", where=str(output.parent))
+        raise UserError("the folder of --output does not exist", where=str(output.parent))
     write_copy(model, output, values)
 
 
 def _explain_refusals(summary: ModelSummary) -> dict[str, str]:
-    """Return why each known target refuses the model, by target.
+    """Return the reason why each known target refuses the model, by target.
 
-    The reason is empty where the target accepts it.
+    The reason is empty if the target accepts the model.
     """
     from onnx_ops.config.targets import list_targets
     from onnx_ops.onnx_graph.compatibility import (
@@ -152,7 +152,7 @@ def _explain_refusals(summary: ModelSummary) -> dict[str, str]:
 
 @contextmanager
 def view(path: Path, port: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Serve a graph with Netron; return its URL, and a function to wait.
+    """Serve a graph with Netron; provide the URL and a waiting function.
 
     The function waits until the server ends. Port 0 selects a free port.
     """
@@ -203,7 +203,7 @@ def _report(
 ) -> None:
     info = summary.info
     beside = f", weights in {', '.join(summary.external)}" if summary.external else ""
-    # A line without text is left out.
+    # Lines without text are not printed.
     lines = {
         "file": f"{path.name}, {format_figure(info.size_bytes, 'B')}{beside}, "
         f"sha256 {short_digest(summary.file)}",
@@ -256,7 +256,7 @@ def _describe_opsets(opsets: Mapping[str, int]) -> str:
 
 
 def _describe_cost(cost: ModelCost) -> str:
-    """Return the operations of one run, or why they are not known."""
+    """Return the number of operations of one run, or why it is unknown."""
     if cost.problem:
         return f"not known: {cost.problem}"
     parts = ", ".join(f"{name} {number(count)}" for name, count in cost.macs.items())
@@ -265,7 +265,7 @@ def _describe_cost(cost: ModelCost) -> str:
 
 
 def _describe_memory(cost: ModelCost) -> str:
-    """Return the bytes of weights and activations; empty if the cost is not known."""
+    """Return the memory of weights and activations; empty if the cost is unknown."""
     if cost.problem:
         return ""
     weights, activations = (
@@ -279,7 +279,7 @@ def _describe_memory(cost: ModelCost) -> str:
 
 
 def _describe_sizes(cost: ModelCost) -> str:
-    """Return the sizes of free dimensions for which a cost holds, as a prefix."""
+    """Return a prefix with the sizes of free dimensions to which a cost applies."""
     sizes = ", ".join(f"{name} {size}" for name, size in cost.dims.items())
     return f"with {sizes}: " if sizes else ""
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from onnx_ops.tools.sample_rows import SampleRows
 
 _MOST_ROWS = 100_000
-"""Rows of the data that are read."""
+"""Maximum number of rows that are read from the data."""
 
 
 def judge(
@@ -198,7 +198,7 @@ def judge(
             seed=seed,
         )
         with show_progress("judge", baseline, candidate, quiet=quiet or as_json) as show_detail:
-            # This import runs while other processes run the models.
+            # The import overlaps with the processes that run the models.
             threading.Thread(target=load_functions, daemon=True).start()
             judgement = judge_candidate(replace(request, report=show_detail))
         judgement = _restore_given_files(judgement, given, casts)
@@ -216,9 +216,9 @@ def judge(
 def _restore_given_files(
     judgement: Judgement, given: Sequence[Path], casts: Sequence[str]
 ) -> Judgement:
-    """Return the judgement with the digests and sizes of the given files.
+    """Return the judgement with the digests and sizes of the user's files.
 
-    Without this, the judgement would show the digests and sizes of the files with casts.
+    The models that were judged can be copies of these files with casts.
     """
     from onnx_ops.domain.artifact import digest_file
     from onnx_ops.onnx_graph.model_info import read_model_info
@@ -240,40 +240,45 @@ def _describe_origin(
     labels: str | None,
     seed: int,
 ) -> str:
-    """Return how many rows were compared, and where they are from."""
+    """Return a description of the compared rows: their number and their source."""
     if supplied is not None:
         source = f"{data}, labels {labels}" if labels else f"{data}, without labels"
         return f"{len(supplied)} of {source}" if supplied.rows else f"one request of {source}"
     if samples.rows:
         return f"{len(samples)} generated from the graph (seed {seed}); for real rows: --data"
     count = 1 + len(samples.further)
-    return f"none: {count} requests generated from the graph (seed {seed}); for a real one: --data"
+    text = f"none: {count} requests generated from the graph (seed {seed})"
+    return f"{text}; for a real request: --data"
 
 
 def _parse_options(only: str | None, batch: str, files: Mapping[str, str | None]) -> list[int]:
-    """Return the sizes of requests.
+    """Validate options and return the batch sizes of `--batch`.
 
-    Raise UserError for an unknown part, or a file in a missing folder.
+    Raises:
+        UserError: the value of `--only` or `--batch` is invalid.
+        NotFoundError: the folder of an output file does not exist.
     """
     if only not in (None, "parity", "latency"):
         raise UserError(
-            f"there is no part {only!r}", where="--only", remedy="Give parity or latency."
+            f"there is no part {only!r} to judge", where="--only", remedy="Set parity or latency."
         )
     batches = [part.strip() for part in batch.split(",")]
     if not all(part.isdecimal() and 0 < int(part) <= 100_000 for part in batches):
         remedy = "For example: --batch 1,8,32."
-        raise UserError(f"{batch!r} is not a list of whole numbers", where="--batch", remedy=remedy)
+        what = f"{batch!r} is not a list of whole numbers from 1 to 100000"
+        raise UserError(what, where="--batch", remedy=remedy)
     for option, path in files.items():
         if path and path != "-" and not Path(path).resolve().parent.is_dir():
-            remedy = "Make the folder, or name another."
-            raise NotFoundError("there is no such folder", where=f"{option} {path}", remedy=remedy)
+            remedy = "Create the folder, or choose another."
+            what = "the folder of this file does not exist"
+            raise NotFoundError(what, where=f"{option} {path}", remedy=remedy)
     return list(dict.fromkeys(map(int, batches)))
 
 
 def _with_casts(given: Sequence[Path], stack: ExitStack) -> tuple[Path, Path, list[str]]:
-    """Return the files with casts where they need them, and notes on the casts.
+    """Return both files, with added casts if needed, and notes on the casts.
 
-    Casts are put around a file whose float inputs differ from the baseline's.
+    Casts are added to a copy of a file whose float types differ from the baseline's.
     """
     from onnx_ops.onnx_graph.rewrites import read_boundary_types, write_with_boundary_casts
     from onnx_ops.scratch import Scratch
@@ -303,7 +308,8 @@ def _share(text: str | None, option: str) -> float | None:
 def _parse_sweep(dims: list[str], fixed: Mapping[str, int]) -> dict[str, list[int]]:
     """Return the sizes of each dimension, from `NAME=SIZE[,SIZE…]` texts.
 
-    Raise UserError for other sizes of a dimension that the candidate fixes.
+    Raises:
+        UserError: a text is malformed, or the candidate fixes a dimension at another size.
     """
     sizes: dict[str, list[int]] = {}
     for text in dims:
@@ -315,10 +321,9 @@ def _parse_sweep(dims: list[str], fixed: Mapping[str, int]) -> dict[str, list[in
         sizes[name] = [int(part) for part in parts]
     for name, wanted in sizes.items():
         if name in fixed and wanted != [fixed[name]]:
-            remedy = f"--dim {name}={fixed[name]}."
-            raise UserError(
-                f"{name} is {fixed[name]} in the candidate", where="--dim", remedy=remedy
-            )
+            remedy = f"Set --dim {name}={fixed[name]}."
+            what = f"the candidate fixes dimension {name} at {fixed[name]}"
+            raise UserError(what, where="--dim", remedy=remedy)
     return sizes
 
 
@@ -329,9 +334,10 @@ def _load_dataset(
     inputs: tuple[TensorSpec, ...],
     fix: Mapping[str, Any],
 ) -> tuple[Dataset | None, SampleRows | None]:
-    """Return all rows of the file, with labels if they are named, and as samples.
+    """Return the rows of a file as a data set, with the labels, and as samples.
 
-    There is no data set without a file, or if the inputs hold a single request instead of rows.
+    Without a file, both are None. The data set is None if the file contains a single request
+    instead of rows.
     """
     from onnx_ops.cli.tools import load_rows
     from onnx_ops.config.messages import did_you_mean
@@ -342,24 +348,22 @@ def _load_dataset(
     arrays, samples = load_rows(inputs, context, data, _MOST_ROWS, fix)
     if labels is not None and labels not in arrays:
         others = [name for name in arrays if name not in samples.rows]
-        hint = (
-            did_you_mean(labels, others)
-            or f"; it has {', '.join(others) or 'none beside the inputs'}"
-        )
+        hint = did_you_mean(labels, others) or f"; it has {', '.join(others) or 'only the inputs'}"
         remedy = "Name the array of the labels: --labels NAME."
-        raise UserError(f"it has no array {labels!r}{hint}", where=str(data), remedy=remedy)
+        what = f"the file has no array {labels!r}{hint}"
+        raise UserError(what, where=str(data), remedy=remedy)
     if labels is None:
         return Dataset(inputs=samples.rows) if samples.rows else None, samples
     label = arrays[labels][:_MOST_ROWS]
     if not samples.rows:
-        why = "the model's inputs share no dimension, so the file holds one request"
+        why = "the model's inputs share no dimension, so the file contains one request"
         raise UserError("labels need rows", where="--labels", why=why)
     if not label.ndim or len(label) != len(samples):
         what = (
             f"array {labels!r} has shape {arrays[labels].shape}, "
-            f"and the inputs have {len(samples)} rows"
+            f"but the inputs have {len(samples)} rows"
         )
-        raise UserError(what, where=str(data), remedy="Give one label for each row.")
+        raise UserError(what, where=str(data), remedy="Store one label for each row.")
     return Dataset(inputs=samples.rows, label=label), samples
 
 
@@ -374,23 +378,24 @@ def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
             raise UserError(
                 problem,
                 where="--metric",
-                remedy="A function of (predictions, labels) that returns a float.",
+                remedy="Name a function of (predictions, labels) that returns a float.",
             )
     elif name is not None and name not in known:
         hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
         remedy = "Or name package.module:function."
         raise UserError(f"no metric is called {name!r}{hint}", where="--metric", remedy=remedy)
     elif lower_is_better:
-        what, remedy = "the direction of the metric is known", "Use it only with a custom metric."
+        what = "this metric has a fixed direction"
+        remedy = "Use --lower-is-better only with a custom metric."
         raise UserError(what, where="--lower-is-better", remedy=remedy)
 
 
 def _build_gate(
     name: str | None, dataset: Dataset | None, drop: float, *, lower_is_better: bool
 ) -> tuple[MetricGate, dict[str, Any]]:
-    """Return the gate of a metric, and the function that it calls.
+    """Return the gate of a metric, and the function that the metric calls.
 
-    The metric is the named metric, or by default the metric that fits the labels.
+    The metric is that of `--metric`. By default, the labels determine it: classes or numbers.
     """
     from onnx_ops.domain.task_metrics import DEFAULT_FOR_CLASSES, DEFAULT_FOR_NUMBERS
     from onnx_ops.measure.user_functions import importable, load_function
@@ -405,7 +410,7 @@ def _build_gate(
         raise UserError(
             f"{name} needs labels",
             where="--metric",
-            remedy="Name their array in the data: --labels.",
+            remedy="Name the array of the labels: --labels NAME.",
         )
     with importable(Path.cwd()):
         return gate, {gate.use: load_function(gate.use, "--metric")} if gate.use else {}
@@ -422,9 +427,9 @@ def _list_settings(
     seed: int,
     fix: Mapping[str, Any],
 ) -> list[SweepPoint]:
-    """Return every combination of shape and batch size.
+    """Return every combination of dimensions and batch size.
 
-    A fixed batch size is the only one.
+    If the models have a fixed batch size, only this size is used.
     """
     from onnx_ops.onnx_graph.input_bounds import read_input_bounds
     from onnx_ops.tools.generated_rows import generate_samples

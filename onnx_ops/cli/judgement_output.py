@@ -1,7 +1,4 @@
-"""The output of `onnx-ops judge`: a report, a table or a document.
-
-The table is for a pull request.
-"""
+"""Output of `onnx-ops judge`: a report, a table for a pull request, or a document."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
     from onnx_ops.tools.judgement import Judgement, SweepPoint
 
 _SHOWN = 3
-"""Number of reasons printed; the table has all verdicts."""
+"""Maximum number of reasons that are printed; the table has all verdicts."""
 
 
 def build_heading(
@@ -28,7 +25,8 @@ def build_heading(
 ) -> Heading:
     """Return the heading above the table.
 
-    `rows` describes where the rows are from, and `settings` are the sweep.
+    `rows` describes the source of the rows. `settings` are the measured combinations of dimensions
+    and batch size.
     """
     from onnx_ops.reporting.formatting import format_figure
     from onnx_ops.reporting.judgement import Heading
@@ -65,7 +63,7 @@ def build_heading(
 def build_document(
     judgement: Judgement, heading: Heading, baseline: str, candidate: str
 ) -> dict[str, Any]:
-    """Return the judgement for machines."""
+    """Return the judgement as a JSON document."""
     from onnx_ops.reporting.judgement import reason_of
 
     return {
@@ -121,10 +119,10 @@ def write_reports(
             for target in judgement.targets
             for paired in target.paired
         ]
-        with writing("it", f"--html {html}"):
+        with writing("the report", f"--html {html}"):
             html.write_text(html_report(heading, decisions, timings), encoding="utf-8")
     if page and page != "-":
-        with writing("it", f"--markdown {page}"):
+        with writing("the table", f"--markdown {page}"):
             Path(page).write_text(markdown_page(heading, decisions), encoding="utf-8")
 
 
@@ -164,7 +162,7 @@ def _print_report(heading: Heading, decisions: Sequence[Decision]) -> None:
 
 
 def _print_rows(rows: Sequence[Row], *, with_target: bool) -> None:
-    """Print the table; a target is named in the first of its rows."""
+    """Print the table; only the first row of each target shows the target's name."""
     cells = []
     previous_target = ""
     for row in rows:
@@ -180,9 +178,9 @@ def _print_rows(rows: Sequence[Row], *, with_target: bool) -> None:
 
 
 def _print_reasons(rows: Sequence[Row], *, with_target: bool) -> None:
-    """Print why rows did not pass.
+    """Print the reasons of rows that did not pass.
 
-    The reason of a single row on a single target is above the table already.
+    If there is only one such row and one target, the reason is already printed above the table.
     """
     if len(rows) < 2 and not with_target:
         return

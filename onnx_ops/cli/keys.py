@@ -1,4 +1,4 @@
-"""Commands about the keys that decisions are signed with."""
+"""Commands about the keys that sign decisions and ledger entries."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def keys_list(as_json: AsJson = False) -> None:
         state = f"signs here, {state}" if key.signs else state
         say(f"{short_digest(key.key)}  {state:<42} {', '.join(path.name for path in key.files)}")
         for name, why in missing[key.key].items():
-            say(f"  ledger {name} does not accept its signature: {why}")
+            say(f"  ledger {name} does not accept signatures of this key: {why}")
     if known:
         say(
-            "A gate key signs decisions and overrides. A release key signs what binds, "
-            "starts, advances, withdraws or"
+            "A gate key signs decisions and overrides. A release key signs ledger entries that "
+            "bind, start, advance, withdraw or"
         )
-        say("deletes. A rollback, an abort and a pause need none.")
+        say("delete. Entries of a rollback, an abort or a pause need no key.")
     else:
         say("No keys yet: the first run or `onnx-ops keys new` creates one.")
 
@@ -100,8 +100,8 @@ def keys_new(
     path = out or _settings().signing_key
     key, public = _keyring().create(path).key, public_path(path)
     text = (
-        f"key {short_digest(key)}: {path} (keep it), {public} (copy it to every machine that "
-        "verifies)"
+        f"key {short_digest(key)}: {path} (keep it secret), {public} (copy it to every machine "
+        "that verifies)"
     )
     print_result(
         lambda: {"key": key, "private": str(path), "public": str(public)}, text, as_json=as_json
@@ -110,14 +110,14 @@ def keys_new(
 
 @add_command(keys, "public")
 def keys_public() -> None:
-    """Print the public key of what signs here, for the trusted keys of other machines.
+    """Print this machine's public key, for the trusted keys of other machines.
 
     Example: onnx-ops keys public > keys/release/reconciler.pub.pem
     """
     signer = _keyring().find_signer()
     if signer is None:
         raise NotFoundError(
-            "there is no signing key here", remedy="Create one with `onnx-ops keys new`."
+            "this machine has no signing key", remedy="Create a key with `onnx-ops keys new`."
         )
     say(signer.public_pem().decode().strip())
 
@@ -129,12 +129,12 @@ def keys_admit(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Let another machine's key sign in the ledgers.
+    """Permit another machine's key to sign in the ledgers.
 
-    It can then start, advance and finish rollouts. The public key is copied to the trusted release
-    keys here, and a signed entry of each ledger names it. Other machines read that entry, so that
-    nothing is copied to them. Decisions need a gate key: copy it into the folder `gate` of the
-    trusted keys of every machine.
+    That machine can then start, advance and finish rollouts. The public key is copied to the
+    trusted release keys here, and a signed entry of each ledger names the key. Other machines read
+    this entry, so nothing is copied to them. Decisions need a gate key: copy the public key into
+    the folder `gate` of the trusted keys of every machine.
 
     Example: onnx-ops keys admit reconciler.pub.pem
     """
@@ -159,8 +159,8 @@ def keys_admit(
 def keys_rotate(as_json: AsJson = False) -> None:
     """Sign with a new key from now on; old decisions stay valid.
 
-    The old key admits the new one to the ledgers. Its public key stays trusted. Its private key is
-    removed and cannot sign again.
+    The old key admits the new key to the ledgers. The old public key stays trusted. The old private
+    key is removed and cannot sign again.
 
     Example: onnx-ops keys rotate
     """
@@ -204,8 +204,8 @@ def keys_retire(
     """Stop trusting a key: for all decisions, and for new entries of ledgers.
 
     Entries of ledgers that the key has signed until now stay valid; after a theft, only those up to
-    the entry that --keep names. Shows which versions under aliases lose their decision, and refuses
-    if there are any.
+    the entry that --keep names. The command refuses if versions under aliases would lose their
+    decision, and lists them.
 
     Example: onnx-ops keys retire 3f2a91c07be4 --dry-run
     """
@@ -224,13 +224,13 @@ def keys_retire(
             "decision",
             where=f"key {short_digest(known.key)}",
             why=", ".join(names),
-            remedy="Judge them again with the new key (`onnx-ops run FILE --no-cache gate`), "
+            remedy="Sign the decisions with the new key (`onnx-ops run FILE --no-cache gate`), "
             "or use --force.",
         )
     archived: tuple[Path, ...] = ()
     if not dry_run:
-        # The ledgers refuse the key before this machine removes it, so that a failed command can
-        # be repeated.
+        # The ledgers stop accepting the key first. If this fails, the key is still known here, so
+        # the command can be repeated.
         _withdraw_from_ledgers(project.context, known.key, last, force=force)
         archived = keyring.retire(known)
     if as_json:
@@ -247,16 +247,16 @@ def keys_retire(
 
 
 def _list_dependents(context: Context, key: Digest, *, force: bool) -> tuple[Dependent, ...]:
-    """Return the versions that lose their decision.
+    """Return the versions under aliases that lose their decision if a key is retired.
 
-    With `force`, return none if the registry does not answer.
+    If the registry does not answer, the result is empty with `force`; otherwise raise the error.
     """
     from onnx_ops.release.audit import list_dependents
 
     try:
         return list_dependents(context, key)
     except ServiceUnavailableError as error:
-        # A stolen key may be retired while the registry is down.
+        # With --force, a stolen key can be retired even while the registry is down.
         if not force:
             raise
         say(f"cannot find the versions that lose their decision: {error}", err=True)
@@ -280,16 +280,16 @@ def _withdraw_from_ledgers(
 
 
 def _parse_keep(options: list[str], endpoints: Collection[str]) -> dict[str, int]:
-    """Return the entries of `--keep`, by endpoint."""
+    """Return the last valid entry of each endpoint that `--keep` names."""
     keep = {}
     for option in options:
         name, _, number = option.partition("=")
         if name not in endpoints or not (number.isascii() and number.isdigit() and int(number)):
             known = ", ".join(sorted(endpoints)) or "none"
             raise UserError(
-                f"not ENDPOINT=N: {option}",
+                f"{option!r} is not ENDPOINT=N",
                 where="--keep",
-                remedy=f"Ledgers: {known}; N from 1 on.",
+                remedy=f"ENDPOINT is one of: {known}. N is a number from 1.",
             )
         keep[name] = int(number)
     return keep

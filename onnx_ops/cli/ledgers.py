@@ -53,10 +53,10 @@ def ledger_adopt(
 ) -> None:
     """Restore the last intact state of a ledger, with a signed entry.
 
-    Use it for a ledger that is damaged or was restored from a backup. The entries after that state
-    stay stored and have no effect any more. Rejections among them are lost, except for their tags
-    in MLflow. Nothing changes at the endpoint before the next `onnx-ops rollback` or `reconcile`.
-    It needs a release key. Prefer to restore the files from a backup.
+    Use this command for a ledger that is damaged or was restored from a backup. The entries after
+    that state stay stored but have no effect. Rejections among them are lost, except for their tags
+    in MLflow. The endpoint does not change before the next `onnx-ops rollback` or `reconcile`. The
+    command needs a release key. If possible, restore the files from a backup instead.
 
     Example: onnx-ops ledger adopt digits --reason "disk failure"
     """
@@ -68,30 +68,30 @@ def ledger_adopt(
         raise RefusedError(
             "the ledger is intact",
             where=f"ledger {endpoint}",
-            remedy="Nothing needs to be adopted.",
+            remedy="There is no state to adopt.",
         )
     keys = ", ".join(map(short_digest, context.ledger.release_keys))
     for line in (
         *_describe(adoption),
-        f"keys that would be accepted: {keys}, the release keys that this machine trusts",
+        f"release keys that would be accepted: {keys} (this machine trusts them)",
     ):
         say(line, err=as_json)
     signer = context.signer()
     if signer is not None and signer.key not in adoption.state.keys:
         say(
             f"other machines accept this state only if they trust key {short_digest(signer.key)}: "
-            "copy its public key there",
+            "copy its public key to these machines",
             err=as_json,
         )
     if not yes and not (sys.stdin.isatty() and typer.confirm("Accept this state?")):
         raise UserError("nothing was changed", where=endpoint, remedy="Confirm with --yes.")
     sequence = adopt(context, adoption, reason=reason, actor=actor)
     done = {"endpoint": endpoint, "last": adoption.state.head, "entry": sequence}
-    print_result(lambda: done, f"{endpoint}: adopted by entry {sequence}", as_json=as_json)
+    print_result(lambda: done, f"{endpoint}: entry {sequence} adopts this state", as_json=as_json)
 
 
 def _describe(adoption: Adoption) -> list[str]:
-    """Return lines about the state to restore, and about the entries to ignore."""
+    """Return lines that describe the state to restore and the entries to ignore."""
     state, roles = adoption.state, adoption.state.roles
     stable = "nothing" if roles.stable is None else roles.stable.name
     candidate = "" if roles.candidate is None else f", candidate {roles.candidate.name}"

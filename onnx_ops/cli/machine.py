@@ -78,10 +78,10 @@ def doctor(
 def targets(as_json: AsJson = False) -> None:
     """List the project's targets and the shipped profiles.
 
-    Shows which targets this machine can measure. A session of a tiny model is built for each;
-    nothing is measured. A pipeline uses a profile by its name. A file configs/targets/NAME.yaml
-    overrides the profile of that name. "never measured" marks shipped profiles whose settings
-    follow documentation: no model was timed on their hardware.
+    The list shows which targets this machine can measure. For each target, a session of a tiny
+    model is built, but nothing is measured. A pipeline uses a profile by its name. A file
+    configs/targets/NAME.yaml overrides the profile of that name. "never measured" marks shipped
+    profiles whose settings follow documentation: no model was timed on their hardware.
 
     Example: onnx-ops targets --json
     """
@@ -125,14 +125,14 @@ def work(
 
     The pool is created if it is missing. This machine and those that run pipelines need the same
     Prefect server (PREFECT_API_URL), the same `store` in onnx-ops.toml and the same release of
-    onnx-ops. Ctrl-C or SIGTERM lets the running stages finish and takes no further ones; a second
-    one ends them immediately.
+    onnx-ops. After Ctrl-C or SIGTERM, the running stages finish, and no further stages start. A
+    second signal ends the running stages immediately.
 
     Example: onnx-ops work --pool gpu --kinds train --kinds benchmark
     """
     wanted = tuple(kinds or PLACEABLE)
     if odd := [kind for kind in wanted if kind not in PLACEABLE]:
-        remedy = f"Those that do: {', '.join(PLACEABLE)}."
+        remedy = f"Kinds of stages that run in pools: {', '.join(PLACEABLE)}."
         raise UserError(
             f"{', '.join(odd)} stages do not run in pools", where="--kinds", remedy=remedy
         )
@@ -140,9 +140,9 @@ def work(
 
 
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add one flag per option to a command.
+    """Add a command-line option to a command for each server option.
 
-    Each option is then described in one place only (`ServerOptions`).
+    Each option is therefore declared only once, in `ServerOptions`.
     """
     hints = get_type_hints(command, include_extras=True)
     own = [
@@ -175,17 +175,18 @@ def serve(
     follow: Annotated[
         str,
         typer.Option(
-            metavar="URL", help="Follow the signed tables there, as a replica: s3://… or a folder."
+            metavar="URL", help="As a replica, follow the signed tables there: s3://… or a folder."
         ),
     ] = "",
     reports: Annotated[
-        str, typer.Option(metavar="URL", help="Where a replica writes its reports.")
+        str, typer.Option(metavar="URL", help="Location to which a replica writes its reports.")
     ] = "",
     replica: Annotated[
         str, typer.Option(help="Name of the replica; default: the host's, with random digits.")
     ] = "",
     address: Annotated[
-        str, typer.Option(metavar="URL", help="Where clients reach the replica, for `status`.")
+        str,
+        typer.Option(metavar="URL", help="URL at which clients reach the replica, for `status`."),
     ] = "",
     **options: Any,
 ) -> None:
@@ -193,8 +194,8 @@ def serve(
 
     The server serves the routing table last published in its folder. With --follow, it is a replica
     of an endpoint with `provider: replicas`. A replica serves the newest signed table at that
-    location, and reports. It needs --reports, --endpoint and --trusted-keys. See `onnx-ops docs
-    replicas`.
+    location, and writes reports. It needs --reports, --endpoint and --trusted-keys. See
+    `onnx-ops docs replicas`.
 
     Example: onnx-ops serve --state-dir .onnx-ops/endpoints/digits --port 8080 --workers 4
     """
@@ -204,9 +205,9 @@ def serve(
     if follow:
         if not reports:
             raise UserError(
-                "a replica needs a place for its reports",
+                "a replica needs a location for its reports",
                 where="--reports",
-                remedy="Give --reports URL.",
+                remedy="Set --reports URL.",
             )
         module = "onnx_ops.app.follower"
         own = {"follow": follow, "reports": reports, "replica": replica, "address": address}
@@ -214,5 +215,5 @@ def serve(
     else:
         module = "onnx_ops.serving.main"
         flags.append(f"--admin-port={admin_port}")
-    # The server replaces this process, so that nothing of the command line stays in its memory.
+    # The server replaces this process, since the modules of the command line need memory.
     os.execv(sys.executable, [sys.executable, "-m", module, *flags])  # noqa: S606 (a list, no shell)

@@ -1,6 +1,6 @@
-"""The command line.
+"""Command line of onnx-ops.
 
-A command imports only what it runs. This applies to the modules of other commands too.
+A command imports only the modules that it uses, and not those of other commands.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _COMMANDS = {
 }
 """Panel and module of each command, in the order of the help.
 
-The function has the command's name.
+The function in the module has the name of the command.
 """
 
 _RUNNING_MODELS = ("judge", "bench", "quantize")
@@ -58,7 +58,7 @@ _RUNNING_MODELS = ("judge", "bench", "quantize")
 
 
 def build_app(command: str = "") -> typer.Typer:
-    """Return the command line with all commands, or with one of them."""
+    """Return the command line with one command, or with all commands by default."""
     import typer
 
     from onnx_ops.cli.common import Command, CommandGroup, handle_errors, program
@@ -84,7 +84,7 @@ def build_app(command: str = "") -> typer.Typer:
 
 
 def __getattr__(name: str) -> Any:
-    """Return the whole command line as `app`, built at its first use."""
+    """Return attribute `app`, the command line with all commands, built at first use."""
     if name != "app":
         raise AttributeError(f"module {__name__} has no attribute {name}")
     globals()["app"] = app = build_app()
@@ -93,14 +93,14 @@ def __getattr__(name: str) -> Any:
 
 def main() -> None:
     """Run the command line."""
-    # Imports make no garbage; garbage collections would take a tenth of the time of the imports.
+    # Imports create no garbage, but garbage collections would take a tenth of the import time.
     gc.set_threshold(50_000, 20, 20)
-    # The collections at the end of the process would look at every object of MLflow's modules,
-    # which takes 1.1 s and frees nothing.
+    # Garbage collections at the end of the process would traverse all objects of MLflow's modules.
+    # This takes 1.1 s and frees nothing.
     atexit.register(gc.freeze)
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command in _RUNNING_MODELS and not {"--help", "-h"}.intersection(sys.argv):
-        # A child process imports ONNX Runtime while this process imports the rest.
+        # A child process imports ONNX Runtime while this process imports the other modules.
         from onnx_ops.adapters.isolation.crash_guard import prepare
 
         prepare("onnx_ops.adapters.runtimes.onnxruntime")

@@ -72,7 +72,7 @@ def notify(
 
 
 def _print_deliveries(deliveries: Sequence[DeliveryResult]) -> None:
-    """Print the messages that each notifier sent, and why one failed."""
+    """Print the messages that each notifier sent, and the errors of failed notifiers."""
     for delivery in deliveries:
         for notice in delivery.sent:
             say(f"{delivery.notifier}: {notice.title}")
@@ -122,7 +122,7 @@ def webhooks_install(
 def webhooks_check(name: WebhookName = "onnx-ops", as_json: AsJson = False) -> None:
     """Send test deliveries of the webhook.
 
-    Exit code 4 if they do not arrive.
+    Exit code 4 if test deliveries do not arrive.
 
     Example: onnx-ops webhooks check
     """
@@ -156,9 +156,7 @@ def _report_webhook(report: WebhookReport, *, as_json: bool) -> None:
         say(f"{report.name} -> {report.url}: {', '.join(report.did) or 'as it should be'}")
         say(f"{report.arrived} of {report.tests} test deliveries arrived", err=not report.ok)
         if not report.ok:
-            say(
-                f"  why: {report.problem}\n  try: {report.remedy or 'look at the receiver'}",
-                err=True,
-            )
+            remedy = report.remedy or "check the log of the receiver"
+            say(f"  why: {report.problem}\n  try: {remedy}", err=True)
     if not report.ok:
         raise typer.Exit(4)

@@ -1,4 +1,4 @@
-"""The pages of the documentation, from the installed program."""
+"""`onnx-ops docs`: the pages of the documentation in the installed package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def docs(
 ) -> None:
     """Show a page of the documentation, or list all pages.
 
-    Error messages name pages by this command.
+    Error messages refer to pages by this command.
 
     Example: onnx-ops docs runbooks/ledger-damaged
     """
@@ -48,7 +48,7 @@ def docs(
         remedy = (
             f"Similar: {', '.join(similar)}." if similar else "`onnx-ops docs` lists all pages."
         )
-        raise NotFoundError("there is no such page", where=topic, remedy=remedy)
+        raise NotFoundError("the documentation has no such page", where=topic, remedy=remedy)
     if as_json:
         print_json({"topic": name, "text": pages[name]})
         return
@@ -63,7 +63,7 @@ def docs(
 
 
 def _read_pages() -> dict[str, str]:
-    """Return the text of all pages by topic, sorted."""
+    """Return the text of all pages by topic, sorted by topic."""
     found = (*PAGES.glob("*.md"), *PAGES.glob("runbooks/*.md"))
     return {
         path.relative_to(PAGES).with_suffix("").as_posix(): path.read_text(encoding="utf-8")

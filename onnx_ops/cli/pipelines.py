@@ -59,7 +59,7 @@ Abandon = Annotated[
     typer.Option(
         "--abandon",
         metavar="REASON",
-        help="Leave endpoints behind that the file no longer names or has moved; "
+        help="Leave endpoints running that the file no longer names or has moved; "
         "the reason is recorded.",
         show_default=False,
     ),
@@ -121,8 +121,8 @@ def check(
 ) -> None:
     """Validate pipeline files without running anything.
 
-    Opens data and ready models, reads the training function's signature, and looks for the packages
-    and credentials that a run needs. Reports all problems together, each with line and column.
+    The checks cover data, existing models, the training function's signature, and the packages and
+    credentials that a run needs. All problems are reported together, each with line and column.
 
     Exit code: 0 no problems, 2 a file is wrong, 4 only this machine lacks something.
 
@@ -170,9 +170,9 @@ def plan(
 ) -> None:
     """Show what a run would do with each stage, and where it runs.
 
-    Shows whether the result of a stage is stored already. The time of a stage is that of its last
-    execution from here, without waiting. Its price is that time at the `price_per_hour` of the
-    target.
+    The plan shows which results are already stored. The time of a stage is that of its last
+    execution from this machine, without waiting. Its price is this time multiplied by the
+    `price_per_hour` of the target.
 
     Example: onnx-ops plan configs/pipelines/digits-mlp.yaml --set train.with.seed=3
     """
@@ -212,9 +212,10 @@ def plan(
 
 
 def _describe_outcome(outcome: StageOutcome | None) -> str:
-    """Return what a run would do with a stage.
+    """Return a word for what a run would do with a stage.
 
-    `outcome` is the outcome that is known without running the stage; None if it must run.
+    `outcome` is None if the run must execute the stage. Otherwise, it is the outcome of a cached or
+    skipped stage.
     """
     if outcome is None:
         return "run"
@@ -317,9 +318,10 @@ def run(
 def _check_folders(
     hand_over: Path | None, take_over: Path | None, no_cache: Sequence[StageKind]
 ) -> None:
-    """Refuse a folder of results that exists, and stages with results handed over.
+    """Raise UserError for unusable values of --hand-over, --take-over and --no-cache.
 
-    A run with `--take-over` executes no stage before the gates.
+    The folder of --hand-over must be new. With --take-over, stages before the gates are not
+    executed, so --no-cache has no meaning.
     """
     from onnx_ops.app.hand_over import require_new_folder
 
@@ -327,9 +329,9 @@ def _check_folders(
         require_new_folder(hand_over)
     if take_over is not None and no_cache:
         raise UserError(
-            "--take-over runs no stage before the gates",
+            "--take-over executes no stage before the gates",
             where="--no-cache",
-            remedy="Evaluate again.",
+            remedy="Leave out --no-cache, or repeat the run with --hand-over.",
         )
 
 
@@ -342,7 +344,10 @@ def _print_run(
     details: bool,
     as_json: bool,
 ) -> None:
-    """Print the results of one pipeline, compared with the champions and `base`."""
+    """Print the results of one pipeline.
+
+    If there is a `base`, the results are compared with the champions and the base.
+    """
     from onnx_ops.app.results import evidence_of
     from onnx_ops.cli.tables import comparison_report, summary_report
     from onnx_ops.measure.paired_rows import compare_rows
@@ -353,7 +358,7 @@ def _print_run(
     )
 
     store = project.context.store
-    # The document contains no evidence. Without a comparison, the evidence is not read.
+    # Without a comparison, the JSON document contains no evidence, so the evidence is not read.
     evidence = (
         tuple(evidence_of(summary, store).values()) if base is not None or not as_json else ()
     )
@@ -385,8 +390,9 @@ def affected(
     """List the pipelines that a change affects.
 
     A pipeline is affected by changes of its file, targets, data, model, or imported code. All
-    changes since this branch left the other branch are considered, committed or not. A `.dvc` file
-    stands for the data that it points to. Exit code: 0, even if none is affected.
+    changes since this branch diverged from the other branch are considered, committed or not. A
+    `.dvc` file stands for the data to which it points. Exit code: 0, even if no pipeline is
+    affected.
 
     Example: onnx-ops affected --since origin/main
     """
@@ -406,7 +412,7 @@ def affected(
 
 
 class TemplateChoice(StrEnum):
-    """The starting point of a project."""
+    """Names of the templates of new projects."""
 
     SKLEARN = "sklearn"
     TABLE = "table"
@@ -420,7 +426,7 @@ def init(
     ] = None,
     template: Annotated[
         TemplateChoice,
-        typer.Option(help="scikit-learn, a CSV table, PyTorch, or an ONNX file of yours."),
+        typer.Option(help="scikit-learn, a CSV table, PyTorch, or your ONNX file."),
     ] = TemplateChoice.SKLEARN,
     name: Annotated[
         str | None,
@@ -496,7 +502,7 @@ def init(
     if into is not None:
         if source is None or folder is not None:
             remedy = "For example: onnx-ops init --into . --from models/model.onnx."
-            raise UserError("--into needs --from, and no DIR", where="init", remedy=remedy)
+            raise UserError("--into needs --from and no argument DIR", where="init", remedy=remedy)
         _add_to_repository(
             into, name, source, data or [], label, parameters or [], framework, as_json=as_json
         )
@@ -506,7 +512,7 @@ def init(
             "Name the folder of a new project (onnx-ops init fraud), or a repository: "
             "--into DIR --from SOURCE."
         )
-        raise UserError("there is no folder", where="init", remedy=remedy)
+        raise UserError("the folder of the project is missing", where="init", remedy=remedy)
     from onnx_ops.app.scaffold import scaffold
 
     chosen = name or folder.resolve().name
@@ -561,7 +567,7 @@ def _add_to_repository(
             {"pipeline": setup.pipeline, "written": list(setup.written), "kept": list(setup.kept)}
         )
         return
-    for title, files in (("Written", setup.written), ("There already, unchanged", setup.kept)):
+    for title, files in (("Written", setup.written), ("Existing and unchanged", setup.kept)):
         if files:
             typer.echo(f"{title}:\n" + "\n".join(f"  {file}" for file in files))
     prefix = "" if root.resolve() == Path.cwd() else f"  cd {shlex.quote(str(root))}\n"
@@ -573,7 +579,7 @@ def _add_to_repository(
 
 
 def _print_results(results: Iterable[PipelineResult], *, as_json: bool) -> int:
-    """Print the outcome of each pipeline when it ends; return the worst exit code."""
+    """Print the result of each pipeline when it ends; return the worst exit code."""
     from onnx_ops.app.project import worst_exit_code
     from onnx_ops.cli.tables import choice_lines
 

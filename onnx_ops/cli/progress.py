@@ -1,6 +1,6 @@
 """Progress on standard error.
 
-It shows the running steps, their duration, and an estimate of the remaining time.
+The progress shows the running steps, their duration, and an estimate of the remaining time.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _LINES = {
 }
 
 _WAIT_S = 1.0
-"""A shorter waiting time is not reported."""
+"""Minimum waiting time in seconds that is reported."""
 
 _SLOW_AFTER_S = 2.0
-"""Longer steps are shown even without a terminal."""
+"""Duration in seconds after which steps are shown even without a terminal."""
 
 
 def read_durations(console: Console) -> Durations:
     """Return the last durations of commands, from the user's cache.
 
-    Only terminals show estimates.
+    Without a terminal, they are empty, since no estimate is shown.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Durations(home / "onnx-ops" / "durations.json" if console.is_terminal else None)
 
 
 class StepProgress:
-    """The running steps, in one line that is redrawn on a terminal."""
+    """Display of the running steps, in one line that is redrawn on a terminal."""
 
     def __init__(
         self,
@@ -71,13 +71,13 @@ class StepProgress:
         self._lock = threading.RLock()
 
     def begin(self, name: str) -> None:
-        """End the step before, and start this one."""
+        """End all running steps, and start a step."""
         self.end()
         self._done.update(self._steps[: self._steps.index(name)] if name in self._steps else ())
         self.start(name)
 
     def start(self, name: str) -> None:
-        """Start a step beside those that are running."""
+        """Start a step in parallel to the running steps."""
         with self._lock:
             self._begun[name], self._detail = time.monotonic(), ""
             self._done.discard(name)
@@ -88,7 +88,7 @@ class StepProgress:
                 self._print()
 
     def plan(self, steps: Sequence[str], needs: Mapping[str, Sequence[str]] | None = None) -> None:
-        """Add future steps, and the steps that each waits for."""
+        """Add future steps, and the steps for which each future step must wait."""
         self._steps += steps
         self._needs = needs or {}
 
@@ -99,7 +99,7 @@ class StepProgress:
             self._print()
 
     def print_lines(self) -> None:
-        """Print a line for each running step, and for each later one."""
+        """Print a line for the running steps now, and for each step that starts later."""
         self._is_printing = True
         self._print()
 
@@ -129,9 +129,9 @@ class StepProgress:
         return self._done.issuperset(self._steps)
 
     def line(self) -> str:
-        """Return the line; empty if no step is running.
+        """Return the line of the display; empty if no step is running.
 
-        Takes no lock, because the redrawing thread already holds the lock of rich.
+        This method acquires no lock, since the redrawing thread already holds the lock of Rich.
         """
         begun = dict(self._begun)
         if not begun:
@@ -139,7 +139,7 @@ class StepProgress:
         names, count = [*begun], len(self._steps)
         remaining = self._estimate(begun)
         left = f", about {format_seconds(remaining)} left" if remaining else ""
-        if len(names) > 1:  # the names come last: a narrow terminal cuts them off
+        if len(names) > 1:  # the names are last, since a narrow terminal cuts the line off
             return f"[{len(self._done)}/{count} done{left}] {', '.join(names)} …"
         (name,) = names
         place = (
@@ -153,16 +153,17 @@ class StepProgress:
         return Text(self.line(), no_wrap=True, overflow="ellipsis")
 
     def _estimate(self, begun: Mapping[str, float]) -> float | None:
-        """Return the remaining time from the last durations.
+        """Return the estimated remaining seconds, from the last durations of the steps.
 
-        The result is None if a duration is unknown. With parallel steps, it is the longest chain of
-        dependent steps, or the sum divided by `jobs` if that is longer.
+        The result is None if a duration is unknown. With parallel steps, the estimate is the
+        duration of the longest chain of dependent steps, or the sum of all steps divided by `jobs`
+        if that is longer.
         """
         names = dict.fromkeys([*begun, *(name for name in self._steps if name not in self._done)])
         known: dict[str, float] = {}
         for name in names:
             last = self._durations.last.get(self._prefix + name)
-            # Use the duration of the latest step of its kind (`benchmark/…`) in this run.
+            # For a new step, use the last duration of a step of the same kind (`benchmark/…`).
             if last is None and "/" in name:
                 last = self._durations.last.get(f"{self._prefix}{name.partition('/')[0]}/")
             if last is not None:
@@ -172,7 +173,7 @@ class StepProgress:
         now = time.monotonic()
         rest = {name: max(each - (now - begun.get(name, now)), 0.0) for name, each in known.items()}
         chains: dict[str, float] = {}
-        for name, own in rest.items():  # in the plan's order; running steps no longer wait
+        for name, own in rest.items():  # a step comes after the steps for which it waits
             chains[name] = own + max(
                 (chains.get(need, 0.0) for need in self._needs.get(name, ())), default=0.0
             )
@@ -180,15 +181,15 @@ class StepProgress:
 
 
 def format_seconds(value: float) -> str:
-    """Return a duration for people."""
+    """Return a duration as text in seconds or, from 90 s, in minutes."""
     return f"{value:.0f} s" if value < 90 else f"{value / 60:.0f} min"
 
 
 @contextlib.contextmanager
 def working(command: str, *steps: str, quiet: bool = False) -> Iterator[StepProgress]:
-    """Show the steps of a command that can take longer than two seconds.
+    """Show the steps of a command while this context is open.
 
-    The first step starts immediately.
+    The first step starts immediately. Without a terminal, steps are shown only after two seconds.
     """
     console = Console(quiet=True, file=io.StringIO()) if quiet else error_console()
     durations = read_durations(console)
@@ -208,10 +209,10 @@ def working(command: str, *steps: str, quiet: bool = False) -> Iterator[StepProg
 
 
 class RunProgress(Observer):
-    """Shows a run: the running stages, and each stage that has ended.
+    """Display of a run: the running stages, the remaining time, and each ended stage.
 
-    The remaining time is shown too. For several runs in parallel, only stages that did work are
-    shown, with the name of their pipeline.
+    For one of several parallel runs, only ended stages that are not cached are shown, with the name
+    of their pipeline.
     """
 
     def __init__(self, console: Console, *, jobs: int = 1, is_one_of_several: bool = False) -> None:
@@ -225,7 +226,8 @@ class RunProgress(Observer):
     def planned(self, plan: Plan) -> None:
         """Add the stages of a run.
 
-        Parallel durations include waiting, so they are recorded separately.
+        Durations of parallel stages include waiting, so they are recorded separately for each
+        number of jobs.
         """
         self._name = f"{plan.pipeline} " if self._is_one_of_several else " "
         self._prefix = f"run {plan.pipeline} {f'--jobs {self._jobs} ' if self._jobs > 1 else ''}"
@@ -253,18 +255,18 @@ class RunProgress(Observer):
             self._console.print(Text(f"   {prefix}{line}"), soft_wrap=True)
 
     def printed(self, stage: Stage, line: str, file: Path) -> None:
-        """Show the last line that a stage's code printed, on a terminal.
+        """Show the last line that a stage's code printed, if there is a terminal.
 
-        The stage's file has all lines.
+        `file` contains all lines that the code printed.
         """
         self._files[stage.id] = file
         if self._console.is_terminal and not self._is_one_of_several:
             self._progress.show_detail(line)
 
     def _describe_output(self, stage: Stage) -> str:
-        """Return where the output of training is.
+        """Return the path of the output of a training stage, as a part of its line.
 
-        Other stages print only what their libraries report.
+        The path is not shown for other stages: only libraries print there.
         """
         file = self._files.get(stage.id)
         if file is None or stage.kind is not StageKind.TRAIN:
@@ -275,11 +277,11 @@ class RunProgress(Observer):
         )
 
     def worked(self, stage: Stage, seconds: float) -> None:
-        """Record the time that a stage worked, to show it on the stage's line."""
+        """Record the working time of a stage, to show it on the stage's line."""
         self._worked[stage.id] = seconds
 
     def _describe_time(self, stage: Stage, outcome: StageOutcome) -> str:
-        """Return how long a stage took, and how much of it was waiting."""
+        """Return the duration of a stage, and its waiting time if that was long."""
         worked = self._worked.get(stage.id, outcome.seconds)
         waited = outcome.seconds - worked
         return (
@@ -298,7 +300,7 @@ class RunProgress(Observer):
                 StageStatus.CACHED: "unchanged",
                 StageStatus.DONE: self._describe_time(stage, outcome)
                 + self._describe_output(stage),
-                # The report has the reason.
+                # The report of the run shows the reason.
                 StageStatus.FAILED: f"failed after {self._describe_time(stage, outcome)}",
                 StageStatus.SKIPPED: f"skipped: {outcome.reason}",
             }[outcome.status]

@@ -156,21 +156,21 @@ def quantize(
 
 
 def _refuse_recipe_options(exclude: list[str] | None, options: list[str] | None) -> None:
-    """Refuse the options that a search chooses for every recipe it tries."""
+    """Raise UserError for options that a search determines for each of its recipes."""
     from onnx_ops.domain.quantization import AUTO
 
     if exclude or options:
-        what, where = f"method {AUTO} finds its own", "--exclude, --option"
-        raise UserError(what, where=where, remedy="Leave them out.")
+        what, where = f"method {AUTO} determines these options", "--exclude, --option"
+        raise UserError(what, where=where, remedy="Leave these options out.")
 
 
 def _refuse_search_options(method: str, tuning_data: Path | None, budget: list[str] | None) -> None:
-    """Refuse the options that a single recipe does not use."""
+    """Raise UserError for options that only a search uses."""
     if tuning_data or budget:
         raise UserError(
-            f"{method} is a single recipe",
+            f"method {method} does not search",
             where="--tuning-data, --budget",
-            remedy="They are for --method auto.",
+            remedy="Use these options only with --method auto.",
         )
 
 
@@ -181,7 +181,8 @@ def _parse_role(name: str) -> Role:
     role = next((known for known in ROLES if known == name), None)
     if role is None:
         why = f"there are {', '.join(ROLES)}"
-        raise UserError(f"there is no {name!r} on the front", where="--select", why=why)
+        what = f"the Pareto front has no point {name!r}"
+        raise UserError(what, where="--select", why=why)
     return role
 
 
@@ -198,9 +199,9 @@ def _parse_metric(name: str) -> MetricDefinition:
 
 
 def _digest_rows(**paths: Path | None) -> dict[str, Digest]:
-    """Return the digest of each file of rows that is given.
+    """Return the digest of each given file of rows.
 
-    A search resumes only on the same rows.
+    A search can only be resumed with the same rows.
     """
     return {name: digest_file(path) for name, path in paths.items() if path}
 
@@ -304,12 +305,12 @@ def _parse_budget(texts: list[str]) -> Budget:
         except ValueError as error:
             raise UserError(str(error), where=f"--budget {text}") from error
         if not values[name] > 0 and name != "metric_drop":
-            raise UserError("it must be above 0", where=f"--budget {text}")
+            raise UserError("the limit must be above 0", where=f"--budget {text}")
     return Budget(**values)
 
 
 def _parts(hint: Any) -> list[Any]:
-    """Return a hint and all its parts."""
+    """Return a type hint and, recursively, all of its type arguments and annotations."""
     return [hint, *(part for argument in get_args(hint) for part in _parts(argument))]
 
 
@@ -321,7 +322,7 @@ def _load_tuning(
     metric: MetricDefinition,
     fix: Mapping[str, Any],
 ) -> Dataset:
-    """Return the rows on which a search decides, 512 at most."""
+    """Return at most 512 tuning rows, on which a search measures its recipes."""
     from onnx_ops.onnx_graph.model_info import read_model_info
     from onnx_ops.ports import Dataset
 
@@ -335,7 +336,7 @@ def _load_tuning(
     arrays, samples = load_rows(read_model_info(model).inputs, context, path, 512, fix)
     if name not in arrays and not metric.label_free:
         raise UserError(
-            f"it has no array {name!r}",
+            f"the file has no array {name!r}",
             where=str(path),
             why=f"{metric.name} needs labels; the file has {', '.join(arrays)}",
             remedy="Name the array of the labels: --label NAME.",

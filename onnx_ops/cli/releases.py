@@ -158,7 +158,8 @@ def reconcile(
 ) -> None:
     """Move endpoints toward the desired state in the registry.
 
-    Ends when nothing is left to do now. An endpoint that cannot be moved does not delay the others.
+    The command ends when there is nothing left to do. An endpoint that cannot be moved does not
+    delay the others.
 
     With --watch and --json, every report is one line of JSON.
 
@@ -310,8 +311,9 @@ def drift_check(
 ) -> None:
     """Benchmark the current champions again, to detect drift.
 
-    Use it after an upgrade or on a new machine. Repeats the benchmark of each champion's release,
-    and judges the result by the gates of that release. Records and changes nothing.
+    Use this command after an upgrade or on a new machine. It repeats the benchmark of each
+    champion's release, and judges the result by the gates of that release. It records and changes
+    nothing.
 
     Exit code: 1 if a champion has drifted, else 4 if one could not be measured, else 0.
 

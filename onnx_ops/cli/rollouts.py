@@ -100,8 +100,8 @@ def rollout_resume(
 ) -> None:
     """Continue a rollout that an operator paused, at its current step.
 
-    The checks of the step decide again when the rollout advances. To skip them: onnx-ops rollout
-    advance.
+    The checks of the step then decide when the rollout advances. To skip the checks, use `onnx-ops
+    rollout advance`.
 
     Example: onnx-ops rollout resume digits-cnn
     """
@@ -112,9 +112,10 @@ def rollout_resume(
 def rollout_advance(
     endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False
 ) -> None:
-    """Advance a rollout by one step without its open checks, paused or not.
+    """Advance a rollout by one step without waiting for its checks.
 
-    This approves a step that waits for approval. A guardrail can still roll the rollout back.
+    The rollout can be paused. This command approves a step that waits for approval. A guardrail can
+    still roll the rollout back.
 
     Example: onnx-ops rollout advance digits-cnn --reason "looked at the answers"
     """
@@ -125,7 +126,7 @@ def rollout_advance(
 def rollout_pause(
     endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False
 ) -> None:
-    """Hold a rollout at its current step.
+    """Pause a rollout at its current step.
 
     Example: onnx-ops rollout pause digits-cnn --reason "looking at the logs"
     """
@@ -177,8 +178,8 @@ def _reconcile(context: Context, endpoint: str, actor: str, *, as_json: bool) ->
 def _follow(context: Context, view: RolloutView | None, pause_s: float, *, as_json: bool) -> None:
     """Show the rollout until it ends.
 
-    It is shown in place on a terminal, and as lines of JSON with `as_json`. Otherwise only new
-    lines are shown.
+    A terminal redraws the rollout in place. With `as_json`, each state is printed as JSON.
+    Otherwise, the rollout is printed when its next action changes.
     """
     from rich.live import Live
 
@@ -218,7 +219,7 @@ def _render(view: RolloutView) -> Group:
         summaries = [guard.summary for guard in judged.guardrails]
         outliers = [outlier.summary for outlier in judged.outliers]
         texts = [*summaries, judged.ab_summary, judged.split_mismatch, *outliers]
-        # A text that `next` contains is left out.
+        # Texts that are part of `next` are not repeated.
         lines = [
             *(text for text in texts if text and text not in view.next),
             view.next,
@@ -228,10 +229,7 @@ def _render(view: RolloutView) -> Group:
 
 
 def _describe_end(context: Context, endpoint: str) -> tuple[Text, bool]:
-    """Return how the last rollout ended, and whether the candidate was rolled back.
-
-    The end is described in one line.
-    """
+    """Return a line about the end of the last rollout, and whether it was rolled back."""
     from onnx_ops.domain.ledger import Intent
     from onnx_ops.domain.rollout import ActionKind
 
@@ -319,7 +317,7 @@ def rollback(
     moved, errors = roll_back_each(
         context, names, to=to, reason=reason, actor=actor, force=force, pin=not all_
     )
-    # Printed before the registry's part, which takes longer than the rollback.
+    # The moves are printed before the aliases are written, since that takes longer.
     if not as_json:
         _print_moves(moved, errors)
 
@@ -348,7 +346,9 @@ def _withdraw(
 
     if not names:
         raise UserError(
-            "which endpoint?", remedy="onnx-ops rollback --withdraw ENDPOINT --reason WHY"
+            "no endpoint is named",
+            where="--withdraw",
+            remedy="Run onnx-ops rollback --withdraw ENDPOINT --reason WHY",
         )
     withdrawn = {
         name: withdraw_request(context, name, reason=reason, actor=actor) for name in names
@@ -371,16 +371,21 @@ def _write_off(
 
     if len(names) != 1:
         raise UserError(
-            "which endpoint?", remedy="onnx-ops rollback ENDPOINT --write-off REPLICA --reason WHY"
+            "exactly one endpoint must be named",
+            where="--write-off",
+            remedy="Run onnx-ops rollback ENDPOINT --write-off REPLICA --reason WHY",
         )
     is_new = write_off_server(context, names[0], server, reason=reason, actor=actor)
-    text = "is written off; no rollback waits for it" if is_new else "was written off already"
+    text = "is written off; no rollback waits for it" if is_new else "was already written off"
     document = {"endpoint": names[0], "written_off": server, "already": not is_new}
     print_result(lambda: document, f"{names[0]}: replica {server} {text}", as_json=as_json)
 
 
 def _ask_reason(context: Context, names: Sequence[str]) -> str:
-    """Ask at a terminal why endpoints roll back, if this project knows one of them."""
+    """Prompt for the reason of a rollback; return an empty text without a terminal.
+
+    There is no prompt if no named endpoint exists.
+    """
     if not sys.stdin.isatty() or set(names).isdisjoint(context.ledger.endpoints()):
         return ""
     reason: str = typer.prompt("Why? (recorded; Enter to skip)", default="", show_default=False)
@@ -388,12 +393,12 @@ def _ask_reason(context: Context, names: Sequence[str]) -> str:
 
 
 def _print_moves(moved: Mapping[str, RollbackResult], errors: Mapping[str, OnnxOpsError]) -> None:
-    """Print where traffic went, and the endpoints whose rollback failed."""
+    """Print the version that each endpoint now serves, and errors of failed rollbacks."""
     for name, move in moved.items():
         if move.already:
             say(
-                f"{name}: {move.moved_to} has 100 % of traffic already. To go back further, "
-                "name it with --to."
+                f"{name}: {move.moved_to} already has 100 % of traffic. To roll back to an older "
+                "version, name it with --to."
             )
         else:
             say(
@@ -406,9 +411,9 @@ def _print_moves(moved: Mapping[str, RollbackResult], errors: Mapping[str, OnnxO
 def _list_unfinished(
     project: Project, moved: Mapping[str, RollbackResult], errors: Mapping[str, OnnxOpsError]
 ) -> list[str]:
-    """Return the endpoints that are not finished.
+    """Return the endpoints with unfinished work that this machine can finish.
 
-    Their aliases are pending, or their rollback can be finished from here.
+    Either their aliases are pending, or their rollback is pending and this machine can reach them.
     """
     unfinished = [name for name, move in moved.items() if move.pending_aliases]
     pending = [name for name, error in errors.items() if isinstance(error, StillPendingError)]
@@ -421,9 +426,9 @@ def _document(
     errors: Mapping[str, OnnxOpsError],
     pending: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return what `--json` prints about an endpoint.
+    """Return the JSON document of an endpoint's rollback.
 
-    The document is the endpoint's error, or its move and the pending aliases.
+    The document contains the error of the endpoint, or its move and the pending aliases.
     """
     if name in errors:
         return {"endpoint": name, **errors[name].as_document()}
@@ -435,7 +440,7 @@ def _document(
 
 
 def _is_here(project: Project, endpoint: str) -> bool:
-    """Return whether a reconciliation here reaches the endpoint's clients."""
+    """Return whether a reconciliation on this machine changes what the clients get."""
     config = project.context.ledger.state(endpoint).config
     return config is None or not project.context.provider(config.provider).explain_elsewhere(config)
 
@@ -443,11 +448,10 @@ def _is_here(project: Project, endpoint: str) -> bool:
 def _finish(
     project: Project, pending_names: Sequence[str], moved: Sequence[str], actor: str
 ) -> dict[str, str]:
-    """Write aliases and send notifications.
+    """Write aliases and send notifications; return a text for each pending endpoint.
 
-    Return by endpoint why its aliases are not written yet.
-
-    A notification that fails does not fail the rollback: the ledger keeps pending notifications.
+    The text is the reason why the aliases of the endpoint are not written yet. A failed
+    notification is no error of the rollback, since the ledger records pending notifications.
     """
     from onnx_ops.release.notify import send_pending_each
     from onnx_ops.release.reconcile import write_aliases
@@ -468,11 +472,11 @@ def _finish(
 def _hand_over(
     project: Project, pending_names: Sequence[str], moved: Sequence[str]
 ) -> dict[str, str]:
-    """Leave aliases, traffic and notifications to processes that outlive this one.
+    """Start background processes for aliases, pending rollbacks and notifications.
 
-    Traffic is handed over only for pending rollbacks. Importing MLflow takes longer than the whole
-    rollback. If such a process dies, the ledger keeps the pending work, and every reconciliation
-    tries again. Return a text by endpoint.
+    Importing MLflow would take longer than the whole rollback. If a background process ends early,
+    the ledger still contains the pending work, and every reconciliation tries it again. Return a
+    text for each endpoint with pending work.
     """
     state, text = project.settings.state, ""
     work: dict[Path, Sequence[str]] = {}

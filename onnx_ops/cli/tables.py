@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from onnx_ops.reporting.comparison import ModelComparison, VariantRow
 
 _REASONS = 2
-"""Failed gates of each variant that the short report explains."""
+"""Maximum number of failed gates per variant that the short report explains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +45,10 @@ class PlannedStage:
     """What a run would do with a stage.
 
     Attributes:
-        pool: Work pool whose workers run it; empty for this machine.
+        pool: Work pool whose workers run the stage; empty for this machine.
         seconds: Duration of the last execution; None if the stage would not run, or has not run
             yet.
-        price: Price of these seconds; None also if the target has no price.
+        price: Price of this duration; None without a duration or if the target has no price.
     """
 
     stage: str
@@ -62,7 +62,7 @@ class PlannedStage:
 def plan_table(pipeline: str, stages: Sequence[PlannedStage]) -> None:
     """Print the stages of a plan.
 
-    The place of each stage is printed if any stage runs on another machine.
+    If any stage runs in a pool, the pool of each stage is printed, or that it runs here.
     """
     print_text("[bold]Plan of {}[/bold]", pipeline)
     placed = any(stage.pool for stage in stages)
@@ -83,7 +83,7 @@ def plan_table(pipeline: str, stages: Sequence[PlannedStage]) -> None:
 def _describe_work(stage: PlannedStage, *, placed: bool) -> str:
     """Return what a run would do with a stage, how long it takes and its price.
 
-    With `placed`, the place where it runs is included.
+    With `placed`, the pool of the stage is included.
     """
     text = stage.would
     if placed and stage.would == "run":
@@ -96,7 +96,10 @@ def _describe_work(stage: PlannedStage, *, placed: bool) -> str:
 
 
 def _print_total(stages: Sequence[PlannedStage]) -> None:
-    """Print the time and price of the stages that ran before, and how many never did."""
+    """Print the total time and price of the stages to run, from their last executions.
+
+    The number of stages without a known time is printed too.
+    """
     seconds = [stage.seconds for stage in stages if stage.seconds is not None]
     if not seconds:
         return
@@ -136,7 +139,7 @@ def _verdict(row: ResultRow) -> Markup:
 
 
 def _figure(figure: str, interval: str) -> str:
-    """Return a metric with its interval; the line can break only between the two."""
+    """Return a value with its interval; a line can be broken only between them."""
     return f"{figure.replace(' ', KEEP)} {interval.replace(' ', KEEP)}".strip()
 
 
@@ -171,9 +174,9 @@ def summary_report(
 def _target_report(
     choice: Choice, decisions: Sequence[Decision], evidence: Mapping[tuple[str, str], Evidence]
 ) -> int:
-    """Print the choice of a target, and return the number of results.
+    """Print the choice, the key metrics and the failures of a target.
 
-    The key metrics of each variant and what failed are printed too.
+    Return the number of gate results.
     """
     from onnx_ops.reporting.metrics import sampled_rows
 
@@ -224,10 +227,10 @@ def _print_variants(
 
 
 def _find_reference(decisions: Sequence[Decision]) -> str:
-    """Return the model with which latency was compared.
+    """Return the name of the model with which latency was compared.
 
-    This is the champion if latency was compared with the champion. The result is empty if latency
-    was compared with no model.
+    If there are several such models, the champion takes precedence. Without a comparison, the
+    result is empty.
     """
     prefix = "ratio vs "
     metrics = {result.metric for decision in decisions for result in decision.results}
@@ -236,7 +239,7 @@ def _find_reference(decisions: Sequence[Decision]) -> str:
 
 
 def _print_advisories(decisions: Sequence[Decision]) -> bool:
-    """Print the advisory gates that do not pass; return whether there are any."""
+    """Print the advisory gates that did not pass; return whether there are any."""
     rows = [
         row
         for row in result_table(decisions)
@@ -270,9 +273,9 @@ def _describe_row(row: VariantRow, decision: Decision, metric: str, against: str
 
 
 def _is_unmeasured(decisions: Sequence[Decision]) -> bool:
-    """Return whether only the failed stage is known of each variant.
+    """Return whether no variant was measured, because stages failed.
 
-    The error of that stage is printed separately.
+    The errors of these stages are printed separately.
     """
     return all(
         result.gate == "measurement" for decision in decisions for result in decision.results
@@ -285,7 +288,8 @@ def _print_choice(choice: Choice, decisions: Sequence[Decision]) -> None:
         print_text("{}: [bold]{}[/bold] is chosen ({})", head, choice.variant, choice.reason)
         return
     decisions = [decision for decision in decisions if decision.target == choice.target]
-    # A variant that passes its gates can be insignificant, given the number of variants.
+    # Variants can pass their gates without a choice: the correction for the number of variants can
+    # make the result insignificant.
     if any(decision.verdict is Verdict.PASS for decision in decisions):
         print_text("{}: no release. {}", head, choice.reason)
     elif _is_unmeasured(decisions):
@@ -304,12 +308,12 @@ def _interval(estimate: float | None, low: float | None, high: float | None, uni
 
 
 def _reason(row: ResultRow) -> str:
-    """Return gate and reason, without the metric's name if the reason starts with it."""
+    """Return the gate and its reason, without a repeated name of the metric."""
     return f"{row.describe_gate()}: {row.result.reason.removeprefix(f'{row.result.metric}: ')}"
 
 
 def _print_failures(decisions: Sequence[Decision]) -> bool:
-    """Print why variants do not pass, and return whether there are any.
+    """Print the reasons of variants that did not pass; return whether there are any.
 
     Variants with the same reasons are printed together.
     """
@@ -353,9 +357,9 @@ def comparison_report(comparisons: Sequence[ModelComparison]) -> None:
 
 
 def choice_lines(summary: Summary, errors: Mapping[str, OnnxOpsError]) -> None:
-    """Print the choice of each target, and then the errors of stages.
+    """Print the choice of each target in short form, and then the errors of stages.
 
-    There is one line per failure. Each error is printed once.
+    Failures have one line each, and each error is printed once.
     """
     for choice in summary.choices:
         decisions = _without(
@@ -377,9 +381,9 @@ def _print_errors(errors: Mapping[str, OnnxOpsError]) -> None:
 
 
 def _without(errors: Mapping[str, OnnxOpsError], decisions: Sequence[Decision]) -> list[Decision]:
-    """Return decisions that name a failed stage without its error.
+    """Return the decisions with reasons that name failed stages without their errors.
 
-    The error is printed once.
+    The errors are printed separately, each only once.
     """
 
     def shorten(reason: str) -> str:
@@ -394,10 +398,7 @@ def _without(errors: Mapping[str, OnnxOpsError], decisions: Sequence[Decision]) 
 
 
 def _release_lines(summary: Summary, registration: Registration, project: Project) -> None:
-    """Print the versions of a release, and what awaits promotion.
-
-    The endpoints that serve the model are printed too.
-    """
+    """Print the versions of a release, promotions to make, and the model's endpoints."""
     from onnx_ops.app.results import locate_report
     from onnx_ops.release.journal import list_sibling_states
 
@@ -422,7 +423,7 @@ def _release_lines(summary: Summary, registration: Registration, project: Projec
 
 
 def _print_endpoint(state: ReleaseState, model: str, project: Project) -> None:
-    """Print what an endpoint serves and where, and its rollout.
+    """Print the version, the URL and the rollout of an endpoint.
 
     Nothing is printed if the endpoint does not serve yet.
     """
@@ -432,7 +433,7 @@ def _print_endpoint(state: ReleaseState, model: str, project: Project) -> None:
     address = project.context.provider(config.provider).address(config)
     if address is None or stable is None:
         return
-    # A cloud forwards only requests to this path.
+    # Cloud services forward only requests to the path `invocations`.
     path = f"v2/models/{model}" if config.provider == "local" else "invocations"
     text = f"{stable.name} ({stable.variant}) at {address}/{path}"
     console().print(

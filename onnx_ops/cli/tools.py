@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 ReportLine = Callable[[str], None]
 
 TargetName = Annotated[
-    str, typer.Option("--target", help="cpu-1t, cpu-all, another one of `onnx-ops targets`.")
+    str, typer.Option("--target", help="cpu-1t, cpu-all, or another target of `onnx-ops targets`.")
 ]
 Data = Annotated[
     Path | None,
@@ -170,9 +170,10 @@ def bench(
 
 
 def guard_context(context: Context, timeout: float | None = None) -> Context:
-    """Return the ports with runtimes that a model cannot crash.
+    """Return the ports with runtimes that run models in separate processes.
 
-    `timeout` is in seconds of one call.
+    A crash of a model then does not end this process. `timeout` is the limit of one call in
+    seconds.
     """
     from onnx_ops.adapters.runtimes.placement import guard_runtime
 
@@ -188,9 +189,9 @@ def load_rows(
     limit: int,
     fix: Mapping[str, Any] | None = None,
 ) -> tuple[Mapping[str, ndarray], SampleRows]:
-    """Return the arrays of a file of rows, and its first rows.
+    """Return the arrays of a file of rows, and its first `limit` rows for a model.
 
-    The rows are checked against the inputs of a model.
+    The rows are checked against the inputs of the model.
     """
     from onnx_ops.domain.pipeline import FileData
     from onnx_ops.tools.supplied_rows import check_samples
@@ -242,14 +243,14 @@ def parse_values(texts: list[str], option: str = "--fix") -> dict[str, Any]:
 def show_progress(command: str, *places: object, quiet: bool) -> Iterator[ReportLine]:
     """Show the running steps on standard error.
 
-    A terminal has one line that is redrawn. Elsewhere there is one line per step.
+    A terminal shows one line that is redrawn. Without a terminal, each step is printed on a line.
     """
     console = error_console()
     if quiet or not console.is_terminal:
         shown: list[str] = []
 
         def report(text: str) -> None:
-            # A log cannot redraw a line, so repeated lines are left out.
+            # Without a terminal, lines cannot be redrawn, so repeated lines are left out.
             if not quiet and text not in shown[-1:]:
                 shown.append(text)
                 console.print(markup("{}", text), soft_wrap=True)
@@ -310,7 +311,7 @@ def _report(result: SingleModelResult, model: Path, target: str) -> None:
 
 
 def advise(advice: Sequence[Advice]) -> None:
-    """Print what slows a model down, and the settings that fix it."""
+    """Print the causes that slow a model down, and the settings that fix them."""
     from onnx_ops.reporting.structure import advice_lines
 
     for line in advice_lines(advice):

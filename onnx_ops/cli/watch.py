@@ -23,9 +23,9 @@ from onnx_ops.release.status import render_pending_metrics
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 
 _LAST_WORDS_S = 15.0
-"""Seconds that an ending watch waits for its last notifications.
+"""Maximum time in seconds to send the last notifications when the watch ends.
 
-The next watch sends the rest.
+The next watch sends the remaining notifications.
 """
 
 
@@ -38,7 +38,7 @@ def keep_watching(
     actor: str,
     as_json: bool,
 ) -> None:
-    """Watch until SIGTERM or SIGINT."""
+    """Reconcile endpoints repeatedly until SIGTERM or SIGINT."""
     project.context.registry()
     if listen is not None:
         require("starlette", "uvicorn", where="--listen")
@@ -47,7 +47,8 @@ def keep_watching(
     seconds = parse_duration(interval, "--interval")
     if not 0.1 <= seconds <= 86_400:
         remedy = "Write a duration from 100 ms to 24 h."
-        raise UserError(f"a pass every {interval}", where="--interval", remedy=remedy)
+        what = f"the interval {interval} is out of range"
+        raise UserError(what, where="--interval", remedy=remedy)
     wakeups = ReconcileQueue()
     watcher = WatchLoop(
         project.context,
@@ -77,9 +78,9 @@ def keep_watching(
 
 @contextlib.contextmanager
 def _stopped_by_signals(wakeups: ReconcileQueue) -> Iterator[None]:
-    """End the loop at the first signal, between two effects.
+    """End the loop at the first signal, after the step in progress.
 
-    A second signal ends the process.
+    A second signal ends the process immediately.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
@@ -174,7 +175,7 @@ def _listening(
 
 
 def _repair_webhook(project: Project, watcher: WatchLoop) -> None:
-    """Repair the webhook.
+    """Repair the webhook, and report the result as an event.
 
     After a failure, the watch continues, since it also polls.
     """
@@ -187,7 +188,7 @@ def _repair_webhook(project: Project, watcher: WatchLoop) -> None:
     except OnnxOpsError as error:
         watcher.emit("", WatchEventKind.WEBHOOK, why=str(error))
         return
-    did, why = "", "none is installed: `onnx-ops webhooks install --url URL`"
+    did, why = "", "no webhook is installed: `onnx-ops webhooks install --url URL`"
     if report is not None:
         did = ", ".join(report.did)
         why = f"{report.url} works" if report.ok else f"{report.problem}. {report.remedy}".strip()

@@ -2,8 +2,8 @@
 
 One binder serves sections of files, settings of plugins, and options. A dataclass declares its
 fields by annotations: types, limits (`annotated_types`), units and notations (`domain.quantities`).
-The binder reports every problem with its location. It imports no validation library, since the
-endpoint server and the rollback command use it too.
+The binder reports every problem with its location. It imports no validation library: the endpoint
+server and the rollback command use the binder too, and must start fast.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def bind_settings(
 
 
 def bind_document(document: Document, kind: type) -> Binding:
-    """Bind a document, and add the issues of its types."""
+    """Bind a document, and add the issues of the binding to those of the document."""
     binding = bind(document.value, kind)
     known = {issue.loc for issue in document.issues if not issue.on_key}
     document.issues += [issue for issue in binding.issues if issue.on_key or issue.loc not in known]
@@ -136,7 +136,7 @@ def unwrap(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def metadata_of(metadata: Iterable[Any], kind: type[T]) -> T | None:
-    """Return the first metadata of a kind."""
+    """Return the first entry of this kind, or None."""
     return next((entry for entry in metadata if isinstance(entry, kind)), None)
 
 
@@ -147,13 +147,13 @@ def without_none(kind: Any, metadata: tuple[Any, ...]) -> Any:
 
 
 def yaml_key(name: str) -> str:
-    """Return the key of a field: `with_` is written `with`."""
+    """Return the YAML key of a field: `with` for the field `with_`."""
     return name.removesuffix("_")
 
 
 @functools.cache
 def file_fields(kind: type) -> Mapping[str, tuple[Field[Any], Any]]:
-    """Return the fields that a file has by their keys, each with its type."""
+    """Return the fields that a file can set, by YAML key, each with its type."""
     hints = get_type_hints(kind, include_extras=True)
     return {
         yaml_key(f.name): (f, hints[f.name]) for f in fields(kind) if not f.metadata.get("found")
@@ -174,15 +174,15 @@ def is_required(f: Field[Any], kind: type) -> bool:
 
 
 def short_field(kind: type) -> str | None:
-    """Return the key that a plain text sets in place of the mapping, if there is one."""
+    """Return the key that a plain text sets if it replaces the mapping, or None."""
     keys = file_fields(kind).items()
     return next((key for key, (_, hint) in keys if Notation.SHORT_FORM in unwrap(hint)[1]), None)
 
 
 class _Binder:
-    """One pass over a value.
+    """Binds one value with all its parts, and collects the issues.
 
-    If a value cannot be bound, methods add an issue and return BROKEN.
+    If a value cannot be bound, the methods add an issue and return BROKEN.
     """
 
     def __init__(self) -> None:
@@ -248,7 +248,7 @@ class _Binder:
         return BROKEN
 
     def _json(self, value: Any, loc: Loc) -> Any:
-        """Accept any JSON value: the keys of its mappings are texts."""
+        """Accept any JSON value; refuse mappings with keys that are not texts."""
         for part, item in (
             value.items()
             if isinstance(value, dict)
@@ -335,11 +335,11 @@ class _Binder:
             hint = next(
                 (h for key in value if isinstance(key, str) and (h := did_you_mean(key, own))), ""
             )
-            return self._refuse(loc, f"needs one of the keys {quote_names(own)}{hint}")
+            return self._refuse(loc, f"expected one of the keys {quote_names(own)}{hint}")
         return self._object(value, own[present[0]], loc)
 
     def _tagged_member(self, value: Mapping[Any, Any], tags: Mapping[str, type], loc: Loc) -> Any:
-        """Bind the member of a union that the key `kind` names."""
+        """Bind the value to the member of a union that its key `kind` names."""
         if "kind" not in value:
             message = f"missing key 'kind', one of {quote_names(list(tags))}"
             return self._refuse((*loc, "kind"), message, on_key=True)
@@ -363,7 +363,7 @@ class _Binder:
             elif is_required(f, kind):
                 bound[f.name] = self._refuse((*loc, key), f"missing key '{key}'", on_key=True)
         valid = {name: item for name, item in bound.items() if item is not BROKEN}
-        # A broken part gets its default, so that rules between the other parts are still checked.
+        # An invalid part gets its default, so that rules between the other parts are still checked.
         if any(
             default_of(known[yaml_key(name)][0]) is MISSING for name in bound.keys() - valid.keys()
         ):

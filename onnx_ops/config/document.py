@@ -92,9 +92,8 @@ class Document:
     def written(self, loc: Loc) -> Loc:
         """Return the location as written in the file.
 
-        In the file, a single entry can appear without its list.
-
-        If the last part is missing from the file, the result still has this part.
+        A file can write a single entry without its list; its location then has no index. If the
+        last part is missing from the file, the result still has this part.
         """
         value, parts = self.value, []
         for part in loc:
@@ -133,7 +132,11 @@ class Document:
     def replace(
         self, loc: Loc, value: Any, places: Mapping[Loc, Place], keys: Mapping[Loc, Place]
     ) -> None:
-        """Replace the value at `loc`, whose container must exist, with its own positions."""
+        """Replace the value at `loc`, and the positions of its parts.
+
+        The mapping or list that contains the value must exist. `places` and `keys` have locations
+        relative to `loc`.
+        """
         for table in (self.places, self.keys):
             for old in [known for known in table if known[: len(loc)] == loc]:
                 del table[old]

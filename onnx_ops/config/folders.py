@@ -1,4 +1,4 @@
-"""Where a project has its pipelines and targets.
+"""Find the folders of a project's pipelines and targets.
 
 The files are in `configs/`, or in `onnx-ops/` within another project.
 """
@@ -13,7 +13,7 @@ OWN = Path("configs")
 WITHIN = Path("onnx-ops")
 """The folder in a repository to which onnx-ops was added.
 
-Its name is no Python identifier, so that build tools do not take it for a package.
+Its name is not a Python identifier, so that build tools do not treat the folder as a package.
 """
 
 PIPELINES, TARGETS = "pipelines", "targets"
@@ -30,7 +30,7 @@ def find_pipelines(root: Path) -> list[Path]:
 
 
 def list_source_folders(root: Path) -> list[Path]:
-    """Return the folders that the project's modules are below.
+    """Return the folders in which Python searches for the project's modules.
 
     These are the root, and `src/` unless it is a package itself.
     """

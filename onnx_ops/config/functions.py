@@ -22,9 +22,9 @@ _PARSING = threading.Lock()
 
 
 def parse_python(source: bytes) -> ast.Module:
-    """Parse one source at a time.
+    """Return the syntax tree of a source; one thread parses at a time.
 
-    Python 3.11 counts the depth of the trees of all threads together (CPython #106905).
+    Python 3.11 adds up the depths of the trees that several threads parse (CPython #106905).
 
     Raises:
         SyntaxError: the source is not Python.
@@ -37,8 +37,8 @@ def parse_python(source: bytes) -> ast.Module:
 def explain_missing_function(reference: str, root: Path) -> str | None:
     """Return why the reference names no function; None if it names one.
 
-    Modules are searched below the project's root, then on `sys.path`. A module with `from … import
-    *` is assumed to have the function.
+    Modules are searched below the project's root, then on `sys.path`. A module that imports `*` is
+    assumed to have the function.
     """
     match = _REFERENCE.fullmatch(reference)
     if match is None:
@@ -85,14 +85,15 @@ def check_arguments(reference: str, given: Iterable[str], root: Path) -> list[tu
             hint = did_you_mean(name, known) or f"; it takes {quote_names(known) or 'none'}"
             problems.append((name, f"{place} takes no parameter '{name}'{hint}"))
     if missing := [name for name in _list_needed(takes) if name not in set(given)]:
-        problems.append(("", f"{place} needs {quote_names(missing)}, which 'with' does not give"))
+        problems.append(("", f"{place} needs {quote_names(missing)}, which 'with' does not set"))
     return problems
 
 
 def _list_needed(takes: ast.arguments) -> list[str]:
-    """Return the parameters after the data sets that have no default."""
+    """Return the parameters without a default, except the one for the data sets."""
     positional = [*takes.posonlyargs, *takes.args][1:]
-    # Defaults belong to the last positional parameters; those for the data sets are left out.
+    # Defaults belong to the last positional parameters. The first parameter, for the data sets, is
+    # not in `positional`, but its default can be in `defaults`.
     first_optional = len(positional) - min(len(positional), len(takes.defaults))
     needed = [argument.arg for argument in positional[:first_optional]]
     keywords = zip(takes.kwonlyargs, takes.kw_defaults, strict=True)
@@ -115,7 +116,7 @@ def find_missing_imports(reference: str, root: Path) -> list[tuple[str, str]]:
         path = find_source(name, root)
         if path is None or path in seen or not path.is_relative_to(root):
             continue
-        # An environment below the root is not part of the project.
+        # A virtual environment below the root is not part of the project.
         if {"site-packages", "dist-packages"}.intersection(path.parts):
             continue
         seen.add(path)

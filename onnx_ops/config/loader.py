@@ -36,10 +36,10 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConfigError, config_error
 
 PreflightCheck = Callable[[Draft, Mapping[str, Target], Pipeline | None], Iterable[Issue]]
-"""Returns the problems that a run would meet.
+"""Function that returns the problems that would stop a run.
 
-It checks the data, models and code that the sections name, and this machine. The pipeline is None
-if the file has problems.
+It checks the data, models and code that the sections name, and this machine. Its last argument is
+None if the file has problems.
 """
 
 
@@ -119,14 +119,14 @@ def load_pipeline(
             *check_other_files(draft, path, root),
         ]
     problems = document.problems()
-    if not beyond:  # the check would read files beyond the allowed reach
+    if not beyond:  # otherwise, this check would read files that the settings do not allow
         issues += preflight(
             draft, targets, None if problems or target_problems or issues else pipeline
         )
     for issue in issues:
         loc = document.written(issue.loc)
-        # An issue that merely follows from a wrong value at the same place, or next to it, is not
-        # reported.
+        # An issue is not reported if it only follows from an invalid value at the same location, or
+        # in the same mapping or list.
         if not any(
             loc[: len(other.loc)] == other.loc or other.loc[:-1] == loc for other in document.issues
         ):

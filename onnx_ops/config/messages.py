@@ -10,7 +10,7 @@ _CLOSE = 0.65
 
 
 def describe(value: object) -> str:
-    """Return how a message shows a YAML value, cut to a readable length."""
+    """Return the text that shows a YAML value in a message, cut to a readable length."""
     match value:
         case None:
             return "nothing"

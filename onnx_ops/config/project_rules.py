@@ -34,9 +34,9 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConfigError, NotFoundError, Problem, UserError
 
 SettingsCheck = Callable[[str, Mapping[str, Json]], object]
-"""Raises UserError if the plugin of that name cannot use the settings.
+"""Function that raises UserError if a plugin cannot use the settings.
 
-A SettingsError has the place of each problem.
+A SettingsError has the location of each problem.
 """
 
 
@@ -51,7 +51,7 @@ def load_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Target], l
         try:
             targets[name] = files.load(name)
         except NotFoundError:
-            continue  # `_check_target_names` reports it at the reference in the file
+            continue  # `_check_target_names` reports the missing target
         except ConfigError as error:
             problems += error.problems
     return targets, problems
@@ -95,7 +95,7 @@ def check_project(
 
 
 _PLUGIN_PATHS = {"dvc": "repo"}
-"""Settings of shipped data sources that are paths, by data source."""
+"""Setting that is a path, by shipped data source."""
 
 
 def check_reach(
@@ -137,7 +137,7 @@ def _list_paths(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[L
 
 
 def _list_functions(draft: Draft) -> Iterator[tuple[Loc, str]]:
-    """Yield `package.module:function` with its place."""
+    """Yield each function reference, `package.module:function`, with its location."""
     yield from (((*loc, "use"), gate.use) for loc, gate in draft.metric_gates if gate.use)
     if draft.train and draft.train.run:
         yield ("train", "run"), draft.train.run
@@ -150,7 +150,7 @@ def _check_target_names(draft: Draft, files: TargetFiles) -> Iterator[Issue]:
         if files.path(name) is None:
             known = files.names()
             hint = did_you_mean(name, {*known, *profile_names()})
-            hint = hint or f"; targets here: {quote_names(known) or 'none but the shipped ones'}"
+            hint = hint or f"; targets here: {quote_names(known) or 'only the shipped targets'}"
             yield Issue(("benchmark", "targets", index), f"no target is called '{name}'{hint}")
 
 
@@ -165,7 +165,7 @@ def _check_target(draft: Draft, name: str, target: Target) -> Iterator[Issue]:
                 f"target '{name}' accepts {key} <= {limit}, not {value}; set export.{key}",
             )
     if draft.objective.on(name) == "cost" and target.price_per_hour is None:
-        remedy = f"set price_per_hour, e.g. 0.096, in the file {name}.yaml of targets"
+        remedy = f"set price_per_hour, e.g. 0.096, in the target file {name}.yaml"
         yield Issue(("objective",), f"objective: cost needs the price of '{name}': {remedy}")
 
 
@@ -212,7 +212,7 @@ def check_endpoint_settings(
 ) -> Iterator[Issue]:
     """Yield settings that a provider or a metrics source does not accept.
 
-    Both must be installed to be checked.
+    The settings of a plugin that is not installed are not checked.
     """
     sources = plugins.get("metrics", ())
     for loc, deployment in draft.deploy:
@@ -223,7 +223,7 @@ def check_endpoint_settings(
         name = settings.pop("source", None)
         if settings and name is None:
             hint = f"one of {', '.join(sources)}" if sources else "a metrics plugin"
-            yield Issue((*loc, "metrics"), f"metrics need a source: {hint}")
+            yield Issue((*loc, "metrics"), f"missing key 'source'; name {hint}")
         elif name in sources:
             yield from check_plugin_settings(
                 (*loc, "metrics"), partial(source, str(name), settings)
@@ -248,7 +248,7 @@ def check_other_files(draft: Draft, path: Path, root: Path) -> Iterator[Issue]:
     """Yield endpoints that another pipeline file of the project also declares."""
     taken: dict[str, Path] = {}
     for other in find_pipelines(root) if draft.deploy else ():
-        with contextlib.suppress(OSError):  # the file was deleted in the meantime
+        with contextlib.suppress(OSError):  # the file can be deleted between listing and reading
             status = other.stat()
             state = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
             if other.resolve() != path.resolve():
@@ -256,8 +256,8 @@ def check_other_files(draft: Draft, path: Path, root: Path) -> Iterator[Issue]:
     for loc, entry in draft.deploy:
         if entry.endpoint in taken:
             message = (
-                f"endpoint '{entry.endpoint}' belongs to {format_path(taken[entry.endpoint])} "
-                "already"
+                f"endpoint '{entry.endpoint}' is already declared in "
+                f"{format_path(taken[entry.endpoint])}"
             )
             yield Issue((*loc, "endpoint"), f"{message}; choose another name")
 

@@ -21,7 +21,7 @@ _LONGEST = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitScale:
-    """One kind of quantity: its units as multiples of the base unit, smallest first."""
+    """The units of one kind of quantity as multiples of the base unit, smallest first."""
 
     noun: str
     units: Mapping[str, Decimal]

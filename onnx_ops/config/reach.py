@@ -30,7 +30,7 @@ class Reach:
     packages: tuple[str, ...] = ()
 
     def explain_variable(self, name: str) -> str:
-        """Return why `${env:NAME}` is not allowed to read a variable; empty if it is."""
+        """Return why `${env:NAME}` must not read a variable; empty if that is allowed."""
         if any(fnmatchcase(name, pattern) for pattern in self.variables):
             return ""
         return (
@@ -39,9 +39,9 @@ class Reach:
         )
 
     def explain_path(self, text: str, root: Path) -> str:
-        """Return why a file is not allowed to be read; empty if it is.
+        """Return why a file is not allowed to be read; empty if it is allowed.
 
-        For a link, the path to which it leads is checked.
+        For a symbolic link, the path that it points to is checked.
         """
         if text.startswith(_REGISTERED):
             return ""
@@ -57,19 +57,19 @@ class Reach:
             return f"'{shorten(show(text))}' is not in the project; {remedy}"
         try:
             place = os.path.realpath(root / text)
-        except ValueError:  # a zero byte, which the data source reports
+        except ValueError:  # the path has a null byte, and the data source reports it
             return ""
         folders = (root, *(root / folder for folder in self.paths if "://" not in folder))
         if any(Path(place).is_relative_to(os.path.realpath(folder)) for folder in folders):
             return ""
         is_linked = os.path.normpath(root / text).startswith(f"{os.path.normpath(root)}{os.sep}")
-        what = "leads out of the project" if is_linked else "is not below the project's root"
+        what = "is a link out of the project" if is_linked else "is not below the project's root"
         return f"'{shorten(text)}' {what}; {remedy}, or move it there"
 
     def explain_package(self, module: str) -> str:
         """Return why functions of a module outside the project are not allowed.
 
-        Empty if they are allowed.
+        The result is empty if they are allowed.
         """
         parts = module.split(".")
         if any(".".join(parts[: end + 1]) in self.packages for end in range(len(parts))):

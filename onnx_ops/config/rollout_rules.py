@@ -18,12 +18,12 @@ from onnx_ops.domain.rollout_policy import DAY, DEFAULT_EPOCH_S, DEFAULT_UNITS, 
 from onnx_ops.domain.target import Target
 
 Capabilities = Callable[[Deploy], frozenset[str]]
-"""Returns the capabilities of an entry's endpoint plugin and metrics source."""
+"""Function that returns what an entry's endpoint plugin and metrics source can do."""
 
 Unservable = Callable[[Deploy, Target], str]
-"""Returns why the endpoint plugin of an entry cannot run a target's models.
+"""Function that returns why an endpoint plugin cannot run a target's models.
 
-It must run them as the target measured them. Empty if it can.
+The plugin must run them as they were measured on the target. The result is empty if it can.
 """
 
 _TOLERANCE = 1e-9
@@ -54,7 +54,8 @@ def check_providers(
 ) -> Iterator[Issue]:
     """Yield policies and targets that an installed provider does not support.
 
-    The provider cannot carry out the policy, or cannot run the models of the target as measured.
+    A provider supports a policy if it has the capabilities that the policy needs. It supports a
+    target if it can run models as they were measured on the target.
     """
     for loc, entry in draft.deploy:
         if entry.provider not in providers:
@@ -75,8 +76,8 @@ def check_providers(
                 yield Issue((*loc, "rollout", *key), message)
         if entry.target in targets and (why := unservable(entry, targets[entry.target])):
             message = (
-                f"provider '{entry.provider}' cannot serve what target '{entry.target}' "
-                f"measures: {why}"
+                f"provider '{entry.provider}' cannot serve the models of target "
+                f"'{entry.target}': {why}"
             )
             yield Issue((*loc, "target"), message)
 
@@ -84,9 +85,9 @@ def check_providers(
 def _check_dependencies(draft: Draft) -> Iterator[Issue]:
     """Yield rollouts whose dependencies cannot be met.
 
-    Rollouts wait for each other, for missing endpoints, or longer than the other endpoint's
-    `scale_down_delay`. After this delay, it is unknown how long the other endpoint has served its
-    version.
+    Rollouts must not wait for each other, for missing endpoints, or longer than the
+    `scale_down_delay` of the other endpoint. After this delay, it is unknown how long the other
+    endpoint has served its version.
     """
     entries = {entry.endpoint: entry for _, entry in draft.deploy}
     for loc, entry in draft.deploy:
@@ -145,7 +146,7 @@ def _check_steps(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
 
 
 def _list_shares(policy: RolloutPolicy) -> Iterator[tuple[Loc, float]]:
-    """Yield every share of traffic, with the place of its key."""
+    """Yield the location of every share of traffic, and the share."""
     for index, share in enumerate(policy.steps):
         yield ("steps", index), share
     if policy.shadow:
@@ -219,9 +220,7 @@ def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
             "'min_requests' is for steps before 100%; set 'shadow.min_requests' instead",
         )
     elif count > 1 and count != trials:
-        message = (
-            f"numbers: {count}, steps before 100%: {trials}; give one number, or one for each step"
-        )
+        message = f"expected one number, or one per step before 100% ({trials}), got {count}"
         yield Issue((*where, "min_requests"), message)
     yield from (
         _check_approvals(where, policy) if policy.is_analyzed else _list_unused(where, policy)
@@ -229,17 +228,17 @@ def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
 
 
 def _check_approvals(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    """Yield steps in the list of approvals that are not steps before 100%."""
+    """Yield entries of `approval_steps` that are not steps before 100%."""
     trials = [round(share * 100) for share in policy.trials]
     for index, share in enumerate(policy.approval_steps):
         if round(share * 100) not in trials:
             steps = quote_names(f"{percent}%" for percent in trials) or "none"
-            message = f"{share * 100:g}% is not a step before 100%; those are {steps}"
+            message = f"{share * 100:g}% is not a step before 100%; known steps: {steps}"
             yield Issue((*where, "approval_steps", index), message)
 
 
 def _list_unused(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    """Yield settings for the judgement of steps in a rollout that judges none."""
+    """Yield settings for the judgement of steps if the rollout judges no step."""
     given = {
         "min_requests": policy.min_requests,
         "min_step_duration": policy.min_step_duration,

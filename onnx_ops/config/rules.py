@@ -43,7 +43,7 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A pipeline with gaps.
+    """A pipeline whose sections can be missing or partly invalid.
 
     A section is None if it is missing or could not be read at all.
 
@@ -53,7 +53,7 @@ class Draft:
     Attributes:
         keys: The sections of the file, readable or not.
         sets: Names of all data sets of the file.
-        quantize: Entries with their location, as for `gates` and `deploy`.
+        quantize: Entries with their locations; `gates` and `deploy` are alike.
     """
 
     keys: frozenset[str]
@@ -75,7 +75,7 @@ class Draft:
     def scored(self) -> str:
         """Name of the data set that `validate.samples` scores.
 
-        Empty if the section is wrong.
+        The name is empty if the section is invalid.
         """
         return self.validate.samples.data if self.validate else ""
 
@@ -110,7 +110,7 @@ def build_draft(document: Document, binding: Binding) -> Draft:
         return binding.objects.get((name,))
 
     def entries(name: str) -> tuple[tuple[Loc, Any], ...]:
-        if (name,) in binding.objects:  # an entry that is written without its list
+        if (name,) in binding.objects:  # a single entry, written without its list
             return (((name,), section(name)),)
         return tuple(
             (loc, value)
@@ -164,13 +164,13 @@ def _check_sections(draft: Draft) -> Iterator[Issue]:
     if {"train", "model"} <= draft.keys:
         yield Issue(("model",), "'train' and 'model' exclude each other; keep one", on_key=True)
     elif not {"train", "model"} & draft.keys:
-        message = "needs 'train' (how the model is made) or 'model' (the path of a trained one)"
+        message = "expected 'train' (how the model is made) or 'model' (path of a trained model)"
         yield Issue(("train",), message, on_key=True)
     if "deploy" in draft.keys and draft.deploy and "register" not in draft.keys:
         yield Issue(("deploy",), "only registered versions are deployed; add a 'register' section")
     if draft.register and not _MODEL_NAME.fullmatch(draft.register.model):
         message = (
-            f"'{shorten(draft.register.model)}' cannot be the name of a registered model, "
+            f"'{shorten(draft.register.model)}' cannot be a registered model's name, "
             "which is part of URLs"
         )
         suggestion = re.sub(r"[^A-Za-z0-9._-]+", "-", draft.register.model).strip("-._")
@@ -214,7 +214,7 @@ def _check_values(loc: Loc, values: InputValues) -> Iterator[Issue]:
         message = "'values' lists everything that callers send; leave out 'min' and 'max'"
         yield Issue((*loc, "values"), message, on_key=True)
     if values.min is not None and values.max is not None and values.min > values.max:
-        yield Issue((*loc, "min"), f"{values.min:g} is above max, which is {values.max:g}")
+        yield Issue((*loc, "min"), f"min ({values.min:g}) is greater than max ({values.max:g})")
 
 
 def _check_quantization(draft: Draft) -> Iterator[Issue]:
@@ -225,7 +225,7 @@ def _check_quantization(draft: Draft) -> Iterator[Issue]:
     for loc, entry in draft.quantize:
         if entry.name == EXPORT:
             yield Issue(
-                (*loc, "name"), f"'{EXPORT}' is the name of the export itself; choose another"
+                (*loc, "name"), f"'{EXPORT}' is the name of the export itself; choose another name"
             )
         if problem := find_type_conflict(entry.options):
             yield Issue((*loc, "options"), problem)
@@ -246,7 +246,7 @@ def _check_calibration(draft: Draft, loc: Loc, entry: Quantize) -> Iterator[Issu
     if entry.calibrate.shards > 1 and (optimizer is None or not optimizer.reads_ranges):
         yield Issue(
             (*loc, "shards"),
-            "'shards' is only for methods that read ranges in parts, such as static",
+            "'shards' is only for methods that calibrate on parts of the rows, such as static",
         )
     name, scored = entry.calibrate.data, draft.scored
     is_same = name == scored or (name in draft.data and draft.data[name] == draft.data.get(scored))
@@ -258,9 +258,10 @@ def _check_calibration(draft: Draft, loc: Loc, entry: Quantize) -> Iterator[Issu
 
 
 def _find_optimizer(method: str) -> Optimizer | None:
-    """Return the optimizer of a method.
+    """Return the optimizer of a method, or None.
 
-    None for a search, or if the optimizer is not installed, which is a separate issue.
+    The result is None for a search, and if the optimizer is not installed. Another check reports
+    optimizers that are not installed.
     """
     try:
         optimizer: Optimizer = plugins.load("optimizers", method)
@@ -279,7 +280,7 @@ def _check_searches(draft: Draft) -> Iterator[Issue]:
 
 
 def _refuse_search_keys(loc: Loc, entry: Quantize) -> Iterator[Issue]:
-    """Yield the keys of a search in a single recipe."""
+    """Yield an issue for each key of a search in an entry that is a single recipe."""
     given = {
         "tuning_data": entry.tuning_data,
         "budget": entry.budget,
@@ -291,20 +292,20 @@ def _refuse_search_keys(loc: Loc, entry: Quantize) -> Iterator[Issue]:
 
 
 def _refuse_recipe_keys(loc: Loc, entry: Quantize) -> Iterator[Issue]:
-    """Yield the keys of a recipe that a search chooses itself."""
+    """Yield an issue for each key whose value a search chooses itself."""
     for key, value in (("exclude", entry.exclude), ("options", entry.options)):
         if value:
-            message = f"method: auto finds its own '{key}'; leave it out, or name a method"
+            message = f"method: auto chooses '{key}' itself; leave it out, or name a method"
             yield Issue((*loc, key), message, on_key=True)
     if entry.env is not None:
-        message = "method: auto tries what is installed here; leave 'env' out, or name a method"
+        message = "method: auto tries the methods installed here; leave 'env' out, or name a method"
         yield Issue((*loc, "env"), message, on_key=True)
 
 
 def _check_tuning_data(draft: Draft, loc: Loc, tuning: TuningData | None) -> Iterator[Issue]:
     if tuning is None:
         message = (
-            "method: auto needs 'tuning_data', the rows for its decisions, e.g. "
+            "method: auto needs 'tuning_data', the rows on which it compares recipes, e.g. "
             "tuning_data: {data: tune}"
         )
         yield Issue(loc, message, on_key=True)
@@ -320,13 +321,13 @@ def _check_tuning_data(draft: Draft, loc: Loc, tuning: TuningData | None) -> Ite
     if tuned is not None and tuned.label is None and not definition.label_free:
         message = (
             f"the search decides by {definition.label}, which needs labels, "
-            f"but '{name}' names no 'label'"
+            f"but data set '{name}' has no 'label'"
         )
         yield Issue((*loc, "data"), message)
 
 
 def _share_rows(draft: Draft, name: str) -> bool:
-    """Return whether a data set certainly shares rows with the one that is scored."""
+    """Return whether a data set certainly shares rows with the scored data set."""
     one, other = draft.data.get(name), draft.data.get(draft.scored)
     if (
         isinstance(one, SklearnData)
@@ -353,7 +354,7 @@ def _check_metrics(draft: Draft) -> Iterator[Issue]:
     if scored is not None and scored.label is None and needing:
         yield Issue(
             needing[0],
-            f"the metric gate needs labels, but data set '{draft.scored}' names no 'label'",
+            f"the metric gate needs labels, but data set '{draft.scored}' has no 'label'",
         )
 
 
@@ -364,8 +365,8 @@ def _check_custom_metric(loc: Loc, gate: MetricGate, label: str) -> Iterator[Iss
         yield Issue(loc, "a custom metric must set 'higher_is_better: true' or 'false'")
     if not gate.use and gate.higher_is_better is not None:
         message = (
-            "only a custom metric ('use') has 'higher_is_better'; "
-            f"the direction of {label} is known"
+            "'higher_is_better' is only for custom metrics ('use'); "
+            f"the direction of {label} is fixed"
         )
         yield Issue((*loc, "higher_is_better"), message, on_key=True)
 
@@ -391,13 +392,13 @@ def _check_metric_limits(loc: Loc, gate: MetricGate, label: str) -> Iterator[Iss
     for key in others:
         if getattr(gate, key) is not None:
             direction = "lower" if gate.lower_is_better else "higher"
-            message = f"of {label}, {direction} is better: limit it by {quote_names(fitting)}"
+            message = f"for {label}, {direction} is better; limit it by {quote_names(fitting)}"
             yield Issue((*loc, key), message, on_key=True)
     if all(getattr(gate, key) is None for key in (*fitting, *others)):
         yield Issue(loc, "a metric gate needs " + " or ".join(f"'{key}'" for key in fitting))
     for key in fitting if not (gate.lower_is_better or gate.use) else ():
         if (getattr(gate, key) or 0) > 1:
-            yield Issue((*loc, key), f"{label} is never more than 100%")
+            yield Issue((*loc, key), f"{label} is at most 100%; lower '{key}'")
 
 
 def _check_targets(draft: Draft) -> Iterator[Issue]:

@@ -1,6 +1,6 @@
-"""JSON Schemas of the YAML files, for editors.
+"""Generate JSON Schemas of the YAML files, for editors.
 
-They are generated from the same types that validate the files.
+The schemas are generated from the types that validate the files.
 
 `python -m onnx_ops.config.schema [FOLDER]` writes them, by default into `configs/schema`.
 """
@@ -94,7 +94,7 @@ def _schema(kind: type, title: str) -> Schema:
 
 
 def _of(hint: Any, definitions: dict[str, Schema]) -> Schema:
-    """Return the schema of a type; dataclasses are put into the definitions."""
+    """Return the schema of a type; add those of dataclasses to `definitions`."""
     kind, metadata = unwrap(hint)
     members, origin = union_members(kind), get_origin(kind)
     if is_json(kind):
@@ -113,7 +113,7 @@ def _of(hint: Any, definitions: dict[str, Schema]) -> Schema:
     if not (isinstance(kind, type) and is_dataclass(kind)):
         return _scalar(kind, metadata)
     if kind.__name__ not in definitions:
-        definitions[kind.__name__] = {}  # a type can refer to itself
+        definitions[kind.__name__] = {}  # ends the recursion if the type refers to itself
         definitions[kind.__name__] = _object(kind, definitions)
     reference = {"$ref": f"#/$defs/{kind.__name__}"}
     return _any_of({"type": "string"}, reference) if short_field(kind) else reference
@@ -210,9 +210,9 @@ def _any_of(*schemas: Schema) -> Schema:
 
 
 def _or_parameter(schema: Schema) -> Schema:
-    """Let a scalar be written as a reference, too.
+    """Return the schema of a scalar that also accepts a reference to a parameter.
 
-    A text without limits accepts a reference without a change of its schema.
+    The schema of a text without limits is unchanged, since a reference is such a text.
     """
     choices = schema.get("anyOf", [schema])
     is_limited = any(

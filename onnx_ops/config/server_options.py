@@ -41,7 +41,7 @@ def format_flags(options: ServerOptions) -> list[str]:
 
 
 def format_option_variables(options: ContainerOptions) -> dict[str, str]:
-    """Return the environment variables that give a container's server its options.
+    """Return the environment variables that set the options of a container's server.
 
     Options with their default value are left out.
     """

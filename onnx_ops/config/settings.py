@@ -1,6 +1,6 @@
-"""Settings from `onnx-ops.toml` with profiles, then from environment variables.
+"""Load settings from `onnx-ops.toml`, its profiles, and environment variables.
 
-The variables are `ONNX_OPS_*`, and take precedence.
+The variables are `ONNX_OPS_*`. They take precedence over the file.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ class Settings:
 
     Attributes:
         targets: Folder of target files that several projects share, or empty.
-        store: Path or fsspec URL, as is `ledger`.
+        store: Path or fsspec URL of the store; `ledger` is alike.
         tracking_uri: Tracking URI of MLflow.
         mlflow_url: Address at which people open MLflow's pages, if it differs from `tracking_uri`.
         signing: `auto` (the key file is made on first use), `required` (it must exist) or `off`
             (runs stop at the gates).
         signer: Where the private key is if it is not in the file: `env:VARIABLE`, `awskms:KEY` or
             `azurekv:URL`.
-        trusted_keys: Folder of public keys; the signer's own is always trusted where signing is on.
+        trusted_keys: Folder of public keys. If signing is on, the signer's own key is also trusted.
         notify: Notification targets, separated by commas: `webhook, github:owner/repository,
             prefect:TYPE/NAME`.
-        pools: Work pools of stages that name none, by kind: `train=gpu, quantize=gpu`.
+        pools: Default work pools by kind of stage: `train=gpu, quantize=gpu`.
         allowed_variables: Environment variables that `${env:NAME}` in pipeline files may read:
             `AWS_ROLE, BUCKET_*`.
         allowed_paths: Folders and URLs outside the project that pipeline files may name: `/data,
             s3://bucket/models`.
-        allowed_packages: Packages outside the project that functions of pipeline files may be in.
+        allowed_packages: Packages outside the project whose functions pipeline files may name.
         cache_size: Maximum size of the local cache of a remote store, unless more is in use.
     """
 
@@ -94,7 +94,7 @@ class Settings:
 
     @property
     def default_pools(self) -> Mapping[StageKind, str]:
-        """Work pools of stages that name none."""
+        """Default work pools by kind of stage."""
         entries = (entry.partition("=") for entry in self.pools.split(",") if entry.strip())
         return {StageKind(kind.strip()): pool.strip() for kind, _, pool in entries}
 
@@ -154,15 +154,15 @@ class Settings:
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """Return the distinct entries of a list with commas."""
+    """Return the distinct entries of a comma-separated list."""
     return tuple(dict.fromkeys(part for part in map(str.strip, text.split(",")) if part))
 
 
 def find_root(start: Path) -> Path:
     """Return the root of the project around `start`.
 
-    It is the nearest folder from `start` upwards with `onnx-ops.toml`, else with `configs/targets`,
-    else `start`.
+    The root is the nearest folder from `start` upwards that contains `onnx-ops.toml`. Without such
+    a folder, it is the nearest folder that contains `configs/targets`, or else `start`.
     """
     folders, markers = (start.resolve(), *start.resolve().parents), (FILE, "configs/targets")
     return next(
@@ -225,18 +225,21 @@ _POOLED = (
     StageKind.CALIBRATE,
     StageKind.QUANTIZE,
 )
-"""Kinds with a default pool: a benchmark and a search run where their target is."""
+"""Kinds of stages that can have a default pool.
+
+A benchmark and a search use the pool of their target.
+"""
 
 
 def _check_values(given: FileSettings) -> Iterator[tuple[str, str]]:
     for entry in filter(None, map(str.strip, given.pools.split(","))):
         kind, _, pool = (part.strip() for part in entry.partition("="))
         if kind not in _POOLED or not pool:
-            yield "pools", f"'{entry}' is not KIND=POOL with a kind of {', '.join(_POOLED)}"
+            yield "pools", f"'{entry}' is not KIND=POOL; kinds: {', '.join(_POOLED)}"
 
 
 def to_environ(settings: Settings) -> dict[str, str]:
-    """Return the environment variables that give a child process the same settings."""
+    """Return the environment variables that give a child process these settings."""
     environ = {
         f"ONNX_OPS_{f.name.upper()}": str(getattr(settings, f.name)) for f in fields(FileSettings)
     }
@@ -266,7 +269,7 @@ def _read_file(path: Path, chosen: str | None) -> tuple[dict[str, Any], str]:
         isinstance(values, dict) for values in profiles.values()
     ):
         raise UserError(
-            "profiles must be tables", where=str(path), remedy="Write each one as [profiles.NAME]."
+            "profiles must be tables", where=str(path), remedy="Write each as [profiles.NAME]."
         )
     default = str(document.pop("profile", "default"))
     profile = chosen or default

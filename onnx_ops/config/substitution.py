@@ -1,10 +1,11 @@
 """Read files with overrides, environment variables and parameters.
 
-These are written `--set path=value`, `${env:NAME}` and `${params:train.epochs}`.
+An override is written `--set path=value`, an environment variable `${env:NAME}`, and a parameter
+`${params:train.epochs}`.
 
-A path is keys with dots and indices in brackets: `train.with.epochs`, `gates[1].max_drop`. A
-problem with a substituted value is located at its source: the option, or its place in
-`params.yaml`.
+A path consists of keys with dots and indices in brackets: `train.with.epochs`,
+`gates[1].max_drop`. A problem with a substituted value is located at its source: the option, or
+the position in `params.yaml`.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ WITHOUT_PARAMETERS: tuple[tuple[str, ...], ...] = (
     ("pipeline",),
     ("deploy", "endpoint"),
 )
-"""Keys that take no `${params:…}`, since other programs read them as written.
+"""Keys whose values must not contain `${params:…}`.
 
-They are listed from the root, without indices of lists.
+Other programs read these values as written. The keys are listed from the root, without indices of
+lists.
 """
 WITH_ENVIRONMENT: tuple[tuple[str, ...], ...] = (
     ("deploy", "settings", "*"),
@@ -46,7 +48,7 @@ WITH_ENVIRONMENT: tuple[tuple[str, ...], ...] = (
     ("register", "model"),
     ("model",),
 )
-"""Keys that take `${env:NAME}`; `*` stands for any one key.
+"""Keys whose values can contain `${env:NAME}`; `*` stands for any single key.
 
 They are listed from the root, without indices of lists.
 """
@@ -69,9 +71,8 @@ def read_document(
 ) -> Document:
     """Read a file, and apply overrides and environment variables.
 
-    The values of these variables are hidden in every message from now on. Without `environ` no
-    variable is known, so that every `${env:NAME}` is a problem. A variable beyond the `reach` is a
-    problem, too.
+    From now on, every message hides the values of these variables. A `${env:NAME}` becomes an issue
+    if `environ` does not have the variable, or if `reach` does not allow it.
     """
     document = read_file(path)
     if document.value is None:
@@ -81,8 +82,8 @@ def read_document(
     version = document.at(("schema",))
     if isinstance(version, int) and version > NEWEST_SCHEMA:
         message = (
-            f"this file needs a newer onnx-ops: it has schema {version}, "
-            f"this release reads up to {NEWEST_SCHEMA}"
+            f"this file needs a newer onnx-ops: its schema is {version}, "
+            f"and this release reads up to schema {NEWEST_SCHEMA}"
         )
         raise ConfigError((document.problem(Issue(("schema",), message)),))
     for loc, is_key, text in list(_texts_with(_ENVIRONMENT_MARK, document.value, ())):
@@ -121,9 +122,9 @@ def parse_path(text: str) -> Loc:
 
 
 def _apply_override(document: Document, override: str) -> None:
-    """Change the document in place.
+    """Apply an override to the document in place.
 
-    A problem with the override itself goes to `document.refused`.
+    A problem with the override itself is added to `document.refused`.
     """
     source = f"--set {override}"
     try:
@@ -146,10 +147,10 @@ def _apply_override(document: Document, override: str) -> None:
 
 
 def _descend(document: Document, loc: Loc, part: str | int, source: str) -> Loc:
-    """Return the location one step down.
+    """Return the location of a part of `loc`.
 
-    Index 0 of a mapping in place of a list is that mapping. A missing or blank key becomes a
-    mapping.
+    If a list has a single entry that is written without its list, index 0 is this entry. The value
+    of a missing or blank key becomes an empty mapping.
     """
     container = document.at(loc)
     _require_room(container, part, loc)
@@ -181,12 +182,12 @@ def _require_room(container: object, part: str | int, loc: Loc) -> None:
     if part >= len(container):
         count = f"{len(container)} {'entry' if len(container) == 1 else 'entries'}"
         raise ValueError(
-            f"{path_text(loc)} has {count}, counted from 0; there is no {path_text((*loc, part))}"
+            f"there is no {path_text((*loc, part))}: {path_text(loc)} has {count}, counted from 0"
         )
 
 
 def _texts_with(mark: str, value: Any, loc: Loc) -> Iterator[tuple[Loc, bool, str]]:
-    """Yield every text below a location that holds `mark`, and whether it is a key."""
+    """Yield every text that contains `mark` below a location, and whether it is a key."""
     if isinstance(value, str) and mark in value:
         yield loc, False, value
     items = (

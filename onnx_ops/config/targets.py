@@ -1,4 +1,4 @@
-"""Target files of the project, target files that projects share, and profiles.
+"""Load targets of the project, targets that projects share, and profiles.
 
 The project's files are `configs/targets/NAME.yaml`. Profiles are shipped with onnx-ops.
 """
@@ -51,16 +51,17 @@ A comment in the file of each profile states it.
 class TargetFiles:
     """Target files of the project, of the shared folder, and shipped profiles.
 
-    The project is at `root`, and several projects share the folder `shared`. The first file with a
-    name is used. Paths of libraries are below `root` wherever the target is defined. All methods
-    raise UserError if the shared folder does not exist.
+    The project is at `root`, and several projects share the folder `shared`. If several files have
+    the same name, the project's file is used first, then the shared one. Paths of libraries are
+    relative to `root`, also in shared files. All methods raise UserError if the shared folder does
+    not exist.
     """
 
     root: Path
     shared: Path | None = None
 
     def names(self) -> tuple[str, ...]:
-        """Return the sorted names of the project's targets and of the shared ones."""
+        """Return the sorted names of the project's targets and the shared targets."""
         return tuple(
             sorted({path.stem for folder in self._folders for path in folder.glob("*.yaml")})
         )
@@ -68,16 +69,16 @@ class TargetFiles:
     def path(self, name: str) -> Path | None:
         """Return the file of a target, or of the profile of that name, if there is one.
 
-        An invalid name has no file, even if it spells a path.
+        The result is None for an invalid name, even if the name is the path of a file.
         """
         folders = (*self._folders, PROFILES)
         paths = (folder / f"{name}.yaml" for folder in folders if re.fullmatch(NAME_PATTERN, name))
         return next((path for path in paths if path.is_file()), None)
 
     def source(self, name: str) -> str:
-        """Return the place of the target's file for messages.
+        """Return the path of the target's file for messages, or `shipped`.
 
-        The place is a path below the project, another path, or `shipped`.
+        A path in the project is relative to its root.
         """
         path = self.path(name)
         if path is None or path.parent == PROFILES:
@@ -89,7 +90,7 @@ class TargetFiles:
     def is_measured(self, name: str) -> bool | None:
         """Return whether this project timed models with the profile.
 
-        None if the target is not a shipped profile.
+        The result is None if the target is not a shipped profile.
         """
         path = self.path(name)
         return None if path is None or path.parent != PROFILES else name not in UNMEASURED
@@ -100,8 +101,8 @@ class TargetFiles:
         The paths of its libraries are absolute.
 
         Raises:
-            NotFoundError: there is neither a target nor a profile. The error names `where` as its
-                place, such as an option.
+            NotFoundError: there is no target or profile of this name. `where` is the place that
+                the error shows, such as an option.
             ConfigError: the target's file has problems; the error holds all of them.
         """
         path = self.path(name)
@@ -117,7 +118,7 @@ class TargetFiles:
         target: Target | None = bind_document(document, Target).value
         if target is not None:
             if target.name != path.stem:
-                message = f"'{target.name}' is not the name of its file, '{path.stem}'"
+                message = f"'{target.name}' differs from the name of the file, '{path.stem}'"
                 document.issues.append(Issue(("name",), message))
             document.issues += _check_provider_options(target, document)
             document.issues += check_gates(
@@ -149,9 +150,9 @@ def profile_names() -> tuple[str, ...]:
 
 
 def _check_provider_options(target: Target, document: Document) -> Iterator[Issue]:
-    """Yield the options that providers do not read.
+    """Yield an issue for each option that its provider does not read.
 
-    Some providers accept a wrong name silently.
+    Some providers silently ignore an unknown option.
     """
     for index, provider in enumerate(target.providers):
         known = load_provider_options().get(provider.name, provider.options)
@@ -163,9 +164,9 @@ def _check_provider_options(target: Target, document: Document) -> Iterator[Issu
 
 @functools.cache
 def load_provider_options() -> Mapping[str, frozenset[str]]:
-    """Return the names of the options that each provider reads.
+    """Return the names of the options that each provider reads, by provider.
 
-    Providers that are not listed are not checked.
+    The options of other providers are not checked.
     """
     path = PROFILES.parent / "provider_options.yaml"
     read: Any = read_text(path.read_text(encoding="utf-8"), source=str(path)).value

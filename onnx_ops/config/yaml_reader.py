@@ -1,7 +1,8 @@
-"""Strict YAML: convert a text to a `Document`, on PyYAML's composer.
+"""Read strict YAML into a `Document` with PyYAML's composer.
 
-Scalars are those of YAML 1.2's core schema. Nothing is ever constructed from a tag: the loader has
-no constructor at all. Sizes, nodes, depth and the expansion of aliases are bounded.
+Scalars are those of YAML 1.2's core schema. No object is ever constructed from a tag, because the
+loader has no constructor. The size, the number of nodes, the depth and the expansion of aliases are
+limited.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _MOST_DIGITS = 32
 
 _CLOSE_NAME = 0.65
 _LISTED = 3
-"""Pipeline files that are listed if none resembles the requested one."""
+"""Maximum number of pipeline files in a hint without a similar name."""
 
 
 def read_file(path: Path) -> Document:
@@ -52,7 +53,7 @@ def read_file(path: Path) -> Document:
         raise NotFoundError("no such file", where=source, remedy=_near(path)) from error
     except IsADirectoryError as error:
         raise UserError(
-            "a folder, not a file", where=source, remedy=_near(path / "file.yaml")
+            "this is a folder, not a file", where=source, remedy=_near(path / "file.yaml")
         ) from error
     except OSError as error:
         raise UserError(
@@ -63,11 +64,14 @@ def read_file(path: Path) -> Document:
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         remedy = f"Save it as UTF-8: iconv -f UTF-16 -t UTF-8 {source} > NEW.yaml"
         raise UserError(
-            "the file is in UTF-16", where=source, why="pipeline files are in UTF-8", remedy=remedy
+            "the file is in UTF-16",
+            where=source,
+            why="pipeline files must be in UTF-8",
+            remedy=remedy,
         )
     if b"\0" in data:
         raise UserError(
-            "not a text, but a binary file", where=source, remedy=_near(path.with_suffix(".yaml"))
+            "the file is binary, not text", where=source, remedy=_near(path.with_suffix(".yaml"))
         )
     try:
         text = data.decode("utf-8")
@@ -75,7 +79,7 @@ def read_file(path: Path) -> Document:
         line = data.count(b"\n", 0, error.start) + 1
         column = error.start - (data.rfind(b"\n", 0, error.start) + 1) + 1
         place = Place(source=source, line=line, column=column)
-        raise _refusal(place, "not UTF-8 text; save the file as UTF-8") from error
+        raise _refusal(place, "this byte is not UTF-8; save the file as UTF-8") from error
     return read_text(text, source=source)
 
 
@@ -102,7 +106,7 @@ def _near(path: Path) -> str:
 
 
 def read_text(text: str, *, source: str, positions: bool = True) -> Document:
-    """Read a text.
+    """Read a YAML text into a document.
 
     Without `positions`, every place is the source as a whole (for values from the command line).
     Problems of single values (duplicate keys, tags, ambiguous numbers) are collected as the
@@ -147,9 +151,9 @@ def format_path(path: Path) -> str:
 
 
 class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
-    """PyYAML up to the node graph.
+    """PyYAML's loader without its constructor: it stops at the node graph.
 
-    Depth and size are bounded. Explicit tags are noted by node identity.
+    The depth and the size are limited. `tags` has the explicit tags by the identity of the node.
     """
 
     def __init__(self, text: str) -> None:
@@ -216,7 +220,7 @@ class _Conversion:
         return result
 
     def _key(self, node: yaml.Node, loc: Loc) -> str | int | None:
-        """Return the key; None, with an issue, if the node cannot be a key."""
+        """Return the key; add an issue and return None if the node cannot be a key."""
         if not isinstance(node, yaml.ScalarNode):
             self._blame(
                 node, (*loc, ""), "a key must be a text or a whole number, not a list or mapping"
@@ -278,13 +282,13 @@ def plain_scalar(text: str) -> str | int | float | bool | None:
         plain = text.lstrip("+-0")
         plain = f"{'-' if text[0] == '-' else ''}{plain}" if plain else "0"
         raise ValueError(
-            f"'{shorten(text)}' is ambiguous: some readers take a leading zero for octal; "
+            f"'{shorten(text)}' is ambiguous: some readers read a leading zero as octal; "
             f"write {shorten(plain)}, or quote it to mean a text"
         )
     if _INT.fullmatch(text) or _OTHER_BASE.fullmatch(text):
         if len(text) > _MOST_DIGITS or not -(2**63) <= int(text, 0) < 2**63:
             raise ValueError(
-                f"the number {shorten(text)} does not fit 64 bits; quote it to mean a text"
+                f"the number {shorten(text)} does not fit in 64 bits; quote it to mean a text"
             )
         return int(text, 0)
     if _NOT_FINITE.fullmatch(text):
@@ -312,7 +316,7 @@ def _syntax_message(error: yaml.MarkedYAMLError) -> str:
     if "another document" in problem:
         return "a second document begins here ('---'); write one document per file"
     if "'\\t'" in problem:
-        return "not valid YAML: a tab cannot indent; use spaces"
+        return "not valid YAML: a tab is not allowed for indentation; use spaces"
     if "'<block mapping start>'" in problem:
         return "not valid YAML: this key is indented differently from the keys around it"
     if isinstance(error, ComposerError) and not error.context:

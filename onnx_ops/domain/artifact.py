@@ -50,7 +50,7 @@ def canonical_json(value: object) -> bytes:
 
     Raises:
         ValueError: the value holds NaN or an infinity.
-        TypeError: the value is not JSON.
+        TypeError: the value holds an object that JSON cannot represent.
     """
     text = json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
@@ -85,8 +85,8 @@ def short_digest(digest: Digest) -> str:
 class StoredObject:
     """One object in a store.
 
-    `digest` is the digest of the object's content; None for a partial file of a killed writer. `at`
-    is the time of the last put, in seconds since the epoch by the storage's clock.
+    `digest` is the digest of the object's content; None for a partial file that a killed writer
+    left. `at` is the time of the last put, in seconds since the epoch by the storage's clock.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Manifest:
     files: Mapping[str, Digest]
 
     def digest(self) -> Digest:
-        """Return the digest of the names and digests."""
+        """Return the digest of all file names and their digests."""
         return digest_json(dict(self.files))
 
     def __getitem__(self, name: str) -> Digest:
@@ -118,7 +118,7 @@ class Manifest:
         return iter(sorted(self.files))
 
     def subset(self, prefix: str) -> Manifest:
-        """Return the files below `prefix`, without the prefix."""
+        """Return the files below `prefix`, by names without the prefix."""
         return Manifest(
             files={n.removeprefix(prefix): d for n, d in self.files.items() if n.startswith(prefix)}
         )

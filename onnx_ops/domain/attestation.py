@@ -52,12 +52,12 @@ class Attested(Generic[R_co]):
 
 
 OVERRIDE_TAG_PREFIX = "override."
-"""Prefix of the tag `override.<target>`, which holds the reason as written."""
+"""Prefix of the tag `override.<target>`, which holds the reason of an override."""
 
 MAX_REASON_LENGTH = 1000
 """Largest number of characters of a reason.
 
-The signed record repeats the reason, and a tag has a limit too.
+A reason is stored in a registry tag, whose length is limited, and in the signed record.
 """
 
 
@@ -80,10 +80,10 @@ class OverrideRecord:
 
     A person signs the record, or the registry's server signs it for a person.
 
-    `custom_ops` are the libraries of operators that the target declares according to a signed
-    decision about this content. `execution` is how the target runs a model according to that
-    decision. `by` is the user that the server has authenticated; empty if there is none. `at` is
-    ISO 8601 in UTC. Two records with different times are two overrides.
+    `custom_ops` and `execution` are copied from a signed decision about this content: the target's
+    libraries of operators, and how the target runs a model. `by` is the user that the server has
+    authenticated; empty without authentication. `at` is ISO 8601 in UTC. Records with different
+    times are different overrides.
     """
 
     schema: int = 1

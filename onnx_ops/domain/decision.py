@@ -1,4 +1,4 @@
-"""Verdicts and decisions, metrics that rank variants, and drift of champions."""
+"""Verdicts, decisions, the metrics that rank variants, and the drift of champions."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RankingMetrics:
 class Verdict(Enum):
     """Verdict of a gate: PASS < INCONCLUSIVE < ERROR < FAIL.
 
-    Several verdicts combine to the worst of them.
+    The combination of several verdicts is the worst verdict.
     """
 
     PASS = "pass"  # noqa: S105 (a verdict, not a password)
@@ -91,7 +91,7 @@ class Verdict(Enum):
         return self.rank < other.rank
 
     def __bool__(self) -> NoReturn:
-        raise TypeError("a verdict has four values; compare it with Verdict.PASS")
+        raise TypeError("a verdict is not a boolean; compare it with Verdict.PASS")
 
     @property
     def exit_code(self) -> int:
@@ -106,11 +106,12 @@ def combine_verdicts(verdicts: Iterable[Verdict]) -> Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateResult:
-    """One line of the gate table.
+    """The result of one gate for one metric: a row of the gate table.
 
-    `estimate`, `low`, `high` and `bound` (the number behind `limit`) are in `unit`. `n` counts the
-    observations, and `groups` their groups. `p_value` is the chance of an estimate at least as good
-    if the truth were at the limit. An advisory result is shown, and does not affect the verdict.
+    `estimate`, `low`, `high` and `bound` (the number behind `limit`) are in `unit`. `n` is the
+    number of observations, and `groups` the number of groups that they form. `p_value` is the
+    chance of an estimate at least as good if the truth were at the limit. An advisory result is
+    shown, and does not affect the verdict.
     """
 
     gate: str
@@ -210,8 +211,8 @@ class Drift:
     """The result of measuring a champion again.
 
     `verdict` is FAIL for a champion that has drifted, ERROR if it could not be measured, and
-    INCONCLUSIVE if the measurements do not decide. `changed` lists differences of the runtime and
-    the machine. `measured` counts the measurements.
+    INCONCLUSIVE if the measurements permit no conclusion. `changed` lists differences of the
+    runtime and the machine. `measured` is the number of measurements.
     """
 
     model: str
@@ -237,7 +238,7 @@ class Drift:
 
 
 def compute_drift_exit_code(drifts: Iterable[Drift]) -> int:
-    """Return 1 if a champion has drifted, else 4 if one could not be measured, else 0."""
+    """Return 1 if a champion drifted, else 4 if a measurement failed, else 0."""
     verdicts = {drift.verdict for drift in drifts}
     worst = (verdict for verdict in (Verdict.FAIL, Verdict.ERROR) if verdict in verdicts)
     return next((verdict.exit_code for verdict in worst), 0)

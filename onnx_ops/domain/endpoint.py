@@ -14,7 +14,7 @@ from onnx_ops.domain.execution import Execution
 from onnx_ops.domain.quantities import OMIT_DEFAULT, Json
 
 MIN_EPOCH_S, MAX_EPOCH_S = 0.1, 86_400.0
-"""Shortest and longest epoch, in seconds, after which users can be assigned anew."""
+"""Shortest and longest epoch, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +57,9 @@ class TrafficSplit:
     that epochs are independent trials. With 0, a user stays with a deployment until the split
     changes.
 
-    `shadow` maps deployments to the percentage of all requests of which they get a copy. Clients do
-    not receive the answers to copies. The answers are compared: a number differs if its error
-    exceeds `shadow_tolerance` times the largest number of its output.
+    `shadow` is the percentage of all requests that are copied to a deployment, by its name. Clients
+    do not receive the answers to copies. The answers are compared: a number differs if its error
+    exceeds `shadow_tolerance` times the largest absolute value of its output.
     """
 
     weights: Mapping[str, int]
@@ -107,10 +107,10 @@ class EndpointState:
         if len(set(names)) != len(names):
             raise ValueError(f"deployment names repeat: {names}")
         if missing := {*self.split.weights, *self.split.shadow} - set(names):
-            raise ValueError(f"traffic goes to deployments that do not exist: {sorted(missing)}")
+            raise ValueError(f"traffic is assigned to missing deployments: {sorted(missing)}")
 
     def is_equivalent(self, other: EndpointState) -> bool:
-        """Return whether both are equal except for generation and drift."""
+        """Return whether the states are equal except for generation and drift."""
         return _effect(self) == _effect(other)
 
     def leader(self) -> Deployment:
@@ -123,7 +123,7 @@ class EndpointState:
         return next((one for one in self.deployments if (one.name, one.manifest) == wanted), None)
 
     def covers(self, other: EndpointState) -> bool:
-        """Return whether this state equals another one but for idle deployments.
+        """Return whether this state equals another one, apart from idle deployments.
 
         This state can have further deployments that get neither traffic nor copies. Generations are
         not compared.
@@ -197,7 +197,7 @@ def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None, flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointServer:
-    """One server of an endpoint that runs independently, as in its last report.
+    """An independent server of an endpoint, as its last report describes it.
 
     The report is `age_s` seconds old. `state` is `reports`, `silent` or `ended`. `table` is the
     number of the routing table that it serves; empty if it serves none. `versions` are the versions
@@ -246,7 +246,7 @@ class OrphanedResource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointConfig:
-    """What an endpoint is bound to, as its pipeline file declares.
+    """The model, target, provider and settings of an endpoint, from its pipeline file.
 
     `metrics` names under `source` the plugin that counts the endpoint's requests, and holds that
     plugin's settings. It is empty if the provider counts the requests.
@@ -264,6 +264,6 @@ class EndpointConfig:
     def serves(self, model: str, target: str) -> bool:
         """Return whether the endpoint serves this model on this target.
 
-        An empty name matches any.
+        An empty argument matches any name.
         """
         return model in ("", self.model) and target in ("", self.target)

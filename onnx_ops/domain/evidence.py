@@ -14,8 +14,8 @@ from onnx_ops.domain.target import HardwareFingerprint
 NanPolicy = Literal["refused", "answered", "passed on", ""]
 """Treatment of NaN by the source model.
 
-It refuses such inputs, answers with numbers, or passes NaN on to its answer. Empty where no input
-can hold NaN.
+The model refuses inputs with NaN, answers with numbers, or passes NaN on to its answer. The value
+is empty where no input can hold NaN.
 """
 
 
@@ -28,8 +28,8 @@ class SourceLimits:
     """Inputs that the source model refuses, and the rows that it ran.
 
     `refused` maps each refused group of inputs to the error text of the source. `nan` describes how
-    the source treats NaN. On a slow source, only `rows` of the `samples` rows were run; both are 0
-    if all rows were run.
+    the source treats NaN. On a slow source, only `rows` of the `samples` rows were run. Both
+    numbers are 0 if all rows were run.
     """
 
     nan: NanPolicy = ""
@@ -59,7 +59,7 @@ class ActivationMeasurement:
 
     Attributes:
         noise: the largest |read back - written| of values inside the range. The unit is step /
-            sqrt(12), the standard deviation of rounding. Rounding alone makes up to sqrt(3).
+            sqrt(12), the standard deviation of rounding. Rounding alone causes at most sqrt(3).
         saturated: share of values outside the range, without those below a range that begins at 0.
         departure: root mean square distance from the float export's value, in the unit of `noise`.
             All earlier layers contribute to it. None where the float export has no such value.
@@ -97,8 +97,8 @@ class FloatOperator:
 class Advice:
     """A cause of a slow or wrong variant on its target, and the setting that fixes it.
 
-    `setting` is what to write into the pipeline or target file; `nodes` are the nodes concerned
-    that have names.
+    `setting` is what to write into the pipeline or target file. `nodes` are the names of the
+    affected nodes; nodes without a name are omitted.
     """
 
     finding: str
@@ -108,12 +108,13 @@ class Advice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8Coverage:
-    """Which matrix products and convolutions run in int8.
+    """The matrix products and convolutions that run in int8, and those in float.
 
-    This is measured after the runtime's graph optimization.
+    They are determined after the runtime's graph optimization.
 
-    `int8` and `floats` hold the names of these operators in the export. `unheeded` are operators
-    that were excluded from quantization, but that the runtime runs in int8.
+    `int8` holds the names of operators in the export, and `floats` describes the operators that run
+    in float. `unheeded` are operators that were excluded from quantization, but that the runtime
+    runs in int8.
     """
 
     int8: tuple[str, ...] = ()
@@ -122,9 +123,9 @@ class Int8Coverage:
 
     @property
     def summary(self) -> str:
-        """How many of the operators run in int8.
+        """The number of operators that run in int8, as a sentence.
 
-        Recurrent layers are named where there are any.
+        The sentence names kinds of recurrent layers that run in float.
         """
         recurrent = sorted({one.op_type for one in self.floats} & {"GRU", "LSTM", "RNN"})
         kinds = "/".join(("MatMul/Conv/Gemm", *recurrent))
@@ -156,20 +157,20 @@ class ParityMeasurement:
     the channels, and in a joined output each segment counts separately. `error`, `noise` and
     `ratio` = error / noise are the values of the worst `column`, whose largest |answer| is `scale`.
     `error` is max |onnx - src64|. `noise` is the larger of max |src32 - src64| and the rounding
-    error that the graph shows. `columns` are the columns on real rows in which small errors are
-    least visible.
+    error that is computed from the graph. `columns` are the columns on real rows where small errors
+    are hardest to detect.
 
-    For integer and string outputs, `error` is the share of rows that differ, without rows whose
-    answer rounding can change in the source. `mismatch` names a difference of shape or of the
-    non-finite values, which no tolerance covers. `tolerance` is the fixed tolerance that replaces
-    the noise where the source does not run in float64.
+    For integer and string outputs, `error` is the share of rows that differ. Rows for which
+    rounding can change the source's answer are not counted. `mismatch` names a difference of shape
+    or of the non-finite values, which no tolerance covers. `tolerance` is the fixed tolerance that
+    replaces the noise where the source does not run in float64.
 
-    Where the source itself jumps (trees), `explained` counts the rows that differ beyond the noise
-    and lie within the source's answers to inputs jittered by rounding. `unexplained` counts the
-    other rows, which alone set the error.
+    A source with discontinuities (trees) is also run on inputs that are jittered by rounding. Of
+    the rows that differ beyond the noise, `explained` counts those within the range of the source's
+    answers. `unexplained` counts the other rows; only these determine the error.
 
-    `inside`: whether callers can send inputs of this group. `example` shows the row with the
-    largest difference, if any row differs.
+    `inside`: whether callers can send inputs of this group. `example` describes the row with the
+    largest difference; empty if no row differs.
     """
 
     output: str
@@ -191,7 +192,7 @@ class ParityMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchInvariance:
-    """One output of real rows in one batch, and of the same rows one at a time.
+    """Comparison of one output for rows in one batch and for the same rows one by one.
 
     `error` is max |f(batch)[i] - f(row i)|; `ratio` is error in units of the source's noise.
     `changed` is the share of rows whose class (arg max, or label) differs; None for an output that
@@ -207,7 +208,7 @@ class BatchInvariance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Where an export that fails parity first departs from its source.
+    """The first node at which an export that fails parity departs from its source.
 
     `ratio` is error / noise of the value that `node` computes; `scope` is the source's module path.
     Without a node, `note` gives the reason.
@@ -224,12 +225,11 @@ class Divergence:
 class WeightMeasurement:
     """Largest distance of a quantized weight from its float original.
 
-    The distance `steps` is in quantization steps. Where it is larger than rounding makes it,
-    `output_error` is the mean square error of the layer's outputs on real rows, relative to that of
-    plain rounding. It is None where it was not measured. `stretch` is the range of the type's
-    levels relative to that of the levels in use; None where the weight has no 8-bit levels. `bias`:
-    whether the tensor is a bias. Its `output_error` is relative to that of its layer with the
-    original bias.
+    `steps` is this distance in quantization steps. `output_error` is measured where rounding does
+    not explain the distance; otherwise it is None. It is the mean square error of the layer's
+    outputs on real rows, relative to the error with plain rounding. For a bias (`bias`), it is
+    relative to the error of the layer with the original bias. `stretch` is the range of the type's
+    levels divided by the range of the levels in use; None where the weight has no 8-bit levels.
     """
 
     tensor: str
@@ -257,10 +257,10 @@ class PairedCounts:
     and none on the rest of the `n` rows. `against` names the other model, `champion` or `fp32`;
     empty for an absolute value.
 
-    Where the data names groups, `groups` counts them. The design effects `change_effect` and
-    `value_effect` are factors: so many times as many rows as independent ones are needed for the
-    change, and for the candidate's own value. `equal`: whether all outputs of both models are equal
-    on every row, so that the change is exactly 0.
+    Where the data names groups, `groups` counts them. `change_effect` and `value_effect` are design
+    effects, of the change and of the candidate's own value: the number of rows that carry as much
+    information as one independent row. `equal`: whether all outputs of both models are equal on
+    every row, so that the change is exactly 0.
     """
 
     metric: str
@@ -277,7 +277,7 @@ class PairedCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """An estimate with its two-sided interval."""
+    """An estimate with its two-sided confidence interval."""
 
     estimate: float
     low: float
@@ -305,17 +305,19 @@ class ScoreComparison:
 
     `metric` is the label of its definition; `against` is as in `PairedCounts`. `baseline` is the
     other model's value on the same rows, and `reference` is this value with its interval.
-    `difference` is candidate minus baseline, `ratio` candidate over baseline; an entry has the ones
-    that are defined for its metric. Without a value, one field gives the reason: `undefined` (these
-    rows define none), `failed` (it could not be measured) or `broken` (the model's own outputs are
-    NaN or infinite, a failure of the model).
+    `difference` is candidate minus baseline, and `ratio` is candidate divided by baseline; each is
+    None where it is undefined for the metric. If there is no value, one field gives the reason:
+    `undefined` (the metric is undefined on these rows), `failed` (the measurement failed) or
+    `broken` (the model's own outputs are NaN or infinite, a failure of the model).
 
-    `groups` counts the groups if groups are resampled in place of rows. `effective` is how many
-    equally bad rows (or groups) would carry the candidate's error as evenly. `heavy` holds the
-    indices of the rows that carry half of the candidate's error, the worst first. `carrying` counts
-    the heaviest rows (or groups) without which the others carry the losses of both models evenly
-    enough; 0 if all rows do. `rest` is the difference or ratio of those others, None if they have
-    no loss.
+    `groups` is the number of groups if groups are resampled in place of rows. `effective` is the
+    effective number of rows (or groups) that contribute to the candidate's error: (sum of errors)^2
+    / sum of squared errors. `heavy` holds the indices of the rows that contribute half of the
+    candidate's error, the worst row first.
+
+    `carrying` is the number of rows (or groups) with the largest losses that must be removed until
+    the losses of both models are spread evenly enough over the rest; 0 if no row must be removed.
+    `rest` is the difference or ratio of the remaining rows; None if they have no loss.
     """
 
     metric: str
@@ -444,8 +446,8 @@ class ColdStartMeasurement:
 class RuntimeFacts:
     """The providers that were requested and used, and the nodes that each one ran.
 
-    `shape_nodes` counts the nodes of other providers than the first that compute only from shapes.
-    A runtime places these nodes on the CPU, where shapes are stored. `clock_resolution_ns` is the
+    `shape_nodes` counts nodes that only compute shapes and that do not run on the first provider. A
+    runtime places these nodes on the CPU, where shapes are stored. `clock_resolution_ns` is the
     measured shortest step of the clock that times runs; None in older evidence.
     """
 
@@ -479,15 +481,17 @@ class Evidence:
         failure: reason for a missing measurement. The cause is the environment, never the model.
         raw: digest of the samples (`.npz`).
         divergence: where the export departs from its source on the machine that first compares
-            them. If it does not, where the outputs on the target depart from those on that machine.
-        recipe: how the variant was made, in sentences.
+            them. Without such a departure: where the outputs on the target depart from the outputs
+            on that machine.
+        recipe: sentences that describe how the variant was made.
         advice: what slows the variant down on the target.
         opsets: versions that the variant imports, by domain.
         operators: number of the variant's nodes by operator and version of the operator's
             definition (`Gemm-13`).
-        champion: the champion at the time of measurement, even if its files are those of the
-            variant and there is nothing to compare.
-        grouped: why the scored rows seem to belong together in groups, where no key names groups.
+        champion: the champion at the time of measurement, even if it has the same files as the
+            variant and is not compared.
+        grouped: why the scored rows seem to form groups although no key of the pipeline file names
+            groups.
         scored_on: machines that scored the rows in shards; empty if the measuring machine scored
             them.
         sampled: the part of the data set that is scored; None if all rows are scored.

@@ -18,7 +18,7 @@ CPU = "CPUExecutionProvider"
 INLINE_S = 250e-6
 """Run time in seconds below which a server runs a model on its event loop.
 
-For such a model, handing over to a thread would cost as much as the run.
+For such a model, passing a request to a thread would take as long as the run.
 """
 
 GraphLevel = Literal["disabled", "basic", "extended", "all"]
@@ -32,10 +32,11 @@ class SessionSettings:
         int, Ge(0), Le(1024), doc("Threads within one operator; 0: one per core.")
     ] = 1
     inter_op_threads: Annotated[
-        int, Ge(0), Le(1024), doc("Operators that run in parallel; 0: one per core.")
+        int, Ge(0), Le(1024), doc("Number of operators that run in parallel; 0: one per core.")
     ] = 1
     spinning: Annotated[
-        bool, doc("Whether waiting threads spin: faster on idle cores, much slower on shared ones.")
+        bool,
+        doc("Whether waiting threads spin: faster on idle cores, much slower on shared cores."),
     ] = False
     graph_level: Annotated[GraphLevel, doc("Graph optimization level of ONNX Runtime.")] = "all"
     config: Annotated[
@@ -83,9 +84,12 @@ class Environment:
         str | None, doc("Python version, such as '3.12'; default: that of this installation.")
     ] = None
     memory: Annotated[
-        Bytes | None, doc("Memory limit of its process; default: the memory of the machine.")
+        Bytes | None,
+        doc("Memory limit of the environment's process; default: the machine's memory."),
     ] = None
-    timeout: Annotated[Seconds | None, doc("Time limit for one answer of its process.")] = None
+    timeout: Annotated[
+        Seconds | None, doc("Time limit for one response of the environment's process.")
+    ] = None
     isolated: Annotated[
         bool, doc("false: use this installation, even if the plugin has its own requirements.")
     ] = True
@@ -116,10 +120,13 @@ PROVIDER_PACKAGES: Mapping[str, str] = {
     "MIGraphXExecutionProvider": (
         "pip install onnxruntime-migraphx, in place of onnxruntime; it needs ROCm."
     ),
-    "NnapiExecutionProvider": "Only builds of ONNX Runtime for Android have it.",
+    "NnapiExecutionProvider": "Only builds of ONNX Runtime for Android contain this provider.",
     "XnnpackExecutionProvider": (
-        "Only mobile builds of ONNX Runtime have it, and custom builds with --use_xnnpack."
+        "Only mobile builds of ONNX Runtime contain this provider, and custom builds with "
+        "--use_xnnpack."
     ),
-    "QNNExecutionProvider": "pip install onnxruntime-qnn, and name it: package: onnxruntime_qnn.",
+    "QNNExecutionProvider": (
+        "pip install onnxruntime-qnn, and set `package: onnxruntime_qnn` for the provider."
+    ),
 }
-"""Installation command of each provider."""
+"""How to install each execution provider, as a remedy in messages."""

@@ -59,7 +59,7 @@ class MetricDefinition:
 
     @property
     def reads(self) -> AnswerKind | None:
-        """What the metric reads from outputs and labels.
+        """The kind of outputs and labels that the metric reads.
 
         None for a custom metric, which takes any array.
         """
@@ -67,7 +67,7 @@ class MetricDefinition:
 
     @property
     def method(self) -> CountedRows | MeanLoss | Resampled | None:
-        """What computes the metric and its interval.
+        """The method that computes the metric and its interval.
 
         None for a custom metric, which is resampled.
         """
@@ -131,9 +131,9 @@ RMSE = MetricDefinition(name=DEFAULT_FOR_NUMBERS)
 class MeasurementRequest:
     """What a benchmark must measure for its gates, besides what it always measures.
 
-    `tolerances` are slow-downs that the measurement should be able to detect, by kind of gate. They
-    determine how long the measurement takes. `speedup` holds the required speed-ups over the
-    export, written as slow-downs: a speed-up of 10% is the slow-down 1 / 1.1 - 1.
+    `tolerances` are the slow-downs that the measurement must be able to detect, by kind of gate.
+    They determine how long the measurement takes. `speedup` holds the required speed-ups over the
+    export, expressed as slow-downs: a speed-up of 10% is the slow-down 1 / 1.1 - 1.
     """
 
     throughput: Sequence[int] = ()
@@ -154,7 +154,7 @@ class Gate(TaggedFamily):
     kind: str
 
     counts: ClassVar[str] = ""
-    """What `n` counts in those results that are not ratios."""
+    """What `GateResult.n` counts in results that are not ratios."""
 
     figures: ClassVar[tuple[str, ...]] = ()
     """Metrics of `PairedRatios` that this kind judges.
@@ -217,7 +217,7 @@ InputGroup: TypeAlias = Literal[
 ]
 """Kinds of inputs that parity runs besides the real rows.
 
-Callers can send those from `range` to `splits`.
+Callers can send the kinds from `range` to `splits`, in this order; they cannot send the others.
 """
 
 
@@ -258,24 +258,24 @@ class ParityGate(TargetGate):
         Ge(1),
         doc(
             "Largest energy that an activation's range cuts off, "
-            "in multiples of that lost by rounding."
+            "in multiples of the energy of rounding errors."
         ),
     ] = field(default=100.0, metadata=OMIT_DEFAULT)
     stretch: Annotated[
         float,
         Ge(1),
-        doc("Widest range of an activation or a weight, in multiples of what its values span."),
+        doc("Widest range of an activation or a weight, in multiples of the span of its values."),
     ] = field(default=2.5, metadata=OMIT_DEFAULT)
     groups: Annotated[
         Mapping[InputGroup, GroupRule],
         doc(
             "Effect of a difference on a group of inputs: fail, advise or ignore. Default: "
-            "fail where callers can send such inputs, else advise."
+            "fail if callers can send inputs of this group, else advise."
         ),
     ] = field(default_factory=dict, hash=False, metadata=OMIT_DEFAULT)
 
     def rule(self, group: str, *, inside: bool) -> GroupRule:
-        """Return the effect of a difference on the inputs of a group."""
+        """Return the effect that a difference on inputs of this group has on the verdict."""
         return self.groups.get(
             cast("InputGroup", group.partition(":")[0]), "fail" if inside else "advise"
         )
@@ -287,7 +287,7 @@ class MetricGate(Gate):
     """A task metric, relative to the baseline or absolute.
 
     `max_drop` and `max_increase` are relative to the baseline on the same rows, `min` and `max` are
-    absolute. Limits are judged; all other keys define what is measured.
+    absolute. These four keys are limits; all other keys define what is measured.
     """
 
     kind: Literal["metric"] = "metric"
@@ -318,7 +318,7 @@ class MetricGate(Gate):
     ] = None
     output: Annotated[str | None, doc("ONNX output to read; default: the first that fits.")] = None
     ignore: Annotated[
-        int | None, doc("token_agreement: label of tokens that do not count; default -100.")
+        int | None, doc("token_agreement: label of tokens that are ignored; default -100.")
     ] = None
     max_drop: Annotated[Fraction | None, doc("Largest tolerated drop, in percentage points.")] = (
         None
@@ -369,8 +369,8 @@ class MetricGate(Gate):
 class LatencyGate(TargetGate):
     """Latency in paired runs or as quantiles.
 
-    Limits are relative to the baseline in paired runs, absolute as quantiles, or relative to the
-    export.
+    `max_regression` limits paired runs relative to the baseline, and `faster_than` relative to the
+    export. Limits of quantiles are absolute.
     """
 
     kind: Literal["latency"] = "latency"
@@ -399,7 +399,7 @@ class LatencyGate(TargetGate):
     ] = None
 
     def quantiles(self) -> Mapping[str, tuple[float, float | None]]:
-        """Return the share below and the limit of each quantile by name."""
+        """Return the share and the limit in seconds of each quantile, by name."""
         return {
             "p50": (0.5, self.p50),
             "p90": (0.9, self.p90),
@@ -415,7 +415,7 @@ class LatencyGate(TargetGate):
         return MeasurementRequest(tolerances=tolerances)
 
     def find_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield a missing limit, and limits that cannot be met or have no effect."""
+        """Yield a problem if a limit is missing, cannot be met or has no effect."""
         if self == LatencyGate():
             yield (
                 "",
@@ -480,7 +480,7 @@ class ColdStartGate(TargetGate):
         ),
     ] = None
     max_regression: Annotated[
-        Fraction | None, doc("Largest tolerated slow-down of each against the baseline.")
+        Fraction | None, doc("Largest tolerated slow-down of either time against the baseline.")
     ] = None
 
     def request(self) -> MeasurementRequest:

@@ -1,7 +1,7 @@
 """The ledger: its entries, and the fold of an endpoint's entries into its state.
 
-Every entry is a fact in the past: what was decided, requested, done or counted. `fold` is the only
-way to a `ReleaseState`, so that every process that reads the same entries knows the same state. The
+Every entry is a fact in the past: what was decided, requested, done or counted. A `ReleaseState` is
+always computed by `fold`, so that every process that reads the same entries has the same state. The
 stored `kind` of an entry selects the type of `EntryBody`.
 """
 
@@ -27,7 +27,7 @@ from onnx_ops.domain.rollout_policy import RolloutPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerOrigin:
-    """Where a ledger was begun: the project's name, and the place of its ledgers.
+    """The origin of a ledger: the project's name, and the place of its ledgers.
 
     `keys` are the release keys whose signatures are valid from that entry on: public keys in base64
     of DER, by digest.
@@ -96,7 +96,7 @@ class Intent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSelected:
-    """An alias selects a version that does not start yet."""
+    """An alias selects a version whose rollout has not started yet."""
 
     kind: Literal["version-selected"] = "version-selected"
     selected: AliasSelection
@@ -118,7 +118,7 @@ class LeaseRenewed:
 class ActionOutcome:
     """The outcome of the intent or the refusal in entry `of`.
 
-    It succeeded, or failed for the reason `detail`.
+    The action succeeded (`ok`), or failed for the reason `detail`.
     """
 
     kind: Literal["outcome"] = "outcome"
@@ -145,9 +145,9 @@ class RollbackRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestWithdrawn:
-    """An operator withdrew what is pending.
+    """An operator withdrew the pending rollback or deletion.
 
-    What is pending is a rollback, withdrawn with its rejections, or a deletion.
+    The rejections of a withdrawn rollback are withdrawn, too.
     """
 
     kind: Literal["request-withdrawn"] = "request-withdrawn"
@@ -189,7 +189,7 @@ class VersionRefused:
 class ReleaseLeft:
     """A run skipped the promotion of `version`, which was promoted before.
 
-    Version `serving` has replaced it since.
+    Version `serving` has replaced this version since its promotion.
     """
 
     kind: Literal["release-left"] = "release-left"
@@ -229,7 +229,7 @@ class EndpointDeleted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointAbandoned:
-    """The endpoint was unbound, and what runs at `place` stays there.
+    """The endpoint was unbound; its deployments at `place` keep running.
 
     The name of the endpoint can be bound again elsewhere.
     """
@@ -266,7 +266,7 @@ class MetricsRecorded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPaused:
-    """The rollout needs an operator.
+    """The rollout waits for an operator.
 
     One entry is written for each step and kind of wait.
     """
@@ -279,7 +279,7 @@ class RolloutPaused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerWrittenOff:
-    """An operator declared that a silent server of the endpoint is gone for good.
+    """An operator declared that a silent server of the endpoint has ended permanently.
 
     No rollback waits for this server.
     """
@@ -380,13 +380,13 @@ class ReleaseState:
         config: what the endpoint is bound to; None if it is not bound.
         policy: policy of its rollouts.
         roles: deployments by role.
-        selected: the alias that last selected another version.
+        selected: the last change of the version that an alias selects.
         left: the release whose promotion a run skipped last.
         open_intent: the action in progress.
         generation: sequence of the last intent, open or closed; orders effects.
         decision_sequence: sequence of the first intent for the open action.
-        command: the operator's command that is not acted upon yet, from entry `command_sequence`.
-        pending_aliases: registry writes that are not done yet.
+        command: the operator's command that is not carried out yet, from entry `command_sequence`.
+        pending_aliases: aliases that are not yet written to the registry.
         aliases: registry aliases as last written.
         published_sequence: sequence of the last `AliasesWritten`: the registry shows the entries up
             to it.
@@ -408,7 +408,7 @@ class ReleaseState:
         thresholds: the thresholds that were fixed last.
         observations: counts of the rollout in progress.
         open_refusal: the refusal in entry `refusal_sequence` whose alias is not reverted yet.
-        pause: why the rollout needs an operator.
+        pause: the reason for which the rollout waits for an operator.
         notified: sequence up to which each notifier has sent.
         written_off: servers that were declared gone, with the reason. A server that reports again
             is removed from these.
@@ -461,8 +461,8 @@ def fold(endpoint: str, entries: Iterable[LedgerEntry]) -> ReleaseState:
     The same entries always give the same state.
 
     Raises:
-        ValueError: the entries belong to another endpoint, or are not in sequence; before an
-            adoption that sets the state, some entries can be missing.
+        ValueError: an entry belongs to another endpoint, or does not follow the entry before it. An
+            adoption that sets the state can follow any earlier entry.
     """
     state = ReleaseState(endpoint=endpoint)
     for entry in entries:
@@ -535,7 +535,7 @@ def _follows(state: ReleaseState, entry: LedgerEntry) -> bool:
 def _adopt(state: ReleaseState, sequence: int, body: LedgerAdopted) -> ReleaseState:
     """Return the state that an adoption sets, or the same state with other keys.
 
-    An adoption sets the state whatever it was before.
+    The previous state has no effect on a state that an adoption sets.
     """
     if body.state is None:
         return replace(state, head=sequence, keys=body.keys)
@@ -549,15 +549,15 @@ def _withdraw(state: ReleaseState) -> ReleaseState:
     pending = state.pending_rollback
     if state.deleting or pending is None:
         return replace(state, deleting=False)
-    # The next reconciliation undoes any effect of an attempt on the endpoint.
+    # If an attempt has changed the endpoint, the next reconciliation restores the endpoint.
     return replace(state, pending_rollback=None, open_intent=None, rejected=pending.rejected_before)
 
 
 def _unbind(state: ReleaseState, *, keeps_overrides: bool) -> ReleaseState:
-    """Return what a later endpoint of this name starts with.
+    """Return the initial state of a later endpoint with this name.
 
-    Rejections and the generation stay: a version that failed here must not return, and generations
-    must not restart.
+    The state keeps rejections and the generation: a version that failed here must not return, and
+    generations must not restart.
     """
     return ReleaseState(
         endpoint=state.endpoint,
@@ -679,7 +679,7 @@ def _request_rollback(
 ) -> ReleaseState:
     """Record a requested rollback, and drop any open action.
 
-    Earlier rejections stay.
+    Earlier rejections are kept.
     """
     pending = state.pending_rollback
     return replace(
@@ -724,7 +724,7 @@ def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseSta
 
 def _complete(state: ReleaseState, action: Action, at: float) -> ReleaseState:
     """Close the open intent, and apply the roles of its action."""
-    # The operator's command stays if the action was a repair, or was decided before the command.
+    # An action that restores the state, or was decided before the command, ignores the command.
     keeps_command = action.roles.candidate is not None and (
         action.kind is ActionKind.RESTORE or state.command_sequence > state.decision_sequence
     )
@@ -751,7 +751,7 @@ def _complete(state: ReleaseState, action: Action, at: float) -> ReleaseState:
 
 
 def _rejected(state: ReleaseState, action: Action) -> Mapping[Digest, str]:
-    """Return what is rejected once an action is decided.
+    """Return the rejections that apply once an action is decided.
 
     The version that the action makes stable is never rejected.
     """
@@ -764,7 +764,7 @@ def _rejected(state: ReleaseState, action: Action) -> Mapping[Digest, str]:
 def _overrides(state: ReleaseState, action: Action) -> Mapping[Digest, OverrideRecorded]:
     """Return the overrides that remain once an action is decided.
 
-    No override of what the action rejects remains.
+    Overrides of releases and versions that the action rejects are removed.
     """
     items = state.overrides.items()
     return {
@@ -777,7 +777,7 @@ def _overrides(state: ReleaseState, action: Action) -> Mapping[Digest, OverrideR
 def _known(state: ReleaseState) -> Mapping[str, Deployment]:
     """Return every deployment that can have taken traffic.
 
-    Those of the open intent are included.
+    The deployments of the open intent are included.
     """
     if state.open_intent is None:
         return state.known

@@ -67,8 +67,8 @@ _UPKEEP = (ActionKind.RESTORE, ActionKind.RETIRE, ActionKind.CLEAN_UP, ActionKin
 def explain_grant(state: ReleaseState, body: EntryBody) -> str:
     """Return what the next entry grants; empty if the entry needs no signature.
 
-    The text is a predicate of the entry. A ledger of a model and target without endpoint grants
-    nothing.
+    The text is a verb phrase whose subject is the entry. Entries of a model and target without
+    endpoint grant nothing.
     """
     if "@" in state.endpoint or isinstance(body, RECORDS):
         return ""
@@ -79,7 +79,7 @@ def explain_grant(state: ReleaseState, body: EntryBody) -> str:
 
 
 def _check_bounds(state: ReleaseState, body: EntryBody) -> tuple[bool, str]:
-    """Return whether an entry needs no signature, and what it grants otherwise.
+    """Return whether an entry needs no signature, and what it otherwise grants.
 
     An entry needs no signature if it only records facts, restricts, or returns traffic to a granted
     version.
@@ -115,7 +115,7 @@ def _is_granted(state: ReleaseState, action: Action) -> bool:
 
 
 def _keeps_roles(state: ReleaseState, action: Action) -> bool:
-    """Return whether the action only restores the roles that the ledger holds.
+    """Return whether the action only restores the roles in the ledger.
 
     The candidate gets at most the share of its step.
     """

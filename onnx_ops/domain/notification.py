@@ -22,13 +22,13 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout import Action, ActionKind, WaitKind
 
 REPEAT_INTERVAL_S = 3600.0
-"""Seconds within which a repeated notification of an endpoint is sent once.
+"""Interval in seconds in which an endpoint's repeated notifications are sent once.
 
-This holds for the same failure, refusal or wait.
+A notification is repeated if it reports the same failure, refusal or wait.
 """
 
 _LONGEST = 400
-"""Largest number of characters of a reason; the history has the whole text."""
+"""Largest number of characters of a reason; the ledger has the whole text."""
 
 
 class NotificationKind(StrEnum):
@@ -49,9 +49,9 @@ class NotificationKind(StrEnum):
 
 
 PROGRESS = frozenset({NotificationKind.STARTED, NotificationKind.ADVANCED})
-"""Steps of a rollout that goes well.
+"""Kinds of notifications about the steps of a rollout without problems.
 
-They are events for programs, and notifications only on request.
+Programs always get them as events; people get them only on request.
 """
 
 _REPEATS = frozenset(
@@ -62,7 +62,7 @@ _REPEATS = frozenset(
         NotificationKind.TROUBLE,
     }
 )
-"""Kinds that can repeat automatically."""
+"""Kinds of notifications that can repeat without an operator's action."""
 
 
 class Severity(StrEnum):
@@ -79,10 +79,10 @@ class Notification:
 
     `why` is one line. `commands` maps purposes to commands. `sequence` is the sequence of the
     notification's ledger entry, or 0 if it is in no ledger. `at` is the time of that entry in
-    seconds since the epoch, and `actor` is the writer of the entry. `version` is the version
-    concerned. `serving` is the version that afterwards has all traffic or, during a rollout, most
-    of it. Both texts are empty if there is no such version. `link` is empty if the registry has no
-    page.
+    seconds since the epoch, and `actor` is the writer of the entry. `version` is the version that
+    the notification is about. `serving` is the version that has all traffic afterwards, or the
+    stable version of a rollout. Either text is empty if there is no version. `link` is empty if the
+    registry has no page.
     """
 
     endpoint: str
@@ -106,7 +106,7 @@ class Notification:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Plain text without the title."""
+        """The lines of the plain text that follow the title."""
         lines = [f"Why: {self.why}"] if self.why else []
         lines += [f"{purpose}: {command}" for purpose, command in self.commands.items()]
         lines += [f"See: {self.link}"] if self.link else []

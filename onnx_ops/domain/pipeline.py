@@ -62,7 +62,7 @@ VALUES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """Settings of every stage."""
+    """Settings that every stage has."""
 
     retries: Annotated[
         int, Ge(0), Le(10), doc("Number of retries after a failure of the environment.")
@@ -119,10 +119,11 @@ class SklearnData:
         Literal["digits", "iris", "wine", "breast_cancer", "diabetes"], doc("Name of the data set.")
     ]
     split: Annotated[
-        Literal["train", "test", "all"], doc("Side of the split; stratified for classes.")
+        Literal["train", "test", "all"],
+        doc("Part of the split into training and test rows; stratified for classes."),
     ] = "all"
     test_size: Annotated[
-        float, Gt(0), Lt(1), doc("Share of rows on the test side."), Fraction.__metadata__[0]
+        float, Gt(0), Lt(1), doc("Share of rows in the test part."), Fraction.__metadata__[0]
     ] = 0.5
     seed: Annotated[int, Ge(0), doc("Seed of the split.")] = 0
     inputs: Annotated[
@@ -207,7 +208,7 @@ class Export(PlacedAttempts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Rows of a data set to compare on."""
+    """Rows of a data set on which models are compared."""
 
     data: Annotated[str, doc("Data set of `data`.")] = "test"
     limit: Annotated[int, Ge(1), doc("Maximum number of rows.")] = 512
@@ -222,7 +223,7 @@ class Validate(PlacedAttempts):
 
     samples: Samples = field(default_factory=Samples)
     source_time: Annotated[
-        Seconds, doc("Time limit for running the source model; a slow one gets fewer rows.")
+        Seconds, doc("Time limit for running the source model; a slow model runs on fewer rows.")
     ] = SOURCE_TIME_S
 
 
@@ -230,7 +231,9 @@ class Validate(PlacedAttempts):
 class Calibrate:
     """Calibration data of static quantization."""
 
-    data: Annotated[str, doc("Data set of `data`; must not be the scored one.")] = "train"
+    data: Annotated[str, doc("Data set of `data`; must not be the data set that is scored.")] = (
+        "train"
+    )
     samples: Annotated[int, Ge(1), doc("Rows used to find the ranges of activations.")] = 256
     method: Annotated[
         Literal["minmax", "entropy", "percentile"],
@@ -240,7 +243,7 @@ class Calibrate:
         int,
         Ge(1),
         Le(256),
-        doc("Number of parts in which the ranges are read, each a separate stage; for static."),
+        doc("Number of parts of the calibration rows, each a separate stage; for static."),
     ] = field(default=1, metadata=OMIT_DEFAULT)
 
 
@@ -259,7 +262,9 @@ class Quantize(PlacedAttempts):
     calibrate: Annotated[
         Calibrate | None, doc("Calibration data; required for static quantization.")
     ] = None
-    per_channel: Annotated[bool, doc("One scale per output channel of a weight.")] = True
+    per_channel: Annotated[
+        bool, doc("Whether each output channel of a weight has its own scale.")
+    ] = True
     exclude: Annotated[tuple[str, ...], doc("Names of nodes that stay in float.")] = ()
     options: Annotated[Mapping[str, Json], doc("Options of this optimizer.")] = field(
         default_factory=dict
@@ -312,9 +317,9 @@ class Register(Attempts):
     promote: Annotated[
         Literal["manual", "auto", "always"],
         doc(
-            "auto: a passing release becomes challenger, unless it was promoted before and "
-            "something else serves now; always: also then, since the repository decides; "
-            "manual: an operator promotes it."
+            "manual: an operator promotes a release; auto: a passing release becomes "
+            "challenger, unless another release has replaced it after an earlier promotion; "
+            "always: every passing release becomes challenger, as the repository requests."
         ),
     ] = "manual"
 
@@ -477,7 +482,7 @@ class Plan:
 
 
 class StageStatus(StrEnum):
-    """How a stage ended."""
+    """The result of a stage in a run."""
 
     CACHED = "cached"
     DONE = "done"

@@ -85,7 +85,7 @@ Name = Annotated[str, _NAME, MaxLen(63)]
 """Names of pipelines, variants and endpoints."""
 
 ShortName = Annotated[str, _NAME, MaxLen(30)]
-"""Names of targets. They become part of MLflow aliases, which its UI cuts short."""
+"""Names of targets. They are part of MLflow aliases, which MLflow's UI truncates."""
 
 Seconds = Annotated[float, Unit("s"), Gt(0)]
 """Written with a unit in YAML: `5 ms`, `30 s`, `24h`."""

@@ -34,7 +34,7 @@ The variants are NAME-fast, NAME-small and NAME-exact.
 class TuningData:
     """Rows on which a search decides."""
 
-    data: Annotated[str, doc("Data set of `data`; must not be the scored one.")]
+    data: Annotated[str, doc("Data set of `data`; must not be the data set that is scored.")]
     samples: Annotated[int, Ge(1), doc("Maximum number of rows.")] = 512
 
 
@@ -45,8 +45,8 @@ class Budget:
     metric_drop: Annotated[
         Fraction,
         doc(
-            "Largest loss of the task metric on the tuning rows, in points; for an error, "
-            "its increase."
+            "Largest loss of the task metric on the tuning rows, in percentage points; for an "
+            "error, its largest increase."
         ),
     ] = 0.005
     size: Annotated[Bytes | None, doc("Largest size of a model.")] = None
@@ -61,9 +61,9 @@ class Budget:
 class Recipe:
     """One way to make a variant.
 
-    `nodes` are the nodes of which each can stay in float; empty for a recipe without that choice. A
-    `deferred` recipe reduces size. It is tried after the search has improved the models of the
-    other recipes.
+    `nodes` are the nodes that can stay in float individually; empty if the recipe has no such
+    choice. A `deferred` recipe reduces size. It is tried after the search has improved the models
+    of the other recipes.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Trial:
 class Sensitivity:
     """The error of the outputs if only this node were quantized.
 
-    If the error is infinite, it is None, and `failure` gives the reason.
+    `error` is None if the error is infinite; `failure` then gives the reason.
     """
 
     recipe: str
@@ -187,14 +187,14 @@ Products of small numbers are widened to 16 bits before they are added.
 
 
 DISTRIBUTION = (
-    "'distribution' derives its ranges for 8-bit floats, and in int8 it silently destroys a model "
-    "(a CNN kept 10 % of its answers); choose minmax, entropy or percentile"
+    "'distribution' derives ranges for 8-bit floats; with int8, models silently give wrong answers "
+    "(a CNN agreed with fp32 on 10 % of the rows); choose minmax, entropy or percentile"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """How a target computes with few bits.
+    """The low-precision arithmetic of a target.
 
     `saturates`: whether sums of two products of uint8 and int8 are cut to 16 bits, so that large
     weights give wrong sums. `fp16`: whether half precision is computed as such, not converted to
@@ -209,7 +209,7 @@ class Arithmetic:
 
     @property
     def words(self) -> str:
-        """Description for people."""
+        """A short description of the arithmetic for notes and messages."""
         words = {"arm": "ARM", "accelerator": "an accelerator", "other": "a CPU of another kind"}
         return words.get(self.family, f"x86 {'without' if self.saturates else 'with'} VNNI")
 
@@ -267,7 +267,7 @@ def choose_static_recipe(
     elif signed:
         why = "the types that the kernels of every target accept"
     else:
-        why = "the types that x86 kernels accept; with int8 its operators stay in float"
+        why = "the types that x86 kernels accept; with int8 activations, operators stay in float"
     reduce_range, note = choose_reduce_range(
         options, machines, mixed=activations == "uint8" and weights == "int8"
     )
@@ -289,7 +289,8 @@ def choose_reduce_range(
 
     Args:
         options: `reduce_range`, where the user has set it.
-        mixed: uint8 activations meet int8 weights, the only products that saturate.
+        mixed: whether uint8 activations are multiplied by int8 weights; only these products
+            saturate.
     """
     needed = mixed and any(one.saturates for one in machines)
     if "reduce_range" in options:
@@ -328,9 +329,9 @@ def list_search_recipes(
 ) -> tuple[Recipe, ...]:
     """Return the recipes that a search tries on all machines.
 
-    The cheapest to build is first.
+    The recipes are in ascending order of the cost of building a model.
 
-    Types within each recipe follow the machines (`choose_static_recipe`, `choose_reduce_range`).
+    The types of each recipe depend on the machines (`choose_static_recipe`, `choose_reduce_range`).
 
     Args:
         small: whether small files are wanted, not only fast ones.

@@ -19,7 +19,7 @@ from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.quantities import OMIT_DEFAULT
 
 ANYONE = "*"
-"""Matches every user, including one whom the server does not know."""
+"""Pattern that matches every user, even a user whom the server cannot identify."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,9 @@ class AliasRule:
         str, MinLen(1), doc("Aliases that the rule covers; `*` and `?` are wildcards.")
     ]
     users: Annotated[
-        tuple[str, ...], MinLen(1), doc("Users who may set or delete them; `*` means everyone.")
+        tuple[str, ...],
+        MinLen(1),
+        doc("Users who may set or delete these aliases; `*` means everyone."),
     ]
     models: Annotated[
         str, MinLen(1), doc("Registered models that the rule covers; `*` and `?` are wildcards.")
@@ -129,8 +131,8 @@ class VariantRecord:
     holds their digests. `evidence` are further documents by artifact path. `metrics` are plain
     numbers for the registry's tables. `decisions` and `signed` are by target: the unsigned
     decisions are for people, and only the signed ones permit a promotion. `measured_on` names the
-    data set of the lineage that was measured. `example` is a request, JSON `{"inputs": {name:
-    rows}}`.
+    data set of the lineage on which the variant was measured. `example` is a request, JSON
+    `{"inputs": {name: rows}}`.
     """
 
     variant: str
@@ -183,7 +185,7 @@ class ListedVersion:
     """A registered version in a list.
 
     `created_at` is in seconds since the epoch. `evidence` is the digest over the documents that
-    were published with the version last (`VariantRecord.evidence_digest`), if the registry knows
+    were published with the version last (`VariantRecord.evidence_digest`), if the registry records
     it.
     """
 
@@ -199,8 +201,8 @@ class ListedVersion:
 class Choice:
     """The variant that a release serves on one target, or why there is none.
 
-    `objective` is the preference that was applied. `tied` names variants that the noise does not
-    allow to distinguish from the chosen one.
+    `objective` is the preference that was applied. `tied` names variants whose difference from the
+    chosen variant is within the noise.
     """
 
     target: str

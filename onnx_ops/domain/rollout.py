@@ -5,9 +5,9 @@
 
 `choose_next_action` takes the desired deployment, the observed endpoint, the roles of the ledger,
 the policy, the analysis of the metrics, the operator's command and the time, and returns the one
-`Action` to perform or the reason to `Wait`. It knows no provider, registry or process:
-`release.reconcile` applies the action with `release.effects`, which records the action by
-`release.journal`; `domain.ledger` folds the record into the roles; `domain.rollout_policy` plans
+`Action` to perform or the reason to `Wait`. It depends on no provider, registry or process.
+`release.reconcile` applies the action through `release.effects`, which records the action through
+`release.journal`. `domain.ledger` folds the record into the roles. `domain.rollout_policy` plans
 the steps.
 """
 
@@ -104,7 +104,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Nothing to do now, and why.
+    """The decision to perform no action now, and the reason.
 
     A rollout that is paused or inconclusive continues only on an operator's command.
     """
@@ -173,7 +173,7 @@ class GuardrailResult:
             else [f"odds ratio {self.low:.3g}-{self.high:.3g}"]
         )
         if self.design_effect >= _REPORTED_DESIGN_EFFECT:
-            details.append(f"{self.design_effect:.2g} requests count as one")
+            details.append(f"design effect {self.design_effect:.2g}")
         details.append(f"evidence {_format_odds(self.evidence)} (limit {_format_odds(self.limit)})")
         text = f"{self.name}: {'; '.join([*parts, ', '.join(details)])}"
         return f"{text} -> {'HOLD' if self.holds else 'ROLL BACK'}" if self.is_violated else text
@@ -181,11 +181,11 @@ class GuardrailResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOutlier:
-    """A server with another share of bad requests to a deployment than other servers.
+    """A server whose share of bad requests to a deployment differs from the others'.
 
     `place` names what makes a request bad, such as `errors`. `own` and `others` are the numbers of
-    bad requests and of all requests, on this server and on the others. `evidence` is a log10. The
-    result is a hint: requests are counted as if they were independent.
+    bad requests and of all requests, on this server and on the others. `evidence` is the log10 of
+    the evidence. The result is only a hint, because it treats requests as independent.
     """
 
     server: str
@@ -208,14 +208,14 @@ class ServerOutlier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnalysisResult:
-    """What the metrics show about the present step.
+    """The result of the analysis of the present step's metrics.
 
     Texts are empty where there is nothing to report. `started_at` is when the step took effect.
     `requests` counts the candidate's requests since then (copies in a shadow step). `unmet_target`
-    names a service level that the candidate is not shown to meet yet. `split_mismatch` describes
-    traffic that is not split as planned, and `gross_failure` a candidate that fails or refuses far
-    more requests than the stable version. `ab_outcome` is the outcome of the A/B test. `outliers`
-    have no effect on the rollout.
+    names a service level that the candidate has not yet been shown to meet. `split_mismatch`
+    describes traffic that is not split as planned, and `gross_failure` a candidate that fails or
+    refuses far more requests than the stable version. `ab_outcome` is the outcome of the A/B test.
+    `outliers` have no effect on the rollout.
     """
 
     started_at: float
@@ -279,7 +279,7 @@ def choose_next_action(
         desired: the verified deployment that the registry requests; None if it requests none.
         observed: the state that the provider reports; None if the endpoint does not exist or does
             not answer.
-        command: the operator's last command that was not acted upon.
+        command: the operator's last command that is not carried out yet.
         now: seconds since the epoch.
         draws_epochs: whether the provider can assign users anew in each epoch.
     """
@@ -297,8 +297,8 @@ def choose_next_action(
         return rollout.proceed(roles.candidate)
     if command is OperatorCommand.PAUSE:
         return Wait(why="paused by an operator")
-    if observed.drift:  # before a rollout starts, so that its two versions run in the same way
-        why = f"it does not match its settings: {'; '.join(observed.drift)}"
+    if observed.drift:  # before a rollout, so that both versions run with the same settings
+        why = f"the endpoint does not match its settings: {'; '.join(observed.drift)}"
         return Action(kind=ActionKind.RECONFIGURE, state=expected, roles=roles, why=why)
     if desired is not None and desired.manifest != stable.manifest:
         return rollout.move_to_step(0, desired)
@@ -350,7 +350,7 @@ def plan_rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Act
 def plan_reversal(roles: Roles, begun: Action, target: str, *, why: str) -> Action | None:
     """Return the action that reverses `begun`, which started at `roles`.
 
-    None if `begun` brought no version to traffic.
+    Return None if `begun` increased no version's share of traffic.
     """
     if roles.stable is None or begun.kind not in (
         ActionKind.START,
@@ -378,8 +378,8 @@ def build_split_state(
 
     Args:
         idle: deployments that stay loaded without traffic.
-        mirror_percent: percentage of requests of which the candidate gets a copy.
-        tolerance: relative difference that answers to copies can show.
+        mirror_percent: percentage of requests that are copied to the candidate.
+        tolerance: tolerated relative difference of the answers to copies.
         epoch_s: seconds after which all users are assigned anew; 0: a user stays with a version.
 
     Raises:
@@ -402,16 +402,16 @@ def build_split_state(
 
 
 def _rejected(bad: Iterable[Deployment], good: Deployment) -> tuple[Digest, ...]:
-    """Return what is rejected: releases as a whole, or single versions.
+    """Return the digests to reject: whole releases, or the manifests of versions.
 
-    Of the release of the version that keeps serving, only single versions are rejected.
+    A version in the release of `good` is rejected alone, since this release continues to serve.
     """
     return tuple(dict.fromkeys(d.manifest if d.release == good.release else d.release for d in bad))
 
 
 def _deploy_first(desired: Deployment | None, target: str) -> Action | Wait:
     if desired is None:
-        return Wait(why=f"no approved version: set alias challenger-{target} on one")
+        return Wait(why=f"no version is approved: set alias challenger-{target} on a version")
     return Action(
         kind=ActionKind.FIRST,
         state=build_split_state(None, desired, 100),
@@ -450,9 +450,9 @@ class _Rollout:
     draws_epochs: bool
 
     def find_abort(self, desired: Deployment | None) -> Action | None:
-        """Return the abort of a candidate that failed or is no longer requested, or None.
+        """Return the abort of a candidate that failed or is no longer requested.
 
-        None if neither is the case.
+        Return None if the rollout can continue, or there is no candidate.
         """
         candidate, analysis = self.roles.candidate, self.analysis
         if candidate is None:
@@ -480,8 +480,8 @@ class _Rollout:
     ) -> EndpointState:
         """Return the state of the endpoint in a step.
 
-        Evidence of a canary step needs epochs. In an A/B test, and where nothing is judged, a user
-        keeps its version.
+        Evidence of a canary step needs epochs. In an A/B test, and without analysis, a user stays
+        with one version.
         """
         policy = self.policy
         has_epochs = (
@@ -517,9 +517,9 @@ class _Rollout:
         return self.move_to_step(self.roles.step + 1, candidate, because)
 
     def _evaluate_step(self, candidate: Deployment, step: PlannedStep) -> Action | Wait | str:
-        """Return why the rollout can leave the step, or the wait or action until then.
+        """Return the action or wait that is due, or why the step is complete.
 
-        Without metrics, the rollout does not move.
+        Without metrics, the rollout waits.
         """
         policy, analysis = self.policy, self.analysis
         share = _describe_share(candidate, step)
@@ -538,7 +538,7 @@ class _Rollout:
             if elapsed >= policy.ab_test.duration:
                 return self._conclude_test(policy.ab_test, analysis, share, is_complete=not missing)
             missing = missing or analysis.ab_summary or _NO_FEEDBACK
-            is_late = False  # the test has a duration instead
+            is_late = False  # `duration` replaces `step_timeout`
         if missing and is_late:
             why = f"{share} and needs an operator: step_timeout is over and {missing}"
             return Wait(why=why, kind=WaitKind.INCONCLUSIVE)
@@ -620,7 +620,7 @@ def _describe_share(candidate: Deployment, step: PlannedStep) -> str:
 
 
 def _describe_evidence(step: PlannedStep, analysis: AnalysisResult) -> str:
-    """Return what a step that is complete has shown."""
+    """Return the evidence of a complete step, in one line."""
     summary = analysis.guardrails[-1].summary if step.kind == "cold" else analysis.ab_summary
     return summary or f"no regression detected in {analysis.requests} requests"
 
@@ -628,9 +628,9 @@ def _describe_evidence(step: PlannedStep, analysis: AnalysisResult) -> str:
 def _find_missing(
     step: PlannedStep, policy: RolloutPolicy, analysis: AnalysisResult, elapsed: float
 ) -> str:
-    """Return what the step has not shown yet, or empty.
+    """Return the first requirement that the step does not meet yet, or empty.
 
-    A measurement of NaN satisfies no requirement.
+    A measurement of NaN meets no requirement.
     """
     if not analysis.requests >= step.minimum:
         return f"{analysis.requests} of {step.minimum} requests"

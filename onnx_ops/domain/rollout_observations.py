@@ -1,7 +1,7 @@
 """Counts of a rollout: readings, the intervals between them, and thresholds.
 
-A metrics source gives the readings. The thresholds are fixed before the rollout. Every count is a
-whole number of requests or of units, so that any process can continue counting.
+A metrics source supplies the readings. The thresholds are fixed before the rollout. Counts are
+whole numbers of requests or units, so that any process can add to them.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class RequestCounts:
     """Requests that one deployment answered, by result.
 
     `errors` are the server's own failures. `refused` are requests that the server did not accept.
-    They are the client's fault unless the other version accepts them. `timed` requests have a
-    latency (None: all have one). Of these, `over_p50` and similar fields count the requests above
-    the deployment's thresholds (None: unknown), and `over_places` those above the thresholds of
-    `LATENCY_PLACES`. `feedback` counts the entries that clients reported, `successes` the good ones
-    among them.
+    They are the client's fault unless the other version accepts them. `timed` counts the requests
+    with a latency (None: all requests). Of these, `over_p50` and similar fields count the requests
+    above the deployment's thresholds (None: unknown), and `over_places` those above the thresholds
+    of `LATENCY_PLACES`. `feedback` counts the entries that clients reported, and `successes` the
+    successes among these entries.
     """
 
     requests: int = 0
@@ -88,9 +88,9 @@ class RequestCounts:
         )
 
     def plus(self, other: RequestCounts) -> RequestCounts:
-        """Return the counts of both.
+        """Return the sums of these and the other counts.
 
-        A count that is unknown in either of the two is unknown in the sum.
+        A count that is unknown in either object is unknown in the sum.
         """
         return RequestCounts(
             requests=self.requests + other.requests,
@@ -145,7 +145,7 @@ class RequestCounts:
 
     @property
     def failed(self) -> int:
-        """Requests without an answer, errors and refused ones."""
+        """Number of requests without an answer: errors and refused requests."""
         return self.errors + self.refused
 
 
@@ -164,7 +164,7 @@ class ShadowCounts:
     failed: int = 0
 
     def plus(self, other: ShadowCounts) -> ShadowCounts:
-        """Return the counts of both."""
+        """Return the sums of these and the other counts."""
         return ShadowCounts(
             compared=self.compared + other.compared,
             differing=self.differing + other.differing,
@@ -211,9 +211,10 @@ class LatencyQuantiles:
 BADNESS_EDGES = (0.0, *(2.0**-k for k in range(10, 5, -1)), *(k / 32 for k in range(1, 33)))
 """Upper edges of the bins of badness.
 
-The first bin has no event. Halves of 1/32 follow, for rare events of busy users, then steps of
-1/32. A unit is in the first bin whose edge is not below events / requests. Rounding up needs no
-correction, since it does not depend on the assignment.
+The first bin is for units without events. Powers of two from 2^-10 to 2^-6 follow, for rare events
+of users with many requests, and then the multiples of 1/32. A unit is in the first bin whose edge
+is not below events / requests. Rounding up to an edge needs no correction, since it does not depend
+on the assignment of the unit.
 """
 USER_BLOCKS = 64
 """Number of blocks of users.
@@ -237,7 +238,7 @@ class UnitCounts:
     stable: tuple[int, ...] = ()
 
     def plus(self, other: UnitCounts) -> UnitCounts:
-        """Return the units of both."""
+        """Return the sums of these and the other units."""
         return UnitCounts(
             candidate=_add(self.candidate, other.candidate),
             stable=_add(self.stable, other.stable),
@@ -248,10 +249,10 @@ class UnitCounts:
 class EpochUnits:
     """Units of one epoch.
 
-    The traffic split of the routing table `generation` held for all of them. `units` are by place:
-    `errors`, `refused`, and the latency guardrails and places with a threshold. For latency, only
-    the timed requests of a unit count towards its badness. Counts of one cell from several servers
-    are added before its badness is formed.
+    All units were assigned with the traffic split of the routing table `generation`. `units` are by
+    place: `errors`, `refused`, and the latency guardrails and places with a threshold. For latency,
+    only the timed requests of a unit count towards its badness. Counts of one cell from several
+    servers are added before its badness is formed.
     """
 
     generation: int
@@ -265,7 +266,7 @@ class UserBlocks:
 
     They are counted while the split is sticky by user.
 
-    Each array has `USER_BLOCKS` + 1 numbers; the last number is of requests without a key. For
+    Each array has `USER_BLOCKS` + 1 numbers; the last number is for requests without a key. For
     feedback, requests are entries and events are successes.
     """
 
@@ -273,7 +274,7 @@ class UserBlocks:
     events: tuple[int, ...]
 
     def plus(self, other: UserBlocks) -> UserBlocks:
-        """Return the counts of both."""
+        """Return the sums of these and the other counts."""
         return UserBlocks(
             requests=_add(self.requests, other.requests),
             events=_add(self.events, other.events),
@@ -284,10 +285,10 @@ class UserBlocks:
 class GenerationCounts:
     """Counts of one server since one start, under one generation of its routing table.
 
-    The counts only grow. `origin` identifies server and start. `tallies` are by deployment.
+    The counts only grow. `origin` identifies the server and its start. `tallies` are by deployment.
     `shadow` counts copies to the candidate. `blocks` are by deployment and place (`errors`,
-    `feedback`, latency); empty unless the split is sticky by user. `server` is the name that a
-    server keeps over its starts; empty if it has none.
+    `feedback`, latency); empty unless the split is sticky by user. `server` is the name of the
+    server, which stays the same after a restart; empty if it has no such name.
     """
 
     origin: str
@@ -311,7 +312,7 @@ class GenerationCounts:
         return grown and self.shadow.minus(before.shadow).is_consistent
 
     def plus(self, other: GenerationCounts) -> GenerationCounts:
-        """Return the counts of both, with this one's origin and generation."""
+        """Return the sum of both counts, with the origin and generation of this object."""
         tallies = {**other.tallies, **self.tallies}
         for name in self.tallies.keys() & other.tallies.keys():
             tallies[name] = self.tallies[name].plus(other.tallies[name])
@@ -345,13 +346,13 @@ class MetricsReading:
     `at` is in seconds since the epoch, by the source's clock.
 
     Servers of onnx-ops report `counts` by server, start and generation. They also report `epochs`:
-    the closed epochs that they still hold, in ascending order. An epoch is closed once every server
-    has closed it. `open_epoch` is the latest one that is not closed. The clocks of servers are
-    never compared.
+    the closed epochs that the servers still store, in ascending order. An epoch is closed once
+    every server has closed it. `open_epoch` is the latest epoch that is not closed. The clocks of
+    servers are never compared.
 
-    Sources that know no assignment (CloudWatch, Azure Monitor, Prometheus) report `tallies` by
-    deployment, and perhaps `shadow` and `quantiles`, since `origin`. Another origin means that the
-    counters restarted.
+    Sources without data about the assignment of users (CloudWatch, Azure Monitor, Prometheus)
+    report `tallies` by deployment, and optionally `shadow` and `quantiles`, all counted since
+    `origin`. Another origin means that the counters restarted.
 
     `cold_s` are durations of loads of either version, before the candidate got any traffic.
     `failure` is the reason why counts are missing at present. `uptimes` are the uptimes of servers
@@ -398,8 +399,9 @@ class ObservationInterval:
 class GenerationUnits:
     """The traffic split of one generation of the routing table, and its units.
 
-    The units belong to its `epochs` until `last_epoch`. `percent` is the candidate's share. `units`
-    are by place; there are none unless users are assigned anew in each epoch (`is_drawn`).
+    `epochs` is the number of epochs whose units are counted, and `last_epoch` the last of these.
+    `percent` is the candidate's share. `units` are by place; empty unless users are assigned anew
+    in each epoch (`is_drawn`).
     """
 
     generation: int

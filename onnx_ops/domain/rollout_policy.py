@@ -64,7 +64,7 @@ _TOLERATED: Mapping[str, float] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guardrail:
-    """Something that must not get worse: errors, latency or cold start.
+    """A measure that must not get worse: errors, latency or cold start.
 
     A latency guardrail compares how many requests of each version exceed a threshold. The threshold
     is a percentile of the stable version before the rollout; for the candidate, it is raised by
@@ -76,8 +76,8 @@ class Guardrail:
     odds_ratio: Annotated[
         OddsRatio | None,
         doc(
-            "Tolerated odds of such a request, as a multiple of the stable version's; "
-            "default 1, p95 1.1, p99 1.2."
+            "Tolerated odds of an error or a slow request, as a multiple of the stable "
+            "version's odds; default 1, p95 1.1, p99 1.2."
         ),
     ] = None
     max_latency_increase: Annotated[
@@ -128,15 +128,14 @@ class ShadowTrial:
         Ge(0),
         Lt(1),
         doc(
-            "A number differs if it is off by more than this share of the largest one in the "
-            "answer."
+            "A number differs if its error exceeds this share of the largest number in the answer."
         ),
     ] = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitTest:
-    """A fixed split until a success metric shows a better version, or time is over."""
+    """A fixed split until a success metric shows a better version or time runs out."""
 
     metric: Annotated[
         str,
@@ -159,9 +158,9 @@ class PlannedStep:
     """One step of a rollout.
 
     `percent` is the candidate's percentage of traffic. `mirror_percent` is the percentage of
-    requests of which the candidate gets a copy in a shadow step.
+    requests that are copied to the candidate in a shadow step.
 
-    A step that measures the cold start has neither. `minimum` is the number of requests to the
+    Both are 0 in a step that measures the cold start. `minimum` is the number of requests to the
     candidate that the step needs; 0 without analysis.
     """
 
@@ -199,12 +198,12 @@ class RolloutPolicy:
     min_requests: Annotated[
         tuple[Count, ...],
         Notation.SINGLE_ENTRY,
-        doc("Requests to the candidate before a step is left: one number, or one for each step."),
+        doc("Requests to the candidate before a step ends: one number, or one for each step."),
     ] = ()
     min_units: Annotated[
         Count,
         doc(
-            "Independent units of the candidate before a step is left: "
+            "Independent units of the candidate before a step ends: "
             "users in an epoch and requests without a key; in an A/B test, users of each version."
         ),
     ] = DEFAULT_UNITS
@@ -217,7 +216,7 @@ class RolloutPolicy:
         Le(MAX_EPOCH_S),
         doc(
             "How long a user stays with one version in a canary step; "
-            "then all users are drawn anew."
+            "then all users are assigned anew."
         ),
     ] = DEFAULT_EPOCH_S
     min_step_duration: Annotated[
@@ -231,10 +230,10 @@ class RolloutPolicy:
     ] = ()
     depends_on: Annotated[
         tuple[str, ...],
-        doc("Endpoints of this file that must serve the release before this one starts."),
+        doc("Endpoints of this file that must serve the release before this rollout starts."),
     ] = ()
     depends_on_soak: Annotated[
-        Seconds, doc("How long those endpoints must have served the release.")
+        Seconds, doc("How long the endpoints of `depends_on` must have served the release.")
     ] = 0.0
     shadow: Annotated[
         ShadowTrial | None, doc("Comparison of answers on copies of requests, before any traffic.")
@@ -260,7 +259,7 @@ class RolloutPolicy:
 
     @property
     def is_analyzed(self) -> bool:
-        """Return whether metrics decide about its steps."""
+        """Return whether metrics decide about the steps of the rollout."""
         return bool(self.guardrails or self.slo or self.shadow or self.ab_test)
 
     @property

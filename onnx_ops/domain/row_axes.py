@@ -18,7 +18,7 @@ _BATCH_NAME = re.compile(r"n|b|bs|.*batch.*", re.IGNORECASE)
 _GENERATED_NAME = re.compile(r"\??|unk_.*|None")
 """Names that exporters give to every free dimension.
 
-Dimensions that always have one size get them too (tf2onnx: `unk__6`).
+Exporters also give such names to dimensions whose size never changes (tf2onnx: `unk__6`).
 """
 
 
@@ -60,7 +60,7 @@ def find_batch_symbol(shapes: Mapping[str, Shape]) -> str:
 
 
 def _find_symbol_axes(shapes: Mapping[str, Shape], symbol: str) -> dict[str, int]:
-    """Return the first axis of that name of each shape that has one."""
+    """Return the first axis with this name, for each shape that has such an axis."""
     axes = {name: find_axis(shape, symbol) for name, shape in shapes.items()}
     return {name: axis for name, axis in axes.items() if axis is not None}
 
@@ -78,9 +78,9 @@ def find_axis(shape: Shape, symbol: str) -> int | None:
 def find_row_axes(shapes: Mapping[str, Shape], *, pooled: bool = True) -> dict[str, int]:
     """Return the axis that holds rows for each input that has one.
 
-    Without a shared name, free first dimensions hold rows, unless an input has its free dimensions
-    elsewhere only. With fixed sizes only, rows are where the first size of the first input occurs
-    in every other input.
+    If no name is shared, rows are on the first dimensions that are free. If an input has free
+    dimensions but its first dimension is fixed, or all sizes are fixed, rows are on the axes that
+    have the first fixed size of the first input.
 
     Args:
         shapes: shapes of all inputs by name; scalars have none.
@@ -101,7 +101,7 @@ def guess_row_axes(
 ) -> dict[str, int]:
     """Return the axes of rows, by the sizes of arrays.
 
-    This applies if free dimensions have no names, and have one size in common.
+    Axes are found only if free dimensions have no names, and have one size in common.
 
     Args:
         shapes: shapes of the model's inputs.
@@ -194,11 +194,11 @@ def move_axis_first(shape: Shape, axis: int) -> tuple[int | str, ...]:
 def count_common_rows(shapes: Mapping[str, Sequence[int]], known: int = 0) -> int:
     """Return the number of rows of arrays that hold rows on any axis.
 
-    The number is a size that all arrays have on some axis, chosen such that it is on the first axis
-    of as many arrays as possible. The result is 0 if the arrays have no size in common.
+    The number is a size that all arrays have on some axis. Among such sizes, the size that most
+    arrays have on the first axis is chosen. The result is 0 if the arrays have no size in common.
 
     Args:
-        known: the number of rows, if something else states it.
+        known: the number of rows, if it is known from other data.
     """
     common = {known} if known else {size for shape in shapes.values() for size in shape}
     for shape in shapes.values():

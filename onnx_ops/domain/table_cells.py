@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 _SAMPLE = 200
-"""Number of first cells by which a column is taken for numbers or for texts."""
+"""Number of leading cells that decide whether a column holds numbers or texts."""
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 

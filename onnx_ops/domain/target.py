@@ -110,7 +110,7 @@ class Requirements:
             name for name in fingerprint.accelerators if self.accelerator.lower() in name.lower()
         ]
         checks = {
-            f"it is {fingerprint.machine}, not {self.machine}": self.machine
+            f"its architecture is {fingerprint.machine}, not {self.machine}": self.machine
             in ("", fingerprint.machine),
             f"its CPU is {fingerprint.cpu_model}, not {self.cpu}": self.cpu.lower()
             in fingerprint.cpu_model.lower(),

@@ -20,7 +20,7 @@ Average: TypeAlias = Literal["binary", "macro", "micro", "weighted"]
 
 TOP_K = 5
 IGNORED_TOKEN = -100
-"""Marks a token of the label that does not count, as training code writes it."""
+"""Value by which training code marks a token of the label as ignored."""
 
 Options: TypeAlias = Mapping[str, Any]
 """The keys of a gate that shape a metric, with their values."""
@@ -28,7 +28,7 @@ Options: TypeAlias = Mapping[str, Any]
 AnswerKind: TypeAlias = Literal["classes", "ranking", "positive", "numbers", "embeddings", "tokens"]
 """What a metric reads from outputs and labels.
 
-- `classes`: one class per row; the best of the scores per class counts as one.
+- `classes`: one class per row; of scores per class, the class with the best score is read.
 - `ranking`: the scores of all classes, and the column of each row's label.
 - `positive`: the score of the positive class, and whether each row is positive.
 - `numbers`: one number per row.
@@ -93,8 +93,8 @@ class TaskMetric:
         options: the keys of a gate that shape the metric, with their defaults. None: without a
             fixed default.
         label_free: without labels, the candidate is compared with the baseline itself.
-        unit: `1` for a share, empty for the label's unit. By default, a metric of which less is
-            better has the label's unit, any other metric is a share.
+        unit: `1` for a share, empty for the label's unit. By default, a metric whose lower values
+            are better has the label's unit; any other metric is a share.
         display: the metric's name in evidence and tables, with options in braces. By default, the
             name in the table of metrics.
     """
@@ -215,7 +215,7 @@ def suggest_other_kind(name: str) -> str:
 
 
 def list_errors() -> str:
-    """Return the names of the metrics of which less is better.
+    """Return the names of the metrics whose lower values are better.
 
     The descriptions of keys in files list these names.
     """

@@ -1,6 +1,6 @@
-"""Evaluation of a commit's effect on the models of a repository.
+"""Evaluate and release what a commit changes in the models of a repository.
 
-This module evaluates the effect; the steps of a CI service report it.
+The steps of a CI service call this module, and report its results.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ Lines = Iterator[str]
 _LARGEST = 16 << 20
 """Maximum size of the results in bytes.
 
-A pipeline has some thousand bytes per variant and target.
+The results have a few thousand bytes per variant and target.
 """
 
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 
 _FAILURES = {UserError.exit_code, InfrastructureError.exit_code, RefusedError.exit_code}
-"""A run that ends with one of these failed, regardless of its gate results."""
+"""Exit codes of runs that failed, regardless of their gate results."""
 
 
 def parse_commit(text: object, where: str, *, remedy: str = "") -> str:
@@ -114,8 +114,8 @@ def release_change(
     Args:
         folder: folder for the results, as in `evaluate_change`.
         evaluated: folder with the results of `evaluate_change`, and with its evaluations.
-        hosted: whether the CI service hosts the machine; a hosted machine is removed after the job.
-            None outside a job.
+        hosted: whether the CI service hosts the machine and removes it after the job; None outside
+            a job.
         figures: folder that gets the records of this commit, for comparisons without the project's
             store.
     """
@@ -145,7 +145,7 @@ def _share_figures(project: Project, pipelines: Iterable[str], figures: Path) ->
         try:
             export_commit(project.settings.root, project.context.store, name, figures)
         except (OnnxOpsError, OSError) as error:
-            yield f"  pull requests will not have the measurements of {name}: {error}"
+            yield f"  the measurements of {name} were not exported for pull requests: {error}"
 
 
 def _report(folder: Path, checked: Sequence[Checked]) -> Lines:
@@ -274,8 +274,8 @@ def _execute(
 def lost_with_job(settings: Settings, pipeline: Pipeline, *, hosted: bool) -> str:
     """Return why a release from this runner would be lost; empty if it would be kept.
 
-    A hosted runner keeps nothing after the job. A self-hosted one keeps files outside the checkout;
-    the checkout is cleaned for each job.
+    A hosted runner keeps no file after the job. A self-hosted runner keeps files outside the
+    checkout, which is cleaned for each job.
     """
     if pipeline.register is None:
         return ""
@@ -300,14 +300,14 @@ def lost_with_job(settings: Settings, pipeline: Pipeline, *, hosted: bool) -> st
         "onnx-ops.toml, name the profile in the variable ONNX_OPS_PROFILE, "
         "and deploy to a provider that runs elsewhere."
         if hosted
-        else "To release from here, set ONNX_OPS_STATE of this runner to a folder outside of the "
+        else "To release from here, set ONNX_OPS_STATE of this runner to a folder outside the "
         "checkout."
     )
     what = (
-        "Nothing was registered or released, because the job's disk would hold it: "
+        "Nothing was registered or released, because it would be lost with the job's disk: "
         f"{', '.join(lost)}."
     )
-    return f"{what}\n{remedy} See `onnx-ops docs github` of onnx-ops."
+    return f"{what}\n{remedy} See `onnx-ops docs github`."
 
 
 def _local(place: str) -> Path | None:
@@ -327,12 +327,12 @@ def _local(place: str) -> Path | None:
 def read_results(folder: Path) -> tuple[Checked, ...]:
     """Read the results of the other functions of this module.
 
-    Code of a pull request can have written other results in their place.
+    The results are not trusted: code of a pull request can have replaced them.
 
     Raises:
         UserError: there are no results.
-        CorruptStateError: the results are no plain file, too large, not of their schema, or
-            contradict themselves.
+        CorruptStateError: the results are not a plain file, are too large, do not match their
+            schema, or contradict themselves.
     """
     where = str(folder / RESULTS)
     try:

@@ -1,11 +1,11 @@
-"""The GitHub action: run the pipelines that a commit affects, and report the outcome on the commit.
+"""GitHub action that runs the pipelines that a commit affects.
 
 Each step is a separate job. `evaluate` runs code of the repository without a token and without a
-key, and leaves its results and reports in a folder. `release` and `publish` run none of it: they
-read that folder as data. `release` signs, registers and deploys. `publish` writes the job summary,
-one comment on the pull request, and a check whose conclusion is the verdict. Commit and pull
-request come from the event of this job, never from the results. Names in the event (branches,
-titles, people) are data and never reach a shell.
+key, and writes its results and reports into a folder. `release` and `publish` run no code of the
+repository: they read that folder as data. `release` signs, registers and deploys. `publish` writes
+the job summary, one comment on the pull request, and a check whose conclusion is the verdict. The
+commit and the pull request are read from the event of this job, never from the results. Names in
+the event (branches, titles, people) are never passed to a shell.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ from onnx_ops.reporting.formatting import markdown
 from onnx_ops.reporting.pull_request import overall, page, title
 
 MARK = "<!-- onnx-ops: what this commit does to its models -->"
-"""Marks the one comment of a pull request, to find it again."""
+"""First line of the action's comment on a pull request.
+
+Later runs find the comment by this line.
+"""
 
 CHECK = "onnx-ops"
 
@@ -59,8 +62,8 @@ _NONE = re.compile(r"0+")
 class Event:
     """The event of a workflow.
 
-    `base` is the previous commit; empty for a new branch. `pull_request` is the number of the pull
-    request, or None.
+    `base` is the previous commit; it is empty for a new branch. `pull_request` is the number of the
+    pull request, or None.
     """
 
     commit: str
@@ -76,10 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("step", choices=("evaluate", "release", "publish"))
-    parser.add_argument("--folder", type=Path, required=True, help="where results and reports lie")
     parser.add_argument(
-        "--since", default="", help="the commit before; that of the event if left out"
+        "--folder", type=Path, required=True, help="folder of the results and reports"
     )
+    parser.add_argument("--since", default="", help="previous commit (default: that of the event)")
     parser.add_argument(
         "--figures", type=Path, help="folder with the measurements of earlier commits"
     )
@@ -101,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_event(environ: Mapping[str, str]) -> Event:
-    """Return the workflow's event; raise UserError outside of a workflow."""
+    """Return the workflow's event; raise UserError outside a workflow."""
     variable = "GITHUB_EVENT_PATH"
     try:
         document = json.loads(Path(environ[variable]).read_text(encoding="utf-8"))
@@ -134,8 +137,8 @@ def run(
     `evaluated` is the folder of an evaluation to release. The results are written into `folder`.
     """
     root = open_project().settings.root
-    # After a force push, the checkout lacks the previous commit. A first push has no previous
-    # commit.
+    # After a force push, the checkout lacks the event's previous commit. The first push of a branch
+    # has no previous commit.
     base = since or next(
         (name for name in (event.base, "HEAD~1") if name and resolve_commit(root, name)), ""
     )
@@ -146,8 +149,8 @@ def run(
     else:  # a pull request is never released
         hand_over = folder if event.pull_request is None else None
         lines = evaluate_change(folder, base, hand_over=hand_over, figures=figures)
-    # Output of the repository's code must not give commands to the runner. Only this process knows
-    # the token with which the runner accepts commands again.
+    # The repository's code must not send commands to the runner through its output. The runner
+    # accepts commands again after a token that only this process knows.
     word = secrets.token_hex(16)
     _print_line(f"::stop-commands::{word}")
     try:
@@ -169,11 +172,11 @@ def is_hosted(environ: Mapping[str, str]) -> bool | None:
 
 
 def publish(event: Event, folder: Path, environ: Mapping[str, str]) -> int:
-    """Write summary, comment and check.
+    """Write the summary, the comment and the check; return the exit code.
 
-    The summary lists the parts that GitHub does not permit this run to write. Results that are
-    missing or wrong are published as a commit that could not be judged: a required check must not
-    wait for a job that failed.
+    The summary lists the parts that GitHub does not permit this run to write. If the results are
+    missing or invalid, the check reports that the commit could not be judged. Without a check, a
+    pull request that requires it would wait forever.
     """
     verdict: Verdict | None = Verdict.ERROR
     try:
@@ -197,7 +200,7 @@ def publish(event: Event, folder: Path, environ: Mapping[str, str]) -> int:
 def _write_to_github(
     event: Event, environ: Mapping[str, str], verdict: Verdict | None, heading: str, text: str
 ) -> list[str]:
-    """Write check and comment; return a note on each that could not be written."""
+    """Write the check and the comment; return a note on each failure."""
     notes = []
     check = {
         "name": CHECK,
@@ -217,7 +220,7 @@ def _write_to_github(
             RefusedError,
             ServiceUnavailableError,
             UserError,
-        ) as error:  # a fork's token can only read
+        ) as error:  # the token of a pull request from a fork can only read
             notes.append(f"The {what} could not be written: {error}")
     return notes
 
@@ -242,16 +245,15 @@ def _describe_failure(error: OnnxOpsError) -> str:
 
 
 def _write_comment(repository: GitHubRepository, number: int, text: str, *, wanted: bool) -> None:
-    """Write one comment per pull request, which each commit updates.
+    """Write the comment of a pull request, or update it if it exists.
 
-    Without `wanted`, only an existing comment is updated. Without an existing comment, there was
-    never anything to report.
+    Without `wanted`, no new comment is written.
     """
     body = {"body": f"{MARK}\n{text}"}
     for comment in repository.list_entries(f"issues/{number}/comments"):
         ours = (comment.get("user") or {}).get(
             "type"
-        ) == "Bot"  # a person's comment that has the mark stays
+        ) == "Bot"  # a person's comment can quote the mark and is not updated
         if ours and str(comment.get("body") or "").startswith(MARK):
             repository.request("PATCH", f"issues/comments/{int(comment['id'])}", body)
             return
@@ -267,13 +269,13 @@ def _open_repository(environ: Mapping[str, str]) -> GitHubRepository:
         raise UserError(
             "no token was given",
             where="GITHUB_TOKEN",
-            remedy="Give the step `${{ github.token }}`.",
+            remedy="Set GITHUB_TOKEN: ${{ github.token }} in the step.",
         )
     return GitHubRepository(name=name, token=lambda: validate_token(token, "GITHUB_TOKEN"))
 
 
 def _append(environ: Mapping[str, str], variable: str, text: str) -> None:
-    """Append to the file that the runner names in a variable."""
+    """Append text to the file that the runner names in a variable."""
     if path := environ.get(variable):
         with Path(path).open("a", encoding="utf-8") as stream:
             stream.write(text)
@@ -286,7 +288,7 @@ def _print_line(line: str) -> None:
 
 
 def _command_data(text: str) -> str:
-    """Return text that cannot end the runner's command that contains it."""
+    """Escape text, so that it cannot end the runner's command that contains it."""
     return show(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 

@@ -1,8 +1,8 @@
 """Tags of MLflow runs that are started inside a flow.
 
-The tags are `prefect.flow_run` and `git.sha`. MLflow imports this module during its own import. The
-module therefore imports no heavy package, and not MLflow. It implements MLflow's abstract class
-without deriving from it.
+The tags are `prefect.flow_run` and `git.sha`. MLflow imports this module during its own import, so
+the module imports neither MLflow nor heavy packages. Its class therefore implements the methods of
+`RunContextProvider` without deriving from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 class RunContext:
-    """MLflow's `RunContextProvider`, for runs that a training function starts itself.
+    """`RunContextProvider` of MLflow, for runs that a training function starts itself.
 
     The tags identify the flow run and the commit of these runs. Runs outside a flow are not tagged.
     """
@@ -34,7 +34,7 @@ class RunContext:
 def _flow_run() -> str:
     """Return the id of the current flow run.
 
-    Prefect's worker sets it in the environment.
+    Prefect's worker sets the id in the environment. The result is empty outside a flow run.
     """
     if "prefect" not in sys.modules:
         return os.environ.get("PREFECT__FLOW_RUN_ID", "")

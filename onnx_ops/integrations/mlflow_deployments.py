@@ -95,14 +95,14 @@ def run_local(
     flavor: str | None = None,
     config: Mapping[str, str] | None = None,
 ) -> None:
-    """Create the deployment on this machine, ignoring the config's provider."""
+    """Create a deployment on this machine; a provider in `config` is ignored."""
     OnnxOpsDeployments(target).create_deployment(
         name, model_uri, flavor, {**(config or {}), "provider": "local"}
     )
 
 
 def _translated(method: Callable[P, R]) -> Callable[P, R]:
-    """Return the method with errors of onnx-ops raised as errors of MLflow."""
+    """Return a wrapper of the method that raises errors of onnx-ops as MLflow errors."""
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -137,14 +137,15 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         config: Mapping[str, str] | None = None,
         endpoint: str | None = None,
     ) -> dict[str, str]:
-        """Bind a new endpoint and serve the version there.
+        """Bind a new endpoint, and serve the version on it.
 
         If the version is refused, no endpoint is bound.
         """
         _check_flavor(flavor)
         if name in list_bound_endpoints(self._context):
             raise UserError(
-                f"deployment {name} exists", remedy="Change it with `mlflow deployments update`."
+                f"deployment {name} already exists",
+                remedy="Change it with `mlflow deployments update`.",
             )
         model, version = self._version(model_uri)
         given = dict(config or {})
@@ -153,7 +154,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         if not target_name:
             raise UserError(
                 "a new deployment needs a target",
-                remedy="Add -C target=NAME, a file in configs/targets/.",
+                remedy="Add -C target=NAME; the targets are in configs/targets/.",
             )
         settings = {key: _parse_scalar(text) for key, text in given.items()}
         self._context.provider(provider).validate_settings(settings)
@@ -182,7 +183,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
     ) -> dict[str, str]:
         """Promote another version for the endpoint's target.
 
-        Approval steps of its rollout still wait for a person.
+        Approval steps of the rollout still wait for a person.
         """
         _check_flavor(flavor)
         journal = Journal.open(self._context, name)
@@ -191,7 +192,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         same = {"target": bound.target, "provider": bound.provider}
         if any(given.pop(key, value) != value for key, value in same.items()):
             raise UserError(
-                "an endpoint keeps its target and provider",
+                "the target and the provider of an endpoint cannot be changed",
                 where=name,
                 remedy="Create another deployment.",
             )
@@ -217,7 +218,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
     def delete_deployment(
         self, name: str, config: Mapping[str, str] | None = None, endpoint: str | None = None
     ) -> None:
-        """Delete the endpoint. Deleting a missing endpoint is no error."""
+        """Delete the endpoint if it exists."""
         if name in list_bound_endpoints(self._context):
             delete_endpoint(
                 self._context,
@@ -258,7 +259,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
             raise ServiceUnavailableError(
                 "the endpoint has no address", where=name, remedy=f"See `onnx-ops status {name}`."
             )
-        # MLflow's own function cannot write a dict of arrays.
+        # MLflow's `dump_input_data` cannot serialize a dict of arrays.
         if isinstance(inputs, dict):
             plain = {
                 key: value.tolist() if hasattr(value, "tolist") else value
@@ -304,7 +305,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         match = _MODEL_URI.fullmatch(model_uri)
         if match is None:
             raise UserError(
-                f"{model_uri!r} names no registered version",
+                f"{model_uri!r} does not name a registered version",
                 remedy="Write models:/NAME/VERSION or models:/NAME@ALIAS; "
                 "`onnx-ops run` registers models.",
             )
@@ -325,12 +326,15 @@ class OnnxOpsDeployments(BaseDeploymentClient):
 def _check_flavor(flavor: str | None) -> None:
     if flavor not in (None, _FLAVOR):
         raise UserError(
-            f"flavor {flavor!r} cannot be deployed", remedy="Leave it out, or write onnx."
+            f"flavor {flavor!r} cannot be deployed", remedy="Leave out the flavor, or write onnx."
         )
 
 
 def _parse_scalar(text: str) -> str | int | float | bool:
-    """Return the value of a setting, which MLflow passes as text."""
+    """Return the bool, int, float or text that a setting's text represents.
+
+    MLflow passes every setting as text.
+    """
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):

@@ -23,14 +23,17 @@ T = TypeVar("T")
 _INPUT_BYTES = 1 << 22
 """Maximum bytes of the inputs of one batch.
 
-The intermediate values of a model can take a hundred times as much.
+The intermediate values of a model can take a hundred times as much memory.
 """
 
 _OUTPUT_BYTES = 1 << 28
-"""Bytes of answers that one run returns before they are read and released."""
+"""Maximum bytes of the answers of one call of the runtime.
+
+The answers are read and released before the next call.
+"""
 
 GroupAnswers = Mapping[str, tuple[Tensors, ...] | MeasurementError]
-"""The answers to each run of a group, or why the model rejects the group."""
+"""By group: the answers to each run, or the error if the model rejects the group."""
 
 
 def read_answers(
@@ -95,8 +98,8 @@ def cut_batches(
 ) -> Iterator[tuple[Tensors, int]]:
     """Yield batches, each with its number of rows to evaluate.
 
-    A batch has the fixed size, or as many rows as fit into the bytes. The first rows fill up the
-    last batch of a fixed size.
+    If `fixed` is 0, a batch has at most `at_once` rows and about `most_bytes` bytes. Otherwise,
+    each batch has `fixed` rows, and the first rows fill up the last batch.
     """
     total = len(next(iter(rows.values())))
     row_bytes = sum(array.nbytes for array in rows.values()) // max(1, total)
@@ -115,8 +118,8 @@ def read_values(
 ) -> list[dict[str, Array]]:
     """Return the named intermediate values of a model for each input.
 
-    Sequences and maps are omitted. A temporary copy of the model with these values as outputs is
-    written beside it.
+    Sequences and maps are omitted. A temporary copy with these values as outputs is written beside
+    the model.
     """
     with temporary_copy(model, "inside") as copy:
         write_with_outputs(model, names, copy)
@@ -146,8 +149,8 @@ def run_groups(
 ) -> GroupAnswers:
     """Run the model on groups of inputs.
 
-    All groups run in one session if the model accepts them. Otherwise the real rows run alone
-    first, and the other groups are halved until each part runs.
+    All groups run in one session if the model accepts them. Otherwise, the real rows run alone
+    first. The other groups are then split into halves until a half runs or has one group only.
 
     Returns:
         The answers of each group, or the MeasurementError of a group that does not run.

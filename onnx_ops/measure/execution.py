@@ -24,20 +24,20 @@ def require_hardware(runtime: Runtime, target: Target) -> HardwareFingerprint:
     """Return the machine's fingerprint, if it meets the target's requirements.
 
     Raises:
-        MeasurementError: the machine is not what the target requires.
+        MeasurementError: the machine does not meet the requirements.
     """
     fingerprint = runtime.fingerprint(target)
     if missing := target.requires.find_missing(fingerprint):
         raise MeasurementError(
-            f"this machine is not what the target requires: {'; '.join(missing)}",
+            f"this machine does not meet the target's requirements: {'; '.join(missing)}",
             where=f"target {target.name}",
-            remedy="Measure this target on a machine that meets its requirements, see `pool`.",
+            remedy="Measure this target on a machine that meets its requirements (see `pool`).",
         )
     return fingerprint
 
 
 def require_versions(model: Path, target: Target) -> None:
-    """Raise UserError if a model is too new for the target."""
+    """Raise UserError if the model's opset or IR version is too new for the target."""
     if reason := explain_version_limits(read_model_info(model), target):
         remedy = "Export the model for this target's opset and IR version."
         raise UserError(reason.partition(": set export.")[0], where=model.name, remedy=remedy)
@@ -47,7 +47,8 @@ def require_versions(model: Path, target: Target) -> None:
 class ExecutionReport:
     """Findings in the graph that the runtime has rewritten.
 
-    They are empty if there is no rewritten graph; `why` is then the reason.
+    `why` is the reason if the runtime cannot write that graph. A file in ORT format has neither
+    findings nor a reason.
     """
 
     coverage: Int8Coverage | None = None
@@ -60,8 +61,8 @@ def inspect_execution(
 ) -> ExecutionReport:
     """Return which operators run in int8, and what slows a variant down.
 
-    `source` is the float export, whose node names are used; `excluded` names nodes that should stay
-    in float.
+    `source` is the float export, whose node names the report uses. `excluded` names nodes that
+    should stay in float.
     """
     if is_ort_format(variant):
         return ExecutionReport()
@@ -82,7 +83,7 @@ def inspect_execution(
 def explain_saturation(runtime: Runtime, model: Path, target: Target, name: str) -> str:
     """Return why sums of the model's int8 products can be wrong on the target's CPU.
 
-    The text is empty if the sums are exact. `name` stands for the model in the text.
+    The text is empty if the sums are exact. `name` is the model's name in the text.
     """
     if is_ort_format(model) or not detect_arithmetic(runtime.fingerprint(target), target).saturates:
         return ""

@@ -37,7 +37,7 @@ RANGES = "ranges"
 """In the manifest of a calibration: the optimizer's file with activation ranges."""
 
 _TEXTS, _ENDS = "//texts/", "//ends/"
-"""Prefixes of the names of two arrays that store texts: their bytes, and their ends."""
+"""Prefixes of the names of the two arrays that store texts: bytes, and end offsets."""
 
 PACKAGE = "package/"
 """Prefix of the model in the target's own format, in the manifest of its benchmark."""
@@ -62,10 +62,10 @@ def checkout_files(store: Store, manifest: Manifest, prefix: str, folder: Path) 
 
 
 def pack_arrays(arrays: Mapping[str, Any]) -> bytes:
-    """Return arrays as `.npz` bytes, in the same order.
+    """Return arrays as `.npz` bytes, in the given order.
 
     The same arrays in the same order give the same bytes. Texts that are Python objects are stored
-    as UTF-8 bytes and the end of each text.
+    as UTF-8 bytes and the end offset of each text.
     """
     import numpy as np
 
@@ -156,7 +156,7 @@ def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None
 
 
 def get_values(store: Store, export: Manifest) -> dict[str, Any]:
-    """Return the inputs without rows, with the values used for the export."""
+    """Return, for the inputs without rows, the values that the export used."""
     return load_arrays(store, export[VALUES]) if VALUES in export else {}
 
 
@@ -171,10 +171,10 @@ def read_features(store: Store, manifest: Manifest) -> dict[str, tuple[str, ...]
 
 
 def arrange_features(dataset: Dataset, features: Mapping[str, tuple[str, ...]]) -> Dataset:
-    """Return the data set with the columns of each matrix in this order of names.
+    """Return the data set with the columns of each matrix in the order of `features`.
 
     Raises:
-        UserError: the matrix has other columns.
+        UserError: the columns of a matrix differ from those in `features`.
     """
     inputs = dict(dataset.inputs)
     for name, wanted in features.items():
@@ -182,7 +182,7 @@ def arrange_features(dataset: Dataset, features: Mapping[str, tuple[str, ...]]) 
         if sorted(columns) != sorted(wanted):
             spare, lacking = sorted(set(columns) - set(wanted)), sorted(set(wanted) - set(columns))
             raise UserError(
-                f"matrix {name!r} has other columns than that of another data set",
+                f"the columns of matrix {name!r} differ from those in another data set",
                 where="data",
                 why="; ".join(
                     [
@@ -201,7 +201,7 @@ def convert_inputs(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
     """Convert whole numbers to float32 where the model expects float32.
 
     Raises:
-        UserError: a column has missing cells, and the model expects whole numbers.
+        UserError: a column has missing cells or fractions, and the model expects whole numbers.
     """
     expected = {spec.name: spec.dtype for spec in model.inputs}
     whole = [
@@ -214,8 +214,8 @@ def convert_inputs(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
             f"column {whole[0]!r} has missing cells or fractions, "
             f"but the model expects {expected[whole[0]]}",
             where="data",
-            why="the rows that the model was trained and exported with have none",
-            remedy="Fill the missing cells, or train with rows that have some.",
+            why="the rows that the model was trained and exported with have neither",
+            remedy="Fill the missing cells, or train with rows that have missing cells.",
         )
     return widen_columns(inputs, {name for name, dtype in expected.items() if dtype == "float32"})
 

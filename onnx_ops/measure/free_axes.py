@@ -18,7 +18,7 @@ def check_free_axes(section: Export, model_info: ModelInfo, reference: Reference
     export later. Without this check, an axis could be released that was tested at one size only.
 
     Raises:
-        UserError: an axis is fixed in the file, or the source rejects every other size.
+        UserError: an axis is fixed in the file, or the source rejects all other sizes.
     """
     shapes = {spec.name: spec.shape for spec in model_info.inputs}
     answered = {group.name: "" for group in reference.groups}
@@ -40,16 +40,17 @@ def check_free_axes(section: Export, model_info: ModelInfo, reference: Reference
             if rejected and not _select_sizes(answered, symbol):
                 sizes = ", ".join(rejected)
                 raise UserError(
-                    f"the source rejects every other size of {place}",
+                    f"the source rejects all other sizes of {place}",
                     where="export.dynamic",
-                    why=f"it rejected {sizes}, the first with: {next(iter(rejected.values()))}",
-                    remedy=f"{remedy} If the source takes only some sizes, "
-                    "validate with samples of which it takes half or double the size.",
+                    why=f"it rejected the sizes {sizes}; the first error was: "
+                    f"{next(iter(rejected.values()))}",
+                    remedy=f"{remedy} If the source accepts only some sizes, "
+                    "validate with samples for which it also accepts half or double the size.",
                 )
 
 
 def _select_sizes(groups: Mapping[str, str], symbol: str) -> dict[str, str]:
-    """Return the values of groups that change only this symbol, by its size."""
+    """Return values by size, from the groups that change only the size of this symbol."""
     prefix = f"{LENGTHS}{symbol}="
     sizes = {
         name.removeprefix(prefix): value

@@ -18,7 +18,7 @@ from onnx_ops.statistics.probes import REAL
 
 _ROWS = 512
 _BYTES = 1 << 26
-"""Largest size of all inputs and answers together.
+"""Maximum bytes of all inputs and answers together.
 
 A model with large inputs or answers runs on fewer rows.
 """
@@ -53,7 +53,7 @@ def find_unused_inputs(
 def _select_rows(real: ReferenceGroup) -> Tensors:
     """Return as many real rows as fit into `_BYTES` with a replacement for each input.
 
-    At least 2 rows are returned if there are as many.
+    At most `_ROWS` rows are returned, and at least 2 if the group has 2.
     """
     total = len(next(iter(real.inputs.values())))
     tensors = [*real.inputs.values(), *(real.single or real.double or {}).values()]

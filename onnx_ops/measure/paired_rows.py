@@ -1,4 +1,4 @@
-"""The answers of a model for each row, stored beside the model's evidence.
+"""Stored results of a model for each row, beside the model's evidence.
 
 Labels are not stored. Metrics that count rows store whether each row is right, and metrics of
 numbers store the error of each row. Other metrics need labels: two runs are then compared by two
@@ -31,7 +31,7 @@ _RIGHT, _ERROR, _GROUP, _ROWS = "right/", "error/", "rows.group", "rows.digest"
 def extract_rows(
     definition: MetricDefinition, label: Array | None, answers: Array
 ) -> dict[str, Array]:
-    """Return the arrays to store of the candidate's answers for one metric."""
+    """Return the arrays to store for one metric, computed from the candidate's answers."""
     match definition.method:
         case CountedRows():
             return {f"{_RIGHT}{definition.label}": answers.astype(np.bool_)}
@@ -76,7 +76,7 @@ def compare_rows(
         elif name.startswith(_ERROR):
             label = name.removeprefix(_ERROR)
             metric = label.partition(" ")[0]
-            if metric not in METRICS:  # a metric of another version of onnx-ops
+            if metric not in METRICS:  # another version of onnx-ops measured this metric
                 continue
             definition = MetricDefinition(name=metric)
             errors = {CANDIDATE: candidate[name], "base": base[name]}

@@ -40,7 +40,7 @@ _SHOWN = 6
 """Maximum number of values of a row in a message."""
 
 INVARIANCE_ROWS = 32
-"""Number of rows for batch invariance.
+"""Maximum number of rows for the measurement of batch invariance.
 
 They are enough to measure rounding, and few enough to run individually.
 """
@@ -48,13 +48,14 @@ They are enough to measure rounding, and few enough to run individually.
 SHOWN = 64
 """Maximum number of values that one run exposes.
 
-A longer graph is first searched at evenly spaced values, and then between two of them.
+In a graph with more values, the search begins with evenly spaced values. It continues between two
+of them.
 """
 
 LIMIT = ParityGate().noise_factor
 
 TracerFactory = Callable[[Tensors], Tracer | None]
-"""Makes the tracer of the source from samples to export it with.
+"""Function that makes the tracer of the source from the samples of its export.
 
 The result is None if the source's exporter cannot trace.
 """
@@ -98,7 +99,7 @@ def _measure_answer(
     roundings: Mapping[str, Rounding],
     known: Mapping[str, ColumnNoise],
 ) -> list[ParityMeasurement]:
-    """Return measurements of the export's outputs on a group, or of its rejection."""
+    """Return the measurements of a group, or one mismatch if the export rejects it."""
     if isinstance(answer, MeasurementError):
         return [
             make_mismatch(
@@ -125,7 +126,10 @@ def _is_all_nan(array: Array) -> bool:
 def _drop_useless_scores(
     groups: Sequence[ReferenceGroup], roundings: Mapping[str, Mapping[str, Rounding]]
 ) -> dict[str, dict[str, Rounding]]:
-    """Return the roundings without those scores that rank nothing on real rows."""
+    """Return the roundings without scores that do not rank the source's answers.
+
+    An output with such scores is measured as a whole.
+    """
     real = find_real_group(groups)
     tensors = [answers for answers in (real.single, real.double) if answers] if real else []
     on_real_rows = roundings.get(REAL, {})
@@ -178,9 +182,9 @@ def measure_group(
     """Measure each output that both the source and the model have.
 
     Args:
-        roundings: what the graph shows of each output; by default, each output is measured as a
-            whole.
-        known: columns of real rows, for groups of few rows.
+        roundings: rounding of each output, computed from the graph; by default, each output is
+            measured as a whole.
+        known: noise of the columns of each output on real rows; used for groups of few rows.
     """
     measurements = []
     rows = len(next(iter(group.inputs.values())))
@@ -200,7 +204,7 @@ def measure_group(
 def _add_example(
     measurement: ParityMeasurement, group: ReferenceGroup, onnx: Array, rows: int
 ) -> ParityMeasurement:
-    """Return the measurement with the worst row, if its output differs and has rows."""
+    """Return the measurement, with its worst row as the example if the rows diverge."""
     reference = (group.double or group.single or {})[measurement.output]
     is_by_row = onnx.shape == reference.shape and onnx.ndim > 0 and len(onnx) == rows > 0
     if not is_by_row or not is_divergent(measurement, LIMIT):
@@ -251,7 +255,7 @@ def make_mismatch(output: str, group: str, text: str) -> ParityMeasurement:
 def _describe_row(group: ReferenceGroup, row: int) -> str:
     """Return the number of the row, with its values if the row is generated.
 
-    Rows of a data set may be confidential.
+    Values of a data set are omitted, since they may be confidential.
     """
     if group.name != RANGE:
         return f"row {row}"
@@ -337,7 +341,7 @@ def _search_graph(
 ) -> Divergence:
     values = list(list_computed_values(failed.model))
     all_names = [value.name for value in values]
-    if failed.worst.output in all_names:  # Later outputs cannot cause the divergence.
+    if failed.worst.output in all_names:  # Later values cannot cause the divergence.
         values = values[: all_names.index(failed.worst.output) + 1]
     while True:
         chosen = pick_evenly([value.name for value in values], SHOWN)

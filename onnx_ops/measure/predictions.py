@@ -94,7 +94,7 @@ def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
     if len({(prediction.values.shape[1:], prediction.columns) for prediction in predictions}) != 1:
         shapes = sorted({str(prediction.values.shape[1:]) for prediction in predictions})
         raise UserError(
-            f"the shape of its answers changes from batch to batch: {', '.join(shapes)}"
+            f"the shape of the model's answers changes from batch to batch: {', '.join(shapes)}"
         )
     return Prediction(
         values=np.concatenate([prediction.values for prediction in predictions]),
@@ -252,7 +252,7 @@ def _make_label_error(
     return UserError(f"the label must be {needed}; {has}", where=definition.label, remedy=remedy)
 
 
-_USE_COLUMNS = "Use labels 0, 1, …, the numbers of the columns."
+_USE_COLUMNS = "Use the column numbers 0, 1, … as labels."
 
 
 def find_column_labels(label: Array, count: int, where: str, remedy: str = _USE_COLUMNS) -> Array:
@@ -291,7 +291,7 @@ def read_classes(label: Array, prediction: Prediction, definition: MetricDefinit
         return find_column_labels(label, prediction.columns, where)[values]
     if (label.dtype.kind == "U") != (values.dtype.kind == "U"):
         raise UserError(
-            f"the model answers with {values.dtype}, the labels are {label.dtype}", where=where
+            f"the model answers with {values.dtype}, but the labels are {label.dtype}", where=where
         )
     return values
 
@@ -303,7 +303,7 @@ def find_positive_label(definition: MetricDefinition, label: Array) -> str | int
     known = np.unique(label)
     if len(known) > 2:
         raise UserError(
-            f"there are {len(known)} classes; which one is positive?",
+            f"the labels have {len(known)} classes, and none is configured as positive",
             where=definition.label,
             remedy="Name it: `positive: LABEL`.",
         )
@@ -318,7 +318,7 @@ def read_positive_scores(
     names = find_column_labels(label, max(2, prediction.columns), where)
     column = np.flatnonzero(names == positive)
     if not column.size:
-        raise UserError(f"no column of scores is that of label {positive!r}", where=where)
+        raise UserError(f"no column of scores belongs to label {positive!r}", where=where)
     if prediction.columns > 1:
         return np.asarray(prediction.values[:, column[0]])
     return prediction.values if column[0] == 1 else -prediction.values

@@ -57,10 +57,10 @@ Their values for all rows of the session are in memory.
 """
 
 _BOUND = 1.01
-"""Maximum accepted range of a function whose values end at 1."""
+"""Maximum end of the quantized range of a value that a function bounds to 1."""
 
 ROUNDING = 0.51
-"""Maximum number of steps by which rounding moves a weight, including a margin."""
+"""Maximum quantization steps by which rounding moves a weight, including a margin."""
 
 _WEIGHTS_AT_ONCE = 16
 """Maximum number of weights whose errors one session computes."""
@@ -73,7 +73,7 @@ def measure_activations(
 
     Both graphs run unchanged, except that integer operators run as equivalent pairs of
     QuantizeLinear and DequantizeLinear. Temporary copies of both, with intermediate values as
-    outputs, are written beside them.
+    outputs, are written beside the models.
 
     Raises:
         MeasurementError: one of the models does not run on the rows.
@@ -82,7 +82,7 @@ def measure_activations(
     feeds = tuple(split_feeds(derived, samples))
     if activations and not feeds:
         raise MeasurementError(
-            "there are too few rows to measure its activations", where=derived.name
+            "there are too few rows to measure the model's activations", where=derived.name
         )
     measurements: list[ActivationMeasurement] = []
     with _without_integer_operators(derived) as readable, _balanced_like(derived, source) as exact:
@@ -90,8 +90,8 @@ def measure_activations(
             measurements += _measure_batch(
                 runtime, exact, readable, activations[start : start + PAIRS_AT_ONCE], feeds
             )
-    # Activations with the same range share the stretch, as those of MaxPool or Reshape do. A range
-    # fits if it fits one of these activations. It is not judged if one of them has no stretch.
+    # Activations with the same range share a stretch, such as the input and output of MaxPool or
+    # Reshape. A range fits if it fits one of them. It is not judged if one of them has no stretch.
     stretches: dict[tuple[float, float], list[float | None]] = {}
     for activation, measurement in zip(activations, measurements, strict=True):
         stretches.setdefault((activation.low, activation.high), []).append(measurement.stretch)
@@ -180,7 +180,10 @@ def _read_values(
 
 
 def split_feeds(model: Path, samples: Tensors) -> Iterator[Tensors]:
-    """Yield a few rows at a time, or whole batches if the batch is fixed."""
+    """Yield a few rows at a time, or whole batches if the batch is fixed.
+
+    Only the first `ACTIVATION_ROWS` rows are used. An incomplete fixed batch is omitted.
+    """
     first = slice_rows(samples, 0, ACTIVATION_ROWS)
     return (
         feed
@@ -212,9 +215,10 @@ def measure_weights(
 def measure_paired_weights(
     source: Path, derived: Path, runtime: Runtime | None = None, samples: Tensors | None = None
 ) -> tuple[tuple[WeightMeasurement, ...], tuple[str, ...]]:
-    """Return what `measure_weights` returns, and the weights without an original.
+    """Measure the weights that have an original, and list those without one.
 
-    The latter are names of quantized weights.
+    Returns:
+        The measurements, as in `measure_weights`, and the names of the weights without an original.
     """
     with _balanced_like(derived, source) as exact:
         pairs, unpaired = _list_pairs(exact, derived)

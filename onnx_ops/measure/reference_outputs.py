@@ -40,9 +40,9 @@ from onnx_ops.statistics.tree_parity import COPIES, compute_envelope, jitter_row
 
 MISSING = "missing"
 SPLITS = "splits"
-"""Group of inputs close to the splits of a tree.
+"""Name of the group of inputs close to the splits of a tree.
 
-They are so far from the split that rounding cannot make them cross it.
+The distance is large enough that rounding cannot move an input across the split.
 """
 
 Precision = Literal["float32", "float64"]
@@ -56,7 +56,7 @@ Answers differ because threads add numbers in any order.
 _OTHERWISE = 0.01
 """Maximum share of whole numbers or texts that differ between two answers.
 
-If two classes are equally likely, rounding decides.
+If two classes are equally likely, rounding decides which class the source returns.
 """
 
 _FEW, _SOME = 2, 32
@@ -76,7 +76,7 @@ class ReferenceGroup:
 
     `single` holds outputs in float32 and `double` outputs in float64; None if the source has none.
     `bounds` is the envelope of outputs that jump (`statistics.tree_parity.compute_envelope`).
-    `inside` is True if callers can send such inputs.
+    `inside` is True if callers can send these inputs.
     """
 
     name: str
@@ -255,8 +255,8 @@ def collect_reference_outputs(
     """Return the source's answers, and the groups that the source rejects.
 
     The export at `path` defines the possible inputs. A slow source answers fewer rows of each
-    group, to finish in about `seconds`. `declared` holds the declarations of the pipeline on what
-    callers send; `layout` describes where the source has rows.
+    group, to finish in about `seconds`. `declared` holds the input values that the pipeline
+    declares for callers. `layout` describes the axes of the source's rows.
 
     Raises:
         UserError: the source rejects the real samples, or answers them differently each time.
@@ -300,7 +300,7 @@ def _describe_change(name: str, first: Array, again: Array, limit: float) -> str
         return f"output {name!r} has the shape {first.shape}, then {again.shape}"
     if first.dtype.kind != "f":
         share = np.mean(first != again) if first.size else 0.0
-        return f"{share:.3g} of output {name!r} differ" if share > _OTHERWISE else ""
+        return f"a share of {share:.3g} of output {name!r} differs" if share > _OTHERWISE else ""
     if not np.array_equal(np.isfinite(first), np.isfinite(again)):
         return f"output {name!r} is finite in only one of two runs"
     both = np.nan_to_num(np.stack([first, again]).astype(np.float64), posinf=0, neginf=0)
@@ -339,7 +339,7 @@ def _check_repeatable(source: _Source, group: ReferenceGroup) -> None:
 def _count_affordable_rows(
     source: _Source, probes: Mapping[str, ProbeGroup], seconds: float
 ) -> int | None:
-    """Return how many rows of each group the source can answer in the time.
+    """Return how many rows of each group the source can answer within `seconds`.
 
     Return None if the source can answer all rows. Two short calls measure the time of a call and of
     a row. They are repeated if that time seems too long, since another process may have interfered.
@@ -393,7 +393,7 @@ def build_probes(
         domains = learn_domains(samples, declared, read_index_bounds(path))
     except ValueError as error:
         raise UserError(
-            str(error), where="inputs", remedy="Declare values of the input's own type."
+            str(error), where="inputs", remedy="Declare values of the input's type."
         ) from error
     groups = make_probe_groups(
         samples, domains, empty=not fixed and not is_unsafe_without_rows(path)
@@ -413,7 +413,7 @@ def build_probes(
 
 
 def _find_free_axes(path: Path, samples: Tensors) -> Axes:
-    """Return the named free axes of the inputs, where rows are on axis 0."""
+    """Return the named free axes of the inputs, numbered with rows on axis 0."""
     shapes = {spec.name: spec.shape for spec in read_model_info(path).inputs if spec.shape}
     axes = find_row_axes(shapes)
     shapes = {

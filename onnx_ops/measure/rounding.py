@@ -27,7 +27,7 @@ def measure_roundings(
     groups: Mapping[str, tuple[Tensors, ...]],
     custom_ops: tuple[CustomOps, ...] = (),
 ) -> dict[str, dict[str, Rounding]]:
-    """Return what the graph shows of the rounding of each output, by group of inputs.
+    """Return the rounding of each output by group of inputs, computed from the graph.
 
     The runs of a group are joined along axis 0. A group that the model rejects is omitted. All
     groups are omitted if the graph cannot be read: it is in ORT format, or the copy with additional

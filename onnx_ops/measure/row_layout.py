@@ -155,7 +155,7 @@ def fit_value(value: Any, spec: TensorSpec, sizes: Mapping[str, int] | None = No
     `sizes` are the sizes of free axes.
 
     Raises:
-        UserError: the value has another kind of type or another shape.
+        UserError: the value does not fit the type or the shape of the input.
     """
     array, kind = np.asarray(value), read_dtype(spec)
     if not _is_convertible(array, kind):
@@ -199,7 +199,7 @@ def _find_sizes(
 
 _REMEDIES = {
     "bfloat16": "NumPy has no bfloat16: export the model with float32 inputs, "
-    "and a Cast to bfloat16 behind them.",
+    "and a Cast to bfloat16 after them.",
     "map": "Export the model with a tensor that has a column for each key.",
     "optional": "Export the model with plain tensors: one file with this input, "
     "and one without it.",
@@ -258,11 +258,11 @@ class RowRuntime(Runtime):
         self._runtime, self.layout = runtime, layout
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
-        """Return the fingerprint of the runtime."""
+        """Return the machine and the runtime build."""
         return self._runtime.fingerprint(target)
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
-        """Return the facts of the runtime."""
+        """Return the providers that ran the model, and their numbers of nodes."""
         return self._runtime.facts(model, target)
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Tensors, ...]:
@@ -287,31 +287,31 @@ class RowRuntime(Runtime):
         feed: Tensors,
         schedule: PairedBenchmarkSchedule,
     ) -> PairedBenchmarkSamples:
-        """Time models side by side."""
+        """Time models in alternating blocks of runs."""
         return self._runtime.benchmark(models, target, self.layout.arrange(feed), schedule)
 
     def under_load(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule
     ) -> LoadSamples:
-        """Time windows of requests."""
+        """Time windows of requests from several threads."""
         return self._runtime.under_load(models, target, self.layout.arrange(feed), schedule)
 
     def starts(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule
     ) -> StartSamples:
-        """Load models in fresh processes."""
+        """Time models in fresh processes."""
         return self._runtime.starts(models, target, self.layout.arrange(feed), schedule)
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
-        """Write the optimized graph."""
+        """Write the graph after the runtime's optimizations to `copy`."""
         self._runtime.rewritten(model, target, copy)
 
     def package(self, model: Path, target: Target, folder: Path) -> None:
-        """Write the target's own format."""
+        """Write the model in the target's own format into `folder`."""
         self._runtime.package(model, target, folder)
 
     def diagnose(self) -> Iterable[Diagnosis]:
-        """Return the diagnoses of the runtime."""
+        """Return diagnoses of the runtime's requirements on this machine."""
         return self._runtime.diagnose()
 
 

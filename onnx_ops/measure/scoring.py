@@ -122,9 +122,9 @@ def _count_all_pairs(
     group: Array | None,
     alike: Collection[str],
 ) -> Iterator[PairedCounts]:
-    """Yield the counts of right rows of the candidate, paired with each model.
+    """Yield the candidate's counts of right rows, paired with those of each model.
 
-    One of the models is the candidate.
+    The candidate is also paired with itself.
     """
     for name, right in answers.items():
         yield count_pairs(
@@ -148,7 +148,10 @@ def _find_alike(predictions: Mapping[str, Prediction | OnnxOpsError]) -> frozens
 def select_measurable(
     definitions: Sequence[MetricDefinition], dataset: Dataset
 ) -> list[MetricDefinition]:
-    """Return the metrics that a data set with or without labels allows."""
+    """Return the metrics that a data set allows.
+
+    A data set without labels allows only label-free metrics.
+    """
     return [
         definition
         for definition in definitions
@@ -163,6 +166,9 @@ def add_default_metric(
 
     Only the answers of a model show whether it returns classes or numbers. Either accuracy or rmse
     is then reported.
+
+    Returns:
+        The metrics, and the added metric or None.
     """
     numbers = (
         dataset.label is not None
@@ -180,7 +186,7 @@ def find_label_problem(
     """Return why a metric cannot be computed; empty if it can.
 
     `outputs` have as many rows as there are labels, and the shapes and types of the model's
-    answers. They are None if these are unknown.
+    answers. They are None if shapes and types are unknown.
     """
     try:
         label, positive = _read_label(definition, label)
@@ -281,7 +287,7 @@ def _make_comparable(
     label: Array | None,
     predictions: Mapping[str, Prediction | OnnxOpsError],
 ) -> tuple[Array | None, Mapping[str, Array], list[ScoreComparison]]:
-    """Return the label, the answers to score by model, and entries for other models."""
+    """Return the label, answers by model, and entries for models that cannot be scored."""
     try:
         label, positive = _read_label(definition, label)
     except UserError as error:
@@ -369,7 +375,7 @@ def _in_terms(
 ) -> Array:
     """Return one model's answers as the metric needs them.
 
-    They are right or wrong for each row, class labels, scores, or the unchanged answers.
+    The result holds class labels, scores, the unchanged answers, or whether each row is right.
     """
     where = definition.label
     terms = prediction.values
@@ -392,9 +398,12 @@ def _in_terms(
 
 
 def _check_shape(definition: MetricDefinition, answers: Array, other: Array | None) -> None:
-    """Check that a model's answers fit a label or the answers of another model.
+    """Check that answers have the shape of a label, or of another model's answers.
 
-    The answers of the other model must have the same shape.
+    Only label-free metrics are checked.
+
+    Raises:
+        UserError: the shapes differ.
     """
     if definition.label_free and other is not None and other.shape != answers.shape:
         shapes = f"{tuple(answers.shape)} and {tuple(other.shape)}"

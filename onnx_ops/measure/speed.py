@@ -49,9 +49,9 @@ Floats = npt.NDArray[np.float64]
 WINDOW_S, SIDE_S = 0.01, 0.3
 """Seconds of a window, and of all windows of one session, for sequential requests.
 
-Many short alternating windows distinguish two models better than a few long ones of the same total,
-since a short disturbance affects few of them. On a busy machine, the ratio of a model to itself
-varied by 6 % from pair to pair with 40 windows of 8 ms, and by 11 % with 6 windows of 50 ms.
+Many short alternating windows distinguish two models better than a few long windows of the same
+total time. A short disturbance affects only few of them. On a busy machine, the ratio of a model to
+itself varied by 6 % from pair to pair with 40 windows of 8 ms, and by 11 % with 6 windows of 50 ms.
 """
 
 FEWEST_WINDOWS, MOST_WINDOWS = 4, 32
@@ -117,9 +117,9 @@ def measure_scheduling(
     clients. Configurations alternate, each time in a fresh session.
 
     Returns:
-        Median rates. Empty if servers run the model on the event loop, if the model is too slow to
-        be measured this often or rejects these batches, or if servers do not run the target's
-        models.
+        Median rates in rows per second. The result is empty if servers run the model on the event
+        loop, or do not support the target's runtime. It is also empty if the model is too slow to
+        be measured this often, or rejects these batches.
     """
     run_s = latency.quantiles_ns["p50"] / 1e9 / latency.batch
     if target.runtime != _SERVED_RUNTIME or not INLINE_S <= run_s <= _MOST_RUN_S:
@@ -200,7 +200,7 @@ def _plan_windows(
 ) -> LoadSchedule:
     """Return a schedule with the same number of requests per window for both models.
 
-    The windows of both models then end alike.
+    The last requests of a window, when some threads are idle, then affect both models equally.
     """
     samples = runtime.sample(model, target, feed, runs=_PROBES, warmup=_PROBES)
     typical = max(float(np.median(samples.nanoseconds.astype(np.float64))) / 1e9, 1e-9)
@@ -309,7 +309,7 @@ def measure_speed(
     *,
     seed: int,
 ) -> SpeedMeasurements:
-    """Measure the variant alone, and compare it with its baselines by name.
+    """Measure the variant alone, and compare it with each of its baselines.
 
     Only the last baseline is compared in throughput, starts and memory. A champion can have other
     inputs, which these rows do not fit. Failed comparisons with a champion are omitted, and its

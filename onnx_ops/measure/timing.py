@@ -32,13 +32,16 @@ from onnx_ops.statistics.latency import (
 RUNS_ALONE = 800
 """Number of runs of one model.
 
-With it, a 99th percentile can pass with up to three runs above the limit.
+With this number, a 99th percentile can pass with up to three runs above the limit.
 """
 
 WARMUP_ALONE = 50
 
 LONGEST_S = 120.0
-"""Time limit of a comparison in seconds; a limit undecided by then remains undecided."""
+"""Time limit of a comparison in seconds.
+
+A gate's limit that is undecided by then remains undecided.
+"""
 
 HEAT_S = 0.6
 """Target time of the runs of a round in seconds.
@@ -61,7 +64,7 @@ RawSamples = Mapping[str, Array]
 """The raw samples of measurements, by array name."""
 
 LogRatios = tuple[tuple[float, ...], ...]
-"""log(B / A) of each block, for each pair of sessions."""
+"""log(B / A) of each block, by pair of sessions; A is the baseline."""
 
 RatioSamples = tuple[LogRatios, LogRatios]
 """Log ratios to the baseline: of the candidate, and of a second session of the baseline."""
@@ -176,7 +179,8 @@ def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSample
 def plan_schedule(run_s: float) -> PairedBenchmarkSchedule:
     """Plan rounds of about `HEAT_S`, with fewer blocks for slow models.
 
-    Long runs vary less, and the noise between sessions is averaged only over more rounds.
+    Long runs vary less, so that fewer blocks suffice. The noise between sessions is averaged only
+    over rounds.
     """
     affordable = HEAT_S / (3 * RUNS * max(run_s, 1e-9))
     blocks = int(np.clip(affordable, BLOCKS // 2, BLOCKS))
@@ -204,7 +208,7 @@ def measure_until_decided(
     looks = ", ".join(map(str, LOOKS))
     while measured < LOOKS[-1]:
         goal = get_next_look(measured)
-        pair.report(f"up to {goal} {noun}, B and A again against A (looks after {looks})")
+        pair.report(f"up to {goal} {noun}: B against A, and A against itself (looks after {looks})")
         samples.append(measure(goal - measured, pair.seed + measured))
         measured = goal
         spent = time.monotonic() - begun
@@ -221,9 +225,9 @@ def measure_until_decided(
 def split_log_ratios(logs: npt.NDArray[np.float64]) -> RatioSamples:
     """Return log ratios of the candidate and of the repeated baseline to the baseline.
 
-    One session of the baseline is compared with one session of each of the two others. In such a
-    difference, skewed noise like that of run times cancels. If the mean of both baseline sessions
-    were compared with the candidate, a bias would remain.
+    The first session of the baseline is compared with its second session, and with the session of
+    the candidate. In a difference of two sessions, skewed noise like that of run times cancels. If
+    the mean of both baseline sessions were compared with the candidate, a bias would remain.
 
     Args:
         logs: shape (rounds, blocks, models), in the order of `PairedBenchmark.models`.
@@ -233,7 +237,7 @@ def split_log_ratios(logs: npt.NDArray[np.float64]) -> RatioSamples:
 
 
 def compute_log_ratios(samples: PairedBenchmarkSamples) -> LogRatios:
-    """Return log(B / A) of two models, as the blocks of each round."""
+    """Return log(B / A) of two models for each block of each round."""
     logs = compute_block_logs(samples.nanoseconds, samples.preempted, samples.probe)
     return _as_tuples(logs[..., 1] - logs[..., 0])
 

@@ -68,7 +68,7 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
     try:
         inspect.signature(function).bind(*data_sets, **parameters)
     except TypeError as error:
-        remedy = "Give its parameters in `train.with`."
+        remedy = "Set its parameters in `train.with`."
         raise UserError(
             f"{reference} cannot be called: {error}", where="train.with", remedy=remedy
         ) from error
@@ -94,12 +94,12 @@ class _DataSets(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         raise UserError(
-            f"training read the data set {name!r}, which is not among those that it gets",
+            f"training read the data set {name!r}, which it does not receive",
             where="train.run",
-            why="the set that validate.samples scores is withheld: "
-            "a model trained on it would pass too easily",
-            remedy=f"It gets {', '.join(map(repr, self)) or 'none'}. "
-            "Declare a set of other rows under `data`.",
+            why="the data set of validate.samples is withheld: "
+            "a model trained with its rows would pass too easily",
+            remedy=f"It receives {', '.join(map(repr, self)) or 'none'}. "
+            "Declare a data set with other rows under `data`.",
         )
 
 
@@ -128,7 +128,7 @@ def _failed(what: str, error: Exception) -> OnnxOpsError:
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{_shown_path(error.filename)}:{error.lineno}"
     else:
-        # Frames of Python and of onnx-ops are omitted.
+        # A line of Python's library or of onnx-ops does not help the user.
         libraries = (
             Path(sysconfig.get_path("stdlib")),
             Path(__file__).parents[1],

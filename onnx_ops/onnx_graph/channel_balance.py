@@ -40,14 +40,14 @@ _REACH = 3.0
 """Number of standard deviations that a normalized value usually reaches."""
 
 _OUTLIER = 4.0
-"""Multiple of the median channel's size from which on a channel is an outlier."""
+"""Smallest size of an outlier channel, as a multiple of the median channel's size."""
 
 _LARGEST_EXPONENT = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Norm:
-    """A value with one scale per channel that only products by constants read.
+    """A value with a scale for each channel, read only by products with constants.
 
     The value may also have one shift for each channel. `affine` lists the inputs of nodes with the
     scale and the shift, each of shape (channels,). `weights` holds the axis of the channels in each
@@ -258,7 +258,7 @@ def _choose_exponents(
 
 
 def _apply(model: onnx.ModelProto, exponents: Mapping[str, Mapping[str, Any]]) -> None:
-    """Divide channels by their factors in normalizations, and multiply the weights."""
+    """Divide channels by their factors in normalizations, and multiply the weights by them."""
     from onnx import numpy_helper
 
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -287,14 +287,16 @@ def _apply(model: onnx.ModelProto, exponents: Mapping[str, Mapping[str, Any]]) -
 def _read_factors(channels: Mapping[str, Any], count: int) -> npt.NDArray[np.float32]:
     """Return the factor of each channel.
 
-    It is a power of two, so that dividing and multiplying by it is exact.
+    Factors are powers of two, so that dividing and multiplying by them is exact.
     """
     factors = np.ones(count, dtype=np.float32)
     for channel, exponent in channels.items():
         if not (
             isinstance(exponent, int) and 0 < exponent <= _LARGEST_EXPONENT and int(channel) >= 0
         ):
-            raise ValueError(f"no exponent of a channel: {exponent!r}")
+            raise ValueError(
+                f"a channel's exponent is not from 1 to {_LARGEST_EXPONENT}: {exponent!r}"
+            )
         factors[int(channel)] = 2.0**exponent
     return factors
 

@@ -63,7 +63,10 @@ def check_model(path: Path) -> None:
     if not structure.graph.output:
         remedy = "Export the model again, with named outputs."
         raise UserError(
-            "it is not valid ONNX", where=path.name, why="the graph has no outputs", remedy=remedy
+            "the file is not valid ONNX",
+            where=path.name,
+            why="the graph has no outputs",
+            remedy=remedy,
         )
     inference = onnx.shape_inference.InferenceError
     try:
@@ -77,10 +80,10 @@ def check_model(path: Path) -> None:
         # The last three types come from shape inference.
         remedy = (
             "Export the model again, or fix the named problem; `onnx-ops inspect` shows whether "
-            "it is valid."
+            "the file is valid."
         )
         raise UserError(
-            "it is not valid ONNX", where=path.name, why=quoted(error), remedy=remedy
+            "the file is not valid ONNX", where=path.name, why=quoted(error), remedy=remedy
         ) from error
 
 
@@ -148,7 +151,7 @@ def find_unsupported_blocks(model: onnx.ModelProto) -> dict[str, str]:
         block = next((a.i for a in node.attribute if a.name == "block_size"), 0)
         if sizes and block not in sizes:
             listed = ", ".join(map(str, sorted(sizes)[:5])) + (" …" if len(sizes) > 5 else "")
-            text = f"{node.op_type} has blocks of {block}, and CPU kernels take {listed}"
+            text = f"{node.op_type} has blocks of {block}, but CPU kernels accept {listed}"
             unsupported[node.name or next(iter(node.output), "?")] = text
     return unsupported
 
@@ -185,14 +188,16 @@ def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
     for library in libraries:
         path = Path(library.path)
         if not path.is_file():
-            raise NotFoundError("no such library of custom operators", where=f"{where}: {path}")
+            raise NotFoundError(
+                "the library of custom operators does not exist", where=f"{where}: {path}"
+            )
         if (digest := digest_file(path)) != library.digest:
             raise DigestMismatchError(
-                f"the library of custom operators is not the one of {where}; it was not loaded",
+                f"the library of custom operators differs from that of {where}; it was not loaded",
                 where=str(path),
-                why=f"its digest is {digest}, the target says {library.digest}",
-                remedy="Find out who changed it. If it was you, write its digest into the target's "
-                "file.",
+                why=f"its digest is {digest}, the target declares {library.digest}",
+                remedy="Check who changed the library. If the change is intended, write its digest "
+                "into the target's file.",
             )
 
 
@@ -204,14 +209,15 @@ def copy_libraries(model: Path, libraries: Mapping[str, tuple[CustomOps, ...]]) 
 
     Raises:
         RefusedError: a file of the model is in the folder of libraries, which servers will load.
-        NotFoundError, DigestMismatchError: a library is missing, or is another one.
+        NotFoundError: a library is missing.
+        DigestMismatchError: a library has another digest than in the target.
     """
     folder = model.parent / CUSTOM_OPS
     if folder.exists():
         raise RefusedError(
-            f"a file of the model lies in {CUSTOM_OPS}/, whose files are loaded as libraries",
+            f"a file of the model is in {CUSTOM_OPS}/, whose files are loaded as libraries",
             where=model.name,
-            remedy="Export the model with its weights beside it.",
+            remedy="Export the model with its weights in a file beside the model.",
         )
     used = {node.domain for node in iterate_nodes(share_structure(model))}
     for target, offered in libraries.items():
@@ -230,7 +236,7 @@ _OLDEST = 7
 """Assumed opset of a file that imports none."""
 
 DROPPED_ZIPMAPS = "onnx-ops.zipmap.dropped"
-"""Metadata key for outputs that were sequences of maps and that onnx-ops made tensors."""
+"""Metadata key of the outputs that onnx-ops converted from ZipMaps to tensors."""
 
 
 def explain_newer_version(model_info: ModelInfo, section: Export) -> str:
@@ -302,8 +308,8 @@ def explain_non_tensors(path: Path) -> str:
         return ""
     what = str(kinds[names[0]]).removesuffix("_type")
     return (
-        f"{', '.join(names)} is not a tensor but a {what}: an endpoint can neither take nor give "
-        "it. Export the model with tensors."
+        f"{', '.join(names)} is not a tensor but a {what}: an endpoint can neither accept nor "
+        "return it. Export the model with tensors."
     )
 
 
@@ -316,8 +322,8 @@ def list_user_model_notes(place: Path) -> list[str]:
     ]
     if batch := read_model_info(path).fixed_batch:
         notes.append(
-            f"it takes batches of {batch} only: each run has {batch} rows, "
-            "and no other batch is tried"
+            f"the model accepts only batches of {batch}: each run has {batch} rows, "
+            "and no other batch size is tested"
         )
     return notes
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import onnx
 
 MOST_STEPS = 200
-"""Maximum number of operators through which errors are followed back from an output.
+"""Maximum number of operators through which errors are traced from an output.
 
-Beyond them, only the rounding of the operator is included.
+At this number, only the operator's own rounding is included, not the errors of its inputs.
 """
 
 _FLOAT, _DOUBLE = 1, 11
@@ -36,14 +36,14 @@ At older opsets, the axes are an attribute.
 """
 
 Rule: TypeAlias = "Callable[[ErrorGraph, onnx.NodeProto, str], str | None]"
-"""Adds the nodes that compute the error of a node's output.
+"""Function that adds the nodes that compute the error of a node's output.
 
-It returns the name of the error, or None for an exact output.
+The function returns the name of the error, or None for an exact output.
 """
 
 
 class ErrorGraph:
-    """Adds nodes that compute errors to a model.
+    """A model to which nodes that compute errors are added.
 
     `error` returns the name of a value with the error of each element, or None for a value without
     error. `levels` is the number of further linear operators whose errors are included. `epsilon`
@@ -188,7 +188,7 @@ class ErrorGraph:
         return self.expand(self.constant(0.0), like)
 
     def own(self, name: str, units: float = 1.0) -> str:
-        """Return the rounding of an answer y, which is u |y|."""
+        """Return the rounding error u |y| of a value y."""
         return self.scale(self.size(name), units * self.epsilon / 2)
 
     def root(self, *counts: str) -> str:

@@ -68,7 +68,7 @@ File systems count time in ticks.
 DEFAULT_DOMAINS = ("", "ai.onnx")
 
 _BESIDE = "Save the model with its weights in a file beside it."
-_SOURCE = "Give the .onnx file that it was made from."
+_SOURCE = "Name the .onnx file from which the ORT file was made."
 _PLAIN = "Copy the model and its weights into a folder of plain files."
 
 
@@ -194,7 +194,7 @@ def parse_model(path: Path) -> onnx.ModelProto:
         raise NotFoundError("no such file", where=str(path))
     if path.stat().st_size > PROTOBUF_LIMIT:
         raise TooLargeError(
-            "not an ONNX file: none is larger than 2 GiB", where=str(path), remedy=_BESIDE
+            "not an ONNX file: ONNX files are smaller than 2 GiB", where=str(path), remedy=_BESIDE
         )
     if is_ort_format(path):
         return read_ort_structure(path)
@@ -206,7 +206,9 @@ def parse_model(path: Path) -> onnx.ModelProto:
         ) from error
     if not model.graph.node and not model.graph.output:
         raise UserError(
-            "not an ONNX file, or one without a graph", where=str(path), remedy=_kind_of(path)
+            "not an ONNX file, or an ONNX file without a graph",
+            where=str(path),
+            remedy=_kind_of(path),
         )
     return model
 
@@ -246,10 +248,10 @@ def read_model(path: Path) -> onnx.ModelProto:
             tensor.external_data.add(key="length", value=str(size))
     try:
         load_external_data_for_model(model, str(path.parent))
-    except (ValidationError, ValueError) as error:  # onnx refuses links, also hard ones
+    except (ValidationError, ValueError) as error:  # onnx refuses all links, even hard links
         why = quoted(error)
         raise RefusedError(
-            "its external data is not read", where=str(path), why=why, remedy=_PLAIN
+            "its external data was not read", where=str(path), why=why, remedy=_PLAIN
         ) from error
     return model
 
@@ -395,9 +397,9 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
     """Return the files that hold a model's weights, in order of appearance.
 
     Raises:
-        RefusedError: a name is absolute, leads or links out of the folder; a location is missing,
-            given twice, negative, beyond the file's end, or of another size than its tensor; two
-            locations overlap without being the same.
+        RefusedError: a name is absolute, or leaves the folder through `..` or a link; a location is
+            missing, duplicate, negative, beyond the file's end, or of another size than its tensor;
+            two locations overlap without being equal.
         NotFoundError: a file is missing.
     """
     files: dict[Path, None] = {}
@@ -426,7 +428,7 @@ def _read_entries(tensor: onnx.TensorProto) -> dict[str, str]:
     """
     keys = [entry.key for entry in tensor.external_data]
     if twice := [key for key in keys if keys.count(key) > 1]:
-        what = f"it gives the {twice[0]!r} of its external data twice"
+        what = f"it declares the {twice[0]!r} of its external data twice"
         raise RefusedError(what, where=f"tensor {tensor.name}", remedy=_AGAIN)
     return {entry.key: entry.value for entry in tensor.external_data}
 
@@ -442,10 +444,10 @@ def _find_external_file(name: str | None, folder: Path, tensor: str) -> Path:
     is_unsafe = not name or pure.is_absolute() or ".." in pure.parts or "\\" in name
     if is_unsafe or not _inside(path, folder):
         raise RefusedError(
-            f"its external data {name!r} lies outside its folder", where=where, remedy=_AGAIN
+            f"its external data {name!r} is outside the model's folder", where=where, remedy=_AGAIN
         )
-    if not os.path.isfile(path):  # unlike Path.is_file, it accepts names that are too long
-        remedy = f"Put {name} there: it holds the model's weights, and belongs to the model."
+    if not os.path.isfile(path):  # unlike Path.is_file, it does not raise if a name is too long
+        remedy = f"Copy {name} to this folder: the file holds the model's weights."
         raise NotFoundError(
             f"its external data {name!r} is missing", where=str(folder), remedy=remedy
         )
@@ -485,9 +487,9 @@ def _locate(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> Te
     )
     if begin + length > size:
         raise RefusedError(
-            f"its external data lies beyond the end of {entries['location']!r}",
+            f"its external data extends beyond the end of {entries['location']!r}",
             where=where,
-            why=f"it should be at bytes {begin} to {begin + length}, the file has {size}",
+            why=f"the data should be at bytes {begin} to {begin + length} of {size} bytes",
             remedy="Copy the complete file again, or save the model again.",
         )
     return TensorLocation(file=path.resolve(), start=begin, end=begin + length, tensor=tensor.name)
@@ -535,7 +537,7 @@ def _bytes_of(tensor: onnx.TensorProto) -> int | None:
 def _inside(path: Path, folder: Path) -> bool:
     try:
         return path.resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError, ValueError):  # the name is too long, cyclic or has a zero byte
+    except (OSError, RuntimeError, ValueError):  # too long, a zero byte, or a cyclic link
         return False
 
 

@@ -47,7 +47,7 @@ _SIZES: Mapping[str, tuple[int, ...]] = {
     "TopK": (1,),
     "Upsample": (1,),
 }
-"""Indices of the inputs that determine a size or an end, by operator."""
+"""Indices of the inputs that determine the size of an output, by operator."""
 
 _SELECTORS = frozenset(
     {"Gather", "GatherElements", "GatherND", "Scatter", "ScatterElements", "ScatterND"}
@@ -61,7 +61,7 @@ _COMPARISONS: Mapping[str, tuple[int, ...]] = {
     "Less": (0, 1, -1),
     "LessOrEqual": (0, 1, -1),
 }
-"""Offsets from the other input at which a comparison can change, by operator."""
+"""Offsets from the other operand where a comparison's result changes, by operator."""
 
 _TEXTS = frozenset({"cats_strings", "keys_strings", "pool_strings", "string_vocabulary"})
 """Attributes that list the texts known to an operator."""
@@ -76,7 +76,7 @@ class InputBounds:
             encodings; with several readers, the smallest range.
         texts: the texts known to the operators that read the input.
         size: whether the size of a value depends on the input.
-        missing: whether an operator that reads the input has a special answer for NaN.
+        missing: whether an operator that reads the input treats NaN specially.
         tables: the sizes, as numbers or symbols, of the computed tensors that the input holds
             indices into; `?` if unknown.
         compared: whole numbers at which comparisons with constants change the model's behaviour.
@@ -146,7 +146,7 @@ def _list_texts(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def _handles_missing(node: onnx.NodeProto) -> bool:
-    """Return whether an operator has a special answer for NaN."""
+    """Return whether an operator treats NaN specially."""
     if node.op_type in ("Imputer", "IsNaN"):
         return True
     return any(a.name == "nodes_missing_value_tracks_true" and any(a.ints) for a in node.attribute)
@@ -155,7 +155,7 @@ def _handles_missing(node: onnx.NodeProto) -> bool:
 def _list_compared(
     node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]
 ) -> Iterator[int]:
-    """Yield the whole numbers at which a comparison with a constant can change."""
+    """Yield the whole numbers at which the result of a comparison can change."""
     from onnx import numpy_helper
 
     other = stored.get(node.input[1 - place]) if node.op_type in _COMPARISONS else None
@@ -214,7 +214,7 @@ def _infer_shapes(model: onnx.ModelProto) -> dict[str, list[int | str]]:
                 size.dim_param = f"{value.name}[{axis}]"  # the name that `list_named_axes` gives
     try:
         graph = onnx.shape_inference.infer_shapes(named).graph
-    except Exception:  # inference raises various types; a wrong shape is no problem of the bounds
+    except Exception:  # raises various types; an invalid model is reported elsewhere
         return {}
     return {
         value.name: [

@@ -3,7 +3,7 @@
 The report also has the reasons why other operators stay in float, and the settings that change
 this. A quantized file holds QuantizeLinear pairs around an operator. The runtime either fuses them
 into an int8 operator, or runs the operator in float with additional conversions. Only the graph
-that the runtime has rewritten shows which.
+that the runtime has rewritten shows which of these cases applies.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _RECURRENT_REASON = (
 def quantizes_activations(model: onnx.ModelProto) -> bool:
     """Return whether a model computes in integers.
 
-    It does if it quantizes values that are not constant, or has integer operators.
+    A model computes in integers if it quantizes computed values, or has integer operators.
     """
     stored = set(collect_constants(model))
     return any(
@@ -329,7 +329,7 @@ def _list_type_advice(model: onnx.ModelProto, machine: Arithmetic) -> Iterator[A
             "weights use all 8 bits and the CPU has no VNNI: sums of products saturate, "
             "and answers are wrong"
         )
-        setting = "options: {reduce_range: true}, or leave it to the target"
+        setting = "options: {reduce_range: true}, or omit the option: the target then decides"
         yield Advice(finding=f"{finding} without a message", setting=setting)
 
 
@@ -414,6 +414,6 @@ def _list_cast_advice(run: onnx.ModelProto) -> Iterator[Advice]:
         finding = f"{len(inner)} casts between float16 and float32 within the graph"
         yield Advice(
             finding=f"{finding}: the runtime has no kernel for operators around them in float16",
-            setting="options: {keep: [their types]}, or leave this variant out on this target",
+            setting="options: {keep: [their types]}, or do not use this variant on this target",
             nodes=tuple(inner),
         )

@@ -39,7 +39,7 @@ _WITH_WEIGHTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelKind:
-    """`precision` determines how a model is judged; `why` explains how it was derived."""
+    """The precision of a model, which determines its judgement, and the reason."""
 
     precision: Precision
     why: str
@@ -123,7 +123,7 @@ def _count_weights(model: onnx.ModelProto, stored: Mapping[str, onnx.TensorProto
 
     The counts are by the type of the weight's levels. Lookups in a quantized table are included.
     """
-    types: dict[str, str] = {}  # by value that holds a weight
+    types: dict[str, str] = {}  # types of levels, by the name of the weight's value
     counts = Counter[str]()
     for node in reversed(list(iterate_nodes(model))):  # in graph order
         first = node.input[0] if node.input else ""

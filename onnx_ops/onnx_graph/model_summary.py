@@ -257,7 +257,7 @@ def _count_macs(
             KeyError,
             IndexError,
         ):
-            # A shape is unknown, or has another rank than the operator takes.
+            # A shape is unknown, or has another rank than the operator accepts.
             uncounted[node.op_type] += 1
     return macs, uncounted
 

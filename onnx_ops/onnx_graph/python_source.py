@@ -49,7 +49,7 @@ if __name__ == "__main__":
 
 
 class _Writer:
-    """Renders messages as calls of their types; large constants go to `weights`."""
+    """Renderer of protobuf messages as calls of their types, except large constants."""
 
     def __init__(self) -> None:
         self.weights = bytearray()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 QUANTIZED_SUFFIX = "_quantized"
 """Suffix that ONNX Runtime's quantizers add to the name of a quantized tensor.
 
-The rest of the name is that of the original.
+The rest of the name is the name of the original tensor.
 """
 
 WRITTEN_SUFFIX = "_QuantizeLinear_Input"
@@ -137,7 +137,7 @@ def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelPr
     if not any(_is_integer(node) for node in model.graph.node):
         return model
     if (opset := get_opset(model)) < _AXIS_OPSET:
-        remedy = f"Export at {_AXIS_OPSET} or later."
+        remedy = f"Export the model with opset {_AXIS_OPSET} or later."
         raise MeasurementError(
             f"integer operators of opset {opset} cannot be read", where=where, remedy=remedy
         )
@@ -164,7 +164,7 @@ def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelPr
 def _keep_scale(work: _Rewriting, node: onnx.NodeProto) -> None:
     """Put an operator that rearranges integers between pairs.
 
-    Their scale is that of the operator's first input.
+    The scale of all pairs is that of the operator's first input.
     """
     scale = work.scales[node.input[0]]
     inputs = [
@@ -187,7 +187,9 @@ def refuse_channels_last(model: onnx.ModelProto, where: str) -> None:
         if any(a.name == "channels_last" and a.i for a in node.attribute):
             remedy = "Judge the file as it was before ONNX Runtime optimized it for this processor."
             raise MeasurementError(
-                f"{node.op_type} has channels last, which is not read", where=where, remedy=remedy
+                f"{node.op_type} has channels last, a layout that cannot be read",
+                where=where,
+                remedy=remedy,
             )
 
 

@@ -39,16 +39,15 @@ step.
 class QuantizedWeight:
     """One weight or bias with its float original.
 
-    `scale` is the distance that counts as one quantization step; its shape broadcasts against the
-    other two.
+    `scale` is the size of a quantization step; its shape broadcasts against both weights.
 
     A step is at least the spacing of float32 at the original's values, the finest that an int32
     bias with a tiny scale can resolve. A constant that stayed in float has a step of 8 such
     spacings at its largest value.
 
     `origin` is the original's name, `transposed` whether its axes are swapped there. `spacing` is
-    the distance of neighbouring levels where a step counts more than one. `stretch` is as in
-    `WeightMeasurement`. `rounded` is False for a constant that stayed in float.
+    the distance of neighbouring levels, where a step is larger than this distance. `stretch` is as
+    in `WeightMeasurement`. `rounded` is False for a constant that stayed in float.
     """
 
     name: str
@@ -209,8 +208,8 @@ def write_with_layer_errors(
 ) -> dict[str, tuple[ErrorSumNames, ...]]:
     """Write a copy of the float model that outputs squared errors of layers.
 
-    A layer is linear in its weight: the error of its answer is the layer's answer for the error of
-    the weight.
+    A layer is linear in its weight: the error of its output is the output of the layer with the
+    error of the weight as its weight.
 
     Returns:
         The names of the two sums of each layer, by the weight's name; weights of other operators

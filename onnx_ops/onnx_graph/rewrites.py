@@ -201,7 +201,7 @@ def _is_unscaled(gemm: onnx.NodeProto) -> bool:
 _FLOAT, _BFLOAT = 1, 16
 _FLOATS = {_FLOAT: "float32", 10: "float16", 11: "float64", _BFLOAT: "bfloat16"}
 _CAST_OPSET = 13
-"""First opset in which Cast takes all float types."""
+"""First opset in which Cast accepts all float types."""
 
 
 def read_boundary_types(model: Path) -> dict[str, int]:
@@ -295,7 +295,7 @@ def _rename_values(model: onnx.ModelProto, names: Mapping[str, str]) -> None:
                 value.name = names.get(value.name, value.name)
 
 
-REMEDY = "Names are those of the exported file; `quantize.exclude` lists them."
+REMEDY = "Use the node names of the exported file in `quantize.exclude`."
 
 
 def trace_nodes(
@@ -343,7 +343,8 @@ def _find_heirs(
 ) -> tuple[str, ...]:
     """Return the nodes of `prepared` that came from one node.
 
-    They are matched by name, else by output, else by weights. The first kind of match is used.
+    They are matched by name, else by output, else by weights. The first kind that finds a node is
+    used.
     """
     named = [n for n in prepared.graph.node if n.name]
     candidates = (

@@ -77,13 +77,13 @@ class RoundingOutputs:
 def list_ranked_outputs(path: Path) -> frozenset[str]:
     """Return the outputs that depend on a ranking, but are not indices.
 
-    Only outputs of the main graph are returned. They jump where two scores change places: for
-    example, boxes in the order of their scores.
+    Only outputs of the main graph are returned. They change discontinuously where two scores change
+    their order: for example, boxes in the order of their scores.
     """
     model = read_structure(path)
     ranked: set[str] = set()
     for node in model.graph.node:
-        if node.op_type == "TopK":  # the values of TopK are sorted, and do not jump
+        if node.op_type == "TopK":  # the values of TopK are sorted, and change continuously
             ranked.update(node.output[1:])
         if node.op_type in RANKINGS or not ranked.isdisjoint(node.input):
             ranked.update(node.output)

@@ -85,7 +85,7 @@ SAME_SHAPE = frozenset(SLOPES) | frozenset(
         "Tanh",
     }
 )
-"""Operators whose answer has its columns on the same axis as their main input."""
+"""Operators whose output has its columns on the same axis as their main input."""
 
 MOVES = frozenset(
     {
@@ -123,7 +123,7 @@ SUMS = frozenset({"AveragePool", "GlobalAveragePool", "ReduceL1", "ReduceMean", 
 WITH_CHANNELS = frozenset(
     {"AveragePool", "Conv", "ConvTranspose", "InstanceNormalization", "MaxPool", "Resize"}
 )
-"""Operators whose answer has its channels on axis 1."""
+"""Operators whose output has its channels on axis 1."""
 
 EXACT = frozenset(
     {
@@ -157,10 +157,10 @@ EXACT = frozenset(
         "Xor",
     }
 )
-"""Operators whose answers have no rounding: they are right or wrong."""
+"""Operators whose outputs are not rounded: an output is either right or wrong."""
 
 RANKINGS = frozenset({"ArgMax", "ArgMin", "NonMaxSuppression"})
-"""Operators whose answers all jump where two scores change places."""
+"""Operators whose whole output can change where two scores change their order."""
 
 BEHIND_INDICES = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 """Operators that preserve the order of a ranking's indices or classes."""

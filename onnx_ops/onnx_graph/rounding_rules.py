@@ -1,7 +1,7 @@
 """Rules that estimate the error of an operator's output from those of its inputs.
 
 A rule adds nodes to an `ErrorGraph`; u is the roundoff of the floats that the operator computes in,
-eps twice that, E the error of an input, and y the answer.
+eps twice that, E the error of an input, and y the output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEAST_VARIANCE = 1e-5
 
 
 def _estimate_unknown(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return the error of an operator without a rule: 2 eps of its largest answer."""
+    """Return the error of an operator without a rule: 2 eps of its largest output."""
     return graph.expand(graph.largest(graph.own(name, 4.0)), name)
 
 
@@ -57,8 +57,8 @@ def _pass_through(
     """Return the effects of the inputs' errors on a sum of products.
 
     The errors are independent, so that their squares add up. Only the errors of one further linear
-    operator are included. Each level is as large as the next, and the distance of the source's two
-    answers shows all levels.
+    operator are included. The errors of earlier operators are about as large, and the distance of
+    the source's float32 and float64 answers shows all of them.
     """
     if not graph.levels:
         return []
@@ -90,7 +90,7 @@ def _estimate_sum(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | N
 def _estimate_cumulative_sum(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
     """Return the error of a cumulative sum.
 
-    It is eps sqrt(n) times the cumulative sum of |x|, plus that of the errors.
+    It is eps sqrt(n) times the cumulative sum of |x|, plus the cumulative sum of the errors.
     """
     axes = graph.constant_value(node.input[1])
     axis = -1 if axes is None else int(axes.reshape(-1)[0])
@@ -141,14 +141,14 @@ def _estimate_chosen(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str 
 
 
 def _estimate_total(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return the error of an addition: the inputs' errors, plus the answer's rounding."""
+    """Return the error of an addition: the inputs' errors, plus the output's rounding."""
     return graph.total(graph.own(name), *(graph.error(value) for value in node.input))
 
 
 def _estimate_times(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
     """Return the error of an element-wise product a b.
 
-    It is |b| times the error of a, plus |a| times the error of b, plus the rounding of the answer.
+    It is |b| times the error of a, plus |a| times the error of b, plus the rounding of the output.
     """
     first, second = node.input
     parts = []
@@ -162,7 +162,7 @@ def _estimate_quotient(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> st
     """Return the error of an element-wise quotient y = a / b.
 
     It is 1 / |b| times the error of a, plus |y| / |b| times the error of b, plus the rounding of
-    the answer.
+    the output.
     """
     divisor = graph.size(node.input[1])
     parts = []
@@ -248,7 +248,7 @@ def _estimate_softmax(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str
 
 
 def _mix_errors(graph: ErrorGraph, y: str, errors: str, axes: list[int]) -> str:
-    """Return the error of a softmax, relative to its answer.
+    """Return the error of a softmax, relative to its output.
 
     It is (1 - y) E, plus the sum of y E over the other elements.
     """

@@ -54,7 +54,7 @@ _FIRST_PARAMETER = {
     "GatherBlockQuantized": 2,
     "DynamicQuantizeLSTM": 8,
 }
-"""Index of the first input that is a scale or a zero point; all later inputs are too."""
+"""Index of the first scale or zero point; all later inputs are of these kinds."""
 
 PRODUCTS = frozenset({"MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"})
 """Integer products whose weight is input 1, as in MatMul."""
@@ -65,8 +65,8 @@ class StoredWeight:
     """One rounded constant, and its values as floats.
 
     `name` has no quantizer suffixes; `tensor` is the name under which the constant is stored.
-    `step` is the distance of levels; its shape broadcasts against `values`. `allowed` is the
-    distance that counts as one step; it is larger at the ends of the range. `stretch` is as in
+    `step` is the distance of levels; its shape broadcasts against `values`. `allowed` is the error
+    that is treated as one step; it is larger at the ends of the range. `stretch` is as in
     `WeightMeasurement`. `transposable` is True if the operator takes a matrix, whose original may
     be stored transposed.
     """
@@ -91,7 +91,7 @@ class _Scales:
 
 
 class StoredWeightReader:
-    """Reads the rounded constants of a model as floats.
+    """Reader of the rounded constants of a model as floats.
 
     The model must have no integer operators, as after `expand_integer_operators`.
     """
@@ -511,7 +511,7 @@ _LIMITS = {
 
 
 def _count_end_steps(levels: Floats, kind: str) -> Floats:
-    """Return how many steps count as one at each level; more at the ends of the type."""
+    """Return the tolerance in steps at each level, larger at the ends of the type."""
     if kind not in _LIMITS:
         return np.ones((1,) * levels.ndim)
     least, most = _LIMITS[kind]

@@ -86,7 +86,7 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
                 roots = _find_roots((*grown.splits, *grown.leaves), grown.splits)
                 trees.append(order_nodes(roots, grown.splits, grown.leaves, width))
             except ValueError as error:
-                raise UserError(f"tree {number} is not a tree: {error}", where=where) from error
+                raise UserError(f"tree {number} is malformed: {error}", where=where) from error
     return tuple(trees)
 
 
@@ -191,7 +191,7 @@ def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any]
 
     Returns:
         Inputs by name. None unless the model is an ensemble over one matrix or over joined columns
-        of numbers, with no more than scaling in between.
+            of numbers, with only scaling in between.
     """
     model = read_model(path)
     ensemble = next((node for node in model.graph.node if node.op_type in ENSEMBLES), None)

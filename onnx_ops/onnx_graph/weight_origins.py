@@ -75,7 +75,7 @@ _KINDS = {
     "GatherBlockQuantized": "Gather", "MatMulInteger": "MatMul",
     "MatMulIntegerToFloat": "MatMul", "MatMulNBits": "MatMul", "NhwcFusedConv": "Conv",
 }  # fmt: skip
-"""The standard operator that each of these operators stands for."""
+"""The standard operator that each of these operators replaces."""
 
 _TWO = 2
 
@@ -135,7 +135,7 @@ class _PossibleOrigin:
 
 
 class OriginFinder:
-    """Finds the originals in a float model for the weights of a derived model."""
+    """Finder of the originals, in a float model, of the weights of a derived model."""
 
     def __init__(self, source: onnx.ModelProto, derived: onnx.ModelProto) -> None:
         self.tensors = {
@@ -352,7 +352,7 @@ def _list_sums(model: onnx.ModelProto) -> dict[str, str]:
     The value may be quantized before the addition.
     """
     follows = _follow_constants(model, collect_constants(model))
-    before: dict[str, str] = {}  # by value that quantization wrote or read
+    before: dict[str, str] = {}  # values before quantization, by quantized or dequantized value
     sums = {}
     for node in model.graph.node:
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
@@ -368,7 +368,7 @@ def _follow_constants(
 ) -> dict[str, tuple[str, int]]:
     """Return the constant that each value holds, and how often its axes were swapped.
 
-    Such a value is a constant, or a constant that operators only moved.
+    A value that only moves a constant's elements is included.
     """
     follows = {name: (name, 0) for name in stored}
     for node in model.graph.node:

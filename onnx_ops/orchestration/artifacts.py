@@ -29,10 +29,11 @@ from onnx_ops.reporting.plots import as_data_url, variants_picture
 
 
 def publish_tables(summary: Summary) -> None:
-    """Publish the tables of a run; without decisions, none are published.
+    """Publish the tables of a run if the run made decisions.
 
-    `<pipeline>-gates`: variant × target × gate with verdict and estimate; `<pipeline>-choices`: one
-    row per target; `<pipeline>-report`: the address of the release's report.
+    - `<pipeline>-gates` has a row for each gate, variant and target, with verdict and estimate.
+    - `<pipeline>-choices` has a row for each target.
+    - `<pipeline>-report` has the address of the release's report.
     """
     if not summary.decisions:
         return
@@ -69,7 +70,7 @@ def publish_tables(summary: Summary) -> None:
     create_table_artifact(
         choices,
         key=f"{summary.pipeline}-choices",
-        description=f"What {summary.pipeline} serves on each target.",
+        description=f"Variant and version that {summary.pipeline} selected for each target.",
     )
 
     if summary.registration is not None:
@@ -141,13 +142,13 @@ class _Progress(Observer):
             made: Any = create_progress_artifact(
                 progress=0.0,
                 key=f"{pipeline}-progress",
-                description=f"Stages of {pipeline} that have ended, of {self._planned}.",
+                description=f"Share of the {self._planned} stages of {pipeline} that have ended.",
             )
             self._artifact = made
 
     def _update(self) -> None:
         ended = self._ended
-        # If `ended` is not larger, an earlier update has already sent this number.
+        # If `ended` equals `_shown`, an earlier update has already sent this number.
         if self._artifact is not None and ended > self._shown:
             with _patiently():
                 update_progress_artifact(self._artifact, progress=100.0 * ended / self._planned)
@@ -158,5 +159,5 @@ class _Progress(Observer):
 def _patiently() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # Prefect's client raises various types
-        get_logger(__name__).info("no progress is shown: %s", type(error).__name__)
+    except Exception as error:  # Prefect's client raises exceptions of many types
+        get_logger(__name__).info("the progress was not published: %s", type(error).__name__)

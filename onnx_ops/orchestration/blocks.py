@@ -1,8 +1,8 @@
 """Prefect blocks with the addresses and secrets of a project's services.
 
 Prefect's server and workers import this module when they start (entry point `prefect.collections`),
-so it stays light. A block sets environment variables that `onnx_ops.config.settings`, MLflow and
-the clouds' SDKs read; no other module depends on blocks.
+so the module imports no heavy package. A block sets environment variables that
+`onnx_ops.config.settings`, MLflow and the clouds' SDKs read; no other module depends on blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Write access to a block must not allow setting PATH, PYTHONPATH or LD_PRELOAD on
 
 _DIFFERENT_CODE = ("env", "custom_ops", "package")
 _HARMLESS = re.compile(r"[\w ,:+=-]*|\d+\.\d+")
-"""Texts that a target in a block can hold.
+"""Pattern of the texts that a target in a block can contain.
 
 Write access to a block must not make workers install a package or load a library.
 """
@@ -46,11 +46,13 @@ class EnvironmentBlock:
     """Base class of the Prefect blocks."""
 
     def environ(self, folder: Path) -> Mapping[str, str]:
-        """Return environment variables, with secrets in plain text; empty fields set none.
+        """Return the environment variables that the block sets.
+
+        Secrets are in plain text. An empty field sets no variable.
 
         Args:
-            folder: an empty folder for files that variables name. It exists as long as the
-                variables.
+            folder: an empty folder for files that variables name. The folder is removed when the
+                variables are no longer set.
         """
         raise NotImplementedError
 
@@ -76,16 +78,16 @@ class ModelRegistry(Block, EnvironmentBlock):
         default=..., description="Address of MLflow, such as https://mlflow.example.org."
     )
     mlflow_url: str = Field(
-        default="", description="Address of its pages for people, if it differs."
+        default="", description="Address at which people open MLflow, if it differs."
     )
     username: str = Field(default="", description="User name at MLflow.")
     password: SecretStr | None = Field(default=None, description="Password of that user.")
     token: SecretStr | None = Field(
-        default=None, description="Bearer token, in place of user name and password."
+        default=None, description="Bearer token, instead of user name and password."
     )
 
     def environ(self, folder: Path) -> Mapping[str, str]:
-        """Return environment variables; files that they name are written to `folder`."""
+        """Return the environment variables; files that they name are written to `folder`."""
         return _filled(
             ONNX_OPS_TRACKING_URI=self.tracking_uri,
             ONNX_OPS_MLFLOW_URL=self.mlflow_url,
@@ -97,8 +99,7 @@ class ModelRegistry(Block, EnvironmentBlock):
 
 class EndpointAccess(Block, EnvironmentBlock):
     """
-    Where releases are recorded and files are kept, and the credentials for these and for the
-    endpoints' cloud.
+    The ledger and the store of a project, and credentials for the clouds.
 
     Example:
         ```python
@@ -130,17 +131,19 @@ class EndpointAccess(Block, EnvironmentBlock):
     def _are_credentials(cls, value: SecretDict) -> SecretDict:
         wrong = sorted(name for name in value.get_secret_value() if not _CREDENTIAL.fullmatch(name))
         if wrong:
-            raise ValueError(f"not a variable of AWS or Azure: {', '.join(wrong)}")
+            raise ValueError(
+                f"credentials must be named AWS_... or AZURE_..., not {', '.join(wrong)}"
+            )
         return value
 
     def environ(self, folder: Path) -> Mapping[str, str]:
-        """Return environment variables; files that they name are written to `folder`."""
+        """Return the environment variables; files that they name are written to `folder`."""
         secrets = {name: str(value) for name, value in self.credentials.get_secret_value().items()}
         return _filled(ONNX_OPS_LEDGER=self.ledger, ONNX_OPS_STORE=self.store, **secrets)
 
 
 class NotificationTarget(Block, EnvironmentBlock):
-    """Who is notified of a rollback, and the secrets of the services that carry the message.
+    """The notifiers of a project, and the secrets of their services.
 
     Example:
         ```python
@@ -167,7 +170,7 @@ class NotificationTarget(Block, EnvironmentBlock):
     )
 
     def environ(self, folder: Path) -> Mapping[str, str]:
-        """Return environment variables; files that they name are written to `folder`."""
+        """Return the environment variables; files that they name are written to `folder`."""
         return _filled(
             ONNX_OPS_NOTIFY=self.notify,
             ONNX_OPS_NOTIFY_WEBHOOK=_plain(self.webhook),
@@ -177,8 +180,9 @@ class NotificationTarget(Block, EnvironmentBlock):
 
 class TargetDefinitions(Block, EnvironmentBlock):
     """
-    Targets that several projects share: which provider on which machines, and the work pool whose
-    workers measure them.
+    Targets that several projects share.
+
+    A target names execution providers, hardware, and the work pool whose workers measure it.
 
     Example:
         ```python
@@ -206,7 +210,10 @@ class TargetDefinitions(Block, EnvironmentBlock):
             f"{name}: {problem}" for name, target in value.items() for problem in _forbidden(target)
         ]
         if wrong:
-            raise ValueError(f"only files of the project may set: {'; '.join(wrong)}")
+            raise ValueError(
+                "a block must not set the following; use a target file of the project: "
+                f"{'; '.join(wrong)}"
+            )
         from onnx_ops.config.targets import TargetFiles
 
         with Scratch() as folder:
@@ -224,7 +231,7 @@ class TargetDefinitions(Block, EnvironmentBlock):
         return value
 
     def environ(self, folder: Path) -> Mapping[str, str]:
-        """Return environment variables; files that they name are written to `folder`."""
+        """Return the environment variables; files that they name are written to `folder`."""
         return {"ONNX_OPS_TARGETS": str(_written(self.targets, folder))}
 
 
@@ -246,7 +253,7 @@ def _written(targets: Mapping[str, Mapping[str, Any]], folder: Path) -> Path:
     for name, target in targets.items():
         if not re.fullmatch(NAME_PATTERN, name):
             raise ValueError(f"{name!r} is not the name of a target")
-        # JSON is valid YAML.
+        # A target file is YAML, and JSON is valid YAML.
         (folder / f"{name}.yaml").write_text(json.dumps({"name": name, **target}), encoding="utf-8")
     return folder
 
@@ -255,16 +262,16 @@ def load_block(place: str) -> Block:
     """Load a block by type and name, such as `onnx-ops-registry/prod`.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such block, or its type is not installed here.
         ServiceUnavailableError: Prefect's server does not answer.
     """
     where = f"prefect block {place}"
     try:
         block: Any = Block.load(place)
-    except ValueError as error:  # there is no such block, or not of that type
-        remedy = "See `prefect block ls`; a block of another package needs that package here."
+    except ValueError as error:  # the block or its type does not exist
+        remedy = "See `prefect block ls`. Install the package that defines the block's type."
         raise UserError("there is no such block", where=where, remedy=remedy) from error
-    except Exception as error:  # any exception of Prefect's client; it can contain a secret
+    except Exception as error:  # its text can contain a secret, so only its type is reported
         raise ServiceUnavailableError(
             "cannot be read", where=where, why=type(error).__name__
         ) from None

@@ -1,4 +1,4 @@
-"""The nightly check of champions as a flow run.
+"""Run the nightly check of champions as a flow run.
 
 The flow run has a task run for each champion, publishes a table, and sends notifications of drift.
 """
@@ -28,12 +28,12 @@ _ENDS = {1: DRIFTED, 4: "EnvironmentFailed"}
 def check_champions(
     context: Context, perform: ExecuteStage, names: Sequence[str], *, by: str
 ) -> State[Any]:
-    """Measure champions again, one after the other.
+    """Measure champions again, one after the other, and return the final state.
 
     Notifications and events about drift are sent.
 
     Args:
-        names: pipelines or models; all if empty.
+        names: pipelines or models whose champions are measured; all champions if empty.
 
     Raises:
         UserError: a name has no champion.
@@ -71,7 +71,7 @@ def check_champions(
 
 
 def concluded(drifts: Sequence[Drift]) -> State[Any]:
-    """Return the final state of the flow run.
+    """Return the final state of a run that measured these champions again.
 
     The state is Failed, with the name `Drifted`, if a champion has drifted.
     """

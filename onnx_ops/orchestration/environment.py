@@ -1,4 +1,4 @@
-"""The project of a flow, with the settings of Prefect's blocks in the environment."""
+"""Open the project of a flow, with the settings of Prefect's blocks."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ class CollectionSettings(PrefectBaseSettings):
     root: Path | None = Field(
         default=None, description="Folder of the project, if it is not that of the flow."
     )
-    blocks: str = Field(
-        default="", description="Blocks for flows that name none, separated by commas."
-    )
+    blocks: str = Field(default="", description="Default blocks of flows, separated by commas.")
 
 
 @contextlib.contextmanager
@@ -39,8 +37,8 @@ def project_of(blocks: Sequence[str]) -> Iterator[Project]:
     """Open the project with the variables of Prefect blocks in the environment.
 
     The variables are set for this process and its children. Blocks take precedence over the
-    environment and the settings file. Changes of traffic emit events. A flow run that is cancelled
-    or fails ends its running stages, on every machine.
+    environment and the settings file. Changes of traffic emit events. If the flow run is cancelled
+    or fails, its running stages end on every machine.
 
     Args:
         blocks: types and names, such as `onnx-ops-registry/prod`. If empty, the blocks of the
@@ -91,9 +89,9 @@ def environment(blocks: Sequence[str], folder: Path) -> Mapping[str, str]:
                 "onnx-ops-registry, onnx-ops-endpoints, onnx-ops-targets or onnx-ops-notifications"
             )
             raise UserError(
-                "is not a block of onnx-ops",
+                "this is not a block of onnx-ops",
                 where=f"prefect block {place}",
-                remedy=f"Its type is {ours}.",
+                remedy=f"Name a block of type {ours}.",
             )
         own = folder / str(number)
         own.mkdir(parents=True)
@@ -102,7 +100,7 @@ def environment(blocks: Sequence[str], folder: Path) -> Mapping[str, str]:
                 raise UserError(
                     f"{source[name]} and {place} have different values of {name}",
                     where="blocks",
-                    remedy="Leave one of them out.",
+                    remedy="Leave out one of the blocks.",
                 )
             source.setdefault(name, place)
     return variables

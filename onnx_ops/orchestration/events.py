@@ -1,6 +1,6 @@
-"""Prefect events for automations.
+"""Emit Prefect events, to which automations react.
 
-An event never fails a run and delays it only briefly.
+A run never fails because of an event, and waits only briefly for the server.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
 NAME = "prefect-events"
 TIMEOUT_S = 5.0
-"""Seconds for a server to accept an event."""
+"""Time limit for the server to accept an event, in seconds."""
 
 _log = logging.getLogger(__name__)
 
 
 class PrefectEvents(Notifier):
-    """An event for every notification and every step of a rollout.
+    """Notifier that emits an event for every notification and every step of a rollout.
 
-    Flows emit them automatically if a server is configured. If the setting `notify` names this
-    notifier, commands and the watch emit them too. The ledger records sent notifications under its
-    name, so that each is sent once.
+    Flows emit the events automatically if a server is configured. If the setting `notify` names
+    this notifier, commands and the watch emit them too. The ledger records sent notifications under
+    the name of the notifier, so that each notification is sent once.
 
     Raises:
-        UserError: the setting names a place, which this notifier does not take.
+        UserError: the setting has an argument after the name of the notifier.
     """
 
     wants_steps = True
@@ -57,7 +57,7 @@ class PrefectEvents(Notifier):
     def __init__(self, place: str = "", state: Path = Path()) -> None:
         if place:
             raise UserError(
-                f"{NAME} takes no argument, not {place!r}",
+                f"{NAME} takes no argument, got {place!r}",
                 where="notify",
                 remedy=f"Write {NAME} alone.",
             )
@@ -67,14 +67,14 @@ class PrefectEvents(Notifier):
         post([build_event(notification)])
 
     def check(self) -> str:
-        """Return the destination of events."""
+        """Return the description of where events are sent; the server is not contacted."""
         return f"as events, to Prefect's server at {_server()}"
 
 
 def with_events(context: Context) -> Context:
     """Return a context with an additional first notifier, which emits events.
 
-    Without a configured server, the same context is returned.
+    Without a configured server, the context is returned unchanged.
     """
     from prefect.settings import PREFECT_API_URL
 
@@ -109,7 +109,7 @@ def run_events(pipeline: Pipeline, summary: Summary, now: float) -> Iterator[Rel
     model = pipeline.register.model if pipeline.register is not None else summary.pipeline
     common: dict[str, Any] = {"resource": format_model_id(model), "name": model, "at": now}
     for decision in summary.decisions:
-        # A stage that was not executed is reported already.
+        # An earlier run has emitted the events of a stage that was not executed.
         if (
             decision.verdict is Verdict.FAIL
             and f"gate/{decision.variant}@{decision.target}" in done
@@ -187,7 +187,7 @@ def post(events: Sequence[ReleaseEvent]) -> None:
 
     Raises:
         ServiceUnavailableError: the server does not answer, or does not accept them.
-        UserError: no server is set.
+        UserError: no server is configured.
     """
     import httpx
     from prefect.client.orchestration import get_client
@@ -201,9 +201,10 @@ def post(events: Sequence[ReleaseEvent]) -> None:
             get_client(sync_client=True, httpx_settings={"timeout": TIMEOUT_S}) as client,
         ):
             client.request("POST", "/events", json=documents)
-    except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the server's version differs
+    # Prefect's client raises RuntimeError if the server's version is incompatible.
+    except (httpx.HTTPError, RuntimeError) as error:
         raise ServiceUnavailableError(
-            "Prefect's server does not accept events", where=where, why=type(error).__name__
+            "Prefect's server did not accept the events", where=where, why=type(error).__name__
         ) from None
 
 

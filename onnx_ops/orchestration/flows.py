@@ -1,6 +1,6 @@
-"""The bodies of the flows in `flows/`, and the final states of flow runs.
+"""Run pipelines, reconciliation and rollbacks in the flows of `flows/`.
 
-The flows run pipelines, reconciliation and rollbacks.
+The module also determines the final states of the flow runs.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ P = ParamSpec("P")
 
 
 def ends_as_failed(flow: Callable[P, State[Any]]) -> Callable[P, State[Any]]:
-    """End a flow run as Failed if it raises an `OnnxOpsError`.
+    """Return the flow, with the state Failed in place of an `OnnxOpsError`.
 
-    The state holds the message of the error, without a traceback.
+    The state has the message of the error, without a traceback.
     """
 
     @functools.wraps(flow)
@@ -51,9 +51,9 @@ def ends_as_failed(flow: Callable[P, State[Any]]) -> Callable[P, State[Any]]:
 
 
 def named_after_file() -> str:
-    """Return the name of a flow run, from its pipeline file: `digits-mlp`.
+    """Return the name of the current flow run: its pipeline file without suffix.
 
-    The parameter `file` names that file.
+    The parameter `file` of the flow run names the file.
     """
     return Path(runtime.flow_run.parameters["file"]).stem
 
@@ -80,7 +80,7 @@ def final_state(summary: Summary, errors: Mapping[str, OnnxOpsError]) -> State[A
     ]
     left = [promotion.explain_left() for promotion in summary.left]
     waiting = [
-        f"{target}: awaiting promotion, by alias challenger-{target}" for target in summary.awaiting
+        f"{target}: awaiting promotion (alias challenger-{target})" for target in summary.awaiting
     ]
     count = len(summary.executed)
     work = (
@@ -129,7 +129,7 @@ def roll_back_endpoints(
     force: bool,
     pin: bool,
 ) -> Mapping[str, State[Any]]:
-    """Roll all endpoints back, and record a task run for each.
+    """Roll back all endpoints, and record a task run for each.
 
     All rollbacks are carried out first. Then the task runs are recorded, the registry is updated,
     and people are notified.
@@ -212,8 +212,8 @@ def run_affected(
 ) -> State[Any]:
     """Run the pipelines that the changes since a commit affect.
 
-    A failure does not stop the other pipelines. Up to `jobs` pipelines run in parallel. If only one
-    pipeline is affected, up to `jobs` of its stages run in parallel.
+    If a pipeline fails, the other pipelines still run. Up to `jobs` pipelines run in parallel. If
+    only one pipeline is affected, up to `jobs` of its stages run in parallel.
     """
     touched = affected(project, changed_since(project.settings.root, since))
     if not touched:

@@ -1,4 +1,4 @@
-"""Any Prefect notification block as a notifier: e-mail, Teams, PagerDuty, SMS …"""
+"""Send notifications through Prefect's notification blocks, such as Teams or SMS."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PrefectNotifier(Notifier):
         kind, _, name = place.partition("/")
         if not (kind and name) or "/" in name:
             raise UserError(
-                f"prefect:{place} names no block",
+                f"prefect:{place} does not name a block",
                 remedy="Write prefect:TYPE/NAME, as in `prefect block ls`.",
             )
         self._place = place
@@ -39,13 +39,14 @@ class PrefectNotifier(Notifier):
         try:
             block.notify(body="\n".join(notification.lines), subject=notification.title)
         except Exception as error:
-            # Blocks are third-party code. The reason can contain the block's secret.
+            # The code of a block is third-party. Its exceptions can contain the block's secret, so
+            # that only their type is reported.
             raise ServiceUnavailableError(
                 "could not notify", where=self._where, why=type(error).__name__
             ) from None
 
     def check(self) -> str:
-        """Return the name of the block."""
+        """Return the name of the block; raise an error if it is not a notification block."""
         self._block()
         return f"through Prefect's block {self._place}"
 
@@ -62,6 +63,8 @@ class PrefectNotifier(Notifier):
         block = load_block(self._place)
         if not isinstance(block, NotificationBlock):
             raise UserError(
-                "is not a notification block", where=self._where, remedy="See `prefect block ls`."
+                "this is not a notification block",
+                where=self._where,
+                remedy="See `prefect block ls`.",
             )
         return block

@@ -1,6 +1,6 @@
-"""Data of work pools on Prefect's server, shared by requesters and workers.
+"""Records of work pools on Prefect's server, which requesters and workers share.
 
-The data are heartbeats, descriptions of workers, and states of runs.
+The records are heartbeats, descriptions of workers, and states of runs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Its deployment for a pool is `work/POOL`, with a work queue for each kind of sta
 """
 
 CLAIMED = "Claimed"
-"""Name of the pending state of a run that `onnx-ops work` has taken.
+"""Name of the Pending state that `onnx-ops work` sets when it takes a run.
 
 The run starts immediately.
 """
 
 TAKEN = "taken by worker "
-"""Start of the message of that state; the name of the worker follows."""
+"""Start of the message of the state `CLAIMED`; the name of the worker follows."""
 
 ANNOUNCEMENT = "onnx-ops-worker"
 """Tag of Prefect's variables in which workers describe themselves."""
@@ -41,7 +41,7 @@ ANNOUNCEMENT = "onnx-ops-worker"
 HEARTBEAT_S = 5.0
 
 DEAD_AFTER_HEARTBEATS = 3
-"""Successive missed heartbeats after which a worker counts as dead."""
+"""Number of successive missed heartbeats after which a worker is treated as dead."""
 
 FINISHED_STATES = ("COMPLETED", "FAILED")
 DEAD_STATES = ("CRASHED", "CANCELLED", "CANCELLING")
@@ -55,7 +55,8 @@ def read_announcements(client: SyncPrefectClient) -> dict[str, WorkerStatus]:
     wanted = {"variables": {"tags": {"all_": [ANNOUNCEMENT]}}, "limit": PAGE_SIZE}
     described = dict[str, WorkerStatus]()
     for variable in client.request("POST", "/variables/filter", json=wanted).json():
-        with contextlib.suppress(CorruptStateError):  # a worker of another release
+        # A worker of another release can have written another format.
+        with contextlib.suppress(CorruptStateError):
             described[variable["name"]] = codec.from_json(variable["value"], WorkerStatus)
     return described
 
@@ -74,7 +75,7 @@ def is_alive(worker: Worker, now: datetime) -> bool:
 
 
 def is_final(state: State[Any] | None) -> bool:
-    """Return whether a flow run in this state has ended, or was requested to end."""
+    """Return whether a flow run in this state has ended or is being cancelled."""
     return get_state_type(state) in (*FINISHED_STATES, *DEAD_STATES)
 
 
@@ -84,7 +85,7 @@ def get_state_type(state: State[Any] | None) -> str:
 
 
 def declare_crashed(client: SyncPrefectClient, run: UUID, why: str) -> None:
-    """Set a run whose process is dead to Crashed, so that no run waits for it."""
+    """Set the state of a run with a dead process to Crashed, to end all waits for it."""
     from prefect.states import Crashed
 
     client.set_flow_run_state(run, Crashed(message=why), force=True)

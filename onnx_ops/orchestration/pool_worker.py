@@ -1,6 +1,6 @@
-"""A worker of a Prefect work pool that forks for each stage.
+"""Worker of a Prefect work pool that executes each stage in a fork.
 
-The worker's process has done the imports already, so the process of a stage need not repeat them.
+The worker imports the packages before it forks, so that the process of a stage starts fast.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _WATCH_S = 2.5
 The processes of a cancelled run end within 10 s.
 """
 _START_S = 60.0
-"""Seconds for which a worker that starts waits for a server that does not answer."""
+"""Seconds for which a starting worker waits for a server that does not answer."""
 _DESCRIBED_S = 60.0
 """Time limit for reading what the machine can measure at the start, in seconds."""
 
@@ -92,7 +92,7 @@ def work(request: str, store: str, asker: str) -> State[Any]:
     Args:
         request: Digest of the request in the store; not written by hand.
         store: The location of the requesting machine's store.
-        asker: Identifies the process that requested the stage first.
+        asker: Random id of the first request; other requests share its flow run.
     """
     return _work(UUID(runtime.flow_run.id), request, store, get_run_logger())
 
@@ -114,7 +114,7 @@ class _Log(Observer):
         self._logger = logger
 
     def progressed(self, stage: Stage, line: str) -> None:
-        """Write one line."""
+        """Write one line of progress to the log."""
         self._logger.info("%s: %s", stage.id, line)
 
 
@@ -122,8 +122,8 @@ class _Log(Observer):
 def _watched(project: Project, run: UUID) -> Iterator[None]:
     """Send heartbeats of a flow run, and end its processes when it is cancelled.
 
-    This process ends too. A heartbeat is an update of the flow run without a change of its name:
-    the requesting process reads the time of the last update.
+    This process also ends when the run is cancelled. A heartbeat updates the flow run with its own
+    name. The requesting process reads the time of the last update.
     """
     done = threading.Event()
 
@@ -136,7 +136,8 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
                     flow_run = client.read_flow_run(run)
                     if is_final(flow_run.state):
                         if flow_run.state is not None and flow_run.state.is_cancelling():
-                            # Otherwise the worker sets the state when this process has ended.
+                            # If this request fails, the worker sets the state when this process has
+                            # ended.
                             with contextlib.suppress(Exception):
                                 # Set the state before the processes end: the flow run would report
                                 # their end as a failure.
@@ -159,7 +160,7 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
 
 
 def create_pool(client: SyncPrefectClient, pool: str) -> None:
-    """Create a work pool, its work queues and its deployment, where they are missing."""
+    """Create a work pool, its work queues and its deployment if they do not exist."""
     from prefect.client.schemas.actions import WorkPoolCreate
 
     with contextlib.suppress(ObjectAlreadyExists):
@@ -192,16 +193,17 @@ class PoolWorker:
     limit: int = 1
     name: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
     stages: dict[int, FlowRun] = field(default_factory=dict)
-    """Flow runs under way, by process."""
+    """Flow runs that this worker executes, by process id."""
     _ended: dict[UUID, str] = field(default_factory=dict)
-    """Flow runs whose processes have ended and whose states are still to be checked."""
+    """How the processes of flow runs ended whose states are not checked yet."""
     _stopping: bool = False
     _away: bool = False
 
     def run(self, client: SyncPrefectClient) -> None:
-        """Work until SIGTERM or SIGINT.
+        """Execute stages until SIGTERM or SIGINT.
 
-        The first signal lets the running stages finish; a second one ends them.
+        After the first signal, the running stages finish and no other stage starts. A second signal
+        ends the running stages.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
@@ -209,7 +211,9 @@ class PoolWorker:
         _import_for_forks()
         variable = self._enter_pool(client)
         heartbeat = polled = -HEARTBEAT_S
-        _LOG.info("worker %s of pool %s takes: %s", self.name, self.pool, ", ".join(self.kinds))
+        _LOG.info(
+            "worker %s of pool %s takes stages: %s", self.name, self.pool, ", ".join(self.kinds)
+        )
         while not self._stopping or self.stages or self._ended:
             now = time.monotonic()
             with self._outlasting(client):
@@ -227,7 +231,8 @@ class PoolWorker:
                     for run in self._waiting(client)[:free]:
                         self._take(client, run)
             self._pause()
-        with contextlib.suppress(Exception):  # a silent worker is soon treated as gone
+        # If these requests fail, the worker is treated as dead after its last heartbeat.
+        with contextlib.suppress(Exception):
             client.delete_variable_by_name(variable)
             place = {"work_pool_name": self.pool, "name": self.name}
             client.request(
@@ -239,7 +244,7 @@ class PoolWorker:
         """Wait until the next poll, or until a stage ends and another can start."""
         with contextlib.ExitStack() as stack:
             ends = list[int]()
-            # The system has no `pidfd_open`, or too many files are open.
+            # Poll only if the system has no `pidfd_open`, or if too many files are open.
             with contextlib.suppress(AttributeError, OSError):
                 for pid in self.stages:
                     ends.append(end := os.pidfd_open(pid))
@@ -247,9 +252,10 @@ class PoolWorker:
             wait(ends, _POLL_S)
 
     def _enter_pool(self, client: SyncPrefectClient) -> str:
-        """Create the pool and announce this worker.
+        """Create the pool, and publish the description of this worker.
 
-        A server that is just being restarted is awaited.
+        Return the name of the variable that has the description. If the server does not answer, for
+        instance during a restart, the request is repeated.
         """
         variable, last_try = "", time.monotonic() + _START_S
         while not variable and not self._stopping:
@@ -269,7 +275,8 @@ class PoolWorker:
         alive = list_alive(client, self.pool, server_time(client))
         for name, worker in read_announcements(client).items():
             if worker.pool == self.pool and worker.name not in alive:
-                with contextlib.suppress(ObjectNotFound):  # another worker was first
+                # Another worker can have deleted the variable first.
+                with contextlib.suppress(ObjectNotFound):
                     client.delete_variable_by_name(name)
         own = replace(
             _describe_machine(),
@@ -285,7 +292,8 @@ class PoolWorker:
         try:
             client.create_variable(VariableCreate(name=name, value=value, tags=tags))
         except ObjectAlreadyExists:
-            # In a container, an earlier worker can have had the same process id.
+            # An earlier worker can have had the same name, since a restarted container has the same
+            # host name and can have the same process id.
             client.update_variable(VariableUpdate(name=name, value=value, tags=tags))
         return name
 
@@ -299,8 +307,8 @@ class PoolWorker:
     def _outlasting(self, client: SyncPrefectClient, *, until: float = math.inf) -> Iterator[None]:
         """Suppress the errors of a server that does not answer, until a point in time.
 
-        Running stages continue, and the scheduled ones wait. After `until`, in seconds of the
-        monotonic clock, the exception is raised.
+        Meanwhile, running stages continue and scheduled stages wait. After `until`, in seconds of
+        the monotonic clock, the exception is raised.
         """
         try:
             yield
@@ -320,7 +328,7 @@ class PoolWorker:
     def _is_any_waiting(self, client: SyncPrefectClient) -> bool:
         """Return whether a run is scheduled in the pool.
 
-        This costs the server a fifth of what reading the pool's queues costs.
+        This request takes the server a fifth of the time that reading the pool's queues takes.
         """
         scheduled = FlowRunFilter(
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED]))
@@ -337,7 +345,7 @@ class PoolWorker:
         return [entry.flow_run for entry in scheduled]
 
     def _take(self, client: SyncPrefectClient, run: FlowRun) -> None:
-        """Start a stage, unless another worker was first."""
+        """Start a stage, unless another worker has taken it first."""
         result: Any = client.set_flow_run_state(
             run.id, Pending(name=CLAIMED, message=f"{TAKEN}{self.name}")
         )
@@ -355,17 +363,17 @@ class PoolWorker:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)  # remains of a killed stage
+                    os.killpg(pid, signal.SIGKILL)  # child processes of a killed stage
                 del self.stages[pid]
                 self._ended[run.id] = describe_exit(os.waitstatus_to_exitcode(status))
                 _LOG.info("%s: ended with %s", run.name, self._ended[run.id])
         for run_id, how in tuple(self._ended.items()):
             try:
                 state = client.read_flow_run(run_id).state
-            except ObjectNotFound:  # a person has deleted the run
+            except ObjectNotFound:  # a user has deleted the run
                 del self._ended[run_id]
                 continue
-            if state is not None and state.is_cancelling():  # before the stage had begun
+            if state is not None and state.is_cancelling():  # cancelled before the stage began
                 client.set_flow_run_state(
                     run_id, Cancelled(message=f"its process ended with {how}"), force=True
                 )
@@ -379,7 +387,8 @@ class PoolWorker:
 def _describe_machine() -> WorkerStatus:
     """Return what this machine can measure.
 
-    A child process reads this, since ONNX Runtime may start threads.
+    A child process loads ONNX Runtime, which can start threads. This process must stay without
+    threads.
     """
     fork = multiprocessing.get_context("fork")
     receiving, sending = fork.Pipe(duplex=False)
@@ -387,7 +396,8 @@ def _describe_machine() -> WorkerStatus:
     child.start()
     sending.close()
     try:
-        with contextlib.suppress(EOFError):  # the traceback is on standard error
+        # If the child fails, its traceback is on standard error.
+        with contextlib.suppress(EOFError):
             if receiving.poll(_DESCRIBED_S):
                 return codec.loads(receiving.recv_bytes(), WorkerStatus)
         return WorkerStatus(pool="", name="")
@@ -401,7 +411,7 @@ def _send_description(sending: Connection) -> None:
     from onnx_ops.adapters.runtimes.onnxruntime_session import DISTRIBUTION, list_providers
 
     providers: tuple[str, ...] = ()
-    with contextlib.suppress(ImportError):  # a machine that only trains
+    with contextlib.suppress(ImportError):  # a machine without ONNX Runtime, which only trains
         providers = list_providers()
     with project_of(()) as project:
         described = WorkerStatus(
@@ -418,7 +428,8 @@ def _send_description(sending: Connection) -> None:
 def _import_for_forks() -> None:
     """Import what every flow run needs, before this process forks.
 
-    numpy is imported without the threads that it starts: a process that forks must not have any.
+    numpy is imported so that it starts no threads, since a process that forks must not have other
+    threads.
     """
     name = "OPENBLAS_NUM_THREADS"
     given = os.environ.get(name)
@@ -431,7 +442,7 @@ def _import_for_forks() -> None:
 
 
 def _execute(run: FlowRun) -> None:
-    """Do the work of a flow run in this process, and end the process.
+    """Execute the stage of a flow run in this process, and end the process.
 
     The process is a fork of the worker.
     """
@@ -443,7 +454,7 @@ def _execute(run: FlowRun) -> None:
         with get_client(sync_client=True) as client:
             retry_soon(client)
             begun: Any = client.set_flow_run_state(run.id, Running())
-            if begun.status == "ACCEPT":  # otherwise the run was cancelled
+            if begun.status == "ACCEPT":  # the server rejects the state of a cancelled run
                 state = _work(run.id, run.parameters["request"], run.parameters["store"], logger)
                 client.set_flow_run_state(run.id, state)
                 code = 0 if state.is_completed() else 1

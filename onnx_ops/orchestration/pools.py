@@ -1,4 +1,4 @@
-"""Stages on workers of Prefect work pools: one pool for each kind of machine."""
+"""Run stages on workers of Prefect work pools, one pool for each kind of machine."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 _LATE = timedelta(minutes=1)
-"""Age of the last heartbeat up to which a worker may be late rather than dead."""
+"""Maximum age of the last heartbeat of a worker that is late, not dead."""
 
 
 class _WorkerDied(Exception):
-    """The worker died, or its run was cancelled elsewhere."""
+    """The worker died, or another process cancelled its run."""
 
 
 @dataclass(kw_only=True)
@@ -55,22 +55,25 @@ class PrefectPools(Pools):
     Durations are in seconds.
 
     A worker that is killed together with its flow run reports nothing. After `silence` without a
-    heartbeat, it is treated as dead. Another run then takes the work, up to `tries` runs in total.
+    heartbeat, it is treated as dead. The stage is then requested again, in at most `tries` runs.
     """
 
     poll: float = 0.5
     start_timeout_s: float = 600.0
     """Time limit for the start of a run that a worker has taken.
 
-    A container's image may have to be pulled before.
+    The limit includes the time for pulling a container's image.
     """
     silence: float = DEAD_AFTER_HEARTBEATS * HEARTBEAT_S - 1
-    """A little less than three heartbeats, so that a death is seen within 15 s."""
+    """Time without a heartbeat after which a run is treated as dead.
+
+    It is a little less than three heartbeats, so that a death is detected within 15 s.
+    """
     outage: float = 120.0
-    """Longest outage of Prefect's server during which a requested run is awaited."""
+    """Longest outage of Prefect's server after which a requested run is still awaited."""
     tries: int = 2
     runs: set[UUID] = field(default_factory=set)
-    """Flow runs that were created here and are waited for."""
+    """Flow runs that this process created and waits for."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _turn: threading.Lock = field(default_factory=threading.Lock)
     """Lock that is held while a run is created.
@@ -83,15 +86,15 @@ class PrefectPools(Pools):
     _reading: threading.Lock = field(default_factory=threading.Lock)
     _read_at: float = -math.inf
     _found: Mapping[UUID, FlowRun] | Exception = field(default_factory=dict)
-    """The awaited flow runs as of `_read_at`, or the error why they could not be read."""
+    """The awaited flow runs as of `_read_at`, or the error of reading them."""
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _client: SyncPrefectClient | None = None
     """Client of all threads that send requests, open until this process ends.
 
-    A new client takes as long as a stage to start.
+    The start of another client would take as long as a short stage.
     """
     _ready: dict[tuple[str, StageKind], tuple[float, UUID]] = field(default_factory=dict)
-    """Deployments whose workers were seen, and when they were seen."""
+    """Time of the last check for workers and the deployment, by pool and kind."""
 
     def prepare(self) -> None:
         """Connect to Prefect's server, if it answers."""
@@ -111,7 +114,7 @@ class PrefectPools(Pools):
             yield self._client
 
     def _find(self, client: SyncPrefectClient, stage: PlacedStage) -> UUID:
-        """Return the deployment of a stage's pool, which has workers for its kind."""
+        """Return the deployment of a stage's pool; require workers for the stage's kind."""
         seen, deployment = self._ready.get((stage.pool, stage.kind), (0.0, None))
         if deployment is None or time.monotonic() - seen > HEARTBEAT_S:
             deployment = _find_deployment(client, stage)
@@ -119,7 +122,7 @@ class PrefectPools(Pools):
         return deployment
 
     def run(self, stage: PlacedStage, is_done: Callable[[], bool]) -> EndedRun:
-        """Have a worker of the pool execute a stage, and wait for its end."""
+        """Request a stage from the workers of its pool, and wait for its end."""
         deaths: list[str] = []
         with self._asking() as client:
             with self._turn:
@@ -128,14 +131,14 @@ class PrefectPools(Pools):
                 with self._turn:
                     if self._cancelled:
                         raise StageError(
-                            "its run was cancelled",
+                            "the run was cancelled",
                             where=stage.title,
                             remedy="Run the pipeline again.",
                         )
                     run, is_ours = _create_run(client, deployment, stage, number)
                     if is_ours:
                         self.runs.add(run.id)
-                if is_final(run.state):  # the run served an earlier request
+                if is_final(run.state):  # the run belongs to an earlier request
                     if is_done():
                         return EndedRun(run=str(run.id), seconds=run.total_run_time.total_seconds())
                     continue
@@ -143,7 +146,7 @@ class PrefectPools(Pools):
                 try:
                     return self._wait(client, run.id, stage)
                 except _WorkerDied as death:
-                    if is_done():  # the worker died after its work
+                    if is_done():  # the worker died after it had stored the result
                         return EndedRun(run=str(run.id))
                     deaths.append(str(death))
                     if len(deaths) == self.tries:
@@ -162,12 +165,12 @@ class PrefectPools(Pools):
                 finally:
                     self.runs.discard(run.id)
                     self._waited.discard(run.id)
-        raise AssertionError("unreachable: numbers do not end")
+        raise AssertionError("unreachable: the loop over `count` does not end")
 
     def cancel(self) -> None:
-        """Cancel the awaited flow runs that were created here, and create no further one."""
+        """Cancel the flow runs that this process created and awaits, and create no others."""
         self._cancelled = True
-        if self._turn.acquire(timeout=HEARTBEAT_S):  # wait until a run in creation exists
+        if self._turn.acquire(timeout=HEARTBEAT_S):  # waits for a creation in progress
             self._turn.release()
         if runs := tuple(self.runs):
             with contextlib.suppress(Exception), _open_client() as client:
@@ -175,7 +178,7 @@ class PrefectPools(Pools):
                     _cancel(client, run)
 
     def work(self, pool: str, kinds: Sequence[StageKind], *, limit: int) -> None:
-        """Execute stages that wait in a pool on this machine."""
+        """Execute on this machine the stages that wait in a pool."""
         from onnx_ops.orchestration.pool_worker import PoolWorker
 
         with _open_client() as client:
@@ -194,7 +197,7 @@ class PrefectPools(Pools):
             return tuple(_read_pool(client, pool, described, now) for pool in pools)
 
     def _read(self, client: SyncPrefectClient, run: UUID) -> FlowRun:
-        """Return a flow run.
+        """Return the current state of a flow run.
 
         One request reads all awaited runs, because a request for each run would overload the
         server.
@@ -225,7 +228,7 @@ class PrefectPools(Pools):
     ) -> FlowRun | None:
         """Return a run, or None during an outage of the server.
 
-        The error is raised once the outage has lasted longer than `outage`.
+        After an outage longer than `outage`, the error is raised.
         """
         try:
             return self._read(client, run)
@@ -238,7 +241,7 @@ class PrefectPools(Pools):
         # The worker normally stops the stage in time. This check is for a worker that does not.
         if stage.timeout is not None and running_s > stage.timeout + 2 * self.silence:
             raise StageError(
-                f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
+                f"the stage ran longer than its time-out of {stage.timeout:g} s and was stopped",
                 where=stage.title,
                 remedy="Raise `timeout` in the pipeline file if the stage needs that long.",
             )
@@ -246,7 +249,7 @@ class PrefectPools(Pools):
     def _check_start(self, stage: PlacedStage, pending_s: float) -> None:
         if pending_s > self.start_timeout_s:
             raise MeasurementError(
-                f"a worker of pool {stage.pool} took it, "
+                f"a worker of pool {stage.pool} took the stage, "
                 f"but did not start it within {self.start_timeout_s:g} s",
                 where=stage.title,
                 remedy="See the log of that worker.",
@@ -256,7 +259,7 @@ class PrefectPools(Pools):
         """Return the end of a run.
 
         Raises:
-            _WorkerDied: the run's process recorded no end.
+            _WorkerDied: the run's process ended without recording an end.
             MeasurementError: the run took too long.
             ServiceUnavailableError: no worker will take the run, or the server does not answer.
         """
@@ -265,7 +268,7 @@ class PrefectPools(Pools):
         beat: object = None
         while True:
             pause = self.poll if beat is not None else min(self.poll, 0.2)
-            # All threads read at the same time, so that the request of the first serves them all.
+            # All threads read at the same time, so that one request reads the runs of all threads.
             time.sleep(max(pause / 2, min(pause, self._read_at + pause - time.monotonic())))
             now = time.monotonic()
             flow_run = self._read_if_available(client, run, now - contact)
@@ -276,7 +279,7 @@ class PrefectPools(Pools):
             if ended is not None:
                 return ended
             kind = get_state_type(flow_run.state)
-            # After an outage, the time without a heartbeat is measured anew.
+            # During an outage no heartbeat can be read, so the measurement starts again after it.
             if (flow_run.updated, kind) != beat or silent:
                 beat, last_beat = (flow_run.updated, kind), now
             if _is_taken(flow_run) and now - last_beat > self.silence:
@@ -304,7 +307,7 @@ def _find_deployment(client: SyncPrefectClient, stage: PlacedStage) -> UUID:
     except ObjectNotFound as error:
         raise UserError(
             f"Prefect's server has no pool {stage.pool} for stages: "
-            f"no deployment is called {FLOW}/{stage.pool}",
+            f"there is no deployment {FLOW}/{stage.pool}",
             where=f"{stage.title} on {client.api_url}",
             remedy=f"Start a worker on a machine of that pool: onnx-ops work --pool {stage.pool}",
         ) from error
@@ -320,7 +323,7 @@ def require_workers(client: SyncPrefectClient, pool: str, kind: str, title: str)
     from prefect.exceptions import ObjectNotFound
 
     alive, now = _wait_for_late(client, pool)
-    remedy = f"Start one on a machine of that pool: onnx-ops work --pool {pool}"
+    remedy = f"Start a worker on a machine of that pool: onnx-ops work --pool {pool}"
     if not alive:
         raise ServiceUnavailableError(
             f"no worker of pool {pool} is running", where=title, remedy=remedy
@@ -365,7 +368,7 @@ def _read_pool(
     try:
         is_paused = client.read_work_pool(pool).is_paused
         alive = list_alive(client, pool, now)
-    except ObjectNotFound:  # the pool was deleted, its deployment was not
+    except ObjectNotFound:  # the pool was deleted, but its deployment still exists
         is_paused, alive = False, []
     workers = tuple(own.get(name, WorkerStatus(pool=pool, name=name)) for name in alive)
     status = PoolStatus(pool=pool, workers=workers, runs=tuple(_list_runs(client, pool, alive)))
@@ -387,9 +390,9 @@ _STATES: dict[str, Literal["running", "starting", "stopping", "waiting"]] = {
 
 
 def _list_runs(client: SyncPrefectClient, pool: str, alive: Sequence[str]) -> Iterator[PlacedRun]:
-    """Yield the open flow runs of a pool, the oldest first.
+    """Yield the open flow runs of a pool.
 
-    Runs with a worker come first, then those that wait.
+    Runs with a worker come first, then waiting runs. In both groups, the oldest run comes first.
     """
     from prefect.client.schemas.filters import (
         DeploymentFilter,
@@ -453,7 +456,7 @@ def _explain_wait(status: PoolStatus, run: PlacedRun, *, is_paused: bool) -> str
         return (
             "all workers are busy"
             if takers == status.workers
-            else f"all that take {run.kind} stages are busy"
+            else f"all workers that take {run.kind} stages are busy"
         )
     return "the next worker that polls takes it"
 
@@ -474,10 +477,10 @@ def _create_run(
 
 
 def _cancel(client: SyncPrefectClient, run: UUID) -> None:
-    """Stop a running stage, and prevent the start of a pending one. Raise nothing."""
+    """Stop a running stage, or prevent its start; suppress all exceptions."""
     from prefect.states import Cancelled, Cancelling
 
-    # The first error is reported, not a further exception of Prefect's client.
+    # The caller reports the first error. An exception of Prefect's client would replace it.
     with contextlib.suppress(Exception):
         state = client.read_flow_run(run).state
         if not is_final(state):
@@ -499,7 +502,7 @@ def _find_end(flow_run: FlowRun) -> EndedRun | None:
     """Return the recorded end of a run; None if no end is recorded yet."""
     state, kind = flow_run.state, get_state_type(flow_run.state)
     if kind in DEAD_STATES:
-        raise _WorkerDied(f"its flow run ended as {state.name if state else kind}")
+        raise _WorkerDied(f"its flow run ended with state {state.name if state else kind}")
     if kind not in FINISHED_STATES:
         return None
     message = (state.message or "") if state else ""
@@ -511,11 +514,11 @@ def _find_end(flow_run: FlowRun) -> EndedRun | None:
 def _open_client() -> Iterator[SyncPrefectClient]:
     from prefect.settings import PREFECT_API_URL
 
-    if not PREFECT_API_URL.value():  # before the import of the client, which takes seconds
+    if not PREFECT_API_URL.value():  # checked first, since the import of the client takes seconds
         raise UserError(
             "stages with a `pool` need a Prefect server, and none is configured",
             where="PREFECT_API_URL",
-            remedy="prefect config set PREFECT_API_URL=http://HOST:4200/api; or leave `pool` out.",
+            remedy="Run `prefect config set PREFECT_API_URL=http://HOST:4200/api`, or omit `pool`.",
         )
     from prefect.client.orchestration import get_client
 
@@ -526,7 +529,7 @@ def _open_client() -> Iterator[SyncPrefectClient]:
 
 @contextlib.contextmanager
 def _typed_errors() -> Iterator[None]:
-    """Raise ServiceUnavailableError where Prefect's client has found no server."""
+    """Raise ServiceUnavailableError if Prefect's client cannot reach the server."""
     from prefect.settings import PREFECT_API_URL
 
     try:

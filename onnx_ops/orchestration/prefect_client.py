@@ -1,4 +1,4 @@
-"""Requests to Prefect's server: their retries, and what their errors mean."""
+"""Send requests to Prefect's server with retries, and classify their errors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
 PAGE_SIZE = 200
-"""Limit of entries in one answer of Prefect's server."""
+"""Maximum number of entries in one response of Prefect's server."""
 _PAUSES_S = (0.03, 0.07, 0.15, 0.3, 0.6)
-"""Seconds before each repetition of a request that a server on SQLite refused."""
+"""Seconds before each retry of a request that a server on SQLite refused."""
 
 
 def is_unavailable(error: Exception) -> bool:
@@ -35,10 +35,10 @@ def is_unavailable(error: Exception) -> bool:
 
 
 def retry_soon(client: SyncPrefectClient) -> None:
-    """Retry requests that a server on SQLite refuses, within a second.
+    """Change the client, so that it retries refused requests within about a second.
 
-    The server answers simultaneous writers with 503. Prefect's client would then wait two seconds
-    or more.
+    A server on SQLite responds to simultaneous writers with status 503. Prefect's client would then
+    wait for two seconds or more.
     """
     http: Any = client._client  # noqa: SLF001 (a transport of our own would lack Prefect's proxies and certificates)
     transport = http._transport_for_url(http.base_url)  # noqa: SLF001
@@ -60,6 +60,6 @@ def _send(
 def server_time(client: SyncPrefectClient) -> datetime:
     """Return the time of Prefect's server.
 
-    The clock of this machine may differ.
+    The clock of this machine can differ from it.
     """
     return parsedate_to_datetime(client.request("GET", "/admin/version").headers["date"])

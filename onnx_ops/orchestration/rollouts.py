@@ -1,4 +1,4 @@
-"""One endpoint's rollout as a flow run.
+"""Run one endpoint's rollout as a flow run.
 
 The flow run has a task run for each step, and publishes a page about the rollout.
 """
@@ -33,17 +33,17 @@ _ENDED_BADLY = (ActionKind.ABORT, ActionKind.ROLLBACK)
 def run_rollout(
     context: Context, endpoint: str, *, by: str, limit: str, interval: str
 ) -> State[Any]:
-    """Reconcile the endpoint repeatedly until its rollout ends or the time is over.
+    """Reconcile the endpoint until its rollout ends or the time limit is over.
 
     Other processes can reconcile the endpoint at the same time. After the time limit, the rollout
     stays at its step, and the reconciler or another run continues it.
 
     Args:
-        limit: longest duration, as `1 d`.
-        interval: interval between passes, as `10 s`.
+        limit: maximum duration of the flow run, such as `1 d`.
+        interval: interval between passes, such as `10 s`.
 
     Raises:
-        NotFoundError: no such endpoint.
+        NotFoundError: the endpoint does not exist.
         UserError: a duration is invalid.
     """
     Journal.open(context, endpoint).config  # noqa: B018 (raises NotFoundError for an unknown name)
@@ -88,12 +88,12 @@ def publish_rollout(context: Context, endpoint: str) -> None:
     model, version = timeline.candidate.model, timeline.candidate.version
     try:
         link = context.registry().page(model, version, "report.html")
-    except OnnxOpsError:  # the registry may be down
+    except OnnxOpsError:  # without the registry, the page has no link
         link = ""
     command = f"Write the report to a file: `onnx-ops report {model}/{version}`"
     text = page(endpoint, timeline, f"[Report of the release]({link})" if link else command)
     key = re.sub(r"[^a-z0-9]+", "-", f"{endpoint}-rollout".lower()).strip("-")
-    description = f"The last rollout of {endpoint}: its steps, and the reasons."
+    description = f"Steps of the last rollout of {endpoint}, with their reasons."
     create_markdown_artifact(text, key=key, description=description)
 
 
@@ -141,7 +141,7 @@ def _reconcile(
 
     try:
         reconcile_until_stable(context, endpoint, actor=by, on_step=record)
-    except ConflictError:  # another process acted; the next pass sees it
+    except ConflictError:  # the next pass reads the action of the other process
         reports.append(
             StepReport(
                 endpoint=endpoint, did="", why="another process acted meanwhile", stable=False

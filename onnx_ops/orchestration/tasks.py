@@ -1,4 +1,4 @@
-"""Stages and other work as Prefect task runs."""
+"""Run stages and other work as Prefect task runs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ def run_as_task(
     results, and take a concurrency lease for each tag.
 
     Args:
-        work: returns the final state of the run; Prefect handles its exceptions.
+        work: function that returns the final state of the run; Prefect handles its exceptions.
         after: states of earlier task runs; Prefect draws an edge from each, whatever its outcome.
-        retries: further attempts after a Failed state.
-        retry_if: called after each Failed state; returns whether to try again.
+        retries: maximum number of further attempts after a Failed state.
+        retry_if: function that is called after each Failed state; returns whether to try again.
     """
-    # Prefect logs errors with an empty traceback, `NoneType: None`; its next line has the state.
+    # Prefect logs an error with the empty traceback `NoneType: None`, although the next line of the
+    # log has the state. The filter removes this record.
     get_logger("prefect.task_runs").addFilter(_has_traceback)
     task = Task(
         fn=work,
@@ -72,7 +73,7 @@ FAILED_STATES = {
     4: "EnvironmentFailed",
     5: "Refused",
 }
-"""Names of Failed states, by the exit code of the command that does the same."""
+"""Names of Failed states, by the exit code of the corresponding command."""
 
 Decide = Callable[[Manifest], Decision | None]
 
@@ -143,9 +144,9 @@ class PrefectExecutor:
 
 
 class _Attempt:
-    """The work of a stage, run once for each attempt.
+    """The work of a stage, which runs once for each attempt.
 
-    The result of the last attempt is kept.
+    The object keeps the result of the last attempt.
     """
 
     def __init__(self, name: str, work: Work, decide: Decide) -> None:

@@ -1,4 +1,4 @@
-"""Plan a pipeline and run the plan: order, keys, cache, skips, retries."""
+"""Plan a pipeline, and run its stages with a cache, skipped stages and retries."""
 
 from __future__ import annotations
 

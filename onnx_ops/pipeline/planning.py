@@ -55,7 +55,7 @@ def plan(
     if pipeline.register is not None and probe.signer() is not None:
         stages += plan_release(pipeline, targets)
     hints: dict[str, Json] = {"pipeline": pipeline.pipeline}
-    # User code reads these files, on whatever machine it runs.
+    # The machine of a stage needs these files, because user code reads them.
     if pipeline.train is not None and pipeline.train.depends:
         hints["depends"] = list(pipeline.train.depends)
     stages = [replace(s, hints={**s.hints, **hints}) if s.kind in PLACEABLE else s for s in stages]
@@ -72,8 +72,8 @@ def _plan_sources(pipeline: Pipeline, probe: ProjectProbe) -> list[Stage]:
             StageKind.DATA,
             data_id(name),
             None,
-            # Canonical JSON sorts keys, which would lose the order of the inputs. This order is
-            # part of the data.
+            # The order of the inputs is part of the data, and canonical JSON sorts keys. The list
+            # preserves the order.
             {
                 "section": codec.to_json(section),
                 "inputs": list(section.inputs),
@@ -108,7 +108,7 @@ def _plan_sources(pipeline: Pipeline, probe: ProjectProbe) -> list[Stage]:
         settings | env,
         needs=needs,
         tools=tools,
-        # User code can crash, or be edited while this process runs.
+        # User code can crash. It can also be edited while this process runs.
         own_process=pipeline.train is not None,
         hints=hints,
     )
@@ -217,11 +217,11 @@ def _plan_judgement(
         "model": model,
         "batch": pipeline.benchmark.batch,
         "quantized": is_quantized(pipeline, variant, probe),
-        # These measurements are made only for a gate. Limits do not affect a measurement, so they
-        # are left out of the key.
+        # These measurements are made only if a gate needs them. The limits of the gates do not
+        # affect a measurement, so the key leaves them out.
         **({"throughput": list(request.throughput)} if request.throughput else {}),
         **({"starts": True} if request.starts else {}),
-        # Accuracy is measured wherever possible.
+        # The metrics include accuracy, even without a gate, if the data allow it.
         "metrics": [
             {
                 "definition": codec.to_json(metric),
@@ -289,9 +289,9 @@ def _plan_judgement(
 def _plan_gate(
     pipeline: Pipeline, target: Target, variant: str, limits: Sequence[Gate], signer: Json
 ) -> Stage:
-    """Plan the judgement of what a benchmark measured.
+    """Plan the stage that judges the evidence of a benchmark.
 
-    The stage reads no model, so that new limits do not require a new measurement.
+    The stage is separate from the benchmark, so that new limits do not require a new measurement.
     """
     return make_stage(
         StageKind.GATE,
@@ -315,7 +315,7 @@ def plan_variants(
     pipeline: Pipeline, targets: Mapping[str, Target], probe: ProjectProbe
 ) -> list[Stage]:
     """Plan the stages of every entry of `quantize`."""
-    # Recipes depend on the distinct kinds of machine of a variant's targets.
+    # A recipe depends on the kinds of machines of the targets, not on their number.
     kinds = [codec.to_json(probe.arithmetic(targets[name])) for name in pipeline.benchmark.targets]
     machines = sorted(
         (kind for at, kind in enumerate(kinds) if kind not in kinds[:at]), key=as_json_text
@@ -372,12 +372,12 @@ def _plan_search(
     machines: Sequence[Json],
     probe: ProjectProbe,
 ) -> list[Stage]:
-    """Plan the search, and a stage for each variant that it can find.
+    """Plan the search, and a stage for each variant that the search can find.
 
-    Such a stage only copies the variant.
+    The stage of a variant only copies the result of the search.
     """
-    # The search times its trials on one machine. This is the machine of the first target, unless
-    # the entry names a pool.
+    # The search times its trials on one machine: that of the first target, unless the entry names a
+    # pool.
     measured = [targets[name] for name in pipeline.benchmark.targets]
     pool, tuning_data = entry.pool or measured[0].pool, entry.tuning_data
     here = [target for target in measured if target.pool == pool]
@@ -425,7 +425,7 @@ def _plan_search(
 def _write_metric(pipeline: Pipeline, probe: ProjectProbe) -> Json:
     """Return the metric that the search optimizes.
 
-    This is the metric of the first metric gate; without a metric gate, accuracy.
+    It is the metric of the first metric gate, or accuracy if there is no metric gate.
     """
     gate = next((gate for gate in pipeline.gates if isinstance(gate, MetricGate)), None)
     definition = gate.definition() if gate else ACCURACY
@@ -439,7 +439,7 @@ def _write_metric(pipeline: Pipeline, probe: ProjectProbe) -> Json:
 def digest_metric_code(
     pipeline: Pipeline, metric: MetricDefinition, probe: ProjectProbe
 ) -> Digest | None:
-    """Return the digest of a custom metric's code; None for a built-in one."""
+    """Return the digest of a custom metric's code; None for a built-in metric."""
     if not metric.use:
         return None
     return probe.code(metric.use, pipeline.train.depends if pipeline.train else ()).digest()
@@ -448,8 +448,8 @@ def digest_metric_code(
 def is_quantized(pipeline: Pipeline, variant: str, probe: ProjectProbe) -> bool:
     """Return whether a variant is quantized, so that its outputs may differ.
 
-    Outputs are compared with those of the export. A variant of the search (`method: auto`) is
-    treated as quantized, whatever recipe the search selects.
+    The comparison is with the outputs of the export. A variant of a search (`method: auto`) is
+    treated as quantized, even if the search selects a recipe without quantization.
     """
     entry = next((one for one in pipeline.quantize if variant in one.variant_names()), None)
     return entry is not None and (entry.method == AUTO or probe.is_quantizer(entry))
@@ -509,15 +509,16 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
 
 
 def _list_parameters(pipeline: Pipeline) -> dict[str, Json]:
-    """Return what a registry records of a release.
+    """Return the parameters that the registry records for a release.
 
-    These are the settings of its export, its parameters, and its training or its existing model.
+    They are the settings of the export, the parameters of the pipeline, and the training or the
+    existing model.
     """
     recorded: dict[str, Json] = {
         "export.framework": pipeline.export.framework,
         "export.opset": str(pipeline.export.opset),
     }
-    for path, value in pipeline.parameters.items():  # registries accept `rates.1` for `rates[1]`
+    for path, value in pipeline.parameters.items():  # MLflow rejects brackets in names
         name = re.sub(r"[^\w\-. :/]", "_", path.replace("[", ".").replace("]", ""), flags=re.ASCII)
         recorded[f"params.{name}"] = as_json_text(value)
     if pipeline.train is None:
@@ -531,7 +532,7 @@ def _list_parameters(pipeline: Pipeline) -> dict[str, Json]:
 
 
 def _plan_promotions(pipeline: Pipeline, mode: str) -> list[Stage]:
-    """Plan the promotion on each target; none if a person promotes."""
+    """Plan the promotion on each target; no promotion if `promote` is `manual`."""
     if mode == "manual":
         return []
     return [
@@ -551,7 +552,7 @@ def _plan_promotions(pipeline: Pipeline, mode: str) -> list[Stage]:
 
 
 def get_objective(pipeline: Pipeline, target: Target) -> TargetObjective:
-    """Return the objective of a target, with its price if cost is preferred."""
+    """Return the objective of a target, with its price if the objective is cost."""
     objective = pipeline.objective.on(target.name)
     return TargetObjective(
         objective=objective, price=target.price_per_hour if objective == "cost" else None

@@ -1,4 +1,7 @@
-"""Probes of a plan: data, code, tools and machines, without importing a framework."""
+"""Read what a plan needs to know about data, code, tools and machines.
+
+Nothing imports a framework.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from onnx_ops.ports import Context
 
 @dataclass(frozen=True)
 class ProjectProbe:
-    """Cheap queries of a plan about the project.
+    """Queries with which a plan reads the project and this machine.
 
-    No query imports a framework.
+    The queries are fast, and import no framework.
     """
 
     context: Context
@@ -36,7 +39,7 @@ class ProjectProbe:
         return self.context.source(get_source_name(section)).origin(section, self.context.root)
 
     def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
-        """Return the project's code that a function runs."""
+        """Return the code of the project that a function runs."""
         return collect_user_code((reference,), self.context.root, depends)
 
     def model(self, path: str) -> Digest:
@@ -46,7 +49,7 @@ class ProjectProbe:
     def tools(
         self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False
     ) -> Mapping[str, str]:
-        """Return the versions of the packages that shape a plugin's results.
+        """Return the versions of the packages that affect a plugin's results.
 
         With `trains`, the packages that only an export needs are left out.
         """
@@ -59,7 +62,7 @@ class ProjectProbe:
         plugin = plugins.load(kind, name)
         shaping = plugin.tools
         if kind == "runtimes":
-            # For a runtime in a separate environment, the target's digest covers its build.
+            # The digest of a target covers the build of a runtime in an isolated environment.
             return versions | ({} if env is not None and env.isolated else _versions(shaping))
         if kind != "data" and (wanted := plugins.select_environment(plugin, env)) is not None:
             return versions | {
@@ -69,7 +72,7 @@ class ProjectProbe:
         return versions | _versions(shaping if trains else (*shaping, *plugin.converters))
 
     def inline_files(self, entry: Quantize) -> Quantize:
-        """Return the entry with the content of the files that its optimizer reads."""
+        """Return the entry with the content of files instead of their names."""
         return self.context.optimizer(entry.method, entry.env).inline_files(
             entry, self.context.root
         )
@@ -83,16 +86,16 @@ class ProjectProbe:
         return self._machine(target).digest()
 
     def arithmetic(self, target: Target) -> Arithmetic:
-        """Return the low-precision arithmetic of a target's machine."""
+        """Return the low-precision arithmetic that a target's machine supports."""
         return detect_arithmetic(self._machine(target), target)
 
     def _machine(self, target: Target) -> HardwareFingerprint:
-        """Return this machine, or what a pool's machines are required to have."""
+        """Return the properties of this machine, or those required of the target's pool."""
         here = self.context.runtime(target.runtime).fingerprint(target)
         return target.requires.least(here) if target.pool else here
 
     def signer(self) -> Digest | None:
-        """Return the key that signs; None if nothing is signed."""
+        """Return the digest of the signing key; None if nothing is signed."""
         signer = self.context.signer()
         return None if signer is None else signer.key
 
@@ -107,7 +110,7 @@ class OfflineProbe(ProjectProbe):
     def model(self, path: str) -> Digest:
         """Return the digest of an existing model.
 
-        For a remote model, this is a digest of its address, which no result has.
+        For a remote model, this is a digest of its address. No cached result has this digest.
         """
         return digest_json(["not asked", path]) if is_remote(path) else super().model(path)
 
@@ -134,7 +137,7 @@ class OutlineProbe(ProjectProbe):
         return digest_json(path)
 
     def signer(self) -> Digest | None:
-        """Return the key that signs; None if nothing is signed."""
+        """Return the digest of the signing key; None if nothing is signed."""
         if self.signing in ("off", "auto"):
             return None if self.signing == "off" else digest_json(self.signing)
         return super().signer()
@@ -142,9 +145,9 @@ class OutlineProbe(ProjectProbe):
 
 @dataclass(frozen=True)
 class ReleaseProbe(OutlineProbe):
-    """An `OutlineProbe` for a plan whose gates and release are run.
+    """An `OutlineProbe` for a plan of which only the gates and the release run.
 
-    It returns the key that signs. It reads no properties of a machine.
+    The probe returns the signing key. It does not read the properties of a machine.
     """
 
     def hardware(self, target: Target) -> Digest:
@@ -152,16 +155,16 @@ class ReleaseProbe(OutlineProbe):
         return digest_json(target.name)
 
     def arithmetic(self, target: Target) -> Arithmetic:
-        """Return the low-precision arithmetic of a target's machine."""
+        """Return the low-precision arithmetic that a target's machine supports."""
         return Arithmetic(family="other")
 
     def signer(self) -> Digest | None:
-        """Return the key that signs; None if nothing is signed."""
+        """Return the digest of the signing key; None if nothing is signed."""
         return ProjectProbe.signer(self)
 
 
 def is_remote(model: str) -> bool:
-    """Return whether `model:` names something that is not a file of this machine."""
+    """Return whether the address of a model is not a file of this machine."""
     return "://" in model or model.startswith("models:/")
 
 

@@ -1,4 +1,4 @@
-"""Run a plan: each stage when its inputs exist, unless it is cached."""
+"""Run a plan: each stage runs when its inputs exist, unless its result is cached."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 StageResult = tuple[StageOutcome, OnnxOpsError | None]
-"""The outcome of a stage, and the error of a failure."""
+"""The outcome of a stage, and the error if the stage failed."""
 
 Step = Callable[[Stage], StageResult]
 
 _ASKED = 64
-"""Limit of stages that one run requests from pools simultaneously.
+"""Maximum number of stages that one run requests from pools simultaneously.
 
-Each of them takes a waiting thread.
+A thread waits for each requested stage.
 """
 
 
@@ -61,7 +61,7 @@ class DaemonThreadPool(Generic[R]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with suppress(Empty):  # queued tasks of an interrupted run never start
+        with suppress(Empty):  # removes the queued tasks of an interrupted run
             while error is not None:
                 self._tasks.get_nowait()
         for _ in range(self._jobs):
@@ -82,13 +82,13 @@ class DaemonThreadPool(Generic[R]):
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            del item, future, task  # else the last result stays in memory while this thread waits
+            del item, future, task  # frees the memory of the result while this thread waits
 
 
 def ordered_map(jobs: int, task: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yield the results of `task` for every item, in the order of the items.
 
-    Results that were yielded are not kept in memory.
+    After a result was yielded, the pool does not keep it in memory.
     """
     with DaemonThreadPool[R](jobs) as pool:
         futures = deque(pool.submit(partial(task, item)) for item in items)
@@ -103,16 +103,16 @@ class Handler(Protocol):
         """Return the stage's intact stored result; None if the stage must run."""
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
-        """Return why the stage has nothing to do; empty if it must run.
+        """Return why the stage has nothing to do, for example because no variant passed.
 
-        For example, no variant passed.
+        The text is empty if the stage must run.
         """
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
-        """Hold the lock that keeps other runs from doing the same work."""
+        """Hold the lock that prevents other runs from executing the stage with this key."""
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
-        """Compute and store the result."""
+        """Compute the result of a stage, store it, and return its manifest."""
 
     def decision(self, manifest: Manifest) -> Decision | None:
         """Return the decision in a gate stage's result."""
@@ -120,7 +120,7 @@ class Handler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """The outcome of every stage, and the errors of failures."""
+    """The outcome of every stage of a plan, and the errors of the failed stages."""
 
     plan: Plan
     outcomes: Mapping[str, StageOutcome]
@@ -133,12 +133,12 @@ class RunResult:
 
 
 class InlineExecutor:
-    """Run stages in this process, with retries after environment failures."""
+    """Executor that runs stages in this process, with retries."""
 
     def run(
         self, stage: Stage, work: Work, decide: Callable[[Manifest], Decision | None]
     ) -> Manifest:
-        """Run the work of a stage."""
+        """Run the work of a stage, and return its manifest."""
         for _ in range(stage.retries):
             with suppress(InfrastructureError):
                 return work()
@@ -162,8 +162,8 @@ def run(
 ) -> RunResult:
     """Run every stage of a plan that can run; a failure stops only dependent stages.
 
-    An unusable file stops the run: it is not a property of a variant, and a release without the
-    file would differ from the intended one.
+    A StorageError stops the whole run: its cause is not a property of a variant, and the release
+    would lack results.
 
     Args:
         no_cache: kinds of stages whose cached results are ignored.
@@ -193,7 +193,7 @@ def run(
 
 
 def _run_in_parallel(plan: Plan, step: Step, jobs: int) -> Iterator[tuple[Stage, StageResult]]:
-    """Start each stage when the caller has received the results that it waits for."""
+    """Yield the results of stages; start each when the results that it needs exist."""
     planned = {stage.id for stage in plan.stages}
     waiting, running, received = list(plan.stages), dict[Future[StageResult], Stage](), set[str]()
     placed = sum(1 for stage in plan.stages if get_pool(stage))
@@ -224,7 +224,7 @@ def preview(
 ) -> Mapping[str, StageOutcome | None]:
     """Return the outcome of each stage that needs no work; None for the others.
 
-    If a stage would run, the stages that depend on it are treated as running too.
+    If a stage would run, the result is also None for the stages that depend on it.
     """
     outcomes: dict[str, StageOutcome] = {}
     result: dict[str, StageOutcome | None] = {}
@@ -250,7 +250,7 @@ def collect_inputs(stage: Stage, outcomes: Mapping[str, StageOutcome]) -> dict[s
 
 
 _ENDED = {StageStatus.FAILED: "failed"}
-"""Words for the end of a needed stage; by default, `was` and its status."""
+"""Words for a status in the reason of a skipped stage; default: `was STATUS`."""
 
 
 def _find_outcome(
@@ -285,7 +285,7 @@ def _find_outcome(
 
 @dataclass(frozen=True, kw_only=True)
 class _StageRunner:
-    """Runs single stages, given the outcomes of those before them."""
+    """Runs single stages with the outcomes of the stages before them."""
 
     handler: Handler
     executor: Executor

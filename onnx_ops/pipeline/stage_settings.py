@@ -1,4 +1,4 @@
-"""Settings and hints of stages: written by the plan, read by the stages."""
+"""Settings and hints of stages, which the plan writes and the stages read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.ports import Context, Exporter
 
 REQUIREMENTS = "requirements"
-"""Key among a stage's tools that marks an isolated environment."""
+"""Key in the tools of a stage that runs in an isolated environment."""
 
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
@@ -40,7 +40,7 @@ REVISIONS: Mapping[StageKind, int] = {
 }
 """Versions of the code of stages, by kind.
 
-A version is increased when it changes the result of the same inputs.
+A version is increased when a change of the code changes the result of the same inputs.
 """
 
 
@@ -73,10 +73,10 @@ def make_stage(
     hints: Mapping[str, Json] | None = None,
     **rest: object,
 ) -> Stage:
-    """Make a stage; its attempts and its pool stay out of the settings and the key.
+    """Make a stage whose settings and key do not include its attempts and its pool.
 
-    A stage that can be placed in a pool has its own process, since its libraries can crash and user
-    code can be edited during the run.
+    A stage that can be placed in a pool runs in a separate process, since its libraries can crash
+    and user code can be edited during the run.
     """
     pool = {"pool": section.pool} if isinstance(section, PlacedAttempts) and section.pool else {}
     return codec.from_json(
@@ -130,7 +130,7 @@ def apply_default_pools(plan: Plan, pools: Mapping[StageKind, str]) -> Plan:
 
 
 def write_environment(env: Environment | None) -> tuple[dict[str, Json], dict[str, Json]]:
-    """Return settings and hints of a stage in an isolated environment."""
+    """Return the settings and the hints that define the environment of a stage."""
     if env is None:
         return {}, {}
     return {"env": env.content()}, {"env": codec.to_json(env)}
@@ -139,7 +139,7 @@ def write_environment(env: Environment | None) -> tuple[dict[str, Json], dict[st
 def write_operators(
     pipeline: Pipeline, targets: Mapping[str, Target]
 ) -> tuple[dict[str, Json], dict[str, Json]]:
-    """Return settings and hints of stages that add operator libraries."""
+    """Return the settings and the hints that name the targets' operator libraries."""
     libraries_by_target = {
         name: targets[name].custom_ops
         for name in pipeline.benchmark.targets
@@ -157,7 +157,7 @@ def write_operators(
 
 
 def as_json_text(value: Json) -> str:
-    """Return a text unchanged, other values as JSON."""
+    """Return a text unchanged, and any other value as JSON text."""
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
@@ -167,14 +167,14 @@ def is_isolated(stage: Stage) -> bool:
 
 
 def get_exporter(stage: Stage, context: Context, framework: str) -> Exporter:
-    """Return the exporter, in the environment of the stage's hints."""
+    """Return the exporter of a framework, in the environment of the stage's hints."""
     exporter = context.exporter(framework, read_environment(stage))
     operators = read_reference_operators(stage)
     return exporter.with_custom_ops(operators) if operators else exporter
 
 
 def read_environment(stage: Stage) -> Environment | None:
-    """Return the environment that the pipeline defines."""
+    """Return the environment that the pipeline defines for the stage, or None."""
     env = stage.hints.get("env")
     return codec.from_json(env, Environment, where=stage.id) if env else None
 

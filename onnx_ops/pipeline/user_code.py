@@ -1,4 +1,4 @@
-"""Digests of a project's own code and of everything that it imports."""
+"""Compute digests of a project's code and of everything that the code imports."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from onnx_ops.domain.artifact import Digest, digest_file, digest_json
 from onnx_ops.errors import NotFoundError, UserError
 
 CODE = "code.json"
-"""The code of a trained model.
+"""Name of the file that describes the code of a trained model.
 
-It holds the modules of its classes, and their dependencies in project files and packages.
+The file lists the modules of the model's classes, with their project files and packages.
 """
 
 _OURS = __name__.partition(".")[0]
 
 _JOBLIB = "joblib"
-"""A package that writes its name into its files, and computes nothing in them."""
+"""Package that writes its name into files, but is not part of a model's code."""
 
 _NAME_PATTERN = re.compile(
-    rb"(?=\x8c(?P<short>.)(?P<a>[^\W\d][\w.]*)"  # texts of pickles, with their lengths
+    rb"(?=\x8c(?P<short>.)(?P<a>[^\W\d][\w.]*)"  # texts in pickles, after their lengths
     rb"|X(?P<long>.{4})(?P<b>[^\W\d][\w.]*)"
-    rb"|c(?P<c>[^\W\d][\w.]*)\n"  # a class in a pickle of an old protocol
-    rb'|"(?P<d>[^\W\d][\w.]*)")',  # JSON
+    rb"|c(?P<c>[^\W\d][\w.]*)\n"  # classes in pickles of protocols below 4
+    rb'|"(?P<d>[^\W\d][\w.]*)")',  # texts in JSON
     re.DOTALL,
 )
 
@@ -56,13 +56,13 @@ _DECOMPRESSORS: Mapping[bytes, Callable[[bytes], bytes]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserCode:
-    """Source files with digests and packages with versions, of some modules."""
+    """The code of some modules: source files with digests, and packages with versions."""
 
     files: Mapping[str, Digest]
     packages: Mapping[str, str]
 
     def digest(self) -> Digest:
-        """Return the digest of files and packages."""
+        """Return one digest of all files and packages."""
         return digest_json([dict(self.files), dict(self.packages)])
 
 
@@ -71,20 +71,23 @@ def collect_user_code(
 ) -> UserCode:
     """Collect the code that modules can import, and the files of `depends`.
 
-    Source is followed in the project and in packages under development (an editable installation,
-    `PYTHONPATH`). An installed package is represented by its version, onnx-ops by the revisions of
-    its stages, and the standard library by the version of Python.
+    Imports are followed in the project and in packages under development (an editable installation,
+    `PYTHONPATH`). The version of an installed package represents its code. onnx-ops and the
+    standard library are left out: keys contain the revisions of stages and the version of Python.
     """
     files: dict[str, Digest] = {}
     packages: dict[str, str] = {}
     for reference in references:
         module = reference.partition(":")[0]
         if _find_source(module, root) is None and not find_distributions(module.partition(".")[0]):
-            remedy = "Put it below the project's root, or install it."
+            remedy = "Put the module below the project's root, or install it."
             raise NotFoundError(
-                f"module {module} is not in the project", where=str(root), remedy=remedy
+                f"module {module} is neither in the project nor installed",
+                where=str(root),
+                remedy=remedy,
             )
-        for package in _with_packages(module):  # an import also runs the packages' `__init__`
+        # The import of a module also runs the `__init__` of its parent packages.
+        for package in _with_packages(module):
             _collect_module(package, root, files, packages)
     for name in depends:
         file = root / name
@@ -96,19 +99,20 @@ def collect_user_code(
 
 
 def find_code_file(name: str, root: Path) -> Path:
-    """Return a file that `UserCode` names.
+    """Return the path of a file that `UserCode` names.
 
-    The file belongs to the project, or to a package under development.
+    The file is in the project, or in a package under development.
     """
     folder = _find_development_folder(name.partition("/")[0].removesuffix(".py"))
     return root / name if folder is None or (root / name).is_file() else folder / name
 
 
 def find_referenced_modules(path: Path, root: Path) -> frozenset[str]:
-    """Find the modules that a trained model's files name.
+    """Return the modules that a trained model's files name.
 
-    Of an installed package only its top-level name is returned. The file is not loaded: that would
-    need its framework, and run its code. A name that occurs for another reason is harmless.
+    For an installed package, only the top-level name is returned. The files are not loaded, since
+    this would need their framework and run their code. A text that is no name of a module does no
+    harm.
     """
     if not path.is_file():
         return frozenset(
@@ -130,7 +134,7 @@ def find_referenced_modules(path: Path, root: Path) -> frozenset[str]:
 
 
 def _read_unpacked(path: Path) -> bytes:
-    """Return a file's content, decompressed; of an archive, what can name modules."""
+    """Return a file's decompressed content; of an archive, its pickle and JSON files."""
     content = path.read_bytes()
     if zipfile.is_zipfile(path):
         with contextlib.suppress(zipfile.BadZipFile, zlib.error), zipfile.ZipFile(path) as archive:
@@ -139,14 +143,14 @@ def _read_unpacked(path: Path) -> bytes:
     elif decompress := next(
         (call for first, call in _DECOMPRESSORS.items() if content.startswith(first)), None
     ):
-        # If this fails, the file only resembles a compressed one.
+        # If decompression fails, the file is not compressed, and only its first bytes are equal.
         with contextlib.suppress(OSError, EOFError, zlib.error, lzma.LZMAError):
             content = decompress(content)
     return content
 
 
 def _list_names(content: bytes) -> Iterator[tuple[str, bool]]:
-    """Yield names, and whether each name certainly belongs to a module.
+    """Yield possible names of modules, and whether each certainly names a module.
 
     A text without a dot can be any word.
     """
@@ -155,7 +159,7 @@ def _list_names(content: bytes) -> Iterator[tuple[str, bool]]:
         name, is_class = match[kind or 0], kind == "c"
         if kind == "a":
             name = name[: match["short"][0]]
-            # A text of a pickle names a module if a second text and the opcode for a class follow.
+            # A text in a pickle names a module if a second text and the opcode for a class follow.
             second = _SECOND_TEXT.match(content, match.start("a") + match["short"][0])
             after = content[second.end() + second[1][0] :][:2] if second else b""
             is_class = after in (b"\x94\x93", b"\x93\x94", b"\x93")
@@ -170,7 +174,7 @@ def _collect_module(
     source = _find_source(module, root)
     if source is None:
         first = module.partition(".")[0]
-        if not any((root / first).glob("*.py")):  # else a name in a project's module
+        if not any((root / first).glob("*.py")):  # otherwise a name within a module of the project
             packages.update(find_distributions(first))
         return
     path, base = source
@@ -183,14 +187,14 @@ def _collect_module(
 
 
 def _list_imports(path: Path, base: Path) -> Iterator[str]:
-    """Yield every dotted name that an import might mean.
+    """Yield every dotted name that an import statement or call can refer to.
 
-    Names that are not modules are harmless.
+    Some names are not modules; the caller ignores them.
     """
     package = list(path.relative_to(base).parts[:-1])
     try:
         tree = parse_python(path.read_bytes())
-    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+    except (SyntaxError, ValueError) as error:  # ValueError for a null byte
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise UserError("not Python", where=f"{path}{line}", why=str(error)) from error
     for node in ast.walk(tree):
@@ -235,13 +239,13 @@ def _find_module_file(module: str, base: Path) -> Path | None:
 
 @functools.cache
 def _find_development_folder(package: str) -> Path | None:
-    """Return the folder of a package under development, or None.
+    """Return the folder that contains a package under development, or None.
 
-    Such a package is imported as source from outside of the installation.
+    A package under development is imported from a folder outside the installation.
     """
     spec = None
     if package.isidentifier() and package not in sys.stdlib_module_names:
-        # ValueError: a module without a specification.
+        # `find_spec` raises ValueError for a module whose `__spec__` is None.
         with contextlib.suppress(ImportError, ValueError):
             spec = importlib.util.find_spec(package)
     places = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin]

@@ -26,7 +26,7 @@ else:
 Tensors = Mapping[str, Array]
 """Named arrays.
 
-For model inputs and outputs, the names are the ONNX ones, and axis 0 is the batch.
+For model inputs and outputs, the names are ONNX names, and axis 0 is the batch.
 """
 
 
@@ -34,13 +34,13 @@ For model inputs and outputs, the names are the ONNX ones, and axis 0 is the bat
 class Dataset:
     """Model inputs by ONNX name, and labels if there are any.
 
-    All of them have the same number of rows. When a source returns them, an input can hold its rows
-    on any axis. When they are given to a model, rows are on axis 0. `values` are inputs without
-    rows; they are the same for all rows.
+    All arrays have the same number of rows. In the result of a source, an input can hold its rows
+    on any axis. In the inputs of a model, rows are on axis 0. `values` are inputs without rows,
+    whose values are the same for all rows.
 
-    `group` numbers the group of each row, where the pipeline names an array of groups. Otherwise
-    `columns` holds such numbers for the arrays that are neither input nor label and that can show
-    which rows belong together. `features` are the names of a matrix's columns, where the pipeline
+    `group` numbers the group of each row, where the pipeline names an array of groups. Otherwise,
+    `columns` holds such numbers for arrays that are neither input nor label, if these arrays can
+    show which rows form a group. `features` are the names of a matrix's columns, where the pipeline
     joins columns of a table.
     """
 
@@ -130,7 +130,7 @@ def frame_of(inputs: Tensors) -> Any:
 
 
 class DataSource(Plugin):
-    """Loads a data set."""
+    """A source that loads a data set."""
 
     @abstractmethod
     def fingerprint(self, section: DataSection, root: Path) -> str:
@@ -157,14 +157,14 @@ class DataSource(Plugin):
         The result is None if the rows are not available locally.
 
         Raises:
-            NotFoundError, UserError: as `load`, as far as these rows show it.
+            NotFoundError, UserError: as `load`, if these rows show the error.
         """
         return None
 
     def origin(self, section: DataSection, root: Path) -> Mapping[str, str]:
-        """Return where the data of `fingerprint` comes from; empty if it has no history.
+        """Return the origin of the data of `fingerprint`; empty if it has no history.
 
-        The keys are `kind` and what that kind has: repository, commit, path.
+        The keys are `kind` and, depending on the kind, repository, commit and path.
 
         Raises:
             NotFoundError, ServiceUnavailableError: as `fingerprint`.
@@ -181,21 +181,21 @@ class DataSource(Plugin):
     def with_folders(self, environments: Path, state: Path) -> DataSource:
         """Return the source with folders for its environments and its state.
 
-        The state is kept between runs. Both are below the given folders.
+        The state is kept between runs. Environments and state are below the given folders.
         """
         return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The first rows of all arrays of a data set; `whole` if there are no others."""
+    """The first rows of all arrays of a data set; `whole` if these are all rows."""
 
     arrays: Tensors
     whole: bool
 
 
 class ModelSource(Protocol):
-    """Loads a trained model: a path of the project, `models:/NAME/VERSION`, or a URL."""
+    """A source of a trained model: a project path, `models:/NAME/VERSION`, or a URL."""
 
     def digest(self, place: str) -> Digest:
         """Return a digest that changes with the model, without downloading it.
@@ -208,5 +208,5 @@ class ModelSource(Protocol):
     def path(self, place: str, scratch: Path) -> Path:
         """Return the model as a local file or folder.
 
-        `scratch` does not exist yet and takes downloads.
+        `scratch` is the path of a new folder for downloads.
         """

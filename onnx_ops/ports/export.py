@@ -24,9 +24,10 @@ class ExportRequest:
     """Input of an exporter.
 
     `samples` holds real inputs by ONNX name, at least two rows. `ordered`: whether the pipeline
-    declares the order of the inputs. A model that takes several inputs without names needs that.
-    `features` are the names of the columns of a matrix, where they are known. `axes` is the axis of
-    the rows of each input in `samples`, if it is not axis 0; None for an input without rows.
+    declares the order of the inputs. A model that takes several inputs without names requires this
+    order. `features` are the names of the columns of a matrix, where they are known. `axes` is the
+    axis of the rows of each input in `samples`, if it is not axis 0; None for an input without
+    rows.
     """
 
     section: Export
@@ -46,7 +47,7 @@ class ExportRequest:
 
 
 class Exporter(Plugin):
-    """Turns a framework's model into an ONNX file.
+    """A plug-in that converts a framework's model to an ONNX file.
 
     An exporter also runs the source model for comparison.
     """
@@ -54,7 +55,7 @@ class Exporter(Plugin):
     options: tuple[str, ...] | None = None
     """Names of the keys of `export.options` that the exporter takes.
 
-    `check` refuses others. With None, others are refused only by the export.
+    `onnx-ops check` refuses other keys. With None, only the export refuses them.
     """
 
     @abstractmethod
@@ -112,10 +113,10 @@ class TrainingExporter(Exporter):
 
 
 Tracer = Callable[[Tensors, Collection[str]], tuple[Tensors, Tensors | None]]
-"""Runs the source on inputs and returns those of the named values that it has.
+"""Function that runs the source on inputs and returns the named values that exist.
 
-The values are in float32 and, if the source can compute them, in float64. Raises ValueError if the
-source refuses the inputs.
+The values are in float32 and, if the source can compute them, in float64. The function raises
+ValueError if the source refuses the inputs.
 """
 
 
@@ -137,11 +138,11 @@ class TracingExporter(Exporter):
 class Tree:
     """One decision tree, its n nodes in preorder.
 
-    A split is followed by its branch up to the threshold, then by the other one.
+    A split is followed by its branch up to the threshold, then by the other branch.
 
     `features` int64 (n), -1 at a leaf; `thresholds` float32 (n), the largest float32 that still
-    takes the first branch; `weights` float32 (n, outputs), what a leaf adds to each output. The
-    rest is 0.
+    takes the first branch; `weights` float32 (n, outputs), what a leaf adds to each output. All
+    other entries are 0.
     """
 
     features: npt.NDArray[np.int64]

@@ -33,7 +33,7 @@ class OptimizeRequest:
 
 
 class Optimizer(Plugin):
-    """Derives one ONNX file from another."""
+    """A plug-in that derives one ONNX file from another."""
 
     quantized: bool = False
     """Whether the variant differs from its source by design.
@@ -47,13 +47,13 @@ class Optimizer(Plugin):
     reads_ranges: bool = False
     """Whether `read_ranges` reads the ranges of calibration rows in parts.
 
-    `calibrate.shards` needs that.
+    `calibrate.shards` requires this.
     """
 
     options: type | None = None
     """Dataclass of the keys of `options` in an entry of `quantize`.
 
-    `check` refuses others. With None, only the optimizer checks them.
+    `onnx-ops check` refuses other keys. With None, only the optimizer checks the keys.
     """
 
     @abstractmethod
@@ -63,7 +63,7 @@ class Optimizer(Plugin):
         Each decision is one sentence, with its reason.
 
         Raises:
-            UserError: an option does not fit, or an excluded node took no effect.
+            UserError: an option does not fit, or the exclusion of a node had no effect.
             StageError: the library failed.
         """
 
@@ -73,7 +73,7 @@ class Optimizer(Plugin):
         Nothing is written if the part is empty.
 
         Args:
-            request: what `optimize` gets; its path is not written.
+            request: the request that `optimize` gets; its path is not written.
             path: a new file.
             shard: number and count of the parts.
 
@@ -81,7 +81,8 @@ class Optimizer(Plugin):
             UserError: this optimizer calibrates with all rows together, or an option does not fit.
         """
         raise UserError(
-            "its calibration cannot be split into shards", where=f"variant {request.section.name}"
+            "calibration cannot be split into shards by this optimizer",
+            where=f"variant {request.section.name}",
         )
 
     def files(self, section: Quantize) -> tuple[str, ...]:

@@ -18,18 +18,19 @@ class Plugin(ABC):  # noqa: B024 (the base class of each kind has the abstract m
     tools: tuple[str, ...] = ()
     """Distributions that the plug-in needs, and whose versions shape its results.
 
-    Another version runs stages again. A command that needs the plug-in fails before it starts if
-    one of them is not installed.
+    With another version, stages run again. A command that needs the plug-in fails before it starts
+    if one of these distributions is not installed.
     """
 
     converters: tuple[str, ...] = ()
     """Further distributions, which shape an export only.
 
-    Another version exports again and does not train again.
+    With another version, the export stage runs again, and the training stage does not.
     """
 
     requirements: tuple[str, ...] = ()
     """Packages of the isolated environment that the plug-in runs in by default.
 
-    This is for exporters and optimizers. Without packages, they run in this installation.
+    Exporters and optimizers can have such packages. Without packages, they run in this
+    installation.
     """

@@ -82,7 +82,7 @@ class Registry(Protocol):
         """Point an alias at a version."""
 
     def delete_alias(self, model: str, alias: str) -> None:
-        """Delete an alias. No error if it does not exist."""
+        """Delete an alias. Deleting a missing alias is no error."""
 
     def annotate(self, model: str, version: str, tags: Mapping[str, str]) -> None:
         """Set tags of a version."""
@@ -95,7 +95,7 @@ class Registry(Protocol):
         """
 
     def document(self, record: VersionRecord, name: str) -> bytes:
-        """Return an evidence document of the version, by the path it was published under.
+        """Return an evidence document of the version, by its path in the publication.
 
         Raises:
             NotFoundError: the version has no such document.
@@ -178,10 +178,10 @@ class Ledger(Protocol):
 
 
 class EndpointProvider(Plugin):
-    """Brings endpoints to their desired state."""
+    """A provider that brings endpoints to their desired state."""
 
     def sign_with(self, signer: Callable[[], Signer | None]) -> None:
-        """Take the signer of the release key.
+        """Set the signer of the release key.
 
         A provider needs the signer if its servers accept only signed tables.
         """
@@ -219,7 +219,7 @@ class EndpointProvider(Plugin):
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
         """Validate a change of the settings of an existing endpoint.
 
-        The endpoint stays in its place.
+        The change does not move the endpoint to another place.
 
         Raises:
             UserError: the existing endpoint does not support the change.
@@ -239,12 +239,13 @@ class EndpointProvider(Plugin):
         The call is idempotent. No request is dropped.
 
         Raises:
-            ConflictError: a later generation, or another state of this one, was applied already.
+            ConflictError: a later generation, or another state of this generation, was applied
+                already.
             NotFoundError, DigestMismatchError: a deployment's files are missing, or do not match
                 its manifest.
-            RefusedError: the provider does not permit it, or onnx-ops did not create the resource
-                of that name.
-            AlarmRollbackError: alarms guard the endpoint, and one reverted this state.
+            RefusedError: the provider does not permit the state, or onnx-ops did not create the
+                resource of that name.
+            AlarmRollbackError: an alarm that guards the endpoint reverted this state.
             ServiceUnavailableError: the endpoint could not be reached or started.
             InfrastructureError: a model cannot be loaded, or the provider failed or reverted the
                 change.
@@ -252,12 +253,12 @@ class EndpointProvider(Plugin):
 
     @abstractmethod
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Give all traffic to the one deployment of `state` that has any.
+        """Give all traffic to the only deployment of `state` that has traffic.
 
         If the endpoint has that deployment, this is one call that only changes weights; a later
-        `apply` cleans up. Deployments without traffic are neither loaded nor started, and other
-        deployments of the endpoint stay. An endpoint that does not run, or does not answer, is
-        started with this state only.
+        `apply` cleans up. Deployments without traffic are neither loaded nor started. Other
+        deployments of the endpoint are not removed. An endpoint that does not run, or does not
+        answer, is started with this state only.
 
         The generation of `state` is the generation of the request. If the endpoint has reached the
         state since the request, the provider can leave it unchanged.
@@ -270,7 +271,7 @@ class EndpointProvider(Plugin):
         """
 
     def confirm_rollout(self, config: EndpointConfig) -> None:
-        """Let a candidate keep its traffic.
+        """Confirm that a candidate keeps its traffic.
 
         A reconciliation calls this after it has checked the rollout and decided to continue.
 
@@ -318,9 +319,9 @@ class EndpointProvider(Plugin):
         return ()
 
     def forget_server(self, config: EndpointConfig, name: str) -> None:
-        """No longer wait for a server that `list_servers` returned.
+        """Stop waiting for a server that `list_servers` returned.
 
-        A server that reports again is waited for again.
+        If the server reports again, rollbacks wait for it again.
         """
 
     @abstractmethod
@@ -340,11 +341,11 @@ class EndpointProvider(Plugin):
         return ()
 
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
-        """Delete an orphaned resource. No error if it is gone.
+        """Delete an orphaned resource. Deleting a missing resource is no error.
 
         Raises:
-            ConflictError: it is in use again.
-            ServiceUnavailableError: it could not be removed.
+            ConflictError: the resource is in use again.
+            ServiceUnavailableError: the resource could not be removed.
         """
 
     @abstractmethod
@@ -358,7 +359,7 @@ class EndpointProvider(Plugin):
         """
 
     def is_unsupervised(self, config: EndpointConfig) -> bool:
-        """Return whether clients get answers although `observe` sees nothing.
+        """Return whether clients get answers although `observe` returns None.
 
         The answers are from the last published state. Applying a state restores what is missing.
         """
@@ -375,7 +376,7 @@ class EndpointProvider(Plugin):
         """Return diagnoses of packages, credentials, permissions and quotas.
 
         Args:
-            endpoints: settings by endpoint; what every endpoint needs is diagnosed without any.
+            endpoints: settings by endpoint; if empty, only common requirements are diagnosed.
         """
         return ()
 
@@ -421,8 +422,8 @@ class MetricsSource(Plugin):
     ) -> tuple[Sequence[float], Sequence[int]] | None:
         """Return a deployment's latency histogram; None if the source has none.
 
-        The histogram consists of ascending upper bounds in seconds, and of one count more than
-        bounds. It covers the period for which the source has data, at most the last day.
+        The histogram has ascending upper bounds in seconds, and one more count than bounds. It
+        covers the period for which the source has data, at most the last day.
 
         Raises:
             ServiceUnavailableError: the source does not answer.
@@ -463,7 +464,7 @@ class ModelFiles(Protocol):
         """
 
     def forget(self, manifest: Digest) -> None:
-        """Remove a folder; no error if it does not exist."""
+        """Remove a folder. Removing a missing folder is no error."""
 
 
 class Notifier(Plugin):

@@ -33,21 +33,21 @@ from onnx_ops.ports.runtime import Runtime
 from onnx_ops.ports.store import Signer, StageJournal, Store, Verifier
 
 Work = Callable[[], Manifest]
-"""Computes a stage's result; raises OnnxOpsError when it cannot."""
+"""Function that computes a stage's result, or raises OnnxOpsError."""
 
 
 class Clock(Protocol):
-    """The time."""
+    """A source of time."""
 
     def now(self) -> float:
-        """Seconds since the epoch."""
+        """Return the seconds since the epoch."""
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start, for durations."""
+        """Return the seconds since an arbitrary start, to measure durations."""
 
 
 class Executor(Protocol):
-    """Runs the work of a stage.
+    """An executor of the work of stages.
 
     The work runs in this process, in a separate process, or as a task of an orchestrator.
     """
@@ -74,7 +74,7 @@ class Executor(Protocol):
 
 
 class Observer:
-    """Watches a run. The base class ignores every event."""
+    """An observer of a run. The base class ignores every event."""
 
     def planned(self, plan: Plan) -> None:
         """Report the plan."""
@@ -106,8 +106,8 @@ class PlacedStage:
         title: Its name in the pipeline.
         pipeline: The name of the pipeline.
         key: Identifies its result; stages with one key are executed once.
-        parameters: What `app.placed_stage.answer` takes: small values, since the store has the
-            rest.
+        parameters: Parameters of `app.placed_stage.answer`. They are small; large values are in the
+            store.
         timeout: Seconds from the start of the work; None for no limit.
     """
 
@@ -189,7 +189,7 @@ class PoolStatus:
     def list_takers(self, kind: str) -> tuple[WorkerStatus, ...]:
         """Return the workers that run a kind of stage.
 
-        A worker without a description is taken to run all kinds.
+        A worker without a description is assumed to run all kinds.
         """
         return tuple(worker for worker in self.workers if not worker.kinds or kind in worker.kinds)
 
@@ -209,12 +209,13 @@ class Pools(Plugin):
 
         Args:
             stage: what to execute.
-            is_done: returns whether its result is in the store, so that it need not be executed.
+            is_done: returns whether the stage's result is in the store; the stage is then not
+                executed.
 
         Raises:
             UserError: there is no such pool, or it does not execute this kind of stage.
             ServiceUnavailableError: the orchestrator or the pool's workers do not answer.
-            MeasurementError: workers died, or it took longer than its time-out.
+            MeasurementError: workers died, or the stage took longer than its time-out.
         """
 
     @abstractmethod
@@ -223,7 +224,7 @@ class Pools(Plugin):
 
     @abstractmethod
     def work(self, pool: str, kinds: Sequence[StageKind], *, limit: int) -> None:
-        """Execute stages that wait in a pool on this machine, until a signal ends it.
+        """Execute stages of a pool on this machine, until a signal ends the process.
 
         At most `limit` stages run concurrently. Missing parts of the pool are created.
 
@@ -263,10 +264,10 @@ class Context:
     """The ports of one project. Adapters are created on first use.
 
     `root` is the project's folder, the base of user code and relative paths. `signer` returns None
-    where decisions are not signed. `exporter` and `optimizer` run in the given environment, else in
-    their default one or in this process. `notifiers` are by name. `conditions` describes the state
-    of the machine (load, governor, limits). `journal` returns the journal of the stage with a key.
-    `report_progress` receives the progress of a long stage.
+    where decisions are not signed. `exporter` and `optimizer` run in the given environment,
+    otherwise in their default environment or in this process. `notifiers` are by name. `conditions`
+    describes the state of the machine (load, governor, limits). `journal` returns the journal of
+    the stage with a key. `report_progress` receives the progress of a long stage.
     """
 
     root: Path
@@ -298,5 +299,5 @@ class Context:
 
     @property
     def ledger(self) -> Ledger:
-        """Histories of the endpoints."""
+        """The ledgers of the endpoints."""
         return self.open_ledger()

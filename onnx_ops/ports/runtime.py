@@ -16,11 +16,11 @@ from onnx_ops.ports.plugin import Plugin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedBenchmarkSchedule:
-    """How models are timed alternately.
+    """The schedule of a benchmark that times models alternately.
 
-    Each of `rounds` builds a fresh session of every model, in random order, warms it up with
-    `warmup` runs, and times `blocks` rounds in which every model has a block of `runs` runs, in
-    random order within each round.
+    There are `rounds` rounds. Each round builds a fresh session of every model, in random order,
+    and warms the session up with `warmup` runs. Then `blocks` times,
+    every model gets one block of `runs` timed runs, with the models in random order.
     """
 
     rounds: int
@@ -60,11 +60,11 @@ class RunSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSchedule:
-    """How models are put under load.
+    """The schedule of a benchmark under load.
 
-    Each of `rounds` builds a fresh session of every model, in random order. Each session answers
-    `windows` windows of `requests` requests that `concurrency` threads send without pause, the
-    models in random order within each round. An untimed window comes first on each session.
+    Each of `rounds` rounds builds a fresh session of every model, in random order. Each session
+    answers `windows` windows of `requests` requests that `concurrency` threads send without pause,
+    the models in random order within each round. An untimed window comes first on each session.
     """
 
     concurrency: int
@@ -88,9 +88,9 @@ class LoadSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSchedule:
-    """How models are started in fresh processes.
+    """The schedule of starts of models in fresh processes.
 
-    Each of `rounds` starts one process for each model, in random order. Each process answers
+    Each of `rounds` rounds starts one process for each model, in random order. Each process answers
     `requests` requests.
     """
 
@@ -115,10 +115,10 @@ class StartSamples:
 
 
 class Runtime(Plugin):
-    """Runs ONNX files on one kind of target.
+    """A runtime that runs ONNX files on one kind of target.
 
-    A runtime in another process raises StageError from every method if that process ended or did
-    not answer in time, which is not a failure of the model.
+    Every method of a runtime in another process raises StageError if that process ended or did not
+    answer in time. This is not a failure of the model.
     """
 
     @abstractmethod
@@ -172,7 +172,7 @@ class Runtime(Plugin):
     def starts(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule
     ) -> StartSamples:
-        """Load models in fresh processes, alternating, and have each answer requests.
+        """Load models alternately in fresh processes, and time requests to each process.
 
         Raises:
             MeasurementError: a process crashed, or could not run its model.
@@ -206,5 +206,5 @@ class Runtime(Plugin):
         return self
 
     def diagnose(self) -> Iterable[Diagnosis]:
-        """Return diagnoses of the runtime's requirements on this machine. Changes nothing."""
+        """Return diagnoses of the runtime's requirements on this machine."""
         return ()

@@ -12,7 +12,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
 class Store(Protocol):
     """Content by digest, and stage results by key.
 
-    A store is safe for several concurrent processes, even if any is killed.
+    A store is safe for several concurrent processes, even if a process is killed.
     """
 
     def put_bytes(self, data: bytes) -> Digest:
@@ -54,11 +54,11 @@ class Store(Protocol):
 
 
 class Signer(Protocol):
-    """Signs bytes. The key never leaves the signer."""
+    """A signer of bytes. The key never leaves the signer."""
 
     @property
     def is_local(self) -> bool:
-        """Whether it signs without a request to a service."""
+        """Whether the signer needs no request to a service."""
 
     @property
     def key(self) -> Digest:
@@ -72,7 +72,7 @@ class Signer(Protocol):
 
 
 class Verifier(Protocol):
-    """Verifies signatures against the trusted public keys."""
+    """A verifier of signatures, with the trusted public keys."""
 
     def verify(self, data: bytes, signature: str, key: Digest) -> None:
         """Verify a signature.

@@ -2,7 +2,12 @@
 
 The operations are promotion, reconciliation, rollback, watching, notification and pruning.
 
-The state machine: `domain.rollout` (values, next action), `domain.rollout_policy` (steps),
-`domain.ledger` (entries, fold), `journal` (reading and appending entries), `effects` (intent,
-effect, outcome), `reconcile` (one step at a time).
+The state machine consists of these modules:
+
+- `domain.rollout` defines its values, and computes the next action.
+- `domain.rollout_policy` defines the steps of a rollout.
+- `domain.ledger` defines the entries, and folds them into a state.
+- `journal` reads and appends entries.
+- `effects` records the intent, performs the action, and records the outcome.
+- `reconcile` takes one step at a time.
 """

@@ -1,6 +1,6 @@
-"""Decide which keys' signatures are valid in ledgers, and which state applies.
+"""Change the keys whose signatures ledgers accept, and the state that applies.
 
-This is needed after a ledger was damaged, or after a key was stolen.
+Both can be necessary after a ledger was damaged, or after a key was stolen.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from onnx_ops.release.journal import Journal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adoption:
-    """A state of a ledger that is to apply from now on.
+    """An earlier state of a ledger that can be set as its current state.
 
-    It is the state after entry `state.head`. Later entries, up to entry `count`, have no effect any
-    more. Some of these later entries may be known only to this machine or to the endpoint. `damage`
-    is the reason why the later entries cannot be read; it is empty if they can be read.
+    The state includes the entries up to `state.head`. Later entries, up to entry `count`, will have
+    no effect. Some of the later entries can be known only to this machine or to the endpoint.
+    `damage` is the reason why the later entries cannot be read; it is empty if they can be read.
     """
 
     state: ReleaseState
@@ -39,7 +39,7 @@ class Adoption:
 
 
 def list_ledgers(context: Context) -> tuple[str, ...]:
-    """Return the endpoints that have a ledger with signatures."""
+    """Return the endpoints that have a ledger."""
     return tuple(name for name in context.ledger.endpoints() if "@" not in name)
 
 
@@ -63,13 +63,14 @@ def admit_key(
 
     Args:
         keys: public keys in base64 of DER, by digest.
-        by: change only the ledgers that accept this key.
+        by: accepted key of the ledgers that are changed; by default, all ledgers are changed.
 
     Returns:
         The endpoints of the ledgers that changed.
 
     Raises:
-        OnnxOpsError: the error of the first ledger that could not be changed, once all were tried.
+        OnnxOpsError: a ledger could not be changed. The other ledgers are changed before the first
+            error is raised.
     """
 
     def admit(name: str) -> bool:
@@ -140,7 +141,7 @@ def withdraw_key(
 def _require_counting(context: Context, state: ReleaseState) -> None:
     """Raise MissingKeyError if a ledger does not accept this machine's signature.
 
-    Other machines would refuse an entry with such a signature.
+    Other machines would refuse an entry with that signature.
     """
     signer = context.signer()
     if state.keys and (signer is None or signer.key not in state.keys):
@@ -159,9 +160,8 @@ def find_adoption(
     """Return the state of a ledger before its damage, or after an earlier entry.
 
     Args:
-        last: sequence of the last entry that is to stay in effect; by default, the last entry that
-            can be read.
-        signed: whether signatures are required. If False, the caller vouches for the storage.
+        last: sequence of the last entry that stays in effect; by default, the last readable entry.
+        signed: whether signatures are required. False is safe only if the storage is trusted.
 
     Raises:
         NotFoundError: there is no such ledger.
@@ -180,7 +180,7 @@ def find_adoption(
     state = fold(endpoint, wanted)
     if last is not None and state.head != last:
         readable = entries[-1].sequence if entries else 0
-        remedy = f"Entries 1 to {readable} can." if readable else "No entry can."
+        remedy = f"Readable entries: 1 to {readable}." if readable else "No entry is readable."
         raise UserError(
             f"entry {last} cannot be read", where=f"ledger {endpoint}", why=damage, remedy=remedy
         )
@@ -190,7 +190,7 @@ def find_adoption(
 
 
 def _observe_generation(context: Context, state: ReleaseState) -> int:
-    """Return the last entry that the endpoint has carried out; 0 if it is unknown."""
+    """Return the sequence of the last entry that the endpoint applied; 0 if unknown."""
     if state.config is None:
         return 0
     with suppress(OnnxOpsError):
@@ -209,20 +209,20 @@ def adopt(
 ) -> int:
     """Set a ledger's state with one signed entry; return the entry's sequence.
 
-    The valid keys become the release keys of this machine: keys of an older state may have been
-    retired since.
+    The accepted keys become the release keys of this machine, because keys of the older state can
+    have been retired since then.
 
     Args:
-        without: a key whose signatures are no longer valid.
+        without: a key whose signatures the ledger no longer accepts.
 
     Raises:
         MissingKeyError: no trusted key on this machine can sign the entry.
-        RefusedError: no valid key would be left.
+        RefusedError: no accepted key would remain.
         LedgerConflictError: another process appended an entry meanwhile.
     """
     state = adoption.state
-    # The registry gets the tags of rollbacks again, and the entries from here on. Its tags of
-    # rollbacks that are among the lost entries stay.
+    # The registry sync writes the tags of the adopted state's rollbacks again, and continues after
+    # this entry. Tags of rollbacks in the lost entries remain in the registry.
     marked = frozenset(
         version for version, d in state.known.items() if state.find_rejection(d) is not None
     )
@@ -243,17 +243,17 @@ def adopt(
 
 
 def _remove_key(keys: Mapping[Digest, str], key: Digest | None, endpoint: str) -> dict[Digest, str]:
-    """Return the keys without one of them.
+    """Return the keys without `key`.
 
     Raises:
-        RefusedError: no key is left.
+        RefusedError: no key would remain.
     """
     left = {digest: public for digest, public in keys.items() if digest != key}
     if keys and not left:
         raise RefusedError(
-            "this ledger accepts no other key",
+            "the ledger does not accept any other key",
             where=f"ledger {endpoint}",
-            remedy="Replace the key first (`onnx-ops keys rotate`), or admit another one "
+            remedy="Replace the key first (`onnx-ops keys rotate`), or admit another key "
             "(`onnx-ops keys admit`).",
         )
     return left

@@ -29,9 +29,9 @@ from onnx_ops.statistics.judge import judge
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReevaluatedDecision:
-    """A target's decision, evaluated again.
+    """A re-evaluated decision about one target.
 
-    `reproduced` is whether all verdicts equal the signed ones.
+    `reproduced` is true if all verdicts equal the signed verdicts.
     """
 
     target: str
@@ -54,11 +54,11 @@ class Dependent:
 def reevaluate(
     context: Context, model: str, version: str, target: str | None = None
 ) -> tuple[ReevaluatedDecision, ...]:
-    """Re-evaluate the decisions of a version, for one target or for all.
+    """Re-evaluate the decisions of a version, for one target or for all targets.
 
     Raises:
-        NotFoundError: no such version, or no decision for the target.
-        DigestMismatchError: the stored evidence differs from the signed one.
+        NotFoundError: the version does not exist, or has no decision for the target.
+        DigestMismatchError: the stored evidence differs from the signed evidence.
     """
     record = context.registry().version(model, version)
     targets = [target] if target is not None else sorted(record.decisions)
@@ -66,9 +66,9 @@ def reevaluate(
     if missing or not targets:
         known = ", ".join(sorted(record.decisions)) or "none"
         raise NotFoundError(
-            f"no decision for target {missing[0] if missing else '(any)'}",
+            f"there is no decision for target {missing[0] if missing else '(any)'}",
             where=f"{model}/{version}",
-            remedy=f"Targets with one: {known}.",
+            remedy=f"Targets with a decision: {known}.",
         )
     reevaluated: list[ReevaluatedDecision] = []
     for name in targets:
@@ -105,8 +105,8 @@ def reevaluate_release(
         The re-evaluated decisions by variant.
 
     Raises:
-        NotFoundError: no such version, or no decision for any variant.
-        DigestMismatchError: the stored evidence differs from the signed one.
+        NotFoundError: the version does not exist, or no variant has a decision.
+        DigestMismatchError: the stored evidence differs from the signed evidence.
     """
     registry = context.registry()
     release = registry.version(model, version).release
@@ -134,13 +134,13 @@ def load_decision_basis(
         NotFoundError: there is no decision for the target.
         InvalidSignatureError: no trusted key has signed the decision.
         DigestMismatchError: the decision is about other files, or the stored evidence differs from
-            the signed one.
+            the signed evidence.
     """
     where = f"{record.model}/{record.version}"
     signed = record.decisions.get(target)
     if signed is None:
-        remedy = "It serves by an override, without measurements; run its pipeline for this target."
-        raise NotFoundError(f"no decision for target {target}", where=where, remedy=remedy)
+        remedy = "An override permits it, without measurements. Run its pipeline for this target."
+        raise NotFoundError(f"there is no decision for target {target}", where=where, remedy=remedy)
     verify_envelope(signed.envelope, DecisionRecord, context.verifier(), where=where)
     if signed.record.manifest != record.manifest:
         remedy = "Promote a version whose decision names its files."
@@ -151,7 +151,8 @@ def load_decision_basis(
 def list_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
     """Return the versions that depend on a signing key, of all models.
 
-    These are the versions under guarded aliases whose decision or override this key signed.
+    A version depends on the key if a guarded alias points to it and the key signed its decision or
+    override.
 
     Raises:
         ServiceUnavailableError: the registry does not answer.
@@ -171,7 +172,7 @@ def list_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
                     registry.version(model, aliases[name]), target, key, verifier
                 ):
                     dependents.append(Dependent(model=model, version=aliases[name], alias=name))
-            except NotFoundError:  # not registered by onnx-ops: there is no decision to lose
+            except NotFoundError:  # a version that onnx-ops did not register has no decision
                 continue
     return tuple(dependents)
 
@@ -189,7 +190,7 @@ def _load_documents(
 def _load_document(context: Context, record: VersionRecord, name: str, digest: Digest) -> bytes:
     """Return a version's document from the local store, or else from the registry.
 
-    The digest of the document is compared with the signed one.
+    The digest of the document must equal the signed digest.
     """
     try:
         return context.store.read(digest)
@@ -197,8 +198,8 @@ def _load_document(context: Context, record: VersionRecord, name: str, digest: D
         data = context.registry().document(record, name)
     if digest_bytes(data) != digest:
         raise DigestMismatchError(
-            f"{name} differs from the signed one",
+            f"{name} differs from the signed document",
             where=f"{record.model}/{record.version}",
-            remedy="The evidence was changed after the decision; run the pipeline again.",
+            remedy="Run the pipeline again, since the evidence was changed after the decision.",
         )
     return data

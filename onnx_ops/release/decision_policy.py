@@ -1,7 +1,7 @@
-"""Which versions a signed decision or override allows to serve.
+"""Determine whether a signed decision or override allows a version to serve.
 
-Pure functions without store or registry: the reconciler and the policy in the MLflow server apply
-the same rules.
+The functions are pure, without store or registry, so that the reconciler and the MLflow server
+apply the same rules.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from onnx_ops.ports import Verifier
 
 _ROLLED_BACK = "onnxops.rolled-back."
 
-REJECTED_REMEDY = "Make a new release, or promote it with --override and a reason."
+REJECTED_REMEDY = "Make a new release, or promote the version with --override and a reason."
 
 
 def require_passing_decision(
@@ -38,26 +38,26 @@ def require_passing_decision(
     """Return the decision that allows the version to serve the target.
 
     Args:
-        others: decisions from elsewhere, such as another version with the same content. They are
-            considered too if they are validly signed and about exactly this content and target. The
-            decision with the highest sequence applies; among several with this sequence, the one
-            with the worst verdict. The version itself must also have a valid decision.
+        others: decisions of other versions with the same content. They are also considered if they
+            are validly signed and about exactly this content and target. The decision with the
+            highest sequence applies; if several have this sequence, the worst verdict applies. The
+            version itself must also have a valid decision.
 
     Raises:
-        RefusedError: there is no decision, or its verdict is not a pass.
+        RefusedError: there is no decision, or its verdict is not PASS.
         InvalidSignatureError: the version's decision is forged, signed by a key that is not
-            trusted, or about something else.
+            trusted, or about another model, version or target.
     """
     where, own = f"{record.model}/{record.version}", record.decisions.get(target)
     if own is None:
         raise RefusedError(
-            f"no signed decision for target {target}",
+            f"there is no signed decision for target {target}",
             where=where,
             why=f"it has decisions for {', '.join(sorted(record.decisions))}"
             if record.decisions
             else "",
             remedy="Run its pipeline with this target in `benchmark.targets`, "
-            "where decisions are signed.",
+            "on a machine that signs decisions.",
         )
     about = verify_envelope(own.envelope, DecisionRecord, verifier, where=where)
     if not is_about(about, record, target):
@@ -66,7 +66,7 @@ def require_passing_decision(
             where=where,
             why=f"it names {about.model}, {about.variant}, {short_digest(about.manifest)}, "
             f"{about.target}",
-            remedy="A tag was copied from another version; run the pipeline again.",
+            remedy="The tag was copied from another version. Run the pipeline again.",
         )
     own = Attested(record=about, envelope=own.envelope)
     valid = [own, *(other for other in others if is_valid_for(other, record, target, verifier))]
@@ -99,8 +99,8 @@ def is_valid_for(
 def read_override(record: VersionRecord, target: str, verifier: Verifier) -> SignedOverride | None:
     """Return the override in the version's tags for a target, or None.
 
-    An override needs two tags: the reason, which a user can delete, and the record that was signed
-    for that reason and exactly this version.
+    An override consists of two tags: the reason, which a user can delete, and the signed record.
+    The record must have the same reason, and be about exactly this version.
     """
     text = record.tags.get(override_record_tag(target), "")
     try:
@@ -136,9 +136,9 @@ def find_rejection_reason(
 ) -> str | None:
     """Return why an endpoint rejects a version that it rolled back, or None.
 
-    The result is None if the endpoint does not reject the version, or if an override allows it. A
-    rollback that the registry's tag records rejects the version even if the ledger no longer holds
-    it, unless an override was signed later.
+    The result is None if the endpoint does not reject the version, or if an override allows it. If
+    a tag in the registry records a rollback, the endpoint rejects the version unless an override
+    was signed later. This also applies if the ledger no longer has the rollback.
     """
     override = find_recorded_override(state, what, target, verifier)
     why = state.find_rejection(what) if override is None else None
@@ -151,9 +151,9 @@ def find_rejection_reason(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRollback:
-    """The rollback of a version that its tag records.
+    """The rollback of a version, as a tag of the version records it.
 
-    The tag records when the rollback was published, and why the version was rolled back.
+    `at` is when the rollback was published, and `why` is its reason.
     """
 
     at: datetime
@@ -185,7 +185,7 @@ def is_later(override: SignedOverride, rollback: PublishedRollback) -> bool:
     """Return whether an override was signed after the rollback was published."""
     try:
         return datetime.fromisoformat(override.record.at) >= rollback.at
-    except (ValueError, TypeError):  # not a time, or a time without a zone
+    except (ValueError, TypeError):  # the text is not a time, or has no time zone
         return False
 
 
@@ -201,12 +201,12 @@ def build_override(
     """Return the override record to sign for a version.
 
     Operator libraries and execution are taken from a signed decision about these files, regardless
-    of its verdict. Without such a decision, the files are served without operator libraries, on one
-    CPU thread. The record's time is never before a published rollback of the version, even if the
-    clock is wrong: the user has seen that rollback.
+    of its verdict. Without a decision, the files are served without operator libraries, on one CPU
+    thread. The time of the record is never before a published rollback of the version, because the
+    user knows of the rollback. The clock of this machine can be wrong.
 
     Args:
-        verifier: verifies the decision; None if no decision can be verified.
+        verifier: verifier of the decision; None if no decision can be verified.
         now: seconds since the epoch.
     """
     signed = record.decisions.get(target)

@@ -1,8 +1,8 @@
 """Apply actions to endpoints, with an intent before and an outcome after.
 
-An open intent is the lease of the endpoint. The lease is renewed while the effect is in progress,
-since a cloud update can take twenty minutes. A killed process no longer renews it, and another
-process takes over when the lease expires.
+An open intent is the lease of the endpoint. The process renews the lease while the effect is in
+progress, since a cloud update can take twenty minutes. If the process is killed, the lease expires,
+and another process continues.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from onnx_ops.release.journal import Journal
 LEASE_S = 120.0
 """Time for which an intent excludes other processes, in seconds.
 
-A holder that is known to be dead loses the lease immediately.
+The lease ends immediately if its process is known to be dead.
 """
 LEASE_CHECK_INTERVAL_S = 1.0
-"""Interval at which the lease thread checks the time, in seconds of this machine."""
+"""Interval at which the lease thread checks the time, in seconds."""
 
 Effect: TypeAlias = Callable[[int], None]
 
@@ -49,20 +49,19 @@ def perform_action(
 ) -> None:
     """Record the intent, apply the action to the endpoint, and record the outcome.
 
-    The lease is renewed meanwhile. An effect may have taken place although it failed, because an
-    answer can be lost. After a failure, the endpoint is therefore observed: the action succeeded if
-    the endpoint shows its state. A rollback is complete only after the endpoint was observed in its
-    state.
+    The lease is renewed meanwhile. A failed request can have taken effect, because its response can
+    be lost. After a failure, the endpoint is therefore observed: the action succeeded if the
+    endpoint shows the state of the action. A rollback is complete only after this observation.
 
     Args:
-        effect: performs the action, given the intent's sequence; by default applies the action's
-            state.
+        effect: function that performs the action, given the intent's sequence. By default, the
+            provider applies the state of the action.
         selected: the alias that the action follows.
 
     Raises:
         LedgerConflictError: another process acted meanwhile, and its entry takes precedence.
-        RefusedError: the action deploys something that is not approved; nothing was done.
-        OnnxOpsError: the effect failed; the outcome records it, and the roles stay as they were.
+        RefusedError: the action deploys a version that is not approved; nothing was changed.
+        OnnxOpsError: the effect failed; the outcome records it, and the roles are unchanged.
     """
     config = journal.config
     if effect is None:
@@ -94,7 +93,7 @@ def perform_action(
             missing := _find_missing(journal, config, action, failure)
         ):
             failure = failure or ServiceUnavailableError(
-                "the rollback was not observed at the endpoint yet",
+                "the endpoint does not show the rollback yet",
                 where=config.endpoint,
                 why=missing,
             )
@@ -106,10 +105,10 @@ def perform_action(
 def renew_lease(journal: Journal, sequence: int) -> bool:
     """Extend the lease of intent `sequence`.
 
-    Return False if that intent is no longer open.
+    Return False if the intent is no longer open.
 
     Raises:
-        LedgerConflictError: another writer appended just now; call again.
+        LedgerConflictError: another writer appended an entry meanwhile; call again.
     """
     current = Journal.open(journal.context, journal.state.endpoint, actor=journal.actor)
     if current.state.open_intent is None or current.state.generation != sequence:
@@ -119,10 +118,10 @@ def renew_lease(journal: Journal, sequence: int) -> bool:
 
 
 def locate_files(context: Context, state: EndpointState, generation: int) -> EndpointState:
-    """Return a ledger's state with file locations and a generation, for a provider.
+    """Return an endpoint's state with file locations and a generation, for a provider.
 
-    Locations in the ledger are not used: an attacker who can write the ledger could name any
-    folder.
+    Locations in the ledger are not used, because an attacker with write access to the ledger could
+    name any folder.
     """
     place = context.files.place
     deployments = tuple(replace(d, location=place(d.manifest)) for d in state.deployments)
@@ -130,19 +129,19 @@ def locate_files(context: Context, state: EndpointState, generation: int) -> End
 
 
 def _require_approved(journal: Journal, action: Action) -> None:
-    """Require that a trusted key has signed what the action deploys.
+    """Raise RefusedError unless a trusted key approved every version of the action.
 
-    The signature must be for this model and target.
+    The approval must be for this model and target.
     """
     state, config, verifier = journal.state, journal.config, journal.context.verifier()
     for deployment in action.state.deployments:
         about = verify_authority(deployment, verifier)
         if (about.model, about.target) != (config.model, config.target):
             raise RefusedError(
-                f"it was approved for {about.model} on {about.target}",
+                f"the deployment was approved for {about.model} on {about.target}",
                 where=f"{config.endpoint}, which serves {config.model} on {config.target}",
                 why=f"the ledger names {deployment.name}",
-                remedy="The ledger was altered; restore it from a backup.",
+                remedy="The ledger was altered. Restore the ledger from a backup.",
             )
     for role in (action.roles.stable, action.roles.candidate):
         if (
@@ -151,12 +150,15 @@ def _require_approved(journal: Journal, action: Action) -> None:
         ):
             where = config.endpoint
             raise RefusedError(
-                f"{role.name} was rolled back here", where=where, why=why, remedy=REJECTED_REMEDY
+                f"{role.name} was rolled back on this endpoint",
+                where=where,
+                why=why,
+                remedy=REJECTED_REMEDY,
             )
 
 
 def _list_limits(journal: Journal, action: Action) -> Mapping[str, tuple[float, ...]]:
-    """Return the latencies above which requests of a rollout's versions are counted."""
+    """Return the latencies in s above which requests are counted, by version."""
     stable, candidate, fixed = action.roles.stable, action.roles.candidate, journal.state.thresholds
     if stable is None or candidate is None or not journal.state.policy.is_analyzed:
         return {}
@@ -171,7 +173,7 @@ def _find_missing(
 ) -> str:
     """Return why the endpoint does not show the action's state; empty if it does.
 
-    After a conflict, the endpoint is not observed: another process may have set that state.
+    After a conflict, the endpoint is not observed, because another process can have set this state.
     """
     if isinstance(failure, ConflictError):
         return str(failure)
@@ -206,7 +208,7 @@ def _conclude(journal: Journal, outcome: ActionOutcome) -> None:
 def _renewing_lease(journal: Journal, sequence: int) -> Iterator[None]:
     """Renew the lease in a thread until the block ends.
 
-    The lease is renewed whenever half of its duration has passed.
+    The thread renews the lease each time half of its duration has passed.
     """
     ended, clock = threading.Event(), journal.context.clock
 
@@ -219,7 +221,7 @@ def _renewing_lease(journal: Journal, sequence: int) -> Iterator[None]:
             try:
                 if not renew_lease(journal, sequence):
                     return
-            except OnnxOpsError:  # the next check renews it
+            except OnnxOpsError:  # the next check tries again
                 continue
             due = now + LEASE_S / 2
 

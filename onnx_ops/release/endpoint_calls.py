@@ -1,4 +1,4 @@
-"""Calls for several endpoints, in turn or concurrently, and pauses after failures."""
+"""Call functions for several endpoints, and pause after failures."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import TypeVar
 from onnx_ops.errors import OnnxOpsError
 
 COMMAND_TIMEOUT_S = 4.0
-"""Time that a command waits for endpoints, in seconds.
+"""Time limit of a command for the responses of endpoints, in seconds.
 
-An operator needs an answer within 10 s, including the start of Python.
+A command must end within 10 s, including the start of Python.
 """
 MAX_PAUSE_S = 60.0
-"""Longest pause between two attempts, in seconds."""
+"""Maximum pause between two attempts, in seconds."""
 
 _Result = TypeVar("_Result")
 
 
 class Backoff:
-    """Pauses of a failing operation, counted in skipped passes.
+    """Pauses between the attempts of a failing operation, counted in skipped passes.
 
-    After one failure, no pass is skipped; after further successive failures, 1, 3, 7 … passes. A
-    pause lasts at most `MAX_PAUSE_S`.
+    After the first failure, no pass is skipped. After further successive failures, 1, 3, 7 … passes
+    are skipped. A pause lasts at most `MAX_PAUSE_S`.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -33,7 +33,7 @@ class Backoff:
         self._skip = 0
 
     def is_due(self) -> bool:
-        """Return whether to try in this pass. Call it once per pass."""
+        """Return whether to try in this pass; must be called once per pass."""
         if self._skip:
             self._skip -= 1
             return False
@@ -50,7 +50,7 @@ def call_each(
 ) -> tuple[dict[str, _Result], dict[str, OnnxOpsError]]:
     """Call a function with each name, and return results and errors by name.
 
-    A failure does not prevent the other calls.
+    If a call fails, the other calls are still made.
     """
     results: dict[str, _Result] = {}
     errors: dict[str, OnnxOpsError] = {}
@@ -69,8 +69,8 @@ def run_concurrently(
 ) -> dict[str, _Result | OnnxOpsError]:
     """Run each call in a separate thread; return its result or error by name.
 
-    A call that exceeds the time limit continues until this process ends; `on_timeout` returns the
-    error to report for it.
+    A call that exceeds the time limit continues in its thread, and `on_timeout` returns the error
+    that is reported for the call.
 
     Raises:
         BaseException: a call raised an exception other than `OnnxOpsError`.
@@ -80,7 +80,7 @@ def run_concurrently(
     def run(name: str, call: Callable[[], _Result]) -> None:
         try:
             results[name] = call()
-        except BaseException as error:  # raised again in the caller's thread
+        except BaseException as error:  # it is raised again in the caller's thread
             results[name] = error
 
     threads = [

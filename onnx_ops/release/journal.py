@@ -1,4 +1,4 @@
-"""Read and write the ledgers of endpoints; try again if another writer was first."""
+"""Read and write the ledgers of endpoints, and retry if another writer was first."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from onnx_ops.errors import ConflictError, CorruptStateError, LedgerConflictErro
 from onnx_ops.ports import Context
 
 MAX_CONFLICT_ATTEMPTS = 10
-"""Attempts to append an entry while other writers are first.
+"""Maximum number of attempts to append an entry while other writers are first.
 
-Each failed attempt means that another writer made progress.
+Each failed attempt means that another writer appended an entry.
 """
 _Result = TypeVar("_Result")
 
@@ -45,7 +45,7 @@ class Journal:
 
     @classmethod
     def open(cls, context: Context, endpoint: str, *, actor: str = "") -> Journal:
-        """Read the ledger of an endpoint. Raises CorruptStateError if it is damaged."""
+        """Read the ledger of an endpoint; raise CorruptStateError if it is damaged."""
         return cls(context, context.ledger.state(endpoint), actor or context.host.actor())
 
     @classmethod
@@ -65,7 +65,11 @@ class Journal:
 
     @property
     def config(self) -> EndpointConfig:
-        """The endpoint's config. Raises NotFoundError if no pipeline has bound it."""
+        """The endpoint's config.
+
+        Raises:
+            NotFoundError: no pipeline has bound the endpoint.
+        """
         if self.state.config is None:
             known = ", ".join(list_bound_endpoints(self.context)) or "none"
             raise NotFoundError(
@@ -83,13 +87,13 @@ class Journal:
                 f"{intent.holder} is changing this endpoint",
                 where=self.state.endpoint,
                 why=intent.action.why,
-                remedy="Try again when it has finished.",
+                remedy="Try again when the change has finished.",
             )
 
     def active_intent(self) -> Intent | None:
-        """Return the open intent while it is a lease, or None.
+        """Return the open intent if it still reserves the endpoint, or None.
 
-        The result is None if no intent is open, the lease has expired, or its holder is dead.
+        The result is None if no intent is open, the lease has expired, or its process is dead.
         """
         intent = self.state.open_intent
         if (
@@ -101,7 +105,7 @@ class Journal:
         return intent
 
     def append(self, body: EntryBody, *, actor: str = "") -> int:
-        """Append an entry after the last known one, and return its sequence.
+        """Append an entry after the last known entry, and return its sequence.
 
         Raises:
             LedgerConflictError: another writer appended first; nothing was changed.
@@ -121,7 +125,7 @@ class Journal:
 def list_bound_endpoints(context: Context) -> tuple[str, ...]:
     """Return the endpoints that a pipeline has bound.
 
-    Endpoints with a damaged ledger are included, because they may be bound.
+    Endpoints with a damaged ledger are included, because they can be bound.
     """
     names = (name for name in context.ledger.endpoints() if "@" not in name)
     return tuple(
@@ -134,8 +138,8 @@ def list_bound_endpoints(context: Context) -> tuple[str, ...]:
 def read_readable_state(context: Context, endpoint: str) -> ReleaseState:
     """Return the state from the readable part of the ledger.
 
-    If the ledger is damaged, use only the binding of the endpoint from this state: later entries
-    are missing.
+    If the ledger is damaged, the state lacks later entries. Then use only the binding of the
+    endpoint from this state.
     """
     try:
         return context.ledger.state(endpoint)
@@ -144,7 +148,7 @@ def read_readable_state(context: Context, endpoint: str) -> ReleaseState:
 
 
 def find_corruption(context: Context, endpoint: str) -> CorruptStateError | None:
-    """Return why the endpoint's state cannot be read, or None."""
+    """Return the error of reading the endpoint's state, or None if it is readable."""
     try:
         context.ledger.state(endpoint)
     except CorruptStateError as error:
@@ -165,7 +169,7 @@ def list_sibling_states(context: Context, model: str, target: str) -> tuple[Rele
 
 
 def pin_aliases(context: Context, config: EndpointConfig, action: Action) -> Action:
-    """Return a rollback without alias writes if several endpoints share the aliases."""
+    """Return a rollback action, without aliases if several endpoints share them."""
     return (
         replace(action, aliases={})
         if len(list_sibling_states(context, config.model, config.target)) > 1
@@ -174,11 +178,11 @@ def pin_aliases(context: Context, config: EndpointConfig, action: Action) -> Act
 
 
 def format_stream_name(model: str, target: str) -> str:
-    """Return the name of the ledger of a model and target that no endpoint serves."""
+    """Return the name of the ledger for a model and target without an endpoint."""
     return f"{model}@{target}"
 
 
 def parse_stream_name(name: str) -> tuple[str, str] | None:
-    """Return the model and target in a ledger's name; None for an endpoint's ledger."""
+    """Return the model and target of a ledger, or None for an endpoint's ledger."""
     model, at, target = name.rpartition("@")
     return (model, target) if at else None

@@ -1,7 +1,7 @@
 """Send the pending notifications of the ledger.
 
-They include notifications that another process did not send. A notification is sent at least once,
-since it is recorded as sent only afterwards.
+Pending notifications include those that another process failed to send. Each notification is sent
+at least once, because it is recorded as sent only afterwards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 class DeliveryResult:
     """The notifications that one notifier sent about one endpoint.
 
-    `error` is the reason why the notifier sent no further notification; empty if nothing failed.
+    `error` is the reason why the notifier stopped; it is empty if all notifications were sent.
     """
 
     endpoint: str
@@ -46,12 +46,12 @@ def send_pending(
 ) -> tuple[DeliveryResult, ...]:
     """Send pending notifications about an endpoint through the accepted notifiers.
 
-    A notifier that is new to the endpoint gets notifications that are at most an hour old. A
-    notifier that fails continues at the same notification in the next call, and does not delay the
-    others.
+    A notifier that is new to the endpoint sends notifications that are at most an hour old. A
+    notifier that fails continues at the same notification in the next call. It does not delay the
+    other notifiers.
 
     Args:
-        accepts: returns whether to use the notifier of that name.
+        accepts: function that returns whether to use the notifier of a given name.
 
     Raises:
         CorruptStateError: the ledger is damaged.
@@ -66,13 +66,13 @@ def send_pending(
 def send_pending_each(context: Context, endpoints: Sequence[str]) -> tuple[DeliveryResult, ...]:
     """Call `send_pending` for several endpoints after traffic has moved.
 
-    Nothing is raised. Notifications that failed are sent later.
+    The function raises no exception. Notifications that were not sent remain pending.
     """
     results: list[DeliveryResult] = []
     for name in endpoints:
         try:
             results += send_pending(context, name)
-        except Exception as error:  # any exception of the ledger's storage or a notifier
+        except Exception as error:  # a failing ledger or notifier must not fail the traffic change
             results.append(DeliveryResult(endpoint=name, notifier="", error=str(error)))
     return tuple(results)
 
@@ -86,9 +86,9 @@ def send_test_message(context: Context) -> tuple[DeliveryResult, ...]:
 
 
 def send_now(context: Context, notification: Notification) -> tuple[DeliveryResult, ...]:
-    """Send a notification that is in no ledger through every notifier.
+    """Send a notification, which no ledger records, through every notifier.
 
-    It is sent once, without retries.
+    Each notifier tries once.
     """
     linked = _add_link(context, notification)
     return tuple(_send(linked, name, notifier) for name, notifier in context.notifiers().items())
@@ -98,7 +98,8 @@ class NotificationLoop:
     """Send pending notifications in repeated passes, without delaying traffic changes.
 
     Args:
-        on_result: receives the sent notifications, and each failure when it first occurs.
+        on_result: function that receives the sent notifications, and each error when it first
+            occurs.
     """
 
     def __init__(
@@ -117,12 +118,12 @@ class NotificationLoop:
         self._errors: dict[str, str] = {}
 
     def run(self, stopped: threading.Event) -> None:
-        """Run passes until stopped, then one more pass for the last changes."""
+        """Run passes until `stopped` is set, then one more pass for the last changes."""
         while True:
             is_last = stopped.is_set()
             try:
                 self.send_all()
-            except Exception:  # a bug here must not end the notifications of all endpoints
+            except Exception:  # a defect must not stop the notifications of all endpoints
                 _log.exception("notifications")
             if is_last:
                 return
@@ -131,7 +132,7 @@ class NotificationLoop:
     def send_all(self) -> None:
         """Run one pass over all endpoints.
 
-        A notifier that failed skips some passes, for at most a minute.
+        After a failure, a notifier is not used for some passes, at most for a minute.
         """
         ready = {name for name in self._context.notifiers() if self._backoffs[name].is_due()}
         failed: set[str] = set()
@@ -140,7 +141,8 @@ class NotificationLoop:
                 results = send_pending(
                     self._context, endpoint, accepts=(ready - failed).__contains__
                 )
-            except CorruptStateError as error:  # a damaged ledger must not stop the others
+            # A damaged ledger must not stop the notifications of other endpoints.
+            except CorruptStateError as error:
                 results = (DeliveryResult(endpoint=endpoint, notifier="", error=str(error)),)
             for result in results:
                 source = result.notifier or result.endpoint

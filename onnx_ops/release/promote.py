@@ -52,8 +52,8 @@ from onnx_ops.release.registry_sync import (
 class PromotionResult:
     """The result of a promotion.
 
-    `endpoints` are the endpoints that follow the promotion. `left` is the version that serves
-    instead if a run skipped the promotion; otherwise empty.
+    `endpoints` are the endpoints that follow the promotion. If a run skipped the promotion, `left`
+    is the version that serves instead; otherwise it is empty.
     """
 
     model: str
@@ -64,12 +64,11 @@ class PromotionResult:
     left: str = ""
 
     def explain_left(self) -> str:
-        """Return why nothing was promoted, and what would change that."""
+        """Return why the promotion was skipped, and the command that promotes the version."""
         return (
-            f"v{self.version} was promoted on {self.target} before, "
-            f"and v{self.left} has taken its place since, so v"
-            f"{self.left} stays. To change that: onnx-ops promote {self.model}/{self.version} "
-            f"--target {self.target}"
+            f"v{self.version} was promoted on {self.target} before, and v{self.left} has replaced "
+            f"it since then, so v{self.left} still serves. To promote v{self.version} again: "
+            f"onnx-ops promote {self.model}/{self.version} --target {self.target}"
         )
 
 
@@ -84,16 +83,16 @@ def promote_release(
     actor: str = "",
     expects: tuple[str, ...] = (),
 ) -> PromotionResult:
-    """Promote the version that a run has registered, unless another one replaced it.
+    """Promote the version that a run registered, unless another version replaced it.
 
-    The promotion is skipped if the version was promoted before and another version serves now. That
-    other version is newer, or an operator chose it. A run without changes does not undo this.
-    Otherwise, the version is promoted by `promote`.
+    If the version was promoted before and another version serves now, the other version is newer,
+    or an operator chose it. A run without changes must not revert this, so the promotion is
+    skipped. Otherwise, `promote` promotes the version.
 
     Args:
-        release: the release of the version. In a registry that was created anew, another release
-            can have the same version number.
-        always: promote the version even if another one replaced it.
+        release: the release of the version. In a new registry, another release can have the same
+            version number.
+        always: whether to promote the version even if another version replaced it.
     """
     aliases = context.registry().aliases(model)
     is_requested = aliases.get(format_alias("challenger", target)) == version
@@ -114,9 +113,9 @@ def promote_release(
 
 
 def find_successor(state: ReleaseState, version: str, release: Digest) -> Deployment | None:
-    """Return the deployment that serves at an endpoint instead of a version, or None.
+    """Return the deployment that replaced a version at an endpoint, or None.
 
-    The version served there, or was the candidate, before.
+    The result is None if the version never served at the endpoint and was never the candidate.
     """
     roles, known = state.roles, state.known.get(version)
     if (
@@ -134,12 +133,12 @@ def find_successor(state: ReleaseState, version: str, release: Digest) -> Deploy
 def _leave_to_serving(
     context: Context, bound: Sequence[ReleaseState], version: str, release: Digest, actor: str
 ) -> str:
-    """Record at each endpoint that a run skipped the promotion.
+    """Record the skipped promotion at each endpoint where a version was replaced.
 
-    Another version keeps serving. Each endpoint records this once.
+    The successor of `version` still serves there. The ledger of each endpoint records this once.
 
     Returns:
-        The version that serves; empty if there is none.
+        The version that serves at the first of these endpoints; empty if there is none.
     """
     left = ""
     for state in bound:
@@ -162,7 +161,7 @@ def _find_later_champion(
 ) -> str:
     """Return the champion that replaced a version in the registry; empty if none did.
 
-    The version must have been champion before. No endpoint serves the model on the target.
+    The version must have been champion before. The function is for models that no endpoint serves.
     """
     alias = format_alias("champion", target)
     written = (entry.body for entry in context.ledger.read(format_stream_name(model, target)))
@@ -175,9 +174,9 @@ def _find_later_champion(
 def _is_rejected(
     context: Context, bound: Sequence[ReleaseState], model: str, version: str, target: str
 ) -> bool:
-    """Return whether an endpoint rejects the version that it has rolled back.
+    """Return whether an endpoint rejects a version that it has rolled back.
 
-    `promote` then refuses the version.
+    `promote` refuses a rejected version.
     """
     record = context.registry().version(model, version)
     return any(
@@ -202,16 +201,16 @@ def promote(
     If no endpoint serves the target, the version becomes the champion immediately.
 
     Args:
-        reason: recorded; required for an override.
-        override: serve the version regardless of its gates and history.
-        expects: endpoints that will be bound next. With any, the champion is not set here: the
-            reconciler of these endpoints sets it.
+        reason: reason that is recorded; required for an override.
+        override: whether to serve the version regardless of its gates and rollbacks.
+        expects: endpoints that will be bound next. If there are any, the reconciler of these
+            endpoints sets the champion later.
 
     Raises:
-        RefusedError: the version's decision does not allow it, it was rolled back, or no key here
-            can sign an override.
-        NotFoundError: no such version.
-        UserError: an override without a reason.
+        RefusedError: the version's decision does not allow it to serve, the version was rolled
+            back, or no key on this machine can sign an override.
+        NotFoundError: the version does not exist.
+        UserError: the override has no reason.
     """
     registry = context.registry()
     record = registry.version(model, version)
@@ -249,17 +248,16 @@ def bind_endpoint(
     actor: str = "",
     abandon: str = "",
 ) -> bool:
-    """Bind an endpoint to what its pipeline declares; return whether it changed.
+    """Bind an endpoint to its declared config and policy; return whether they changed.
 
     Args:
-        abandon: why deployments at another place under this name may keep running unmanaged;
-            recorded.
+        abandon: recorded reason why deployments at the endpoint's previous place can run unmanaged.
 
     Raises:
         UserError: the endpoint serves another model or target, or does not support the change while
             it exists.
         RefusedError: the endpoint runs at another place, and `abandon` is empty.
-        ConflictError: another process is changing the deployments at the other place.
+        ConflictError: another process is changing the deployments at that place.
     """
 
     def bind(journal: Journal) -> bool:
@@ -270,8 +268,8 @@ def bind_endpoint(
             raise UserError(
                 f"endpoint {config.endpoint} serves {bound.model} on {bound.target}",
                 where=f"pipeline {config.pipeline}",
-                remedy="An endpoint binds one model and one target; "
-                "give this deployment another name.",
+                remedy="An endpoint has one model and one target. "
+                "Choose another name for this deployment.",
             )
         if (orphan := _find_moved(context, journal.state, config)) is not None:
             if not abandon:
@@ -294,15 +292,15 @@ def bind_endpoint(
 def require_no_orphans(
     context: Context, pipeline: str, configs: Sequence[EndpointConfig], *, abandon: str = ""
 ) -> None:
-    """Refuse a pipeline file if endpoints would keep running unmanaged.
+    """Raise RefusedError if a changed pipeline file would leave endpoints unmanaged.
 
     Args:
-        configs: every endpoint that the file names.
-        abandon: why endpoints may keep running unmanaged.
+        configs: configs of all endpoints that the file names.
+        abandon: reason why endpoints can run unmanaged.
 
     Raises:
-        RefusedError: an endpoint would keep running unmanaged, and `abandon` is empty.
-        UserError: an existing endpoint cannot be changed as the file declares.
+        RefusedError: an endpoint would run unmanaged, and `abandon` is empty.
+        UserError: an existing endpoint does not support the change that the file declares.
     """
     orphans = [
         state.config
@@ -329,7 +327,7 @@ def abandon_dropped(
     """Unbind the endpoints that the file no longer names, and record the reason.
 
     Returns:
-        The names of these endpoints.
+        The names of the unbound endpoints.
     """
     names = tuple(state.endpoint for state in _list_dropped(context, pipeline, configs))
     for name in names:
@@ -338,13 +336,13 @@ def abandon_dropped(
 
 
 def delete_endpoint(context: Context, endpoint: str, *, reason: str = "", actor: str = "") -> None:
-    """Delete the endpoint and unbind its name; its ledger stays.
+    """Delete the endpoint and unbind its name, but keep its ledger.
 
     If the process is killed, the next call or the reconciler completes the deletion. Versions,
-    aliases and rejections stay.
+    aliases and rejections remain.
 
     Raises:
-        NotFoundError: no such endpoint.
+        NotFoundError: the endpoint does not exist.
         ConflictError: another process is changing the endpoint.
         StillPendingError: the endpoint could not be deleted yet; every reconciliation tries again.
     """
@@ -353,7 +351,7 @@ def delete_endpoint(context: Context, endpoint: str, *, reason: str = "", actor:
     def delete(journal: Journal) -> None:
         nonlocal requested
         if requested and not journal.state.deleting:
-            return  # another process has completed it
+            return  # another process has completed the deletion
         config = journal.config
         journal.require_idle()
         if not journal.state.deleting:
@@ -372,10 +370,10 @@ def delete_endpoint(context: Context, endpoint: str, *, reason: str = "", actor:
 def delete_with_timeout(
     context: Context, endpoint: str, *, reason: str = "", actor: str = ""
 ) -> None:
-    """Delete an endpoint by `delete_endpoint` within `COMMAND_TIMEOUT_S`.
+    """Call `delete_endpoint`, and wait for at most `COMMAND_TIMEOUT_S`.
 
     Raises:
-        StillPendingError: the deletion takes longer.
+        StillPendingError: the deletion takes longer, or failed and will be tried again.
     """
     call = partial(delete_endpoint, context, endpoint, reason=reason, actor=actor)
     late = f"the deletion did not finish within {COMMAND_TIMEOUT_S:g} s"
@@ -390,7 +388,7 @@ def finish_deletion(journal: Journal, *, reason: str = "") -> None:
     """Delete an endpoint whose deletion is recorded.
 
     Raises:
-        ServiceUnavailableError: it could not be deleted.
+        ServiceUnavailableError: the endpoint could not be deleted.
     """
     config = journal.config
     journal.context.provider(config.provider).remove(config)
@@ -398,7 +396,7 @@ def finish_deletion(journal: Journal, *, reason: str = "") -> None:
 
 
 def _set_champion(context: Context, record: VersionRecord, target: str, actor: str) -> None:
-    """Set the champion immediately: without endpoints there is no rollout to wait for."""
+    """Set the champion immediately, since a target without endpoints has no rollout."""
     registry = context.registry()
     champion, previous = format_alias("champion", target), format_alias("previous", target)
     present = registry.aliases(record.model)
@@ -427,21 +425,21 @@ def _override(
 ) -> None:
     """Write the override to the registry first, then to the ledgers.
 
-    If the registry's server restricts overrides, the ledgers stay unchanged.
+    If the registry's server refuses the override, the ledgers are unchanged.
     """
     if not reason.strip():
         raise UserError(
-            "an override needs a reason", remedy="Give the reason with --reason; it is recorded."
+            "an override needs a reason", remedy="Add --reason REASON; the reason is recorded."
         )
     registry, verifier, reason = context.registry(), context.verifier(), reason[:MAX_REASON_LENGTH]
     before = read_override(record, target, verifier)
     registry.annotate(record.model, record.version, {override_reason_tag(target): reason})
     signed = read_override(registry.version(record.model, record.version), target, verifier)
-    if signed is None or signed == before:  # the registry's server has signed no override
+    if signed is None or signed == before:  # the registry's server did not sign the override
         signer = context.signer()
         if signer is None:
             raise RefusedError(
-                "the override cannot be signed here",
+                "this machine cannot sign the override",
                 where=f"{record.model}/{record.version}",
                 why="it must be signed with a trusted key",
                 remedy="Run the command on a machine with a signing key, "
@@ -461,9 +459,9 @@ def _override(
 def _list_dropped(
     context: Context, pipeline: str, configs: Sequence[EndpointConfig]
 ) -> tuple[ReleaseState, ...]:
-    """Return the existing endpoints that a pipeline's file no longer names.
+    """Return the states of existing endpoints that a pipeline's file no longer names.
 
-    The pipeline has bound these endpoints.
+    The same pipeline bound these endpoints.
     """
     named = {config.endpoint for config in configs}
     states = (
@@ -479,9 +477,9 @@ def _list_dropped(
 def _find_moved(
     context: Context, state: ReleaseState, config: EndpointConfig
 ) -> EndpointConfig | None:
-    """Return an existing endpoint's binding if `config` moves it elsewhere, or None.
+    """Return an endpoint's present config if the new `config` moves it, or None.
 
-    Any other change of the endpoint is validated.
+    The function raises an error if the endpoint does not support another change of its config.
     """
     bound = state.config
     if (
@@ -519,17 +517,17 @@ def _unbind(journal: Journal, reason: str) -> None:
 def _orphan_error(context: Context, orphans: Sequence[EndpointConfig]) -> RefusedError:
     names = [config.endpoint for config in orphans]
     return RefusedError(
-        f"{', '.join(names)} would be left behind unmanaged",
+        f"{', '.join(names)} would run unmanaged",
         where=f"pipeline {orphans[0].pipeline}",
         why="; ".join(_describe_orphan(context, config) for config in orphans),
-        remedy=f"Revert the change; or delete it first with `onnx-ops delete {names[0]}`; "
-        "or leave it there with `onnx-ops run FILE --abandon REASON`: "
-        "it then runs and costs money until it is deleted at its provider.",
+        remedy="Revert the change, or delete the endpoint first with "
+        f"`onnx-ops delete {names[0]}`, or abandon it with `onnx-ops run FILE --abandon REASON`. "
+        "An abandoned endpoint runs and costs money until it is deleted at its provider.",
     )
 
 
 def _describe_orphan(context: Context, config: EndpointConfig) -> str:
-    """Return where an endpoint runs, and what it serves there."""
+    """Return a text with the place of an endpoint, and the versions that it serves."""
     provider = context.provider(config.provider)
     place = provider.place(config)
     try:
@@ -548,6 +546,6 @@ def _still_pending(endpoint: str, why: str) -> StillPendingError:
         "accepted, still pending: the deletion of the endpoint",
         where=endpoint,
         why=why,
-        remedy="Every `onnx-ops reconcile` and watch tries again. Withdraw it with "
+        remedy="Every `onnx-ops reconcile` and watch tries again. Withdraw the deletion with "
         f"`onnx-ops rollback --withdraw {endpoint} --reason ...`.",
     )

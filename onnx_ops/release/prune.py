@@ -1,10 +1,10 @@
-"""Retention: find and remove objects that are no longer needed.
+"""Find and remove objects that are no longer needed.
 
 The objects are versions, model folders, stored objects and provider resources.
 
-A stored object is needed if it is named by a recorded result, the ledger, a decision behind an
-alias, or another needed document. A result is recorded only after its files were stored. Young
-objects therefore stay, because a run may be about to record them.
+A stored object is needed if its digest occurs in a recorded result, in the ledger, in a decision
+about a version with an alias, or in another needed document. A run records a result only after it
+has stored the files. Young objects are therefore kept, because a run can be about to record them.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from onnx_ops.ports import Context
 from onnx_ops.release.journal import list_bound_endpoints
 
 YOUNGEST_S = DAY
-"""Objects younger than this always stay, in seconds.
+"""Age in seconds below which objects are always kept.
 
-No stage takes longer from its first stored file to its recorded result.
+No stage needs more time between its first stored file and its recorded result.
 """
 _LARGEST_DOCUMENT = 1 << 22
 """Size from which objects are not searched for digests, in bytes.
 
-Documents that name others are far smaller than weights and samples.
+Documents with digests of other objects are far smaller than weights and samples.
 """
 _DIGEST = re.compile(rb"sha256:[0-9a-f]{64}")
 
 
 def find_unreferenced(context: Context, *, older_than_s: float) -> tuple[StoredObject, ...]:
-    """Return stored objects that nothing needs. Nothing is changed.
+    """Return stored objects that are not needed, without deleting them.
 
     Only objects older than the limit and older than a day are returned.
 
@@ -52,8 +52,8 @@ def find_unreferenced(context: Context, *, older_than_s: float) -> tuple[StoredO
         CorruptStateError: a ledger is damaged, so the objects that it needs are unknown.
     """
     before = context.clock.now() - max(older_than_s, YOUNGEST_S)
-    # The objects are listed before the results are read: a result that is recorded later cannot
-    # need an old object, unless that object was stored again.
+    # The objects are listed before the results are read. A result that is recorded later does not
+    # need an old object, unless this object was stored again and is then young.
     stored = context.store.contents()
     sizes = {one.digest: one.size_bytes for one in stored if one.digest is not None}
 
@@ -88,7 +88,10 @@ def find_reachable(
 
 
 def find_digests(data: bytes) -> frozenset[Digest]:
-    """Return every digest in the bytes; a false positive only keeps an object longer."""
+    """Return every digest that occurs in the bytes.
+
+    A false positive does no harm, since an object is only kept longer.
+    """
     return frozenset(Digest(text.decode("ascii")) for text in _DIGEST.findall(data))
 
 
@@ -102,7 +105,7 @@ def _find_roots(context: Context) -> set[Digest]:
         for version in set(aliases.values()):
             try:
                 decisions = registry.version(model, version).decisions
-            except NotFoundError:  # not registered by onnx-ops
+            except NotFoundError:  # onnx-ops did not register this version
                 continue
             for signed in decisions.values():
                 roots |= find_digests(codec.dumps(signed))
@@ -122,7 +125,7 @@ class Orphan:
 class OrphanSurvey:
     """Orphaned resources, and endpoints whose resources could not be listed.
 
-    The provider of the `silent` endpoints did not answer.
+    `silent` are the endpoints whose provider did not answer.
     """
 
     orphans: tuple[Orphan, ...] = ()
@@ -148,7 +151,7 @@ def list_needed_deployments(context: Context, state: ReleaseState) -> tuple[Depl
 
 
 def find_orphans(context: Context, endpoints: Sequence[str]) -> OrphanSurvey:
-    """Return resources of these endpoints that no endpoint needs. Nothing is changed."""
+    """Return resources of these endpoints that no endpoint needs; delete nothing."""
     states = [context.ledger.state(name) for name in context.ledger.endpoints()]
     manifests = frozenset(
         deployment.manifest
@@ -175,7 +178,7 @@ def delete_orphans(context: Context, orphans: Sequence[Orphan]) -> tuple[Orphan,
     An orphan that is in use again is not deleted.
 
     Raises:
-        ServiceUnavailableError: a provider does not answer; earlier deletions stay.
+        ServiceUnavailableError: a provider does not answer; earlier deletions are not reverted.
     """
     states = [context.ledger.state(name) for name in {one.endpoint for one in orphans}]
     configs = {
@@ -199,7 +202,7 @@ def _configs(states: Sequence[ReleaseState], endpoints: Sequence[str]) -> list[E
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetainedVersion:
-    """A version that stays, and why."""
+    """A version that is kept, and the reason."""
 
     model: str
     version: ListedVersion
@@ -208,10 +211,10 @@ class RetainedVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """The objects to remove, and the versions that stay.
+    """The objects to remove, and the versions that are kept.
 
-    The objects are versions by model, oldest first, local model folders, orphaned provider
-    resources, and stored objects.
+    `remove` has the versions by model, the oldest first. `folders` are local model folders,
+    `orphans` are provider resources, and `contents` are stored objects.
     """
 
     remove: Mapping[str, tuple[ListedVersion, ...]]
@@ -224,15 +227,19 @@ class PrunePlan:
 def plan_pruning(
     context: Context, models: Sequence[str], *, keep: int, older_than_s: float
 ) -> PrunePlan:
-    """Return the objects that are not needed now. Nothing is changed.
+    """Return the objects that are not needed now, without removing them.
 
-    A version stays while an alias points at it, an endpoint serves it, can roll back to it or will
-    serve it next, it belongs to one of the newest releases, or it is young. If an endpoint does not
-    answer, every version that it ever served stays.
+    A version is kept for any of these reasons:
+
+    - An alias points to the version.
+    - An endpoint serves the version, can roll back to it, or will serve it next.
+    - The version belongs to one of the newest releases, or is young.
+
+    If an endpoint does not answer, every version that it ever served is kept.
 
     Args:
-        keep: newest releases of each model that stay, with all of their variants.
-        older_than_s: age in seconds below which a version or stored object stays.
+        keep: number of the newest releases of each model that are kept, with all variants.
+        older_than_s: age in seconds below which versions and stored objects are kept.
 
     Raises:
         ServiceUnavailableError: the registry or the store does not answer.
@@ -276,7 +283,7 @@ def prune(context: Context, plan: PrunePlan) -> PrunePlan:
     """Remove the plan's objects that are still not needed, and return them.
 
     Raises:
-        ServiceUnavailableError: the registry does not answer; earlier removals stay.
+        ServiceUnavailableError: the registry does not answer; earlier removals are not reverted.
     """
     removed: dict[str, tuple[ListedVersion, ...]] = {}
     left: set[Digest] = set()
@@ -294,7 +301,7 @@ def prune(context: Context, plan: PrunePlan) -> PrunePlan:
         retained=plan.retained,
         folders=folders,
         orphans=replace(plan.orphans, orphans=cleared),
-        # An object that was stored again stays.
+        # `forget` keeps an object that was stored again meanwhile.
         contents=tuple(one for one in plan.contents if context.store.forget(one)),
     )
 
@@ -311,11 +318,11 @@ def _find_folders(
 ) -> Iterator[StoredObject]:
     """Yield the model folders that are no longer needed.
 
-    The version of such a folder is removed by the plan, or the folder is older than `before`.
+    The plan removes the version of the folder, or the folder is older than `before`.
     """
     for folder in context.files.list_folders():
-        # The version of an old folder may have been removed by a pruning that was killed. What
-        # another model needs later is downloaded again.
+        # An earlier pruning may have removed the version of an old folder before it was killed. If
+        # another model needs the files later, they are downloaded again.
         if folder.digest not in wanted and (folder.digest in leaving or folder.at < before):
             yield folder
 
@@ -326,7 +333,7 @@ def _delete_unneeded(context: Context, model: str, version: str) -> bool:
     Returns:
         False if an endpoint needs the version, or the registry refuses.
     """
-    # The version may have been promoted since the plan was made.
+    # The version can have been promoted since the plan was made.
     states = (context.ledger.state(name) for name in list_bound_endpoints(context))
     of_model = _select_states(states, [model])
     if version in {
@@ -363,7 +370,7 @@ def _forget_folders(
 
 
 def _list_recent(listed: Sequence[ListedVersion], keep: int, since: float) -> dict[str, str]:
-    """Return why each recent version must stay.
+    """Return, for each recent version, why it is kept.
 
     A version is recent if it belongs to one of the `keep` newest releases, or was created after
     `since`.
@@ -386,7 +393,7 @@ def _find_reasons(
     in_use: Iterable[tuple[ReleaseState, Deployment]],
     states: Iterable[ReleaseState],
 ) -> dict[str, str]:
-    """Return why each version that is in use, or has an alias, must stay."""
+    """Return, for each version that is in use or has an alias, why it is kept."""
     of_model = _select_states(states, [model])
     pending = [
         (name, version)

@@ -1,11 +1,10 @@
 """Move an endpoint toward its desired state, as its metrics allow.
 
 The endpoint moves by one recorded action at a time. `reconcile_step` is level-triggered and
-idempotent: it reads desired and observed state, takes at most one action, and can be killed at any
-point; the next call continues or reverts the action. `find_step` makes the decision of
-`reconcile_step`, and returns the change that is due without making it. A pass over many endpoints
-(`reconcile_pass`) therefore decides from data that it has read once. An endpoint without a change
-then costs no request to the registry.
+idempotent: it reads the desired and the observed state, and takes at most one action. If the
+process is killed, the next call continues or reverts the action. `find_step` only decides: it
+returns the change that is due without making it. A pass over many endpoints (`reconcile_pass`)
+therefore reads the registry once, and needs no further request for endpoints without a change.
 """
 
 from __future__ import annotations
@@ -73,17 +72,17 @@ from onnx_ops.release.registry_sync import (
 from onnx_ops.release.rollback import carry_out_pending, request_and_carry_out
 
 ReadAliases: TypeAlias = Callable[[str], Mapping[str, str]]
-"""A function that returns a model's versions by alias."""
+"""Function that returns a model's versions by alias."""
 
 MAX_STEPS = 20
-"""Limit of steps in one call.
+"""Maximum number of steps in one call.
 
-A rollout has a few steps. More steps mean that two writers undo each other's changes.
+A rollout has only a few steps. If more are due, two writers revert each other's changes.
 """
 RECORD_INTERVAL_S = 60.0
-"""Interval at which readings that change nothing are recorded, in seconds.
+"""Interval at which readings are recorded if they cause no action, in seconds.
 
-A crash loses a minute of counts. A rollout of a week leaves about ten thousand entries.
+A crash loses at most a minute of counts. A rollout of a week writes about ten thousand entries.
 """
 
 
@@ -103,7 +102,7 @@ class StepReport:
 
 
 Change: TypeAlias = Callable[[], StepReport]
-"""A function that makes a due change and returns its report."""
+"""Function that makes a due change and returns its report."""
 
 
 def reconcile_until_stable(
@@ -114,15 +113,15 @@ def reconcile_until_stable(
     on_step: Callable[[StepReport], None] = lambda _: None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> list[StepReport]:
-    """Reconcile until no change is due, or until stopped.
+    """Reconcile an endpoint until no change is due, or until stopped.
 
-    If another writer, such as a rollback command, was first, the step is decided anew.
+    If another writer, such as a rollback command, was first, the step is decided again.
 
     Returns:
         The report of each step. The last report gives the reason why no step followed.
 
     Raises:
-        OnnxOpsError: as `reconcile_step` does.
+        OnnxOpsError: the errors of `reconcile_step`.
     """
     reports: list[StepReport] = []
     while len(reports) < MAX_STEPS:
@@ -150,8 +149,8 @@ def reconcile_with_retries(
 ) -> tuple[dict[str, list[StepReport]], dict[str, OnnxOpsError]]:
     """Call `reconcile_each` with growing pauses until it succeeds.
 
-    This takes at most `for_s` seconds. A call succeeds if no endpoint fails and no rollback is
-    pending. A missing package is not retried.
+    A call succeeds if no endpoint fails and no rollback is pending. The function stops after
+    `for_s` seconds, or if missing packages are the only errors.
     """
     deadline, pause = time.monotonic() + for_s, 1.0
     while True:
@@ -169,9 +168,10 @@ def reconcile_with_retries(
 
 
 def write_aliases(context: Context, endpoint: str, *, actor: str = "") -> str:
-    """Write the aliases that a rollback left pending; return the reason if that fails.
+    """Write the pending aliases of a rollback; return the error as text.
 
-    Traffic has moved already, so nothing is raised: the reconciler tries again.
+    The text is empty if the aliases were written. The function raises no error, since traffic has
+    already moved and the reconciler tries again.
     """
     try:
         return reconcile_until_stable(context, endpoint, actor=actor)[-1].registry_down
@@ -180,15 +180,15 @@ def write_aliases(context: Context, endpoint: str, *, actor: str = "") -> str:
 
 
 def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepReport:
-    """Perform the next action.
+    """Perform the next action of an endpoint, and return its report.
 
     Raises:
-        NotFoundError: no such endpoint.
+        NotFoundError: the endpoint does not exist.
         LedgerConflictError: another process acted meanwhile; call again.
-        ConflictError: the endpoint is changed by something that does not write the ledger.
+        ConflictError: a process that does not write the ledger is changing the endpoint.
         ServiceUnavailableError: the endpoint could not be reached.
-        RefusedError: the registry does not permit an alias; an endpoint that died is restored
-            nevertheless.
+        RefusedError: the registry does not permit an alias. An endpoint that does not answer was
+            restored before.
     """
     journal = Journal.open(context, endpoint, actor=actor)
     return _take(find_step(journal, lambda model: context.registry().aliases(model)))
@@ -197,16 +197,19 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
 def find_step(journal: Journal, read_aliases: ReadAliases) -> StepReport | Change:
     """Return the change that is due now, or a report of why no change is due.
 
-    Nothing is written before the change is made, except that a rollout that continues is confirmed.
+    The function writes nothing to the ledger and the registry. If a rollout continues, it confirms
+    this to the provider.
 
     Raises:
-        OnnxOpsError: as `reconcile_step` does, while it decides.
+        OnnxOpsError: the errors of `reconcile_step`, except those of the change itself.
     """
     state, config = journal.state, journal.config
     if state.deleting:
         return partial(_delete, journal)
     if (active := journal.active_intent()) is not None:
-        return _report_wait(journal, f"{active.holder} is changing it: {active.action.why}")
+        return _report_wait(
+            journal, f"{active.holder} is changing the endpoint: {active.action.why}"
+        )
     if state.pending_rollback is not None:
         return partial(_resume_rollback, journal, state.pending_rollback)
     if state.open_intent is not None:
@@ -220,11 +223,11 @@ def find_step(journal: Journal, read_aliases: ReadAliases) -> StepReport | Chang
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepBasis:
-    """The data on which a step is decided.
+    """The data from which a step is decided.
 
-    `unwritten` and `unrestored` are failures of earlier attempts in this step. After `unwritten`, a
-    failure to write the registry, an endpoint that died is still restored. After `unrestored`, a
-    failure to restore the endpoint, a version that the registry requests can still be served.
+    `unwritten` is the error of writing the registry in this step. An endpoint that does not answer
+    is still restored after this error. `unrestored` is the error of restoring the endpoint in this
+    step. A version that the registry requests can still be served after this error.
     """
 
     journal: Journal
@@ -294,10 +297,10 @@ def _delete(journal: Journal) -> StepReport:
 
 
 def _require_known(journal: Journal, observed: EndpointState | None) -> None:
-    """Require that the ledger holds the entry that the endpoint has carried out.
+    """Check that the ledger has the last entry that the endpoint applied.
 
     Raises:
-        LedgerConflictError: another process has just written the entry.
+        LedgerConflictError: another process has written the entry since the ledger was read.
         CorruptStateError: the ledger ends before the entry.
     """
     endpoint, head = journal.state.endpoint, journal.state.head
@@ -309,8 +312,8 @@ def _require_known(journal: Journal, observed: EndpointState | None) -> None:
     raise CorruptStateError(
         f"the ledger lost entries: it ends with entry {head}",
         where=f"ledger {endpoint}",
-        why=f"the endpoint has carried out entry {generation}; the storage was restored from a "
-        "backup, or changed",
+        why=f"the endpoint has applied entry {generation}; the storage of the ledger was restored "
+        "from a backup, or changed",
         remedy="Restore the newer ledger, or accept this state: `onnx-ops ledger adopt` (`onnx-ops "
         "docs backup`).",
     )
@@ -319,8 +322,8 @@ def _require_known(journal: Journal, observed: EndpointState | None) -> None:
 def _find_restoration(journal: Journal) -> Action | None:
     """Return the action that restores an endpoint that does not answer, or None.
 
-    The result is None if another action comes first. The registry is not read: it may be slow or
-    down, or hold invalid data.
+    The result is None if another action has precedence. The registry is not read, since it can be
+    slow, down or invalid.
     """
     roles = journal.state.roles
     desired = DesiredState(deployment=roles.candidate or roles.stable)
@@ -344,8 +347,7 @@ def _fetch_lost_files(context: Context, action: Action, failure: OnnxOpsError) -
     """Download the lost files of the deployments in an action.
 
     Raises:
-        OnnxOpsError: no files are lost, so that the failure of the previous attempt is raised
-            again.
+        OnnxOpsError: no files are lost; the error is that of the previous attempt.
     """
     lost = [d for d in action.state.deployments if context.files.location(d.manifest) is None]
     if not lost:
@@ -370,8 +372,8 @@ def _act(
         _note_wait(journal, desired, action)
         return _report_wait(journal, action.why, registry_down=desired.registry_down)
     if action.is_rollback:
-        # The rollback is requested before it is tried. If the process is killed in between, the
-        # rollback is pending, and every step tries it again.
+        # The rollback is recorded before it is tried. If the process is then killed, the rollback
+        # is pending, and every step tries it again.
         request_and_carry_out(journal, pin_aliases(journal.context, journal.config, action))
         performed = action
     else:
@@ -386,9 +388,9 @@ def _act(
 
 
 def _perform(journal: Journal, action: Action, selected: AliasSelection | None = None) -> Action:
-    """Perform the action, and return it.
+    """Perform the action, and return the action.
 
-    If an alarm of the provider reversed the action, roll back and return the rollback.
+    If an alarm of the provider reversed the action, roll back, and return the rollback instead.
     """
     roles, config = journal.state.roles, journal.config
     try:
@@ -403,9 +405,9 @@ def _perform(journal: Journal, action: Action, selected: AliasSelection | None =
 
 
 def _update_registry(basis: _StepBasis, desired: DesiredState) -> StepReport:
-    """Write the registry, and take the next action unless that changed an alias.
+    """Write to the registry, then take the next action unless an alias changed.
 
-    The next action is also taken if the write fails.
+    The next action is also taken if the write failed.
     """
     try:
         if (report := _write_registry(basis.journal, desired)) is not None:
@@ -418,8 +420,8 @@ def _update_registry(basis: _StepBasis, desired: DesiredState) -> StepReport:
 def _write_registry(journal: Journal, desired: DesiredState) -> StepReport | None:
     """Write the ledger's aliases and rejections to the registry.
 
-    Aliases that others have set are recorded in the ledger. The result is None if no alias was
-    written or recorded.
+    An alias that another process or a user has set is recorded in the ledger. The result is None if
+    no alias was written or recorded.
     """
     endpoint = journal.state.endpoint
     has_rejections = publish_rejections(journal)
@@ -428,7 +430,7 @@ def _write_registry(journal: Journal, desired: DesiredState) -> StepReport | Non
     if has_rejections:
         publish_entries(journal, {})
     if record_alias(journal, desired.champion):
-        why = f"the champion in the registry is v{desired.champion}, which serves here"
+        why = f"the champion in the registry is v{desired.champion}, which this endpoint serves"
         return StepReport(endpoint=endpoint, did="recorded alias", why=why, stable=False)
     return None
 
@@ -463,17 +465,20 @@ def _resume_rollback(journal: Journal, pending: PendingRollback) -> StepReport:
 
 
 def _resume_action(journal: Journal, intent: Intent) -> StepReport:
-    """Complete the action that a dead process has begun."""
+    """Complete the action that a process began before it died."""
     performed = _perform(journal, intent.action, intent.selected)
-    did, why = performed.kind.value, f"finished what {intent.holder} began: {performed.why}"
+    did, why = (
+        performed.kind.value,
+        f"completed the action that {intent.holder} began: {performed.why}",
+    )
     return StepReport(endpoint=journal.state.endpoint, did=did, why=why, stable=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSnapshot:
-    """The counts of a rollout until now, this `reading` included.
+    """The counts of a rollout up to now, with those of `reading`.
 
-    `reading` is None if it adds nothing. `failure` is the reason why counts are missing.
+    `reading` is None if it has no new counts. `failure` is the reason why counts are missing.
     """
 
     observations: Observations | None
@@ -484,7 +489,7 @@ class MetricsSnapshot:
 def read_metrics(journal: Journal) -> MetricsSnapshot:
     """Read the counts of the rollout in progress, if its policy analyzes metrics.
 
-    Nothing is written.
+    The ledger is not changed.
     """
     state, roles = journal.state, journal.state.roles
     if (
@@ -514,10 +519,10 @@ def choose_action(
     observed: EndpointState | None,
     snapshot: MetricsSnapshot,
 ) -> Action | Wait:
-    """Return the next action. Without counts only a rollback can follow."""
+    """Return the next action, or the wait and its reason."""
     state, analysis = journal.state, None
     if snapshot.observations is not None:
-        # Importing the statistics takes longer than a rollback, and most steps do not need them.
+        # The import of the statistics takes longer than a rollback, and most steps do not need it.
         from onnx_ops.statistics.rollout.judge import analyze
 
         analysis = analyze(snapshot.observations, state.roles, state.policy)
@@ -550,9 +555,9 @@ def _hold(
 
 
 def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action | Wait) -> None:
-    """Record the basis of an action before it is performed.
+    """Record the data that an action depends on before it is performed.
 
-    The basis consists of the counts, and of the thresholds of a new rollout.
+    The data are the new counts, and the thresholds of a new rollout.
 
     Raises:
         ConflictError: another process acted meanwhile.
@@ -560,8 +565,8 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
     """
     state = journal.state
     if snapshot.reading is not None and _is_reading_due(state, snapshot.reading, action):
-        # Counts can lead to an advance, so they are signed with a key. A rollback needs neither
-        # counts nor a key.
+        # Counts can cause an advance, so their entry must be signed. Without a key, they are not
+        # recorded, and a rollback is still possible.
         with suppress(MissingKeyError):
             journal.append(MetricsRecorded(reading=snapshot.reading))
     if (
@@ -591,9 +596,9 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
 
 
 def _is_reading_due(state: ReleaseState, reading: MetricsReading, action: Action | Wait) -> bool:
-    """Return whether a reading is to be recorded.
+    """Return whether a reading must be recorded now.
 
-    A reading is recorded before every action, and otherwise at an interval.
+    A reading is recorded before every action, and otherwise every `RECORD_INTERVAL_S` seconds.
     """
     last = state.observations.reading if state.observations is not None else None
     return (
@@ -604,7 +609,7 @@ def _is_reading_due(state: ReleaseState, reading: MetricsReading, action: Action
 def _is_record_due(
     journal: Journal, desired: DesiredState, snapshot: MetricsSnapshot, wait: Wait
 ) -> bool:
-    """Return whether a wait holds data that the ledger does not have yet."""
+    """Return whether a wait has data that the ledger does not have yet."""
     return (
         (snapshot.reading is not None and _is_reading_due(journal.state, snapshot.reading, wait))
         or _find_pause(journal.state, wait) is not None
@@ -628,7 +633,7 @@ def _confirm_rollout(journal: Journal) -> None:
 def record_pause(journal: Journal, wait: Wait) -> None:
     """Record that a rollout needs an operator, unless an operator paused it.
 
-    This is recorded once for each step and kind of wait.
+    The ledger records it once for each step and kind of wait.
 
     Raises:
         ConflictError: another process acted meanwhile.
@@ -638,7 +643,7 @@ def record_pause(journal: Journal, wait: Wait) -> None:
 
 
 def _find_pause(state: ReleaseState, wait: Wait) -> RolloutPaused | None:
-    """Return the pause that a wait begins, or None if it is already recorded."""
+    """Return the pause that a wait begins; None if there is none or it is recorded."""
     needs_operator = wait.kind in (WaitKind.INCONCLUSIVE, WaitKind.PAUSED, WaitKind.APPROVAL)
     if (
         not needs_operator
@@ -670,20 +675,20 @@ def find_selection(journal: Journal, desired: DesiredState) -> AliasSelection | 
 def record_selection(journal: Journal, desired: DesiredState) -> None:
     """Record once that an alias selects a version which does not start yet.
 
-    When the version starts, its entry can then show since when it was selected.
+    The entry of the later start can then show when the version was selected.
 
     Raises:
         ConflictError: another process acted meanwhile.
     """
     if (selected := _find_unrecorded_selection(journal, desired)) is not None:
-        with suppress(MissingKeyError):  # the later start then records its own time
+        with suppress(MissingKeyError):  # without a key, only the later start records its time
             journal.append(VersionSelected(selected=selected))
 
 
 def _find_unrecorded_selection(journal: Journal, desired: DesiredState) -> AliasSelection | None:
     """Return the selection of a version that does not start yet, or None.
 
-    A selection that is recorded already is not returned.
+    The result is also None if the selection is already recorded.
     """
     selected, roles = find_selection(journal, desired), journal.state.roles
     present = [

@@ -16,9 +16,9 @@ from onnx_ops.release.reconcile import StepReport, find_step, reconcile_until_st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistrySnapshot:
-    """Aliases of the registry: by model, the version by alias.
+    """Aliases of the registry; `aliases` has the version by model and by alias.
 
-    `down` is the reason why the registry did not answer.
+    `down` is the reason why the registry did not answer; it is empty if the registry answered.
     """
 
     aliases: Mapping[str, Mapping[str, str]]
@@ -28,7 +28,8 @@ class RegistrySnapshot:
 def read_registry(context: Context, models: Collection[str] | None = None) -> RegistrySnapshot:
     """Read the aliases of all models, or of the given models.
 
-    All models are read in one request. If the registry is down, the result records the reason.
+    The aliases of all models are read in one request. If the registry is down, the result has the
+    reason.
     """
     try:
         registry = context.registry()
@@ -42,11 +43,11 @@ def read_registry(context: Context, models: Collection[str] | None = None) -> Re
 
 
 class ReconcilePass:
-    """One pass over endpoints.
+    """One pass over endpoints, which reads each ledger and the registry at most once.
 
     Args:
-        read_snapshot: reads the registry; called at most once. While the registry is down, it gets
-            no other request.
+        read_snapshot: function that reads the registry. It is called at most once. If the registry
+            is down, the pass sends no other request to it.
     """
 
     def __init__(self, context: Context, read_snapshot: Callable[[], RegistrySnapshot]) -> None:
@@ -73,10 +74,10 @@ class ReconcilePass:
     ) -> list[StepReport]:
         """Reconcile an endpoint if a change is due according to this pass's data.
 
-        The changes are made by `reconcile_until_stable`.
+        `reconcile_until_stable` makes the changes.
 
         Raises:
-            OnnxOpsError: as `reconcile_step` does.
+            OnnxOpsError: the errors of `reconcile_step`.
         """
         report = self._find_wait(endpoint, actor)
         if report is None:
@@ -89,13 +90,13 @@ class ReconcilePass:
     def _find_wait(self, endpoint: str, actor: str) -> StepReport | None:
         """Return the report of an endpoint that waits; None if a change is due.
 
-        A change that is due is decided anew from fresh reads.
+        The caller decides a due change again from fresh data.
         """
         try:
             step = find_step(Journal.open(self._cached, endpoint, actor=actor), self._read_aliases)
         except CorruptStateError:
-            # The states of a pass may be older than what an endpoint has carried out meanwhile.
-            # Only fresh reads show whether its ledger lost entries.
+            # The endpoint can have applied entries that are newer than the cached state. Only a
+            # fresh read shows whether the ledger lost entries.
             return None
         return step if isinstance(step, StepReport) else None
 

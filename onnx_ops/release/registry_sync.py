@@ -1,7 +1,7 @@
 """Synchronize an endpoint's ledger with the registry, in both directions.
 
-Read the verified desired state from the registry; write back the ledger's aliases, refusals and
-entries.
+The module reads the desired state from the registry and verifies it. It writes the ledger's
+aliases, refusals and entries to the registry.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from onnx_ops.release.journal import Journal, find_corruption, list_sibling_stat
 from onnx_ops.scratch import Scratch
 
 MAX_TEXT = 400
-"""Longest reason in a tag, in characters."""
+"""Maximum length of a reason in a tag, in characters."""
 _OUTAGES = (ServiceUnavailableError, MissingPackageError)
 """Errors after which an endpoint continues with the ledger's state.
 
-The registry does not answer, or its client package is missing here.
+The registry does not answer, or its client package is not installed.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredState:
-    """The deployment that should serve, or why there is none.
+    """The deployment that should serve, or the reason why there is none.
 
     `request` is the alias that requests the deployment, and its version. `refused` is a version
     that an alias points to but that is not allowed to serve. `registry_down` is the reason why the
@@ -81,13 +81,13 @@ class DesiredState:
 def read_request(
     journal: Journal, read_aliases: Callable[[str], Mapping[str, str]]
 ) -> DesiredState:
-    """Return the desired state as far as the aliases show it.
+    """Return the desired state that follows from the registry's aliases.
 
-    The deployment that `request` names is not included. Without the registry or its client, the
-    endpoint continues with the ledger's state.
+    `verify_request` adds the deployment that `request` names. Without the registry or its client,
+    the endpoint continues with the ledger's state.
 
     Args:
-        read_aliases: returns versions by alias of a model.
+        read_aliases: function that returns a model's versions by alias.
     """
     config = journal.config
     try:
@@ -105,8 +105,8 @@ def read_request(
 def verify_request(journal: Journal, desired: DesiredState) -> DesiredState:
     """Return the desired state with the deployment that its request names.
 
-    If the requested version does not serve, the state holds the reason. An override that is signed
-    in the registry is recorded in the ledger when it is first needed.
+    If the requested version must not serve yet or at all, the state has the reason instead. If the
+    version needs a signed override from the registry, the override is recorded in the ledger.
     """
     if desired.request is None:
         return desired
@@ -126,8 +126,8 @@ def _continue_without_registry(state: ReleaseState, error: OnnxOpsError) -> Desi
 def find_blocking_dependency(journal: Journal, version: VersionRecord) -> str:
     """Return why this endpoint cannot start the version yet; empty if it can.
 
-    The result is also empty if the version has started. The version waits until the endpoints in
-    the policy's `depends_on` have served the release with all traffic for `depends_on_soak`.
+    The version waits until the endpoints in the policy's `depends_on` have served its release with
+    all traffic for `depends_on_soak`. If the version has already started, the result is empty.
     """
     roles, policy = journal.state.roles, journal.state.policy
     if version.manifest in [d.manifest for d in (roles.candidate, roles.stable) if d is not None]:
@@ -149,10 +149,12 @@ def require_approval(
     """Return the version's signed decision for the target.
 
     Args:
-        target_digest: the target's definition now; None skips the comparison.
+        target_digest: digest of the target's current definition, which must equal the digest in the
+            decision; None skips the comparison.
 
     Raises:
-        RefusedError: the decision is missing, forged, about something else, or not a pass.
+        RefusedError: the decision is missing, forged, about another model, version or target, or
+            its verdict is not PASS.
     """
     signed = require_passing_decision(record, target, context.verifier())
     if target_digest is not None and signed.record.target_digest != target_digest:
@@ -183,9 +185,9 @@ def require_not_rejected(
 def materialize(
     context: Context, record: VersionRecord, authority: SignedDecision | SignedOverride
 ) -> Deployment:
-    """Return the version as a deployment with verified files.
+    """Return the version as a deployment, and verify its files.
 
-    The files are in a place where an endpoint can load them.
+    The files are in a folder from which an endpoint can load them.
 
     Raises:
         DigestMismatchError: the registry's content differs from what was registered.
@@ -224,7 +226,8 @@ def restore_files(context: Context, deployment: Deployment) -> None:
 
     Raises:
         DigestMismatchError: the registry's content differs from what was deployed.
-        NotFoundError, ServiceUnavailableError: the registry does not have it, or does not answer.
+        NotFoundError: the registry does not have the version.
+        ServiceUnavailableError: the registry does not answer.
     """
     if context.files.location(deployment.manifest) is None:
         record = context.registry().version(deployment.model, deployment.version)
@@ -246,12 +249,12 @@ def build_override_entry(signed: SignedOverride) -> OverrideRecorded:
 def revert_alias(journal: Journal, refused: VersionRefused) -> None:
     """Record a refusal, revert the alias, and publish the reason on the version.
 
-    If the process is killed in between, the refusal has no outcome, and the next call completes it.
+    If the process is killed before the outcome is recorded, the next call completes the refusal.
     """
     if journal.state.open_refusal is None:
         journal.append(refused)
     model, registry = journal.config.model, journal.context.registry()
-    # A user may have moved the alias in the meantime.
+    # A user can have moved the alias in the meantime.
     if registry.aliases(model).get(refused.alias) == refused.version:
         try:
             if refused.restored_to is None:
@@ -259,7 +262,7 @@ def revert_alias(journal: Journal, refused: VersionRefused) -> None:
             else:
                 registry.set_alias(model, refused.alias, refused.restored_to)
         except (NotFoundError, RefusedError):
-            # The previous version is gone too, or no longer permitted.
+            # The previous version was also deleted, or is no longer permitted.
             if refused.restored_to is None:
                 raise
             registry.delete_alias(model, refused.alias)
@@ -271,7 +274,7 @@ def conclude_refusal(journal: Journal, refused: VersionRefused) -> None:
 
     The outcome records that the alias no longer points to the version.
     """
-    with contextlib.suppress(NotFoundError):  # the version may be gone
+    with contextlib.suppress(NotFoundError):  # the version can have been deleted
         tags = {f"onnxops.rejected.{refused.alias}": refused.reason[:MAX_TEXT]}
         journal.context.registry().annotate(journal.config.model, refused.version, tags)
     journal.append(ActionOutcome(of=journal.state.refusal_sequence, ok=True))
@@ -280,8 +283,8 @@ def conclude_refusal(journal: Journal, refused: VersionRefused) -> None:
 def is_registry_outdated(journal: Journal, champion: str | None) -> bool:
     """Return whether the registry or the ledger must be written now.
 
-    The registry may lack aliases or rejections of the ledger, or the ledger may lack the registry's
-    champion.
+    The registry can lack aliases or rejections of the ledger, and the ledger can lack the
+    registry's champion.
 
     Args:
         champion: the version under the target's champion alias.
@@ -296,13 +299,13 @@ def is_registry_outdated(journal: Journal, champion: str | None) -> bool:
 def write_pending_aliases(journal: Journal) -> str:
     """Write the pending aliases to the registry, and return what was written.
 
-    The result is empty if the aliases must wait. The champion is written after every endpoint of
-    the model and target serves it. An alias that a user moved after the entry that set it is not
-    changed: `read_request` treats it as a request.
+    The result is empty if the aliases must wait. The champion is written only when every endpoint
+    of the model and target serves it. If a user has moved an alias since the ledger set it, the
+    alias is not changed: `read_request` treats it as a request.
 
     Raises:
-        ServiceUnavailableError, RefusedError: the registry does not answer, or refuses; the aliases
-            stay pending.
+        ServiceUnavailableError: the registry does not answer; the aliases remain pending.
+        RefusedError: the registry refuses a change; the aliases remain pending.
     """
     if not _may_write_aliases(journal):
         return ""
@@ -323,20 +326,20 @@ def write_pending_aliases(journal: Journal) -> str:
         ):
             try:
                 registry.set_alias(config.model, name, version)
-            except NotFoundError:  # the version was deleted: the alias stays unchanged
+            except NotFoundError:  # the version was deleted, so the alias is not changed
                 pending[name] = current
     publish_entries(journal, pending)
     return ", ".join(f"{name} -> {version or 'none'}" for name, version in pending.items())
 
 
 def publish_rejections(journal: Journal) -> bool:
-    """Tag versions that were rolled back here with the reason.
+    """Write the reason to a tag of each version that this endpoint rolled back.
 
     The tag is cleared on versions that are no longer rejected.
 
     Returns:
-        Whether there was anything to publish. Later calls publish the same rejections again until
-        `publish_entries` has recorded them.
+        Whether there were rejections to publish. Later calls publish the same rejections again,
+        until `publish_entries` has recorded the publication.
     """
     state, registry = journal.state, journal.context.registry()
     now = datetime.fromtimestamp(journal.context.clock.now(), tz=UTC)
@@ -351,10 +354,10 @@ def publish_rejections(journal: Journal) -> bool:
 
 
 def record_alias(journal: Journal, champion: str | None) -> bool:
-    """Record the registry's champion in the ledger if it serves here.
+    """Record the registry's champion in the ledger if this endpoint serves it.
 
-    Another process set this alias. Without the record, the alias would be treated as moved by a
-    user, and would take precedence over every later release.
+    Another process set this alias. Without the entry, this endpoint would treat the alias as moved
+    by a user, and the alias would take precedence over every later release.
 
     Returns:
         Whether the alias was recorded.
@@ -368,9 +371,9 @@ def record_alias(journal: Journal, champion: str | None) -> bool:
 def publish_entries(journal: Journal, aliases: Mapping[str, str | None]) -> None:
     """Record that the registry shows these aliases, and publish new ledger entries.
 
-    Entries since the last such record are published before the next record is written. If the
-    process is killed in between, they are published again. Readings, renewals and notifications are
-    left out, as there can be one per minute.
+    New entries are published before the aliases are recorded, so that they are published again if
+    the process is killed in between. Readings, lease renewals and notifications are not published,
+    since the ledger can get one per minute.
     """
     config = journal.config
 
@@ -386,9 +389,9 @@ def publish_entries(journal: Journal, aliases: Mapping[str, str | None]) -> None
 def is_alias_spent(journal: Journal, version: str) -> bool:
     """Return whether a challenger alias on this version is no longer a request.
 
-    This is the case if the version serves already. It is also the case if the version was rolled
-    back here: the alias will be deleted, or another endpoint of the same model and target still
-    needs it.
+    It is not a request if the version already serves, or if this endpoint rolled the version back.
+    After a rollback, the alias will be deleted, unless another endpoint of the model and target
+    still needs it.
     """
     state, config = journal.state, journal.config
     if state.roles.stable is not None and version == state.roles.stable.version:
@@ -407,7 +410,7 @@ def is_alias_spent(journal: Journal, version: str) -> bool:
 def _may_write_aliases(journal: Journal) -> bool:
     """Return whether pending aliases can be written now.
 
-    If the champion is among them, every endpoint of the model and target must serve its version.
+    If the champion alias is pending, every endpoint of the model and target must serve its version.
     """
     pending = journal.state.pending_aliases
     champion = pending.get(format_alias("champion", journal.config.target))
@@ -415,9 +418,10 @@ def _may_write_aliases(journal: Journal) -> bool:
 
 
 def _is_alias_unrecorded(journal: Journal, champion: str | None) -> bool:
-    """Return whether the ledger lacks the champion alias of the version served here.
+    """Return whether the ledger lacks the registry's champion.
 
-    The ledger holds the registry's alias neither as written nor as pending.
+    The endpoint serves the champion, and the ledger has the alias neither as written nor as
+    pending.
     """
     state, name = journal.state, format_alias("champion", journal.config.target)
     serving = state.roles.stable
@@ -427,14 +431,14 @@ def _is_alias_unrecorded(journal: Journal, champion: str | None) -> bool:
 
 
 def _is_request(journal: Journal, name: str, version: str) -> bool:
-    """Return whether an alias is a challenger that a user has set in the meantime."""
+    """Return whether an alias is a challenger that still requests its version."""
     return name == format_alias("challenger", journal.config.target) and not is_alias_spent(
         journal, version
     )
 
 
 def _is_moved_by_user(state: ReleaseState, name: str, version: str | None) -> bool:
-    """Return whether an alias is neither the one last written nor the pending one."""
+    """Return whether an alias points to a version that the ledger did not set for it."""
     return version not in (None, state.aliases.get(name), state.pending_aliases.get(name))
 
 
@@ -442,7 +446,7 @@ def _find_request(journal: Journal, aliases: Mapping[str, str]) -> tuple[str, st
     """Return the alias that requests a change, and its version.
 
     A champion alias that a user moved is treated as a challenger. An endpoint without any version
-    starts with the champion, if the model has one on this target.
+    starts with the champion if there is one.
     """
     state, target = journal.state, journal.config.target
     champion, challenger = format_alias("champion", target), format_alias("challenger", target)
@@ -465,7 +469,7 @@ def _verify_version(journal: Journal, name: str, version: str) -> DesiredState:
     try:
         record = context.registry().version(config.model, version)
         authority = _find_authority(journal, record)
-        # The dependency is checked before the files are downloaded: the version can wait for days.
+        # The files are downloaded only after this check, since the version can wait for days.
         if why := find_blocking_dependency(journal, record):
             return DesiredState(deployment=None, blocked_by=why)
         return DesiredState(deployment=materialize(context, record, authority))
@@ -482,12 +486,12 @@ def _verify_version(journal: Journal, name: str, version: str) -> DesiredState:
 
 
 def _find_authority(journal: Journal, record: VersionRecord) -> SignedDecision | SignedOverride:
-    """Return the decision or override that lets the version serve.
+    """Return the decision or override that allows the version to serve.
 
-    A signed override on the version is recorded in the ledger, unless it is recorded already.
+    If a signed override on the version is necessary, it is recorded in the ledger.
 
     Raises:
-        RefusedError: there is no such decision or override.
+        RefusedError: no decision or override allows the version to serve.
     """
     context, config = journal.context, journal.config
 
@@ -513,18 +517,18 @@ def _not_serving(state: ReleaseState, version: VersionRecord, soak_s: float, now
     """Return why an endpoint has not served a release long enough; empty if it has."""
     roles = state.roles
     if state.config is None:
-        return "no pipeline has bound it"
+        return "no pipeline has bound the endpoint"
     if (why := state.find_rejection(version)) is not None:
-        return f"it rolled this release back ({why})"
+        return f"the endpoint rolled this release back ({why})"
     if roles.candidate is not None and roles.candidate.release == version.release:
-        return "its own rollout is in progress"
+        return "the endpoint's rollout of this release is in progress"
     if roles.stable is None or roles.stable.release != version.release:
-        return "it does not serve this release"
-    # `finished_at` is zero once the previous version is gone. The check of the pipeline file
-    # ensures that this happens after the soak.
+        return "the endpoint does not serve this release"
+    # `finished_at` becomes zero when the previous version is removed. The check of the pipeline
+    # file ensures that this happens after the soak.
     left = roles.finished_at + soak_s - now
     return (
-        f"it has served this release for less than {soak_s:g} s"
+        f"the endpoint has served this release for less than {soak_s:g} s"
         if roles.finished_at and left > 0
         else ""
     )
@@ -548,8 +552,8 @@ def fetch_files(context: Context, record: VersionRecord) -> str:
                 f"the registry holds {short_digest(manifest.digest())}, "
                 f"but {short_digest(record.manifest)} was registered",
                 where=f"{record.model}/{record.version}",
-                remedy="Its artifact was changed after it was evaluated; run the pipeline again, "
-                "or roll back to a version that is intact.",
+                remedy="The version's artifact was changed after it was registered. "
+                "Run the pipeline again, or roll back to an intact version.",
             )
         return context.files.admit(folder, manifest)
 
@@ -557,7 +561,7 @@ def fetch_files(context: Context, record: VersionRecord) -> str:
 def _is_served_everywhere(journal: Journal, champion: str | None) -> bool:
     """Return whether every endpoint of the model and target serves the champion.
 
-    `champion` is the version that becomes the champion. If it is None, the result is True.
+    `champion` is the version that becomes the champion. If it is None, the result is true.
     """
     if champion is None:
         return True
@@ -568,7 +572,7 @@ def _is_served_everywhere(journal: Journal, champion: str | None) -> bool:
 def _serves(context: Context, state: ReleaseState, version: str) -> bool:
     """Return whether the endpoint serves only this version.
 
-    If its ledger is damaged, the endpoint is observed.
+    If the ledger of the endpoint is damaged, the endpoint is observed.
     """
     if state.config is None or find_corruption(context, state.endpoint) is None:
         return state.roles.stable is not None and state.roles.stable.version == version

@@ -1,8 +1,8 @@
 """Move all traffic back to a version that served before.
 
-A rollback needs only the ledger and the endpoint. It is requested first, by an entry in the ledger,
-and is pending from then on. Despite any failure or kill, every reconciliation tries again until the
-endpoint is observed in the requested state, or an operator withdraws the request.
+A rollback needs only the ledger and the endpoint. An entry in the ledger requests the rollback,
+which is then pending. Despite failures and killed processes, every reconciliation tries again until
+the endpoint is observed in the requested state, or an operator withdraws the request.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from onnx_ops.release.journal import (
 from onnx_ops.release.registry_sync import restore_files
 
 OBSERVE_TIMEOUT_S = 2.0
-"""Time to observe whether an earlier rollback took effect, in seconds.
+"""Time limit for observing whether an earlier rollback took effect, in seconds.
 
-An endpoint that does not answer proves nothing.
+If the endpoint does not answer in this time, the rollback is requested again.
 """
 _POLL_INTERVAL_S = 0.1
 
@@ -64,8 +64,8 @@ _POLL_INTERVAL_S = 0.1
 class RollbackResult:
     """The versions before and after a rollback.
 
-    `pending_aliases` are written later. `already` is True if an earlier request had already moved
-    the traffic.
+    `pending_aliases` are the aliases that are written later. `already` is true if an earlier
+    request had already moved the traffic.
     """
 
     endpoint: str
@@ -82,7 +82,7 @@ def request_and_carry_out(journal: Journal, action: Action) -> None:
     Use this for a rollback that metrics or the registry require.
 
     Raises:
-        OnnxOpsError: as `carry_out_pending` does.
+        OnnxOpsError: the errors of `carry_out_pending`.
     """
     journal.append(RollbackRequested(action=action))
     carry_out_pending(journal)
@@ -104,7 +104,7 @@ def carry_out_pending(journal: Journal) -> None:
         provider = context.provider(config.provider)
         try:
             provider.roll_back(config, state, generation=generation)
-        except (NotFoundError, DigestMismatchError):  # lost or damaged files are downloaded again
+        except (NotFoundError, DigestMismatchError):  # the files are lost or damaged
             restore_files(context, state.leader())
             provider.roll_back(config, state, generation=generation)
 
@@ -125,27 +125,29 @@ def roll_back_each(
 ) -> tuple[dict[str, RollbackResult], dict[str, OnnxOpsError]]:
     """Request a rollback on several endpoints, and carry it out concurrently.
 
-    All traffic goes to the previous version, or to `to`. The request takes precedence over any open
-    action. The later outcome of that action is ignored, and the endpoint refuses its later effects,
-    which carry a lower generation. A request that has already taken effect changes nothing.
+    All traffic moves to the previous version, or to `to`. The request takes precedence over any
+    open action. A later outcome of this action is ignored, and the endpoint refuses its later
+    effects because of their lower generation. A request that has already taken effect changes
+    nothing.
 
     Args:
-        force: allow a target version that was itself rolled back before.
-        pin: keep aliases that several endpoints share. Otherwise, the aliases change after all of
-            these endpoints have rolled back.
-        candidate_only: abort a rollout in progress, and nothing else.
+        force: whether to allow a goal version that was itself rolled back before.
+        pin: whether to leave aliases unchanged that several endpoints share. Otherwise, these
+            aliases change after all of the endpoints have rolled back.
+        candidate_only: whether to only abort a rollout in progress.
         timeout_s: seconds after which an unfinished rollback is reported as pending.
 
     Returns:
-        Results and errors by endpoint. Errors are NotFoundError (no such endpoint or version),
-        RefusedError (that version was rolled back itself), StillPendingError (requested, and not
-        carried out yet) and UserError (no rollout is in progress, and `candidate_only` is set).
+        Results and errors by endpoint. NotFoundError: the endpoint or version does not exist.
+        RefusedError: the goal version was itself rolled back before. StillPendingError: the
+        rollback was requested, and is not complete yet. UserError: no rollout is in progress, and
+        `candidate_only` is set.
     """
 
     def request(journal: Journal) -> tuple[RollbackResult, Journal]:
         config, pending = journal.config, journal.state.pending_rollback
         goal = None if pending is None else pending.action.roles.stable
-        # An earlier abort that rejected nothing does not satisfy the operator's request.
+        # An earlier abort without a rejection does not satisfy the operator's request.
         if (
             pending is not None
             and pending.action.reject
@@ -173,7 +175,7 @@ def roll_back_each(
         for name, (r, journal) in requested.items()
         if not r.already
     }
-    late = f"the endpoint did not reach that state within {timeout_s:g} s"
+    late = f"the endpoint did not move its traffic within {timeout_s:g} s"
     carried_out = run_concurrently(
         calls, timeout_s, lambda name: _still_pending(requested[name][0], late)
     )
@@ -188,20 +190,20 @@ def roll_back_each(
 def withdraw_request(context: Context, endpoint: str, *, reason: str, actor: str = "") -> str:
     """Withdraw the endpoint's pending deletion, or otherwise its pending rollback.
 
-    The rejections of the rollback are withdrawn with it.
+    The rejections of the rollback are also withdrawn.
 
     Returns:
-        What was withdrawn, as text.
+        The name of the withdrawn request, such as `the deletion`.
 
     Raises:
-        NotFoundError: nothing is pending.
-        UserError: there is no reason.
+        NotFoundError: no request is pending.
+        UserError: `reason` is blank.
     """
     if not reason.strip():
         raise UserError(
             "a withdrawal needs a reason",
             where=endpoint,
-            remedy="Give the reason with --reason; it is recorded.",
+            remedy="Add --reason REASON; the reason is recorded.",
         )
 
     def withdraw(journal: Journal) -> str:
@@ -209,7 +211,7 @@ def withdraw_request(context: Context, endpoint: str, *, reason: str, actor: str
         if pending is None and not deleting:
             remedy = f"See `onnx-ops history {endpoint}`."
             raise NotFoundError(
-                "nothing is pending here", where=journal.config.endpoint, remedy=remedy
+                "no request is pending", where=journal.config.endpoint, remedy=remedy
             )
         journal.append(RequestWithdrawn(reason=reason))
         if deleting or pending is None:
@@ -222,21 +224,21 @@ def withdraw_request(context: Context, endpoint: str, *, reason: str, actor: str
 def write_off_server(
     context: Context, endpoint: str, server: str, *, reason: str, actor: str = ""
 ) -> bool:
-    """Record that a silent server is gone for good, and no longer wait for it.
+    """Record that a silent server will not return, so that no rollback waits for it.
 
     Returns:
-        False if this was recorded already.
+        False if this is already recorded.
 
     Raises:
-        UserError: there is no reason.
-        NotFoundError: no server of that name has reported before.
-        RefusedError: the server reports.
+        UserError: `reason` is blank.
+        NotFoundError: no server of this name has ever reported.
+        RefusedError: the server still reports.
     """
     if not reason.strip():
         raise UserError(
             "a write-off needs a reason",
             where=endpoint,
-            remedy="Give it with --reason; it is recorded.",
+            remedy="Add --reason REASON; the reason is recorded.",
         )
 
     def write_off(journal: Journal) -> bool:
@@ -258,11 +260,11 @@ def write_off_server(
             )
         if found.state == "reports":
             raise RefusedError(
-                f"replica {server} reports",
+                f"replica {server} still reports",
                 where=endpoint,
                 why=f"its last report is {found.age_s:.0f} s old",
-                remedy="Stop it, and write it off 20 s later: "
-                "a rollback waits for replicas that report.",
+                remedy="Stop the replica, and write it off 20 s later. "
+                "A rollback waits for replicas that report.",
             )
         journal.append(ServerWrittenOff(server=server, reason=reason))
         provider.forget_server(config, server)
@@ -279,7 +281,8 @@ def send_command(
     The reconciler acts on the command.
 
     Raises:
-        UserError: no rollout is in progress, or the one to resume is not paused by an operator.
+        UserError: no rollout is in progress, or the command is to resume a rollout that no operator
+            has paused.
     """
 
     def send(journal: Journal) -> None:
@@ -290,7 +293,7 @@ def send_command(
             raise UserError(
                 "no operator has paused this rollout",
                 where=config.endpoint,
-                remedy="To skip the open checks of its present step: "
+                remedy="To skip the remaining checks of the current step: "
                 f"onnx-ops rollout advance {config.endpoint}",
             )
         journal.append(OperatorCommandSent(command=command, reason=reason))
@@ -309,20 +312,21 @@ def select_endpoints(
 ) -> tuple[str, ...]:
     """Return the endpoints of a rollback.
 
-    These are the named endpoints, or with `every` all endpoints of a model and target. Without
-    `to`, `every` selects only the endpoints that have the latest release among all of them. The
-    other endpoints have nothing to roll back.
+    They are the named endpoints, or with `every` the endpoints of a model and target. With `every`
+    and without `to`, only the endpoints that serve the latest release are selected, since the
+    others have nothing to roll back.
 
     Raises:
-        UserError: neither or both are given.
-        NotFoundError: no endpoint serves that model on that target, or none has its latest release.
+        UserError: neither endpoints nor a model are given, or both.
+        NotFoundError: no endpoint serves this model on this target, or none serves the latest
+            release.
     """
     names_endpoints = bool(endpoints) and not (model or target)
     names_model = bool(model) and not endpoints
     if not (names_model if every else names_endpoints):
         raise UserError(
             "no endpoints were selected",
-            remedy="Name them, or use --all --model MODEL; `onnx-ops status` lists them.",
+            remedy="Name endpoints, or use --all --model MODEL. `onnx-ops status` lists endpoints.",
         )
     return _list_endpoints_of(context, model, target, to) if every else endpoints
 
@@ -330,7 +334,7 @@ def select_endpoints(
 def _list_endpoints_of(
     context: Context, model: str, target: str, to: str | None
 ) -> tuple[str, ...]:
-    """Return what `select_endpoints` returns for a model and target with `every`."""
+    """Return all endpoints of a model and target that a rollback selects."""
     states = _list_serving_states(context, model, target)
     if to is not None:
         return tuple(state.endpoint for state in states)
@@ -338,13 +342,13 @@ def _list_endpoints_of(
     selected = [
         state.endpoint
         for state in states
-        # A damaged ledger does not show whether the endpoint had that release. The endpoint is
+        # A damaged ledger does not show whether the endpoint serves the release. The endpoint is
         # selected, so that its rollback fails visibly.
         if latest in _list_active_releases(state) or find_corruption(context, state.endpoint)
     ]
     if not selected:
-        # The command was repeated after the rollback. Select the endpoints that rolled back from
-        # that release, so that they report completion.
+        # The command was repeated after the rollback. The endpoints that rolled back from the
+        # release are selected, so that they report completion.
         selected = [
             state.endpoint
             for state in states
@@ -353,7 +357,7 @@ def _list_endpoints_of(
     if not selected:
         raise NotFoundError(
             f"nothing to roll back: no endpoint is serving the latest release of {model}",
-            remedy="See `onnx-ops history`; to go further back, name a version with --to.",
+            remedy="See `onnx-ops history`. To roll back further, name a version with --to.",
         )
     return tuple(selected)
 
@@ -361,10 +365,10 @@ def _list_endpoints_of(
 def _list_serving_states(context: Context, model: str, target: str) -> list[ReleaseState]:
     """Return the states of the endpoints that serve a model on a target.
 
-    Endpoints with a damaged ledger are included if they may be bound to this model and target.
+    Endpoints with a damaged ledger are included if they can be bound to this model and target.
 
     Raises:
-        NotFoundError: there is no such endpoint.
+        NotFoundError: no endpoint serves the model on the target.
     """
     bound = [read_readable_state(context, name) for name in list_bound_endpoints(context)]
     states = [
@@ -379,9 +383,9 @@ def _list_serving_states(context: Context, model: str, target: str) -> list[Rele
 
 
 def _list_active_releases(state: ReleaseState) -> set[Digest]:
-    """Return the releases that take traffic.
+    """Return the releases that get traffic.
 
-    Releases that the action in progress may have started are included.
+    They include releases that the action in progress can have started.
     """
     roles = [state.roles]
     if state.open_intent is not None:
@@ -402,12 +406,12 @@ def _carry_out(journal: Journal, result: RollbackResult) -> RollbackResult:
     def attempt() -> None:
         deadline = time.monotonic() + COMMAND_TIMEOUT_S
         try:
-            # Another process may be finishing the same rollback. Waiting for it prevents repeated
-            # commands from each starting it anew.
+            # Another process can be finishing the same rollback. Without this wait, each repeated
+            # command would start the rollback again.
             while (intent := journal.active_intent()) is not None:
                 if time.monotonic() > deadline:
                     raise ServiceUnavailableError(
-                        f"{intent.holder} is changing it", where=result.endpoint
+                        f"{intent.holder} is changing the endpoint", where=result.endpoint
                     )
                 time.sleep(_POLL_INTERVAL_S)
                 journal.state = journal.context.ledger.state(result.endpoint)
@@ -437,9 +441,10 @@ def _still_pending(result: RollbackResult, why: str) -> StillPendingError:
         f"accepted, still pending: all traffic to {result.moved_to}",
         where=result.endpoint,
         why=why,
-        remedy="Every `onnx-ops reconcile` and watch tries again; "
-        f"{result.moved_from} counts as rejected meanwhile. "
-        f"Withdraw it with `onnx-ops rollback --withdraw {result.endpoint} --reason ...`.",
+        remedy="Every `onnx-ops reconcile` and watch tries again. "
+        f"Until then, {result.moved_from} is rejected. "
+        "Withdraw the rollback with "
+        f"`onnx-ops rollback --withdraw {result.endpoint} --reason ...`.",
     )
 
 
@@ -457,8 +462,8 @@ def _build_result(state: ReleaseState, action: Action) -> RollbackResult:
 def _find_done(journal: Journal, to: str | None, force: bool) -> RollbackResult | None:
     """Return the result of an earlier request, or None if traffic must move.
 
-    Without `to`, a rollback command after a rollback is treated as the same rollback. To go further
-    back, an operator names a version.
+    Without `to`, a rollback command after a rollback is treated as the same rollback. To roll back
+    further, an operator names a version.
     """
     state, config = journal.state, journal.config
     stable, last = state.roles.stable, state.last_rollback
@@ -505,13 +510,13 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
     begun = state.open_intent.action if state.open_intent is not None else None
     if state.pending_rollback is not None:
         begun = state.pending_rollback.action
-    # A started effect may have reached the endpoint, so it is treated as done. A deployment that is
-    # being removed is treated as present, so that it is rejected too.
+    # An action in progress can have reached the endpoint, so it is treated as done. During an
+    # abort, the candidate is treated as present, so that it is also rejected.
     roles = begun.roles if begun is not None and begun.kind is not ActionKind.ABORT else state.roles
     goal = _find_goal(state, roles, to, force)
     if (rejection := state.find_rejection(goal)) is not None and not force:
         raise RefusedError(
-            f"{goal.name} was rolled back itself",
+            f"{goal.name} was itself rolled back before",
             where=config.endpoint,
             why=rejection,
             remedy="Name another version with --to, or use --force.",
@@ -534,14 +539,14 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
 
 
 def _find_goal(state: ReleaseState, roles: Roles, to: str | None, force: bool) -> Deployment:
-    """Return the deployment that is to get all traffic.
+    """Return the deployment that the rollback gives all traffic.
 
     Without `to`, this is the stable version while a rollout is in progress. It is also the stable
-    version if no other version has come since the last rollback, unless `force` is set. Otherwise
-    it is the previous version.
+    version if it is unchanged since the last rollback, unless `force` is set. Otherwise, it is the
+    previous version.
 
     Raises:
-        NotFoundError: there is no such version.
+        NotFoundError: the version never served at this endpoint, or there is no previous version.
     """
     if to is not None:
         version = to.removeprefix("v")
@@ -549,18 +554,18 @@ def _find_goal(state: ReleaseState, roles: Roles, to: str | None, force: bool) -
             known = (
                 ", ".join(f"v{v}" for v in sorted(state.known, key=lambda v: (len(v), v))) or "none"
             )
-            remedy = f"Versions that did: {known}."
+            remedy = f"Versions that served: {known}."
             raise NotFoundError(
-                f"v{version} never served here", where=state.endpoint, remedy=remedy
+                f"v{version} never served at this endpoint", where=state.endpoint, remedy=remedy
             )
         return state.known[version]
     again = state.last_rollback is not None and roles.stable == state.roles.stable and not force
     goal = roles.stable if roles.candidate is not None or again else roles.previous
     if goal is None:
         raise NotFoundError(
-            "no previous version to go back to",
+            "there is no previous version to roll back to",
             where=state.endpoint,
-            remedy=f"See `onnx-ops history {state.endpoint}`; name a version with --to.",
+            remedy=f"Name a version of `onnx-ops history {state.endpoint}` with --to.",
         )
     return goal
 

@@ -1,7 +1,7 @@
-"""The status of endpoints.
+"""Read the status of endpoints.
 
-The status consists of what the endpoints serve, their history, their rollout, and metrics of
-pending operations.
+The status consists of the versions that endpoints serve, their history, their rollouts, and metrics
+of pending operations.
 """
 
 from __future__ import annotations
@@ -64,10 +64,9 @@ _TIMELINE = (
 class EndpointStatus:
     """The state of an endpoint in the ledger and at its provider.
 
-    `actual` is None if the endpoint's manager does not answer. `unsupervised` is whether clients
-    get answers although the manager does not answer. `servers` are the servers that report
-    separately. `outliers` are servers whose requests fail or are slow more often than on the other
-    servers.
+    `actual` is None if the endpoint's manager does not answer. `unsupervised` is true if clients
+    still get answers in this case. `servers` are the servers that report separately. `outliers` are
+    servers whose requests fail, or are slow, more often than those of the other servers.
     """
 
     state: ReleaseState
@@ -80,12 +79,11 @@ class EndpointStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryLine:
-    """One ledger entry for people and auditors.
+    """One ledger entry in a form for operators and auditors.
 
     `at` is ISO 8601 in UTC. `kind` is the kind of the entry or of its action. `versions` are the
-    deployments by role once the entry has taken effect; empty if it changes no roles. `traffic`
-    holds the shares of the versions after the entry, in percent; empty if the entry moved no
-    traffic.
+    deployments by role after the entry; empty if the entry changes no roles. `traffic` has the
+    shares of the versions after the entry, in percent; empty if the entry moved no traffic.
     """
 
     endpoint: str
@@ -103,7 +101,7 @@ class HistoryLine:
 class HistoryFilter:
     """A selection of endpoints and entries.
 
-    Unset fields select all. `since` is in seconds since the epoch.
+    An unset field does not restrict the selection. `since` is in seconds since the epoch.
     """
 
     endpoints: tuple[str, ...] = ()
@@ -113,16 +111,16 @@ class HistoryFilter:
     since: float = 0.0
     limit: int | None = None
     traffic: bool = False
-    """Only entries that moved traffic."""
+    """Whether to select only entries that moved traffic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutView:
     """A rollout in progress.
 
-    `step` indexes `steps`; `seconds` is the time in that step. Without analysis or readable
-    metrics, `judged` is None and `evidence` is empty. `next` describes in one line the next action
-    of a reconciliation, or why it waits.
+    `step` is an index of `steps`, and `seconds` is the time since the step began. `judged` is None
+    without analysis or readable metrics. `next` describes in one line the next action of a
+    reconciliation, or why it waits.
     """
 
     endpoint: str
@@ -139,7 +137,7 @@ class RolloutView:
 class TimelineStep:
     """One action or command of a rollout.
 
-    `at` is in seconds since the epoch. `percent` is the candidate's share afterwards.
+    `at` is in seconds since the epoch. `percent` is the candidate's share of traffic afterwards.
     """
 
     at: float
@@ -167,7 +165,8 @@ class RolloutTimeline:
 def read_status(context: Context, endpoint: str) -> EndpointStatus:
     """Return the status of an endpoint.
 
-    Raises NotFoundError if no pipeline has bound it.
+    Raises:
+        NotFoundError: no pipeline has bound the endpoint.
     """
     journal = Journal.open(context, endpoint)
     config = journal.config
@@ -187,13 +186,13 @@ def read_status(context: Context, endpoint: str) -> EndpointStatus:
 def _compare_servers(
     provider: EndpointProvider, journal: Journal, servers: Sequence[EndpointServer]
 ) -> tuple[ServerOutlier, ...]:
-    """Return the reporting servers whose counts differ from those of other servers."""
+    """Return the reporting servers whose requests fail or are slow more often."""
     reporting = [server.name for server in servers if server.state == "reports"]
     roles = journal.state.roles
     deployments = {role.name for role in (roles.stable, roles.candidate) if role is not None}
     if len(reporting) < 2 or not deployments:
         return ()
-    # This import takes longer than most commands run.
+    # The import takes longer than most commands, so it is done only if needed.
     from onnx_ops.statistics.rollout.outliers import find_outliers
 
     return find_outliers(provider.count_by_server(journal.config, reporting, deployments))
@@ -202,7 +201,7 @@ def _compare_servers(
 def read_statuses(
     context: Context, endpoints: Sequence[str]
 ) -> tuple[tuple[EndpointStatus, ...], dict[str, OnnxOpsError]]:
-    """Return the status of several endpoints, and the errors of others by name."""
+    """Return the status of each readable endpoint, and the other errors by name."""
     statuses, errors = call_each(endpoints, lambda name: read_status(context, name))
     return tuple(statuses.values()), errors
 
@@ -230,8 +229,8 @@ def read_history(
 ) -> tuple[tuple[HistoryLine, ...], dict[str, CorruptStateError]]:
     """Return entries of ledgers, oldest first.
 
-    Deleted endpoints and models without endpoints are included. For a damaged ledger, the entries
-    before the damage are returned. The second result holds the errors of damaged ledgers by
+    The history includes deleted endpoints, and models without endpoints. For a damaged ledger, the
+    entries before the damage are returned. The second result has the errors of damaged ledgers by
     endpoint.
 
     Raises:
@@ -262,7 +261,7 @@ def read_history(
 def read_rollout_view(context: Context, endpoint: str) -> RolloutView | None:
     """Return the rollout in progress, or None.
 
-    The endpoint and its metrics are read, but never the registry.
+    The function reads the endpoint and its metrics, but not the registry.
 
     Raises:
         NotFoundError: no pipeline has bound this endpoint.
@@ -296,7 +295,8 @@ def build_timeline(endpoint: str, entries: Sequence[LedgerEntry]) -> RolloutTime
     """Return the endpoint's last rollout whose start was completed, or None."""
     state, timeline = ReleaseState(endpoint=endpoint), None
     for entry in entries:
-        # Read the action before the entry is applied: the outcome of an action closes its intent.
+        # The outcome of an action closes its intent, so the action is read before the entry is
+        # applied.
         action = _find_completed(state, entry.body)
         state = apply_entry(state, entry)
         if (
@@ -363,7 +363,7 @@ def _is_selected(
     """Return whether the ledger was ever about the selected model and target."""
     configs = [entry.body.config for entry in entries if isinstance(entry.body, EndpointBound)]
     if is_damaged and not configs:
-        return True  # the lost entries may hold the binding
+        return True  # the binding can be among the lost entries
     model, _, target = name.partition("@")
     if target:
         return selection.model in ("", model) and selection.target in ("", target)
@@ -375,7 +375,7 @@ def _is_selected(
 def _build_lines(entries: Sequence[LedgerEntry], *, traffic_only: bool) -> list[HistoryLine]:
     """Return lines for all entries, or only for entries that moved traffic.
 
-    An action that failed moved no traffic.
+    A failed action is treated as one that moved no traffic.
     """
     failed = {
         (e.endpoint, e.body.of)
@@ -407,7 +407,7 @@ def _build_line(entry: LedgerEntry, *, failed: bool) -> HistoryLine:
 
 
 def _describe_entry(body: EntryBody) -> tuple[str, str]:
-    """Return descriptions of an entry and of its reason."""
+    """Return a description of an entry, and its reason."""
     why = ""
     match body:
         case EndpointBound() | LedgerAdopted() | EndpointDeleted() | EndpointAbandoned():
@@ -452,7 +452,7 @@ def _describe_entry(body: EntryBody) -> tuple[str, str]:
 def _describe_ledger(
     body: EndpointBound | LedgerAdopted | EndpointDeleted | EndpointAbandoned,
 ) -> tuple[str, str]:
-    """Describe an entry that begins, continues or ends an endpoint, and its reason."""
+    """Return a description of an entry about the endpoint as a whole, and its reason."""
     match body:
         case EndpointBound():
             return (
@@ -474,11 +474,11 @@ def _describe_ledger(
 
 
 def _describe_selection(selected: AliasSelection) -> str:
-    """Describe which alias selects which version, and when this was first seen."""
+    """Return which alias selects which version, and when this was first observed."""
     since = datetime.datetime.fromtimestamp(selected.seen_at, tz=datetime.UTC).isoformat(
         timespec="seconds"
     )
-    return f"{selected.alias} selects version {selected.version}, seen first at {since}"
+    return f"{selected.alias} selects version {selected.version}, first seen at {since}"
 
 
 def _describe_record(
@@ -523,12 +523,12 @@ def _describe_thresholds(body: ThresholdsFixed) -> str:
         return "none: too few requests"
     return (
         f"{describe(fixed)}, from {fixed.requests} requests; "
-        f"the candidate's: {describe(body.slower or fixed)}"
+        f"candidate: {describe(body.slower or fixed)}"
     )
 
 
 def _describe_action(action: Action) -> str:
-    """Return an action's effect on traffic, and the stable versions before and after."""
+    """Return a text with an action's kind, its split, and a change of stable version."""
     weights, stable = action.state.split.weights, action.roles.stable
     split = ", ".join(f"{name} {weight} %" for name, weight in weights.items())
     before = next((name for name, weight in weights.items() if not weight), None)
@@ -545,16 +545,16 @@ def _find_completed(state: ReleaseState, body: EntryBody) -> Action | None:
     """Return the open action that an entry completes, or None."""
     if state.open_intent is None or not isinstance(body, ActionOutcome):
         return None
-    # An outcome of an action that was replaced completes nothing.
+    # The outcome of an action that another action has replaced is ignored.
     return state.open_intent.action if body.ok and body.of == state.generation else None
 
 
 def _extend_timeline(
     timeline: RolloutTimeline, entry: LedgerEntry, action: Action | None, state: ReleaseState
 ) -> RolloutTimeline:
-    """Add an entry to a rollout in progress.
+    """Return the timeline of a rollout in progress, extended by an entry.
 
-    The entry completes the `action`, is a note, or records counts.
+    The entry completes `action`, is a note, or records counts.
     """
     steps, end = _list_notes(entry), None
     if action is not None and action.kind in _TIMELINE:
@@ -583,7 +583,7 @@ def _list_counts(body: EntryBody, observations: Observations | None) -> list[Obs
 
 
 def _list_notes(entry: LedgerEntry) -> list[TimelineStep]:
-    """Return commands, failures and pauses of a rollout."""
+    """Return the step of an entry that records a command, a failure or a pause."""
     match entry.body:
         case OperatorCommandSent(command=command, reason=why):
             what = f"operator command {command.value}"

@@ -1,7 +1,7 @@
 """Reconcile all endpoints at an interval, and immediately when a model is queued.
 
-Every pass reads the full state again (aliases, ledgers, endpoints, time), so a missed wake-up loses
-nothing.
+Every pass reads the full state again (aliases, ledgers, endpoints, time). A change whose webhook
+was lost is therefore found in the next pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onnx_ops.release.reconcile import StepReport
 from onnx_ops.release.reconcile_pass import ReconcilePass, RegistrySnapshot, read_registry
 
 MAX_QUEUED = 1000
-"""Models that can be queued; beyond that the next full pass covers them."""
+"""Maximum number of queued models; the next full pass includes all other models."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class WatchEvent:
 
 
 class ReconcileQueue:
-    """Models that wait to be reconciled.
+    """Queue of models whose endpoints must be reconciled immediately.
 
     `add` can be called in any thread. `close` can also be called in a signal handler, because a
     SimpleQueue allows a put while another put is in progress in the same thread.
@@ -78,7 +78,7 @@ class ReconcileQueue:
     def add(self, model: str) -> None:
         """Queue a model.
 
-        The call has no effect if the model is queued already, or if `MAX_QUEUED` models are.
+        The call has no effect if the model or `MAX_QUEUED` models are already queued.
         """
         with self._lock:
             if model in self._models or len(self._models) >= MAX_QUEUED:
@@ -87,16 +87,16 @@ class ReconcileQueue:
         self._signals.put(True)
 
     def close(self) -> None:
-        """Stop the loop before its next effect."""
+        """Close the queue, which stops the loop before its next action."""
         self._closed = True
         self._signals.put(True)
 
     def is_closed(self) -> bool:
-        """Return whether the loop is to stop."""
+        """Return whether the queue is closed, so that the loop must stop."""
         return self._closed
 
     def wait(self, timeout_s: float) -> frozenset[str]:
-        """Return the queued models, waiting up to `timeout_s` for the first one."""
+        """Return the queued models; wait up to `timeout_s` seconds for the first model."""
         try:
             self._signals.get(timeout=max(timeout_s, 0.0))
             while True:
@@ -112,9 +112,9 @@ class WatchLoop:
     """Reconciles endpoints until the queue is closed.
 
     Args:
-        models: queue of models to reconcile immediately; closing it ends the loop.
+        models: queue of models to reconcile immediately. When the queue is closed, the loop ends.
         endpoints: names of endpoints; by default, all endpoints that are bound now or later.
-        on_event: receives every event, and every change of what the loop waits for.
+        on_event: function that receives every event.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class WatchLoop:
     def run(self) -> None:
         """Run pass after pass until the queue is closed.
 
-        An effect in progress is finished first.
+        An action in progress is completed first.
         """
         clock = self._context.clock
         due = clock.monotonic()
@@ -156,7 +156,8 @@ class WatchLoop:
     def reconcile_all(self) -> None:
         """Run one pass over all endpoints.
 
-        The registry is read at most once per pass. While it is down, some passes skip it.
+        The registry is read at most once per pass. While the registry is down, some passes do not
+        read it.
         """
         names = self._list_endpoints()
         if names and self._registry_backoff.is_due():
@@ -180,7 +181,7 @@ class WatchLoop:
     def reconcile_models(self, models: frozenset[str]) -> None:
         """Run one pass over the endpoints of some models.
 
-        A model that no endpoint serves has no effect.
+        Models that no endpoint serves are ignored.
         """
         reconcile_pass = ReconcilePass(self._context, lambda: self._snapshot)
         configs = {name: self._read_config(reconcile_pass, name) for name in self._list_endpoints()}
@@ -202,7 +203,7 @@ class WatchLoop:
             self._reconcile(reconcile_pass, name)
 
     def emit(self, endpoint: str, kind: WatchEventKind, *, did: str = "", why: str = "") -> None:
-        """Report an event: every action, and a state only when it starts."""
+        """Report an event; a state that was already reported is not reported again."""
         is_state = not did and bool(endpoint or kind is WatchEventKind.TROUBLE)
         if is_state and self._last.get(endpoint) == (kind, why):
             return
@@ -217,14 +218,14 @@ class WatchLoop:
             return self._endpoints or tuple(
                 name for name in self._context.ledger.endpoints() if "@" not in name
             )
-        except Exception as error:  # any exception of the ledger's storage
+        except Exception as error:  # the storage of the ledger can raise any exception
             self.emit("", WatchEventKind.TROUBLE, why=f"the ledger could not be listed: {error}")
             return ()
 
     def _read_config(self, reconcile_pass: ReconcilePass, name: str) -> EndpointConfig | None:
         try:
             return reconcile_pass.state(name).config
-        except Exception as error:  # any exception of the ledger's storage
+        except Exception as error:  # the storage of the ledger can raise any exception
             self._fail(name, str(error))
             return None
 
@@ -245,14 +246,13 @@ class WatchLoop:
         except OnnxOpsError as error:
             self._fail(name, str(error))
         except Exception as error:
-            # One endpoint's bug must not end the watch of all others; its traceback goes to the
-            # log.
+            # A defect that affects one endpoint must not stop the watch of the other endpoints.
             _log.exception("endpoint %s", name)
             self._fail(name, f"unexpected: {type(error).__name__}: {error}")
         else:
             is_unstable = not reports[-1].stable and not self._queue.is_closed()
             if is_unstable:
-                why = "does not become stable: another process undoes each change"
+                why = "the endpoint does not become stable: another process reverts each change"
                 self.emit(name, WatchEventKind.TROUBLE, why=why)
             self._backoffs[name].record(
                 failed=is_unstable or any(report.refused for report in reports)

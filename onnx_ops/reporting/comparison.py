@@ -30,15 +30,16 @@ from onnx_ops.statistics.intervals import change_interval
 
 CHAMPION = "champion"
 PAIRED = (
-    "Changes of task metrics are paired, on the same rows. Ratios come from alternating runs on "
-    "one machine."
+    "Changes of task metrics compare answers to the same rows. Ratios come from alternating runs "
+    "on one machine."
 )
 APART = (
-    "The two were measured at different times. A change has an interval only if it is paired, on "
-    "the same rows. Without one, noise can explain the change if the two intervals overlap."
+    "The two models were measured at different times. A change has an interval only if both models "
+    "scored the same rows. Without this interval, noise can explain the change if the intervals of "
+    "the two values overlap."
 )
 Pairs = Callable[[Evidence, Evidence], Sequence[PairedCounts | ScoreComparison]]
-"""Compares the answers of two runs to the same rows, metric by metric."""
+"""Function that compares the answers of two runs to the same rows, metric by metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +72,9 @@ class ModelComparison:
 class VariantRow:
     """The measurements of one variant on one target.
 
-    Several variants are timed beside the same variant. The `latency` of that variant is its median.
-    The `latency` of the others is this median times their paired ratio, since medians from
-    different minutes contradict the ratios. The champion has a separate row, with its version and
+    `latency` is the median latency. If a variant was timed in alternation with another variant, it
+    is the median of the other variant times the paired ratio. Two medians from different times
+    could contradict the ratio. The champion has a separate row, with its version and
     without a verdict. Without evidence, `size_bytes` is None.
     """
 
@@ -158,7 +159,7 @@ def _pair_medians(rows: Sequence[VariantRow]) -> list[VariantRow]:
 def figures_of(evidence: Evidence) -> str:
     """Return a variant's measurements as one sentence.
 
-    The differences from the champion's measurements follow them.
+    The differences from the champion follow the measurements.
     """
     labels = [f"{label} {value.figure}" for label, value in task_values(evidence).items()]
     if middle := median_latency(evidence.latency):
@@ -204,7 +205,7 @@ def base_comparisons(
         )
         if theirs is None:
             comparisons.append(
-                replace(blank, note=f"Nothing is recorded on {choice.target} for {name}.")
+                replace(blank, note=f"No evidence is recorded for {name} on {choice.target}.")
             )
         else:
             comparisons.append(
@@ -231,7 +232,7 @@ def _beside_champion(mine: Evidence) -> ModelComparison:
         note = (
             PAIRED
             if rows
-            else f"The registry knew no champion of {mine.target} when this release was measured."
+            else f"The registry had no champion of {mine.target} when this release was measured."
         )
     return ModelComparison(
         against="the champion",
@@ -321,8 +322,8 @@ def _compare_task_metrics(mine: Evidence, theirs: Evidence, pairs: Pairs) -> lis
 def _describe_difference(after: Measured, before: Measured) -> str:
     """Return the change of a metric as a text.
 
-    A share changes in percentage points. Another metric changes by a ratio, if the old value allows
-    it.
+    A share changes in percentage points. Another metric changes by a ratio if the old value is
+    positive, and otherwise by a difference.
     """
     difference = after.estimate - before.estimate
     if after.unit == "1":

@@ -187,8 +187,8 @@ def _fitted(lines: Sequence[str], room: int, what: str, *, prefix: Sequence[str]
     for count in range(len(lines) - 1, -1, -1):
         left_out = len(lines) - count
         note = (
-            f"\n\n{left_out} more {what}{'s' if left_out > 1 else ''} left out here; "
-            "the evidence holds all of them."
+            f"\n\nOmitted here: {left_out} more {what}{'s' if left_out > 1 else ''}. "
+            "The evidence contains all of them."
         )
         text = "\n".join((*prefix, *lines[:count])) + note if count else note.strip()
         if len(text) <= room:

@@ -104,7 +104,7 @@ def result_interval(result: GateResult) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number with at least three significant digits.
+    """Return a number that is rounded to at least three significant digits.
 
     Numbers from 0.001 to 100,000 have no exponent.
     """

@@ -81,7 +81,7 @@ def _load_environment() -> Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """Return the page of a template, which loads nothing from a network.
+    """Return the page of a template; the page loads nothing from a network.
 
     The same values always give the same text.
     """
@@ -200,7 +200,7 @@ def list_gates(
     evidence: Mapping[tuple[str, str], Evidence],
     digests: Mapping[tuple[str, str], Digest],
 ) -> list[tuple[Decision, str, Digest | None, list[tuple[GateResult, list[str], list[str]]]]]:
-    """Return each decision with its place, its evidence's digest and its results.
+    """Return each decision with its machine, its evidence's digest and its results.
 
     The results are in the form that `gate_table` shows. Evidence and digests are by variant and
     target.
@@ -319,9 +319,9 @@ def _plot_targets(
 def _plot_target(
     target: str, decisions: Sequence[Decision], evidence: Sequence[Evidence], chosen: str | None
 ) -> list[Figure]:
-    """Return the plots of each float variant, and of the export of quantized variants.
+    """Return the plots of a target: size, latency, ratios, parity and weights.
 
-    The plot of the export appears once.
+    The parity of the export of quantized variants has one plot.
     """
     judged = {d.variant: d for d in decisions if d.target == target}
     here = [(e, judged.get(e.variant)) for e in evidence if e.target == target]
@@ -360,7 +360,7 @@ def _plot_exports(entries: Sequence[tuple[Evidence, Decision | None]]) -> Iterat
         if e.quantized and e.export_parity and e.export_parity not in seen:
             seen.append(e.export_parity)
             yield parity_figure(
-                "the export behind the quantized variants",
+                "the export of the quantized variants",
                 e.export_parity,
                 decision,
                 EXPORT_OUTPUTS.metric,

@@ -57,7 +57,7 @@ class Row:
 def table_rows(decisions: Sequence[Decision], sizes: tuple[int, int]) -> list[Row]:
     """Return every result in the order of the decisions, and the size.
 
-    Results that are equal on all targets appear once.
+    Parity results that are equal on several targets appear once.
     """
     rows: list[Row] = []
     seen: list[GateResult] = []

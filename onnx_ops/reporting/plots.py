@@ -42,20 +42,20 @@ _POINTS = 240
 _ROWS = 16
 _NAMED = 4
 _COLUMNS = 6
-"""Maximum number of columns whose smallest visible error is listed."""
+"""Maximum number of columns whose smallest detectable error is listed."""
 
 _CLIPPED = 1e6
 
 _SHOWN_LOSSES = 6
-"""Multiple of the budget from which on losses are drawn at the edge.
+"""Multiple of the budget above which losses are drawn at the edge.
 
 This leaves room for the other losses.
 """
 
 _LEAST_LOSS = 0.02
-"""Minimum width of an axis of losses, in percentage points.
+"""Minimum margin at both ends of the axis of losses, in percentage points.
 
-With smaller losses, such as 0 of 1,000 rows, the axis would have no width.
+Without it, the axis would have no length if all losses were 0.
 """
 
 
@@ -74,7 +74,7 @@ class Figure:
 
 
 def limit_of(decision: Decision | None, gate: str, metric: str) -> float | None:
-    """Return the limit of a gate's result as a number; None if it has none."""
+    """Return the limit of a gate's result as a number; None without a limit."""
     results = decision.results if decision is not None else ()
     return next((r.bound for r in results if r.gate == gate and r.metric == metric), None)
 
@@ -104,9 +104,9 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
     return Figure(
         title=f"Latency on {target}",
         svg=chart.render(f"Distribution of latency on {target}"),
-        caption=f"Single runs of {batches} row(s) a request, one session a variant; "
-        "medians with 90 % intervals. Verdicts about slower or faster rest on the session "
-        "pairs, not on these curves.",
+        caption=f"Single runs of {batches} row(s) per request, in one session per variant; "
+        "medians with 90 % intervals. Verdicts on latency ratios come from the session "
+        "pairs, not from these curves.",
         keys=tuple(keys),
     )
 
@@ -163,9 +163,10 @@ def parity_figure(
         title=f"Same function? {what}",
         svg=_draw_rows(axis, limit, rows).render(f"Parity of {what} by output and group of inputs"),
         caption=f"{_count_shown(known)} pairs of output and group of inputs; "
-        f"n = {n} rows per output. Dashed: "
+        f"n = {n} rows per output. Dashed line: "
         f"limit {'none' if limit is None else number(limit) + '×'}. "
-        "A maximum over the rows, so without interval. At the left edge: no difference."
+        "Errors are maxima over the rows and have no interval. "
+        "A dot at the left edge shows no difference."
         + _describe_columns(known, limit),
     )
 
@@ -211,10 +212,10 @@ def _describe_columns(measurements: Sequence[ParityMeasurement], limit: float | 
     ranked = sorted(columns, key=lambda entry: -entry[0])[:_COLUMNS]
     texts = [
         f"{' · '.join(filter(None, (output, column.column)))} {number(column.noise * limit)} "
-        f"({100 * share:.2g}% of its largest answer {number(column.scale)})"
+        f"({100 * share:.2g}% of the largest answer {number(column.scale)})"
         for share, output, column in ranked
     ]
-    return f" Smallest visible errors on real rows: {'; '.join(texts)}." if texts else ""
+    return f" Smallest detectable errors on real rows: {'; '.join(texts)}." if texts else ""
 
 
 def weights_figure(what: str, evidence: Evidence, decision: Decision | None) -> Figure | None:
@@ -237,8 +238,9 @@ def weights_figure(what: str, evidence: Evidence, decision: Decision | None) -> 
             f"Quantization error of {what} by weight"
         ),
         caption=f"{_count_shown(known)} weights, n = {sum(w.elements for w in known)} elements. "
-        f"Dashed: limit {'none' if limit is None else number(limit) + ' steps'}. "
-        "Rounding alone makes up to 0.5. A maximum over all elements, so without interval.",
+        f"Dashed line: limit {'none' if limit is None else number(limit) + ' steps'}. "
+        "Rounding alone causes errors of up to 0.5 steps. "
+        "Errors are maxima over all elements and have no interval.",
     )
 
 
@@ -323,7 +325,7 @@ def pareto_figure(
         if e.variant == chosen:
             chart.dot(left, top, "ring", f"{e.variant} is chosen", radius=9)
         name = e.variant
-        # Many names would overlap: a number stands for each variant.
+        # Many names would overlap; numbers replace them.
         if len(points) > _NAMED:
             name, label = f"{series + 1}:", f"{series + 1}: {label}"
         beside = f"{name} {format_figure(value.estimate, value.unit)}" if value else name
@@ -332,9 +334,9 @@ def pareto_figure(
     return Figure(
         title=f"Size, latency and {metric} on {target}",
         svg=chart.render(f"Size against latency on {target}"),
-        caption="Lower left is better. Bars and brackets: 90 % intervals. "
-        "Full dots passed every gate, open ones did not; "
-        f"the ring marks the chosen variant. Beside each variant: its {metric}.",
+        caption="Lower and further left is better. Bars and brackets show 90 % intervals. "
+        "Full dots mark variants that passed every gate; open dots mark the others. "
+        f"The ring marks the chosen variant. The text beside a variant shows its {metric}.",
         keys=tuple(keys),
     )
 
@@ -422,14 +424,15 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
         )
         keys += [(0, label)] if label else []
     return Figure(
-        title=f"What the search {record.name} saw on {target}",
+        title=f"Models of the search {record.name} on {target}",
         svg=chart.render(f"Loss of {record.metric} against time on {target}"),
-        caption="Lower left is better. Every dot is a model that was built; "
-        "full ones are on the front: no other model is as exact, "
-        "as small and as fast. Rings mark variants. Dashed: the budget, "
-        f"{number(limit)} points. Models that lose far more are at the upper edge. "
-        f"Loss on {record.rows} tuning rows; times of 5 session pairs with 90 % intervals. "
-        "The gates measure the variants afresh, on other rows.",
+        caption="Lower and further left is better. Every dot is a model that was built. "
+        "Full dots are on the Pareto front: no other model is as accurate, "
+        "as small and as fast. Rings mark variants. Dashed line: the budget, "
+        f"{number(limit)} points. Models with a much larger loss are at the upper edge. "
+        f"Losses are measured on {record.rows} tuning rows. "
+        "Times come from 5 session pairs, with 90 % intervals. "
+        "The gates measure the variants again, on other rows.",
         keys=tuple(keys),
     )
 
@@ -472,7 +475,7 @@ def _make_loss_chart(record: SearchRecord, trials: Sequence[Trial], target: str)
     ratios = [trial.ratios[target] for trial in trials]
     times = [v for ratio in ratios for v in (ratio.low, ratio.high) if 0 < v < 100]
     return Chart(
-        x=axis_around([1.0, *times], "time of a request over that of fp32 (×)"),
+        x=axis_around([1.0, *times], "time of a request / time of fp32 (×)"),
         y=Axis(low=low - room, high=high + room, label=f"loss of {record.metric} (points)"),
     )
 
@@ -492,7 +495,7 @@ def _style(series: int) -> str:
 
 
 _LARGEST_LOG = 50.0
-_BAND = f"Band: interval ({100 * (1 - ALPHA):.3g} % a side over all looks)."
+_BAND = f"Band: interval ({100 * (1 - ALPHA):.3g} % on each side, over all looks)."
 
 
 def measured_ratio(comparison: LatencyComparison | PairedRatios) -> Measured | None:
@@ -549,7 +552,7 @@ def ratio_figure(
         svg=chart.render(f"{of.capitalize()} ratio of {what}"),
         caption=f"{ratio.text()}{_describe_runs(comparison)}. {_BAND} Full dots: "
         f"{noun}s; {_name_blocks(pairs)}"
-        f"rings: {comparison.against} against itself, the noise of the host.",
+        f"rings: {comparison.against} against itself, which shows the noise of the host.",
     )
 
 
@@ -569,7 +572,7 @@ def _find_ratio_limit(
 
 
 def _describe_runs(comparison: LatencyComparison | PairedRatios) -> str:
-    """Return the number of runs behind a latency; other ratios do not count runs."""
+    """Return the number of runs behind a latency; empty for other ratios."""
     if not isinstance(comparison, LatencyComparison):
         return ""
     return f", {comparison.runs} runs, {share(comparison.preempted, comparison.runs)} preempted"
@@ -577,7 +580,7 @@ def _describe_runs(comparison: LatencyComparison | PairedRatios) -> str:
 
 def _name_blocks(pairs: Sequence[Sequence[float]]) -> str:
     """Return the caption of the small dots; empty if no pair has several blocks."""
-    return "small ones: their blocks; " if any(len(pair) > 1 for pair in pairs) else ""
+    return "small dots: the blocks of these pairs; " if any(len(pair) > 1 for pair in pairs) else ""
 
 
 def _draw_selves(chart: Chart, selves: Sequence[Sequence[float]], against: str) -> None:
@@ -622,9 +625,9 @@ def _exp(log_ratio: float) -> float:
 
 
 _FAR = 3.0
-"""Largest plotted distance of evidence below zero and above the limit.
+"""Maximum plotted distance of evidence (log10) below zero and above the limit.
 
-Evidence beyond is drawn at the edge.
+Evidence beyond this distance is drawn at the edge.
 """
 
 

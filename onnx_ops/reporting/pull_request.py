@@ -1,4 +1,4 @@
-"""The Markdown page on how a commit changes its models.
+"""The Markdown page on the gate results of the pipelines that a commit affects.
 
 The page is for a pull request, a job summary or a check.
 """
@@ -24,8 +24,8 @@ _LONGEST = 300
 """Maximum number of characters of author and time."""
 
 _UNREVIEWED = (
-    "Reported by this pull request's own code, in a job without credentials. "
-    "It is judged again when it is merged."
+    "The code of this pull request computed these results, in a job without credentials. "
+    "The pipelines are judged again when the pull request is merged."
 )
 
 _VARIANT_HEADS = ("variant", "target", "verdict", "task metrics", "median latency", "size")
@@ -63,7 +63,8 @@ def overall(checked: Sequence[Checked]) -> Verdict | None:
 def find_contradiction(one: Checked) -> str:
     """Return why a pipeline's verdict contradicts its choices and decisions.
 
-    The verdict is then better than they are. The text is empty without a contradiction.
+    A verdict that is better than the choices, or than their gate results, contradicts them. The
+    text is empty without a contradiction.
     """
     worst = (
         combine_verdicts(choice.verdict for choice in one.choices) if one.choices else one.verdict
@@ -80,7 +81,7 @@ def _find_unfounded_choice(one: Checked) -> str:
         if choice.verdict is Verdict.PASS and verdict is not Verdict.PASS:
             return (
                 f"{one.file} chooses {choice.variant or 'nothing'} for {choice.target}, "
-                "which its gates did not pass"
+                "but this variant did not pass its gates"
             )
     return ""
 
@@ -110,7 +111,7 @@ def page(
     made = next((one.made_by for one in checked if one.made_by), f"commit {commit[:12]}")[:_LONGEST]
     head = f"## onnx-ops: {title(checked)}\n\n{markdown(made)}"
     if reports:
-        head += f" · [whole reports, with plots]({reports})"
+        head += f" · [full reports with plots]({reports})"
     if unreviewed and checked:
         head += f"\n\n<sub>{_UNREVIEWED}</sub>"
     parts, room = [head], LIMIT - len(head) - 200
@@ -118,8 +119,8 @@ def page(
         part = _describe_pipeline(one)
         if len(part) > room:
             parts.append(
-                f"{len(checked) - len(parts) + 1} more pipelines are in the reports; "
-                "there was no room here."
+                f"Pipelines that do not fit on this page: {len(checked) - len(parts) + 1}. "
+                "See the full reports."
             )
             break
         parts.append(part)
@@ -183,7 +184,7 @@ def _describe_variants(variants: Sequence[VariantRow]) -> str:
 def _describe_variant(variant: VariantRow) -> tuple[str, ...]:
     """Return the table cells of a variant.
 
-    A variant without a verdict is in service now, and is not measured again.
+    A variant without a verdict is the champion, whose latency is not measured alone.
     """
     metrics = "; ".join(f"{label} {value.figure}" for label, value in variant.metrics.items())
     if variant.latency is not None:

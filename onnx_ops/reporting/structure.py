@@ -1,6 +1,7 @@
-"""Findings about a variant other than its answers.
+"""Findings about the structure of a variant, as texts.
 
-They are the recipe, trees, activations, int8 coverage, advice and limits.
+The findings are the recipe, trees, operators, activations, int8 coverage and advice. The limits of
+the source are listed too.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _describe_activation(measured: ActivationMeasurement) -> str:
 
 
 def coverage_lines(coverage: Int8Coverage | None) -> list[str]:
-    """Return how much runs in int8, and each operator in float with the reason."""
+    """Return the int8 coverage, and each operator in float with the reason."""
     if coverage is None or not (coverage.int8 or coverage.floats):
         return []
     lines = [coverage.summary]

@@ -267,7 +267,7 @@ def room_for(names: Sequence[str]) -> tuple[float, float]:
 
 
 def wrapped(text: str) -> tuple[str, ...]:
-    """Return the text in pieces that each fit a line."""
+    """Split the text into pieces that each fit on one line."""
     most = int(0.8 * WIDTH / _CHARACTER)
     return tuple(text[start : start + most] for start in range(0, len(text), most))
 

@@ -1,8 +1,8 @@
 """Detect groups of dependent rows, and compute their design effect.
 
-Answers to rows of one patient, customer or video tend to be right or wrong together. Errors in such
-rows vary more than errors in as many independent rows. Survey statistics calls the factor the
-design effect (Kish 1965, Survey Sampling, ch. 5).
+Answers to rows of one patient, customer or video tend to be right or wrong together. The error rate
+of such rows varies more than the error rate of as many independent rows. The ratio of the two
+variances is the design effect (Kish 1965, Survey Sampling, ch. 5).
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ UNSEEN_GROUPS = 1.5
 """Number of groups of mean size that are added to the observed ones.
 
 All rows of an added group count as changed together. Groups that are missing from the sample by
-chance therefore cannot lead to a PASS. Chosen by simulation (`benchmarks/truth/grouped.py`).
+chance therefore cannot lead to a PASS. The number was chosen by simulation
+(`benchmarks/truth/grouped.py`).
 """
 
 _FEWEST_CARRYING = 20
-"""Minimum degrees of freedom that are used for groups with changes.
+"""Minimum degrees of freedom for groups with changes.
 
-With fewer changed groups, the score interval is wide enough. A comparison without any change
-passes.
+With fewer changed groups, the score interval is wide enough without a correction. A comparison
+without any change can therefore pass.
 """
 
 ALARM = 0.02
-"""Chance below which neighbouring rows count as dependent.
+"""p-value up to which neighbouring rows are reported as dependent.
 
 It is the share of false alarms among data sets with independent rows.
 """
 
 _HINT = 1 / 3
-"""The same as `ALARM`, for data whose neighbouring rows also have similar inputs."""
+"""p-value like `ALARM`, for data whose neighbouring rows also have similar inputs."""
 
 _ALIKE = 0.005
-"""Chance below which neighbouring rows count as similar.
+"""p-value up to which neighbouring rows are treated as similar.
 
 It is the share of false alarms among data sets in random order.
 """
@@ -70,7 +71,7 @@ def number_groups(array: Array) -> Array | None:
     flat = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
     if flat.ndim != 1 or flat.dtype.kind not in "iufbUSOMm" or _has_missing_values(flat):
         return None
-    # As an array of fixed width, one long text would widen all other elements.
+    # In an array of fixed width, one long text would widen all other elements.
     if flat.dtype.kind == "O":
         numbers = {
             value: number for number, value in enumerate(sorted({str(value) for value in flat}))
@@ -91,7 +92,8 @@ def _has_missing_values(flat: Array) -> bool:
 def find_group_columns(arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Return arrays that can identify groups of rows, as group numbers.
 
-    The values of such an array are not fractions, and occur in more than one row.
+    Such an array has no fractions, at least 5 different values, and 1.5 or more rows per value on
+    average.
     """
     columns: dict[str, Array] = {}
     for name, array in arrays.items():
@@ -131,9 +133,10 @@ def compute_effect_of_sums(sums: Array, sizes: Array, squares: Array) -> Array:
 
     The effect includes `UNSEEN_GROUPS`. It also includes an allowance for few groups: a quantile of
     Student's t in place of the normal one (Korn and Graubard 1998, Survey Methodology 24:193-201).
-    The degrees of freedom are those of the groups. Where few groups carry the changes, they are
-    those of Satterthwaite (1946, Biometrics Bulletin 2:110-114): a change shown by 24 rows is
-    skewed, and its limit errs in 5.8 % instead of 5 %.
+    The degrees of freedom are those of the groups. Where few groups contain the
+    changes, the degrees of freedom are those of Satterthwaite (1946, Biometrics Bulletin
+    2:110-114). The estimate of a change in 24 rows is skewed, so that its limit is wrong in 5.8 %
+    of samples instead of 5 %.
 
     Args:
         sums: sum of the values of each group, of shape (…, groups).
@@ -232,12 +235,12 @@ def _find_unused_groups(
         chance = _compute_chance(_compute_group_variances(permuted, group))
         if chance <= ALARM or _ID.search(name):
             why = (
-                f"whose rows err together (p = {chance:.2g})"
+                f"rows with the same value err together (p = {chance:.2g})"
                 if chance <= ALARM
-                else "which nothing uses"
+                else "its name identifies groups, but they are not declared"
             )
             yield (
-                f"the data holds {name!r}, {len(set(group.tolist()))} values in {rows} rows, {why}"
+                f"the data has {name!r}, {len(set(group.tolist()))} values in {rows} rows: {why}"
             )
 
 

@@ -43,12 +43,13 @@ The acceleration does not need more parts.
 """
 
 _CELLS = 1 << 21
-"""Maximum of resamples times rows in memory at the same time."""
+"""Maximum product of resamples and rows that are in memory at the same time."""
 
 _TAIL = 0.9
 """Factor on the nominal size of the tails of `bca_interval`.
 
-Without it, an auc interval from some hundred rows errs on one side in up to 5.3 % instead of 5 %.
+Without it, an auc interval from some hundred rows is wrong on one side in up to 5.3 % of samples
+instead of 5 %.
 """
 
 _UNDEFINED_SHARE = 0.01
@@ -59,7 +60,7 @@ Losses: TypeAlias = npt.NDArray[np.float64]
 UNSEEN_CHANGES = 2.5
 """The argument `unseen` of `ratio_interval` for comparisons of two models.
 
-Chosen by simulation.
+The value was chosen by simulation.
 """
 
 _CUT = 0.9
@@ -68,9 +69,9 @@ _CUT = 0.9
 _FAR, _HALVINGS = 2.0**60, 20
 """Limits of the search for the ends of an interval.
 
-A limit that is more than `_FAR` first steps away counts as none. The first step is very small where
-one row carries nearly all loss of both models. After doubling, the step is halved `_HALVINGS`
-times.
+A limit that is more than `_FAR` first steps away is treated as infinite. The first step is very
+small where one row has nearly all loss of both models. After doubling, the step is halved
+`_HALVINGS` times.
 """
 
 
@@ -141,7 +142,7 @@ def tango_interval(
     def score(difference: float, level: float) -> float:
         return _tango_score(n, only_baseline, only_candidate, difference) - level
 
-    from scipy.optimize import brentq  # the process of a stage starts sooner without SciPy
+    from scipy.optimize import brentq  # without it, the process of a stage starts sooner
 
     low, high = -1.0, 1.0
     if estimate - _EDGE > -1 + _EDGE:
@@ -268,9 +269,9 @@ def bca_interval(replicates: Replicates) -> Interval | None:
 
     Efron 1987, Journal of the American Statistical Association 82:171-185, with tails of `_TAIL`
     times the nominal size. The acceleration is that of the jackknife over groups of rows, which has
-    the same expectation as the jackknife over single rows. The levels are those of Student's t,
-    with as many degrees of freedom as rows of equal influence (Satterthwaite 1946, Biometrics
-    Bulletin 2:110-114). For example, if ten rows carry a change, its spread is an estimate from ten
+    the same expectation as the jackknife over single rows. The levels are those of Student's t. Its
+    degrees of freedom are the effective number of rows (Satterthwaite 1946, Biometrics Bulletin
+    2:110-114). For example, if ten rows carry a change, its spread is an estimate from ten
     values.
     """
     values = replicates.resampled[np.isfinite(replicates.resampled)]
@@ -316,8 +317,8 @@ def ratio_interval(mine: Losses, theirs: Losses, unseen: float) -> Interval:
     a row that is missing from the sample is in no resample.
 
     Each side of the interval has a correction for skew and heavy tails. On the dangerous side,
-    `unseen` additional rows are as bad as the worst row. On the harmless side, low values of `u`
-    are raised to a cut-off: if the mean is below zero even so, it is below zero without the
+    `unseen` additional rows as bad as the worst row are assumed. On the harmless side, low values of `u`
+    are raised to a cut-off. If the mean is still below zero, it is also below zero without the
     cut-off. `benchmarks/truth/losses.py` measures the error rates.
 
     Args:
@@ -351,7 +352,7 @@ def _bound_mean(values: Losses, quantile: float, unseen: float) -> float:
 
 
 def _find_least_distance(beyond: Callable[[float], bool], step: float) -> float:
-    """Return the smallest rejected distance, or a large one if none is rejected."""
+    """Return the smallest rejected distance, or a large distance if none is rejected."""
     inside, outside = 0.0, step / 8
     while not beyond(outside):
         inside, outside = outside, 2 * outside
@@ -364,10 +365,9 @@ def _find_least_distance(beyond: Callable[[float], bool], step: float) -> float:
 
 
 def find_carrying_rows(losses: Losses, enough: float) -> npt.NDArray[np.bool_]:
-    """Return the heaviest rows, without which the loss is evenly spread.
+    """Return a mask of the heaviest rows; the loss of the others is evenly spread.
 
-    A loss is evenly spread if it is carried by at least `enough` equally bad rows. No row is True
-    if the loss of all rows is evenly spread. All rows are True if no part of the rows has an evenly
+    A loss is evenly spread if its effective number of rows is at least `enough`. No row is True if the loss of all rows is evenly spread. All rows are True if no part of the rows has an evenly
     spread loss.
     """
     order = np.argsort(-losses, kind="stable")
@@ -382,7 +382,7 @@ def find_carrying_rows(losses: Losses, enough: float) -> npt.NDArray[np.bool_]:
 
 
 def find_heavy_rows(losses: Losses) -> tuple[float, tuple[int, ...]]:
-    """Return the effective number of rows, and the heaviest with half of the loss."""
+    """Return the effective number of rows, and the heaviest rows with half of the loss."""
     total, squares = float(losses.sum()), float(np.square(losses).sum())
     if squares <= 0:
         return float(len(losses)), ()

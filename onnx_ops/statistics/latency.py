@@ -20,7 +20,8 @@ from onnx_ops.statistics.intervals import find_least
 FULL_RUN = 40
 """Number of session pairs of a full run.
 
-A run that is undecided after them continues only if the pairs up to the last look may decide it.
+A comparison that is undecided after a full run continues only if pairs up to the last look may
+decide it.
 """
 
 LOOKS = (5, 6, 8, 11, 15, 20, 28, FULL_RUN, 56, 80, 113, 160, 226, 320)
@@ -38,7 +39,7 @@ of different looks are correlated, since they share samples. Looks before a full
 """
 
 DRIFT = 0.035
-"""Allowed difference of the log ratio between measured pairs and those still to come."""
+"""Allowed difference of the log ratio between the measured and the later pairs."""
 
 LARGEST_CORRELATION = 0.75
 """Maximum assumed correlation of neighbouring pairs.
@@ -47,7 +48,7 @@ Forty pairs cannot distinguish a larger correlation from a trend.
 """
 
 _FEWEST_CORRELATED = 7
-"""Number of pairs from which on the correlation is estimated."""
+"""Minimum number of pairs for an estimate of the correlation."""
 
 _ERRORS = 1.5
 """Number of standard errors that are added to an estimated correlation.
@@ -81,9 +82,9 @@ _TICK_NS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(Interval):
-    """Latency of B over A in `n` session pairs, with one-sided bounds.
+    """Ratio of the latencies of B and A in `n` session pairs, with one-sided bounds.
 
-    The bounds are 0 and infinity where the pairs give none. `rest` is the factor by which the pairs
+    The bounds are 0 and infinity if a single pair was measured. `rest` is the factor by which the pairs
     that a full run still lacks may move the bounds; it is 1 after a full run.
     """
 
@@ -94,7 +95,10 @@ class Comparison(Interval):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantileComparison(Interval):
-    """A quantile of `n` runs against a limit; `needed` runs in the limit can pass."""
+    """A quantile of `n` runs, compared with a limit.
+
+    `exceeding` runs are above the limit. With so many, at least `needed` runs can lead to a PASS.
+    """
 
     verdict: Verdict
     n: int
@@ -105,7 +109,7 @@ class QuantileComparison(Interval):
 def load_functions() -> None:
     """Import SciPy's special functions before the first measurement needs them.
 
-    The import takes .15 s.
+    The import takes 0.15 s.
     """
     scipy.special.ndtri(0.5)
 
@@ -159,7 +163,7 @@ def session_interval(
     """Return the log ratio over session pairs with its bounds.
 
     The blocks of a session pair share the memory layout and core of its sessions. A pair therefore
-    counts as one value, the median of its blocks. If blocks were independent samples, one bound in
+    contributes one value, the median of its blocks. If blocks were independent samples, one bound in
     five would be wrong instead of one in twenty. Below six pairs, the signed-rank distribution
     cannot reach the error rate of a look, and Student's interval is used instead.
 
@@ -182,8 +186,8 @@ def session_interval(
 def run_interval(log_ratios: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     """Return the `session_interval` of one look, widened for correlated pairs.
 
-    With a correlation r of neighbours, n pairs are worth n (1 - r) / (1 + r) independent ones. The
-    interval is wider by the square root of this ratio, and by the wider Student distribution of
+    With a correlation r of neighbours, n pairs are equivalent to n (1 - r) / (1 + r) independent
+    pairs. The interval is wider by the square root of this ratio, and by the wider Student distribution of
     fewer pairs. The estimate of r has no small-sample bias (Marriott and Pope 1954, Biometrika
     41:390).
     """
@@ -247,7 +251,7 @@ def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float) -> Compa
     missing share of the run, and must still support the verdict.
 
     Args:
-        log_ratios: those of the blocks, one sequence for each session pair, in the order of
+        log_ratios: log ratios of the blocks, one sequence for each session pair, in the order of
             measurement; at least one.
         tolerance: allowed slow-down as a fraction; 0 tests whether B is faster.
     """
@@ -340,9 +344,9 @@ def should_continue(
 def _may_decide(log_ratios: Sequence[Sequence[float]], tolerance: float) -> bool:
     """Return whether the pairs up to the last look may decide a limit.
 
-    They may if the present estimate would decide with at most twice as many pairs: the number of
-    pairs needed is uncertain by a factor of two. They also may if the models can still be equally
-    fast, since lasting noise can move the estimate by the whole limit.
+    They may decide it if the present estimate needs at most twice as many pairs, since the number
+    of pairs needed is uncertain by a factor of two. They may also decide it if the models can still
+    be equally fast, since lasting noise can move the estimate by the whole limit.
     """
     needed = estimate_pairs_needed(log_ratios, tolerance)
     if needed is not None and needed <= 2 * LOOKS[-1]:
@@ -443,7 +447,7 @@ def compute_block_logs(
     Medians are of the runs that were not preempted, or of all runs if every run of a block was
     preempted. One run that was not preempted is more exact than ten preempted ones. With runs of 2
     ms and three threads per core, pairs varied by 6.7 %. They varied by 9.4 % where at least three
-    such runs were required. If a probe was timed around each run, the part of the run time that it
+    runs without preemption were required. If a probe was timed around each run, the part of the run time that it
     explains is subtracted first (`_explain_by_probe`).
 
     Args:

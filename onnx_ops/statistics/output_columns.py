@@ -41,7 +41,7 @@ _SHOWN_COLUMNS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """What the graph shows of one output: its columns and its rounding.
+    """The columns and the rounding error of one output, computed from the graph.
 
     Args:
         floor: error of each element in float32, of the output's shape; None if it is unknown.
@@ -62,7 +62,7 @@ class Rounding:
 
 
 WHOLE = Rounding(axis=None)
-"""The rounding of an output whose values are all measured in the noise of the whole."""
+"""The rounding of an output that is measured as one column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

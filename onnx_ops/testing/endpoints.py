@@ -82,7 +82,7 @@ def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
     def fail(*parts: http.client.HTTPConnection | http.client.HTTPResponse) -> NoReturn:
         for part in parts:
             part.close()
-        # An error must not end a thread of the client.
+        # Raise `Killed` only in the test's thread: it would end a thread of the client.
         dies = fault == "kill" and threading.get_ident() == own
         raise Killed if dies else ConnectionResetError("injected")
 
@@ -108,9 +108,9 @@ def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
 class EndpointProviderSuite:
     """Conformance of an endpoint provider.
 
-    Subclass it, and define the fixtures `provider` and `config`. A provider with another protocol
-    overrides `scale`, one that loads models from elsewhere `deployments`, one that reaches its
-    service without `http.client` `disturbed`.
+    Subclass it, and define the fixtures `provider` and `config`. Override `scale` for another
+    protocol, `deployments` for models that are not loaded from folders, and `disturbed` for a
+    service that is not reached through `http.client`.
     """
 
     def disturbed(self, fault: Disturbance, at: int = 0) -> AbstractContextManager[Sized]:

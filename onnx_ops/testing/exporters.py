@@ -17,16 +17,17 @@ from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import Exporter, ExportRequest
 
 TOLERANCE = 1e-4
-"""Relative to the largest value of an output: wide enough for float32, narrow enough for every real
-fault.
+"""Tolerance relative to the largest value of an output.
+
+It is wide enough for float32, and narrow enough to detect every real fault.
 """
 
 
 class ExporterSuite:
     """Conformance of an exporter.
 
-    Subclass it, and define the fixtures `exporter`, `model` (a trained one), `section` and
-    `samples` (at least 17 rows).
+    Subclass it, and define the fixtures `exporter`, `model` (trained), `section` and `samples` (at
+    least 17 rows).
     """
 
     @pytest.fixture

@@ -68,7 +68,7 @@ class FakeClock:
 class FakeHost:
     """One process of a machine.
 
-    `dead` is shared by the machine's processes, and holds the processes that have ended.
+    The machine's processes share `dead`, which names the processes that have ended.
     """
 
     def __init__(self, name: str = "process-1", dead: set[str] | None = None) -> None:
@@ -154,8 +154,8 @@ def _get_signer(signer: FakeSigner) -> FakeSigner:
 class FakeProvider(EndpointProvider):
     """In-memory endpoints that apply effects in the order of their generations.
 
-    While `down`, `apply` cannot reach them and `observe` sees nothing. `applied` lists every change
-    of every endpoint. `left` are orphaned resources of endpoints, each named by its manifest.
+    While `down`, `apply` raises an error and `observe` returns None. `applied` lists every change
+    of every endpoint. `left` lists orphaned resources by endpoint, each named by its manifest.
     `confirmed` lists the endpoints whose rollouts were confirmed.
     """
 
@@ -262,7 +262,7 @@ class FakeProvider(EndpointProvider):
     def interfere(self, endpoint: str, state: EndpointState | None) -> None:
         """Replace or lose the endpoint without an entry in the ledger.
 
-        The endpoint's generation stays.
+        The endpoint's generation does not change.
         """
         self._states.pop(endpoint, None)
         if state is not None:

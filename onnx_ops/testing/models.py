@@ -34,8 +34,8 @@ def write_perceptron(
     """Write a perceptron of three layers with layouts that are hard to rewrite.
 
     It maps `x` (batch, FEATURES) to `scores` (batch, CLASSES). `first` is a MatMul and an Add whose
-    bias is a row (1, HIDDEN); `second` and `third` are Gemms with transposed weights, of which that
-    of `second` is square.
+    bias is a row (1, HIDDEN). `second` and `third` are Gemms with transposed weights; the weight of
+    `second` is square.
     """
     nodes = [
         helper.make_node("MatMul", ["x", "first.weight"], ["first.product"], name="first"),
@@ -66,9 +66,9 @@ def write_perceptron(
 
 
 def write_convolution(path: Path, *, opset: int = 18, ir_version: int = 10) -> Path:
-    """Write two convolutions and a mean, without matrix product.
+    """Write a model of two convolutions and a mean, without a matrix product.
 
-    From `image` (batch, 1, SIDE, SIDE) to `scores` (batch, CLASSES).
+    It maps `image` (batch, 1, SIDE, SIDE) to `scores` (batch, CLASSES).
     """
     nodes = [
         helper.make_node(

@@ -252,7 +252,7 @@ class RegistrySuite:
         self.tamper(registry, record, "model.onnx")
         assert registry.fetch(record, _empty(tmp_path)).digest() != record.manifest
 
-    def test_documents_are_those_of_last_judgement(
+    def test_document_after_repeated_judgement_returns_last_evidence(
         self, registry: Registry, tmp_path: Path
     ) -> None:
         model, name = _unique(), "evidence/cpu-1t.json"

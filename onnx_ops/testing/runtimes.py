@@ -20,7 +20,7 @@ ONE_WINDOW = LoadSchedule(concurrency=2, requests=4, rounds=1, windows=1)
 class RuntimeSuite:
     """Conformance of a runtime.
 
-    Subclass it, and define the fixtures `runtime` and `target` (one that this machine has).
+    Subclass it, and define the fixtures `runtime` and `target` (which this machine can measure).
     """
 
     @pytest.fixture

@@ -84,7 +84,7 @@ class SingleModelResult:
 
     `figures` holds quantiles of single runs in one session. If requested, it also holds the median
     throughput of fresh sessions and the medians of fresh processes. The keys are their names in
-    evidence. `advice` lists what slows the model down.
+    evidence. `advice` lists the causes that slow the model down.
     """
 
     batch: int
@@ -150,14 +150,14 @@ def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> Runtime
     require_hardware(runtime, target)
     if reason := explain_incompatibility(model, target):
         remedy = (
-            "Export it for this target's opset and IR version, or give the target its operators: "
-            "custom_ops."
+            "Export the model for this target's opset and IR version, or declare its operators "
+            "in the target's `custom_ops`."
         )
         raise UserError(reason.partition(": set export.")[0], where=model.name, remedy=remedy)
     try:
         return runtime.facts(model, target)
     except MeasurementError:
-        check_model(model)  # an invalid file is a UserError
+        check_model(model)  # report an invalid file as a UserError instead
         raise
 
 
@@ -170,7 +170,7 @@ def _make_figure(quantile: QuantileComparison, unit: str) -> BenchmarkFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonResult:
-    """The comparison of B with A; `medians` are those of both, in the unit of `UNITS`."""
+    """The comparison of B with A; `medians` are of A and B, in the units of `UNITS`."""
 
     batch: int
     decision: Decision
@@ -280,7 +280,7 @@ def make_evidence(runtime: Runtime, target: Target, model: Path) -> Evidence:
 def _find_median_latencies(raw: RawSamples) -> tuple[float, float]:
     """Return the median latencies of A and B in seconds.
 
-    They are over all blocks of all looks, without preempted runs.
+    The medians are over all blocks of all interim analyses, without preempted runs.
     """
     looks = [
         name.removesuffix("/nanoseconds")

@@ -58,7 +58,7 @@ from onnx_ops.tools.sample_rows import InputGroup, SampleRows, build_groups
 REFERENCE = replace(AS_WRITTEN, name="reference")
 
 _ENOUGH = 8
-"""Number of rows from which on equal answers to all rows are no coincidence."""
+"""Minimum number of rows for which equal answers to all rows are no coincidence."""
 
 _SHOWN = 4
 """Maximum number of groups that a note names."""
@@ -98,7 +98,7 @@ class ParityResult:
 
     `notes` list what was not compared, with the reasons. `trees` compares the trees of both models,
     if they have trees. `coverage` is the part of a quantized B that runs in int8. `advice` lists
-    what slows B down.
+    the causes that slow B down.
     """
 
     a: Digest
@@ -151,9 +151,9 @@ def compare(
 ) -> ParityResult:
     """Compare B, run on the target, with A.
 
-    `sizes` names dimensions of A that need only work at one size. If B fixes another dimension, the
-    functions differ. `exact` runs A as the reference, if the target's runtime is not ONNX Runtime
-    on this machine.
+    `sizes` names dimensions of A for which one size is sufficient. If B fixes another dimension,
+    the functions differ. `exact` runs A as the reference, if the target's runtime is not ONNX
+    Runtime on this machine.
 
     Raises:
         UserError: a file is not a valid model, or the two models do not have the same inputs.
@@ -219,7 +219,7 @@ def _require_operators(model: Path, place: Target, target: Target) -> None:
     require_versions(model, place)
     if reason := explain_missing_operators(find_custom_operators(share_structure(model)), target):
         raise UserError(
-            reason, where=model.name, remedy="Give the target its library of them: custom_ops."
+            reason, where=model.name, remedy="Declare their library in the target's `custom_ops`."
         )
 
 
@@ -254,7 +254,7 @@ def _find_structural_mismatches(
     mismatches = []
     if fixed_sizes := [f"{name} = {size}" for name, size in fixed.items() if name not in sizes]:
         why = (
-            f"B takes {', '.join(fixed_sizes)} only, A takes any; "
+            f"B accepts only {', '.join(fixed_sizes)}, A accepts any size; "
             "to compare only at that size: --dim"
         )
         mismatches.append(make_mismatch("*", "sizes", why))
@@ -286,7 +286,7 @@ def _note_omissions(
         *refused,
         *([f"A rejects generated sizes or values: {_shorten(rejected)}"] if rejected else []),
         *(
-            f"B takes {name} = {size} only; other sizes were not compared"
+            f"B accepts only {name} = {size}; other sizes were not compared"
             for name, size in fixed.items()
         ),
     ]
@@ -316,7 +316,7 @@ def _note_outside(differences: Sequence[OutputDifference]) -> list[str]:
         return []
     names = ", ".join(sorted({d.group for d in differing}))
     reason = differing[0].reason
-    return [f"not judged, because no supplied row is like that: B differs on {names} ({reason})"]
+    return [f"not judged, because no supplied row is similar: B differs on {names} ({reason})"]
 
 
 def _shorten(names: Sequence[str]) -> str:
@@ -353,7 +353,7 @@ def _run_groups(
     try:
         return run_groups(runtime, target, model, {group.name: group.runs for group in groups})
     except MeasurementError:
-        check_model(model)  # an invalid file is a UserError
+        check_model(model)  # report an invalid file as a UserError instead
         raise
 
 
@@ -418,7 +418,7 @@ def _require_same(a: Path, one: Mapping[str, Any], again: Mapping[str, Any]) -> 
     for name, array in first.items():
         if name not in second or not _same(array, second[name]):
             raise MeasurementError(
-                f"output {name!r} differs each time",
+                f"output {name!r} differs between runs",
                 where=a.name,
                 why="the model draws random numbers, so there is no answer to compare with",
                 remedy="Export it for inference, without dropout and sampling.",
@@ -503,7 +503,7 @@ def _has_counterpart(name: str, array: Any, answer: Tensors) -> bool:
 def _pool_assumed_noise(
     measured: Sequence[ParityMeasurement], groups: Sequence[InputGroup]
 ) -> list[ParityMeasurement]:
-    """Use the tolerance of the plain rows for few answers at other sizes, if larger.
+    """Use the plain rows' tolerance for few answers at other sizes, if it is larger.
 
     All of these answers may be tiny because terms cancel.
     """
@@ -518,7 +518,7 @@ def _pool_assumed_noise(
 
 
 def _find_halved(expected: Tensors, answers: Tensors) -> list[ParityMeasurement]:
-    """Return mismatches of outputs that only in B hold nothing but float16 numbers.
+    """Return a mismatch for each output with float16 numbers only in B, but not in A.
 
     The error of rounding to float16 is too small to exceed the tolerance for float32.
     """

@@ -40,7 +40,7 @@ _ROW_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recipe:
-    """The settings that requests are generated from.
+    """The settings from which requests are generated.
 
     `dims` holds requested sizes, and `fix` requested values.
     """
@@ -147,7 +147,7 @@ class _Recipe:
 
 
 def _select_possible(kind: np.dtype[Any], values: Iterable[int]) -> tuple[int, ...]:
-    """Return those values that an integer type can hold."""
+    """Return the values that an integer type can represent."""
     limits = np.iinfo(kind.name)
     return tuple(value for value in values if limits.min <= value <= limits.max)
 
@@ -230,13 +230,13 @@ def _find_axes(inputs: Sequence[TensorSpec], bounds: Mapping[str, InputBounds]) 
 
 
 _DrawRun = Callable[[Mapping[str, int]], Tensors]
-"""Draws one run with these sizes of free dimensions."""
+"""Function that draws one run for given sizes of free dimensions."""
 
 
 def _draw_further(recipe: _Recipe, seed: int) -> Iterator[tuple[str, Tensors]]:
     """Yield additional runs by group name.
 
-    They have other sizes of free dimensions, other values to try, or other inputs without rows.
+    The runs have other sizes of free dimensions, other values to try, or other inputs without rows.
     """
     draw = np.random.default_rng((seed, 1))
     count = recipe.batch or MIN_NOISE_ROWS
@@ -331,7 +331,7 @@ def _draw_values(
 
 
 def _find_index_range(bounds: InputBounds, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return the smallest and the largest index that is valid in all of its tables.
+    """Return the smallest and the largest index that is valid in every table.
 
     If no bound is known, the range is 0 to 1.
     """
@@ -368,7 +368,7 @@ def settle_samples(
             return trial
     if first_error is None:
         return samples
-    check_model(model)  # an invalid file is a UserError
+    check_model(model)  # report an invalid file as a UserError instead
     if not samples.further and not samples.choices:
         raise first_error
     raise _make_refusal(model, samples, first_error)
@@ -396,7 +396,7 @@ def _make_refusal(model: Path, samples: SampleRows, error: MeasurementError) -> 
         "the model refuses all generated inputs",
         where=model.name,
         why=explain_rejection(error),
-        remedy=f"Set {values}the sizes (--dim NAME=SIZE), or give real inputs: --data FILE.",
+        remedy=f"Set {values}the sizes (--dim NAME=SIZE), or supply real inputs: --data FILE.",
     )
 
 

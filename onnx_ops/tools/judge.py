@@ -46,7 +46,7 @@ from onnx_ops.tools.task_judgement import judge_task
 _METRIC_NAMES = {"ratio": "latency", **PROCESS_FIGURES}
 
 _OPTIMIZED = (
-    "at graph level basic it is right: the fault is in an optimization of ONNX Runtime, "
+    "at graph level basic the result passes: the fault is in an optimization of ONNX Runtime, "
     "not in the file; target file: session: {graph_level: basic}"
 )
 
@@ -174,7 +174,7 @@ def _name_optimization_faults(
 ) -> list[GateResult]:
     """Return the results, with graph optimizations named as the cause of failures.
 
-    They are the cause if the failure does not occur with fewer optimizations.
+    Optimizations are the cause if the failure does not occur with fewer optimizations.
     """
     plain = _with_fewer_optimizations(target)
     if plain is None or not any(r.verdict is Verdict.FAIL and not r.advisory for r in answers):
@@ -222,8 +222,8 @@ def _judge_answers(
 ) -> tuple[list[GateResult], tuple[Advice, ...] | None]:
     """Judge the candidate's answers on one target.
 
-    They are judged at every setting of the sweep, and by the task. The advice is None if the
-    execution of the candidate was not inspected.
+    The answers are judged at every setting of the sweep, and by the task metric. The advice is None
+    if the execution of the candidate was not inspected.
     """
     results: list[GateResult] = []
     advice: tuple[Advice, ...] | None = None

@@ -38,12 +38,12 @@ class SweepPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeRequest:
-    """Two files, how they are compared, and how much the candidate may lose.
+    """Two files, the settings of their comparison, and the limits of the candidate.
 
     `settings` is the sweep. `runtime` returns a runtime by its name. `inside` runs models with
     their intermediate values as outputs. Without a dataset, rows are generated. `functions` holds
     custom metrics by reference. `max_regression` None stands for the defaults. `concurrency` None
-    measures no throughput. `sizes` names dimensions that need only work at one size.
+    measures no throughput. `sizes` names dimensions for which one size is sufficient.
     """
 
     baseline: Path
@@ -73,7 +73,7 @@ class JudgeRequest:
     def arrange(self, runtime: Runtime, setting: SweepPoint | None = None) -> Runtime:
         """Return a runtime that takes rows on axis 0.
 
-        It adds the inputs without rows of one setting of the sweep.
+        The runtime adds the inputs without rows of one setting of the sweep.
         """
         return arrange_runtime(
             runtime, (setting or self.settings[0]).samples.read_layout(self.baseline)

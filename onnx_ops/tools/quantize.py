@@ -116,7 +116,7 @@ def quantize_file(
     targets: Sequence[Target],
     calibration: SampleRows | None = None,
 ) -> QuantizedFile:
-    """Quantize a file, and write the complete variant to `path` or nothing.
+    """Quantize a file, and write the variant to `path`, completely or not at all.
 
     The recipe may depend on the targets.
     """
@@ -183,10 +183,12 @@ def check_paths(source: Path, path: Path) -> None:
     for place in (path, _weights_path(path)):
         if place.exists():
             raise UserError(
-                "a file of that name exists", where=str(place), remedy="Remove it, or name another."
+                "the file exists already",
+                where=str(place),
+                remedy="Remove the file, or name another.",
             )
     if not path.parent.is_dir():
-        raise UserError("there is no such folder", where=str(path.parent))
+        raise UserError("the folder does not exist", where=str(path.parent))
 
 
 def list_machines(context: Context, targets: Sequence[Target]) -> tuple[Arithmetic, ...]:
@@ -302,7 +304,7 @@ def search_variant(
                 remedy=(
                     "Allow more time with `--budget max_minutes=…`"
                     if result.record.timed_out
-                    else "Allow more with `--budget metric_drop=…`, or keep the float model"
+                    else "Allow more loss with `--budget metric_drop=…`, or keep the float model"
                 )
                 + f"; {record_path.name} contains all trials{kept}.",
             )
@@ -321,7 +323,7 @@ def search_variant(
 def _keep_closest(result: SearchResult, path: Path) -> str:
     """Write the model closest to the budget, and return a text with its path.
 
-    The path is beside the requested one, which only a model within the budget gets.
+    The path is beside the requested path, where only a model within the budget is written.
     """
     if result.closest is None:
         return ""

@@ -61,13 +61,13 @@ _ACTIVATION_ROWS, _FUNCTION_ROWS = 256, 128
 """Numbers of rows to measure activations, and to compare the functions."""
 
 _LARGE_ROW = 1 << 14
-"""Bytes of a row from which on a quarter of these rows is used."""
+"""Bytes of a row from which only a quarter of the rows is used."""
 
 _NAMED = 3
 """Maximum number of weights that a note names."""
 
 _NEEDS_REAL_ROWS = frozenset({SATURATION.metric, CLIPPING.metric})
-"""Activation metrics that need rows that resemble those in use."""
+"""Activation metrics that need rows that resemble those in production."""
 
 
 def judge_within_noise(
@@ -241,7 +241,7 @@ def judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[Ga
 
 
 def _list_excluded(request: JudgeRequest, weights: Sequence[WeightMeasurement]) -> set[str]:
-    """Return the metrics that were not measured, or not on rows like those in use.
+    """Return the metrics that were not measured, or not on rows as in production.
 
     The function without rounding replaces the outputs of the export.
     """
@@ -334,6 +334,6 @@ def _judge_function(
     text = "without its rounding, B computes " + (
         "what A computes with B's weights"
         if parity.verdict is Verdict.PASS
-        else "something else than A"
+        else "another function than A"
     )
     return [replace(result, reason=f"{text}: {result.reason}")]

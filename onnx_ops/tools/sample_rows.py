@@ -122,8 +122,8 @@ def build_groups(
 
     Large rows have no derived groups, and are in batches of at most 16 MiB. Whole numbers that are
     neither indices nor sizes have all magnitudes and both signs; a model that rejects them has no
-    answer to compare. `empty` adds a group without rows. `bounds` holds the bounds that the graph
-    shows for the inputs, and `splits` holds rows near the splits of trees.
+    answer to compare. `empty` adds a group without rows. `bounds` holds the bounds of the inputs
+    that were derived from the graph, and `splits` holds rows near the splits of trees.
     """
     further = [
         InputGroup(name=name, runs=(run,), assumed=True) for name, run in samples.further.items()

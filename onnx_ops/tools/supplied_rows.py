@@ -94,7 +94,7 @@ def _find_supplied_axes(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any])
 def _are_independent(inputs: Sequence[TensorSpec], axes: Mapping[str, int]) -> bool:
     """Return whether the axes can have different numbers of rows.
 
-    They can if neither a name nor a fixed size makes the numbers equal.
+    The numbers can differ if neither a name nor a fixed size makes them equal.
     """
     return not find_batch(inputs, axes, {}) and not find_batch_symbol(
         {spec.name: spec.shape for spec in inputs}
@@ -163,13 +163,13 @@ def _make_missing_error(
 ) -> UserError:
     remedy = "Save the arrays under the names of the model's inputs: numpy.savez(FILE, NAME=array)."
     return UserError(
-        f"it has no array {spec.name!r}",
+        f"the file has no array {spec.name!r}",
         where=where,
         why=f"the model takes {', '.join(s.name for s in inputs)}; "
         f"the file has {', '.join(arrays) or 'none'}",
         remedy=remedy
         if spec.name in axes
-        else f"It is the same for all rows: --fix {spec.name}=VALUE.",
+        else f"Set the value for all rows: --fix {spec.name}=VALUE.",
     )
 
 
@@ -182,7 +182,7 @@ def _read_scalar(spec: TensorSpec, array: Any, where: str) -> Any:
         f"array {spec.name!r} has {len(values)} different values, the model takes a scalar",
         where=where,
         why="a scalar has no rows: one request has one value",
-        remedy="Judge the rows of each value separately, or give one value: "
+        remedy="Judge the rows of each value separately, or set one value: "
         f"--fix {spec.name}=VALUE.",
     )
 
@@ -209,7 +209,7 @@ def find_input_problems(
         names = ", ".join(map(repr, missing))
         yield (
             "",
-            f"the model takes {names}, and the data set gives it {', '.join(map(repr, arrays))}",
+            f"the model takes {names}, but the data set supplies {', '.join(map(repr, arrays))}",
         )
         return
     axes = find_row_axes({spec.name: spec.shape for spec in inputs})
@@ -221,7 +221,7 @@ def find_input_problems(
     known = [spec.name for spec in inputs]
     for name in (*arrays, *values):
         if name not in known:
-            yield name, f"the model takes no input {name!r}; it takes {', '.join(known)}"
+            yield name, f"the model has no input {name!r}; its inputs: {', '.join(known)}"
 
 
 def _find_array_problems(spec: TensorSpec, array: Any, axis: int) -> Iterator[tuple[str, str]]:
@@ -231,7 +231,7 @@ def _find_array_problems(spec: TensorSpec, array: Any, axis: int) -> Iterator[tu
             "rows" if place == axis else str(size) for place, size in enumerate(array.shape)
         )
         text = f"{spec.name!r} is of shape {shape}, the model takes {format_shape(spec)}"
-        yield spec.name, text if spec.shape else f"{text}. Give its one value under `values:`"
+        yield spec.name, text if spec.shape else f"{text}. Set its value under `values:`"
         return
     has_type = (
         array.dtype.kind in "USO" if spec.dtype == "string" else array.dtype == read_dtype(spec)

@@ -54,7 +54,7 @@ def _explain_unknown_cost(agreement: GateResult | None, dataset: Dataset | None)
     The text includes the remedy.
     """
     if agreement is None:
-        remedy = "give --labels and --metric, or --metric cosine for embeddings"
+        remedy = "supply --labels and --metric, or --metric cosine for embeddings"
         return (
             "the cost of rounding for the task is unknown: no output can be read as classes; "
             f"{remedy}"
@@ -126,8 +126,8 @@ def _judge_agreement(
         return None
     changed = round(-accuracy.estimate * accuracy.n)
     text = (
-        f"{changed} of {accuracy.n} classes change, at most {-100 * (accuracy.low or 0.0):.3g}% "
-        "of such rows"
+        f"the class changes in {changed} of {accuracy.n} rows, and in at most "
+        f"{-100 * (accuracy.low or 0.0):.3g}% of similar rows"
     )
     return replace(accuracy, metric="agreement", reason=text)
 

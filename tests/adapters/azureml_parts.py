@@ -42,7 +42,7 @@ def config_of(cloud: AzureCloud, **settings: str | float) -> EndpointConfig:
 def enter(environment: Mapping[str, str]) -> None:
     """Set the fake's environment, and forget tokens and clients of other clouds."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # marshmallow, about the SDK's own schemas
+        warnings.simplefilter("ignore")  # marshmallow warns about the SDK
         for name in ("azure.ai.ml", "azure.identity"):
             importlib.import_module(name)
     os.environ.update(environment)

@@ -84,7 +84,7 @@ def test_session_with_changed_or_missing_operator_library_raises_error(
     libraries = (replace(target.custom_ops[0], path=str(forged)),)
     with pytest.raises(DigestMismatchError, match="it was not loaded"):
         OnnxRuntime().run(model, replace(target, custom_ops=libraries), ())
-    with pytest.raises(NotFoundError, match="no such library"):
+    with pytest.raises(NotFoundError, match="library of custom operators does not exist"):
         OnnxRuntime().run(
             model, replace(target, custom_ops=(replace(libraries[0], path="/none.so"),)), ()
         )

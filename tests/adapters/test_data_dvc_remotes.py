@@ -158,7 +158,7 @@ def test_load_with_unusable_dvc_remote_raises_error_with_its_cause(
     with (pushed.root / ".dvc/config").open("a") as stream:
         stream.write("['remote \"far\"']\n    url = s3://bucket/x\n")
         stream.write("['remote \"kept\"']\n    url = /nowhere\n    version_aware = true\n")
-    with pytest.raises(UserError, match="does not store by content"):
+    with pytest.raises(UserError, match="does not store objects by MD5"):
         reads.load(section(PATH, remote="kept"), pushed.root)
     with pytest.raises(MissingPackageError, match="lacks a package"):
         reads.load(section(PATH, remote="far", requirements=list(reads.requirements)), pushed.root)

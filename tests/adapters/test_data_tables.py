@@ -227,7 +227,7 @@ def test_load_decompression_bomb_raises_user_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("onnx_ops.adapters.data.tables._MOST_CSV_BYTES", 1 << 20)
-    with pytest.raises(UserError, match="limit of a CSV file is 2 GB"):
+    with pytest.raises(UserError, match="limit of 2 GB for CSV"):
         load(tmp_path, gzip.compress(b"a\n" + b"1\n" * (1 << 20)), "t.csv.gz")
 
 

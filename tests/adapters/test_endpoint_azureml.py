@@ -255,7 +255,7 @@ def test_azureml_apply_with_mirror_traffic_removes_or_refuses_it(world: World) -
     world.provider.apply(world.config, state, generation=1)
     assert world.cloud.control.mirrors["scaling"] == {}
     copied = replace(state, split=TrafficSplit(weights={"blue": 100}, shadow={"green": 50}))
-    with pytest.raises(UserError, match="would not be compared"):
+    with pytest.raises(UserError, match="would not compare the answers"):
         world.provider.apply(world.config, copied, generation=2)
 
 
@@ -288,7 +288,7 @@ def test_azureml_apply_of_changed_settings_replaces_deployment(world: World) -> 
     }
     changed = config_of(world.cloud, **changes)
     assert world.drift(changed) == [
-        f"image of {name}: another one, not registry.example/onnx-ops:2",
+        f"image of {name}: a different image, not registry.example/onnx-ops:2",
         f"instance_type of {name}: Standard_DS3_v2, not Standard_F4s_v2",
         f"request_timeout of {name}: 60.0, not 5.0",
     ]
@@ -352,7 +352,7 @@ def test_azureml_apply_with_autoscaling_creates_and_removes_rules(world: World) 
     assert world.drift(scaled) == []
     profile["capacity"]["maximum"] = "9"  # an operator changes it by hand
     assert world.drift(scaled) == [
-        f"autoscaling of {name}: 1 to 9 instances by other rules, not 1 to 4 instances at 60% CPU"
+        f"autoscaling of {name}: 1 to 9 instances with other rules, not 1 to 4 instances at 60% CPU"
     ]
     world.provider.apply(scaled, state, generation=2)
     assert world.drift(scaled) == []
@@ -403,8 +403,8 @@ def test_azureml_apply_without_role_raises_refused_error(world: World) -> None:
         ({"image": ""}, "image"),
         ({"instance_type": 3}, "instance_type"),
         ({"instances": 0}, "instances"),
-        ({"max_instances": 3}, "autoscaling needs min_instances"),
-        ({"cpu_percent": 50}, "autoscaling needs min_instances"),
+        ({"max_instances": 3}, "autoscaling and cpu_percent require both"),
+        ({"cpu_percent": 50}, "autoscaling and cpu_percent require both"),
         ({"min_instances": 2, "max_instances": 3}, "from min_instances to max_instances"),
         ({"max_concurrent_requests_per_instance": 0}, "max_concurrent_requests_per_instance"),
         ({"name": "UPPER"}, "name"),

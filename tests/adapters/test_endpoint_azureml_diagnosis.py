@@ -115,7 +115,7 @@ def test_azureml_diagnosis_with_html_response_reports_failed_check(
             {"roles": ["no role"]},
             {},
             "role on workspace",
-            "not have the format of Azure Resource Manager",
+            "not have the format that Azure Resource Manager documents",
         ),
         (
             {"quota": 23},
@@ -124,7 +124,7 @@ def test_azureml_diagnosis_with_html_response_reports_failed_check(
             "92 of 92 cores of standardDSv2Family",
         ),
         ({"quota": 23}, {"instances": 10}, "quota for Standard_DS3_v2", "needs 96"),
-        ({}, {"instance_type": "Standard_X1"}, "quota for Standard_X1", "no such size"),
+        ({}, {"instance_type": "Standard_X1"}, "quota for Standard_X1", "does not have this size"),
     ],
 )
 def test_azureml_diagnosis_with_missing_prerequisite_reports_remedy(

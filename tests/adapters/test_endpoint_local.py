@@ -210,7 +210,7 @@ def test_local_server_record_of_dead_process_is_ignored(site: Site) -> None:
 def test_local_apply_while_server_dies_restarts_server(site: Site) -> None:
     site.apply(1, blue=100)
     first = site.record()
-    os.kill(first.pid, signal.SIGSTOP)  # it accepts the request but answers nothing
+    os.kill(first.pid, signal.SIGSTOP)  # the server accepts but does not answer
     death = threading.Timer(0.2, os.kill, (first.pid, signal.SIGKILL))
     death.start()
     site.apply(2, blue=100)
@@ -225,7 +225,7 @@ def test_local_apply_with_taken_port_raises_error_with_remedy(site: Site) -> Non
         taken.listen()
         port = taken.getsockname()[1]
         config = replace(CONFIG, settings={"port": port})
-        with pytest.raises(ServiceUnavailableError, match=f"port {port} is taken") as caught:
+        with pytest.raises(ServiceUnavailableError, match=f"program uses port {port}") as caught:
             site.apply(1, config, blue=100)
     assert "settings" in caught.value.remedy
     site.apply(1, config, blue=100)
@@ -336,7 +336,7 @@ OUTSIDE = (
 )
 
 
-def test_local_server_settings_are_validated_and_applied(site: Site) -> None:
+def test_local_settings_are_refused_if_wrong_and_applied_if_changed(site: Site) -> None:
     site.provider.validate_settings(
         {"workers": 2, "access_log": "access.log", "admin_socket": "admin.sock"}
     )
@@ -409,7 +409,7 @@ def test_local_is_unsupervised_without_live_workers_returns_false(site: Site) ->
     site.apply(1, blue=100)
     assert not site.provider.is_unsupervised(CONFIG)
     workers = site.workers()
-    # Stopped workers cannot continue without their supervisor.
+    # Only an endpoint with running workers can be unsupervised.
     for pid in (site.record().pid, *workers):
         os.kill(pid, signal.SIGKILL)
     while site.workers():

@@ -242,7 +242,7 @@ def test_metrics_read_with_unhealthy_replica_ignores_its_open_epoch(site: Replic
     assert count_candidate(site) == 0
 
 
-def test_metrics_read_with_complete_epoch_ignores_open_one(site: ReplicaSite) -> None:
+def test_metrics_read_with_complete_epoch_ignores_open_epoch(site: ReplicaSite) -> None:
     write_open_epoch(site, "r1", encode_failed(5))
     write_open_epoch(site, "r2", encode_failed(6), is_live=False)
     source = ReportSource("r2", f"{0:012x}")
@@ -260,7 +260,7 @@ def test_metrics_read_with_unreadable_cells_names_replica(site: ReplicaSite, tex
     name = ReportSource("r3", f"{0:012x}").name_epoch(epoch.generation, epoch.epoch)
     open_objects(site.reports_url).create(name, codec.dumps(epoch))
     reading = site.provider.metrics().read(site.config, {"green": None, "blue": None})
-    assert reading.failure == "replica r2 has no counts that can be read"
+    assert reading.failure == "the counts of replica r2 cannot be read"
     assert {each.server for each in reading.counts} == {"r1", "r3", "r4"}
 
 

@@ -58,7 +58,8 @@ def test_find_ends_of_silent_replica_includes_it_after_lease(
 def test_find_ends_of_final_status_without_last_counts_includes_start(
     has_last_counts: bool,
 ) -> None:
-    source = ReportSource("r1", NEW)  # an operator has written it off without last counts
+    # If the status is final without last counts, an operator has written the server off.
+    source = ReportSource("r1", NEW)
     starts = {source: (counts("a", is_final=has_last_counts), NOW - 500)}
     statuses = {"r1": (status("r1", is_final=True), NOW - 500), "r2": (status("r2"), NOW - 1)}
     assert find_ends(starts, statuses, NOW) == (set() if has_last_counts else {source})

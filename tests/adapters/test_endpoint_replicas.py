@@ -127,7 +127,7 @@ class ReplicaSuite(EndpointProviderSuite):
 
     @pytest.fixture
     def chosen(self) -> Callable[[Iterable[int]], Sequence[int]]:
-        return lambda requests: list(requests)[:7]  # later calls only read the reports
+        return lambda requests: list(requests)[:7]  # later requests only read reports
 
     @pytest.fixture
     def provider(self, site: ReplicaSite) -> ReplicaEndpoints:
@@ -347,7 +347,7 @@ class TestWithoutAuthority:
         (serving.reports_folder / "counts" / f"r2~{'0' * 12}.json").write_bytes(codec.dumps(forged))
         reading = provider.metrics().read(serving.config, {"green": None, "blue": None})
         assert {one.origin for one in reading.counts} == {honest.origin}
-        assert reading.failure == "replica r2 has no counts that can be read"
+        assert reading.failure == "the counts of replica r2 cannot be read"
 
 
 class TestWithoutKey:
@@ -375,7 +375,7 @@ class TestWithoutKey:
         serving.provider.sign_with(lambda: None)
         with pytest.raises(MissingKeyError, match="signing is off"):
             serving.apply(3, blue=50, green=50)
-        with pytest.raises(MissingKeyError, match="no signed table serves that version"):
+        with pytest.raises(MissingKeyError, match="no signed table serves the version"):
             serving.provider.roll_back(
                 serving.config, serving.state(green=100, blue=0), generation=3
             )
@@ -389,7 +389,7 @@ class TestFailures:
         site.apply(1, blue=100)
         site.write_table(TableNumber(2), b"garbage")
         with pytest.raises(
-            ConflictError, match="another object with the number of table 00000002-1"
+            ConflictError, match="a different object has the number of table 00000002-1"
         ):
             site.apply(2, blue=100)
         site.apply(3, blue=100)
@@ -456,7 +456,7 @@ class TestFailures:
         site.control_folder.unlink()
         away.rename(site.control_folder)
         until(lambda: site.status().adopted == TableNumber(2) and not site.status().is_final)
-        # The judge has not read the counts since then.
+        # Since the restart, no reconciliation has confirmed the rollout.
         assert {SUITE.scale(site.address()) for _ in range(50)} == {2.0}
         until(lambda: site.confirm() == {2.0, 3.0})
 
@@ -484,7 +484,7 @@ class TestEmptyPlace:
     ) -> None:
         site.provider.roll_back(site.config, site.state(blue=100), generation=3)
         (straggler,) = site.observed().stragglers
-        assert straggler.startswith("0 of 1 replicas have ever reported to ")
+        assert straggler.startswith("only 0 of 1 replicas have reported to ")
 
     def test_replica_rollback_after_forget_server_does_not_wait_for_that_replica(
         self, site: ReplicaSite
@@ -564,7 +564,7 @@ class TestSilent:
 
     FINISHED = ({"blue": 100}, {"blue": 100, "green": 0}, {"blue": 0, "green": 100})
 
-    def test_replica_rollback_of_finished_release_with_silence_stays_open(
+    def test_replica_rollback_of_finished_release_with_silent_replica_stays_open(
         self, cut: Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]
     ) -> None:
         (text,) = cut("serve", self.FINISHED, 3)
@@ -676,7 +676,10 @@ class TestDiagnosis:
         site.stop(number=signal.SIGKILL)
         status = replace(site.status(), at=site.status().at - 7200)
         (site.reports_folder / "status" / "r1.json").write_bytes(codec.dumps(status))
-        assert self.diagnose(site)["clocks"] == (False, "apart from the store's: r1 by -7200 s")
+        assert self.diagnose(site)["clocks"] == (
+            False,
+            "different from the store's clock: r1 by -7200 s",
+        )
 
 
 def test_object_store_list_without_credentials_raises_unavailable_error(

@@ -66,7 +66,7 @@ NAMES = some.from_regex(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*", fullmatch=T
             {"memory": "2 GiB", "strategy": "guarded", "subnets": ["a"], "security_groups": ["b"]},
             "no VPC",
         ),
-        ({"alarms": ["errors"]}, "need strategy guarded"),
+        ({"alarms": ["errors"]}, "require strategy guarded"),
         ({"strategy": "guarded", "canary_percent": 60}, "must be at most 50"),
         ({"strategy": "guarded", "linear_percent": 5}, "from 10 to 50"),
         (
@@ -200,7 +200,7 @@ def test_build_layout_with_nine_trusted_keys_raises_user_error(tmp_path: Path) -
     ).models.values()
     assert model["PrimaryContainer"]["Environment"][TRUSTED_KEYS_VARIABLE] == keys
     create_key(tmp_path / "9.pem")
-    with pytest.raises(UserError, match="more trusted keys"):
+    with pytest.raises(UserError, match="trusted keys are too long"):
         build_layout(
             "e",
             state,

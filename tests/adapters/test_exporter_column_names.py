@@ -101,7 +101,7 @@ def test_export_of_columns_with_colliding_names_keeps_them_apart(
 
 @pytest.mark.parametrize("name", ["label", "probabilities"])
 def test_export_column_named_like_output_raises_user_error(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError, match="has the name of an answer") as caught:
+    with pytest.raises(UserError, match="has the name of an output") as caught:
         fit_and_check(
             SklearnExporter(),
             sk("linear_model.LogisticRegression"),

@@ -56,7 +56,7 @@ MODELS: dict[Exporter, Callable[[], object]] = {
 SECTIONS: dict[str, dict[str, Any]] = {
     "Did you mean 'x'": {"dynamic": {"xx": {0: "batch"}}},
     "axes 0 to 1, not 2": {"dynamic": {"x": {2: "batch"}}},
-    "not the name of a dimension": {"dynamic": {"x": {0: "my batch"}}},
+    "not a valid name of a dimension": {"dynamic": {"x": {0: "my batch"}}},
     "no option 'fast'": {"options": {"fast": True}},
 }
 
@@ -83,16 +83,16 @@ def test_export_with_setting_without_effect_raises_user_error(
             lambda: importlib.import_module("torch").nn.Linear(3, 2),
             "by name: to the parameters of `forward`",
         ),
-        (TORCH, lambda: module("Nested"), "contains more than tensors"),
+        (TORCH, lambda: module("Nested"), "values that are not tensors"),
         (
             TORCH,
             lambda: module("Casting", "complex64"),
-            "'output' is of type complex64.*Return torch.view_as_real",
+            "'output' has type complex64.*Return torch.view_as_real",
         ),
         (
             TORCH,
             lambda: module("Casting", "bfloat16"),
-            "'output' is of type bfloat16.*Return output.float",
+            "'output' has type bfloat16.*Return output.float",
         ),
     ],
 )

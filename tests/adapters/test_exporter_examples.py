@@ -47,7 +47,7 @@ def test_example_training_reaches_accuracy_and_is_reproducible(
 
 
 @pytest.mark.nightly
-def test_example_training_with_other_seed_gives_other_model() -> None:
+def test_example_training_with_other_seed_returns_other_model() -> None:
     from examples import digits_mlp
 
     train = dataset("train", "x", "data")

@@ -82,7 +82,7 @@ def test_save_onnx_file_with_hostile_external_path_copies_nothing(tmp_path: Path
 
 
 @pytest.mark.parametrize(("opset", "ir_version"), [(19, 10), (18, 11)])
-def test_onnx_export_of_newer_file_than_requested_raises_user_error(
+def test_onnx_export_of_file_newer_than_requested_raises_user_error(
     tmp_path: Path, opset: int, ir_version: int
 ) -> None:
     write_perceptron(tmp_path / "mine.onnx", opset=opset, ir_version=ir_version)
@@ -133,7 +133,7 @@ def test_save_onnx_file_with_zipmap_converts_maps_to_matrix(tmp_path: Path) -> N
 def test_list_user_model_notes_of_fixed_batch_reports_it(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "mine.onnx", batch=4)
     (note,) = list_user_model_notes(tmp_path / "mine.onnx")
-    assert note.startswith("it takes batches of 4 only")
+    assert note.startswith("the model accepts only batches of 4")
     write_perceptron(tmp_path / "mine.onnx")
     assert list_user_model_notes(tmp_path / "mine.onnx") == []
 
@@ -221,7 +221,7 @@ def test_convert_onnx_file_with_unsupported_operator_names_it(tmp_path: Path) ->
 def test_onnx_export_without_convert_option_refuses_newer_file(tmp_path: Path) -> None:
     source = tmp_path / "mine.onnx"
     write_perceptron(source, opset=21)
-    with pytest.raises(UserError, match="newer than the requested version") as caught:
+    with pytest.raises(UserError, match="newer than the opset or IR version") as caught:
         converted(source, section(18, 10, convert=False))
     assert "export.options: {convert: true}" in caught.value.remedy
     with pytest.raises(UserError, match="must be true or false"):

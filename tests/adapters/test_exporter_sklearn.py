@@ -184,12 +184,12 @@ def logistic() -> Any:
         (lambda: sk("neighbors.RadiusNeighborsRegressor", 5.0), "Use KNeighborsRegressor."),
         (
             lambda: sk("model_selection.TunedThresholdClassifierCV", logistic(), cv=2),
-            "Return its `estimator_`",
+            "Return the model's `estimator_`",
         ),
-        (lambda: piped(sk("cluster.KMeans", 2, n_init=1), logistic()), "Leave it out"),
+        (lambda: piped(sk("cluster.KMeans", 2, n_init=1), logistic()), "Remove the step"),
         (
             lambda: piped(sk("decomposition.KernelPCA", kernel="rbf"), logistic()),
-            "Set n_components",
+            "Reduce n_components",
         ),
         (
             lambda: piped(sk("ensemble.RandomTreesEmbedding", 3), logistic()),
@@ -285,9 +285,9 @@ def test_sklearn_export_with_unsuitable_model_or_data_raises_user_error(tmp_path
             estimator,
             {"x": rows[:, :1], "y": rows[:, :1]},
             SECTION,
-            "takes 4 columns, and the data has 2",
+            "takes 4 columns; the data has 2",
         ),
-        (texts, {"x": words, "y": words}, SECTION, "takes 1 column, and the data has 2"),
+        (texts, {"x": words, "y": words}, SECTION, "takes 1 column; the data has 2"),
         (estimator, {"x": rows}, newer, "skl2onnx"),
     ):
         with pytest.raises(UserError, match=message):

@@ -237,8 +237,13 @@ def test_export_with_matrix_in_other_column_order_raises_user_error(tmp_path: Pa
             section=section, samples=samples, path=path, features={"x": features}
         )
         with (
-            pytest.raises(UserError, match="another order") if refused else nullcontext() as raised
+            pytest.raises(UserError, match="differs from the order")
+            if refused
+            else nullcontext() as raised
         ):
             SklearnExporter().export(model, request)
         if raised is not None:
-            assert raised.value.remedy == "List them in every data set: `columns: [age, visits]`."
+            assert (
+                raised.value.remedy
+                == "List the columns in every data set: `columns: [age, visits]`."
+            )

@@ -187,7 +187,7 @@ def test_torch_export_of_module_over_all_rows_raises_user_error(
         path=tmp_path / "m.onnx",
         axes={"edges": None},
     )
-    with pytest.raises(UserError, match="takes all rows of the samples together") as caught:
+    with pytest.raises(UserError, match="accepts all rows of the samples together") as caught:
         TorchExporter().export(modules.GraphNodes(), request)
     assert "out of bounds" in caught.value.why
     assert "data that belongs together into one row" in caught.value.remedy
@@ -206,7 +206,7 @@ def test_torch_export_of_untranslated_operator_names_translations_option(
 ) -> None:
     with pytest.raises(UserError) as raised:
         export(modules.Custom(), images(4), tmp_path / "m.onnx")
-    assert "no translation of operator onnx_ops_tests.twice.default" in raised.value.what
+    assert "no translation for operator onnx_ops_tests.twice.default" in raised.value.what
     assert "translations: package.module:TABLE" in raised.value.remedy
 
 

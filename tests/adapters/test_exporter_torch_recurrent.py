@@ -130,7 +130,7 @@ def test_torch_export_of_module_with_fixed_length_names_layer_and_line(
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"), [("Packed", "packs sequences"), ("Projected", "LSTM with proj_size")]
+    ("kind", "what"), [("Packed", "uses packed sequences"), ("Projected", "LSTM with proj_size")]
 )
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 def test_torch_export_of_unsupported_recurrent_layer_raises_user_error(

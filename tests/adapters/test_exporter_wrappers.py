@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "threshold": (
         lambda: sk("model_selection.FixedThresholdClassifier", mixed(logistic()), threshold=0.3),
         LABEL,
-        "leaves out the threshold",
+        "does not contain the threshold",
     ),
     "no converter": (
         lambda: mixed(sk("neighbors.NearestCentroid")),
@@ -250,7 +250,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
             cv=3,
         ),
         AMOUNT,
-        "Put the columns first: make_pipeline",
+        "Select the columns in a first step: make_pipeline",
     ),
 }
 

@@ -126,7 +126,7 @@ def test_user_model_in_mlflow_is_fetched_by_number_or_alias(
     finally:
         mlflow.set_tracking_uri(None)  # type: ignore[arg-type] # None unsets it
     by_alias = models.digest("models:/mine@best")
-    # The alias can move, so its key is another one.
+    # The alias can move to another version, so its digest differs from that of version 1.
     assert by_alias != models.digest("models:/mine/1")
     for number, place in enumerate(("models:/mine/1", "models:/mine@best")):
         saved = tmp_path / f"saved-{number}"

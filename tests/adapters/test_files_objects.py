@@ -218,7 +218,7 @@ class TestStoreThatFails:
         assert not end.is_set()
 
 
-def test_exclusive_lock_waits_for_a_limited_time(tmp_path: Path) -> None:
+def test_exclusive_lock_while_holder_lives_raises_conflict_error(tmp_path: Path) -> None:
     lock = tmp_path / "folder" / "apply.lock"
     with (
         run_lock_holder(lock),

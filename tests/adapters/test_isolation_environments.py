@@ -101,7 +101,7 @@ def test_build_clean_environ_omits_python_variables(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("installer", [pytest.param("pip", marks=pytest.mark.nightly), "uv"])
-def test_python_environment_with_requirement_is_separate_from_current_one(
+def test_python_environment_with_requirement_is_separate_from_current_environment(
     environments: PythonEnvironments, tmp_path: Path, installer: str
 ) -> None:
     environments = replace(environments, uv=environments.uv if installer == "uv" else None)
@@ -185,7 +185,7 @@ def test_python_environment_with_missing_package_shows_installer_output(
 ) -> None:
     environments = replace(environments, uv=environments.uv if installer == "uv" else None)
     wanted = Environment(requirements=("no-such-package-at-all==1",))
-    with pytest.raises(StageError, match="its environment cannot be created") as failure:
+    with pytest.raises(StageError, match="the environment cannot be created") as failure:
         environments.python(wanted)
     assert "no-such-package-at-all" in failure.value.why
     assert "package index" in failure.value.remedy
@@ -196,12 +196,12 @@ def test_python_environment_with_missing_package_shows_installer_output(
 def test_python_environment_with_installer_option_raises_user_error(
     tmp_path: Path, requirement: str
 ) -> None:
-    with pytest.raises(UserError, match="not a requirement"):
+    with pytest.raises(UserError, match="not a valid requirement"):
         PythonEnvironments(folder=tmp_path).python(Environment(requirements=(requirement,)))
 
 
 def test_python_environment_with_missing_python_raises_not_found_error(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match=r"no python3\.99 here") as missing:
+    with pytest.raises(NotFoundError, match=r"python3\.99 is not installed") as missing:
         PythonEnvironments(folder=tmp_path, base=()).python(
             Environment(requirements=("a",), python="3.99")
         )

@@ -194,7 +194,8 @@ def test_isolated_exporter_after_crash_exports_next_model(
     model = load(exporter, tmp_path / "m")
     with pytest.raises(StageError):
         exporter.export(model, request(tmp_path / "o", "abort"))
-    with pytest.raises(StageError):  # its process has ended, and the error is raised again
+    # The process of this model has ended, so the error is raised again.
+    with pytest.raises(StageError):
         exporter.export(model, request(tmp_path / "o", "write"))
     exporter.export(load(exporter, tmp_path / "m"), request(tmp_path / "o", "write"))
     assert (tmp_path / "o").exists()
@@ -309,7 +310,7 @@ def test_isolated_save_of_missing_model_raises_not_found_error(
 
 @pytest.mark.parametrize(
     ("package", "reason"),
-    [("onnx_ops_missing", "was not found"), ("bare", "is a namespace package")],
+    [("onnx_ops_missing", "is not installed"), ("bare", "is a namespace package")],
 )
 def test_interpreter_command_for_package_without_file_raises_not_found_error(
     package: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -93,7 +93,7 @@ def test_ledger_read_with_entry_of_other_endpoint_raises_corrupt_state_error(
     other = folder.parent / "other"
     other.mkdir()
     (folder / "00000001.jsonl").rename(other / "00000001.jsonl")
-    with pytest.raises(CorruptStateError, match="that of another place"):
+    with pytest.raises(CorruptStateError, match="of another endpoint or number"):
         ledger.read("other")
 
 
@@ -198,7 +198,7 @@ def test_ledger_state_with_missing_entries_raises_error_unless_in_snapshot(
     if not has_snapshot:
         (tmp_path / ENDPOINT / "snapshot.json").unlink()
     cold = open_folder(tmp_path)
-    if has_snapshot and first + count - 1 <= 12:  # the snapshot contains their effect
+    if has_snapshot and first + count - 1 <= 12:  # the snapshot includes these entries
         assert cold.state(ENDPOINT) == state
     else:
         with pytest.raises(CorruptStateError, match="missing"):
@@ -256,7 +256,9 @@ def test_ledger_append_with_unwritable_snapshot_stores_entry(
     assert open_folder(tmp_path).state(ENDPOINT).head == 5
 
 
-def test_read_of_remote_ledger_equals_local_one(written: tuple[ObjectLedger, Path]) -> None:
+def test_read_of_remote_ledger_equals_read_of_local_ledger(
+    written: tuple[ObjectLedger, Path],
+) -> None:
     ledger, folder = written
     remote = FsspecObjects(f"memory://{uuid.uuid4().hex}")
     for path in sorted(folder.iterdir()):

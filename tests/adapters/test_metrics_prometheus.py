@@ -295,7 +295,7 @@ def test_prometheus_read_with_partial_answer_raises_unavailable_error(
     scraped: Scraped, source: PrometheusMetrics
 ) -> None:
     scraped.more = {"warnings": ["a store is down"]}
-    with pytest.raises(ServiceUnavailableError, match="partial answer"):
+    with pytest.raises(ServiceUnavailableError, match="partial response"):
         source.read(CONFIG, {"v1": None})
 
 

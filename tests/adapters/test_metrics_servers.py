@@ -468,7 +468,7 @@ def test_server_metrics_read_of_repeated_server_counts_epoch_once() -> None:
 
 
 @pytest.mark.parametrize("lag", [-7200, -120, -1, 1, 120, 7200])
-def test_server_metrics_read_of_server_with_wrong_clock_delays_no_other(lag: int) -> None:
+def test_server_metrics_read_of_server_with_wrong_clock_delays_no_other_server(lag: int) -> None:
     """One of three servers has a clock that is this many epochs ahead of the others."""
     servers = [Server(epoch=START + 10_000 + each) for each in (0, 0, lag)]
     several(*servers)

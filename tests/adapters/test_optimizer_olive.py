@@ -98,12 +98,12 @@ def test_olive_quantizes_returns_true_only_for_precision_passes(kind: str, quant
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"passes": {}}, "there are no passes"),
-        ({"passes": ["OnnxDynamicQuantization"]}, "there are no passes"),
+        ({"passes": {}}, "the configuration has no passes"),
+        ({"passes": ["OnnxDynamicQuantization"]}, "the configuration has no passes"),
         ({"passes": {"a": {"precision": "int8"}}}, "a pass has no type"),
         ({"passes": {"a": [STATIC, STATIC]}}, "passes.a lists alternatives"),
-        ({"search_strategy": {"execution_order": "joint"}}, "it searches"),
-        ({"engine": {"search_strategy": True}}, "it searches"),
+        ({"search_strategy": {"execution_order": "joint"}}, "the configuration searches"),
+        ({"engine": {"search_strategy": True}}, "the configuration searches"),
         ({"systems": {"there": {"type": "Docker"}}}, "systems.there is not a LocalSystem"),
         ({"host": {"type": "LocalSystem", "user_script": "x.py"}}, "host.user_script names code"),
         (
@@ -195,7 +195,7 @@ def test_olive_stage_key_depends_on_content_of_config_file(
         return planned["quantize/narrow"].key({})
 
     first = key(CONFIG)
-    # These fields have no influence.
+    # The key does not depend on these fields.
     assert key({**CONFIG, "input_model": "another", "evaluators": {}}) == first
     assert key({**CONFIG, "passes": {"narrow": STATIC}}) != first
     pinned = PIPELINE.replace(

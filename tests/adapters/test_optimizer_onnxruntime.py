@@ -245,7 +245,7 @@ def test_static_quantizer_with_failing_library_raises_stage_error(
     perceptron: OptimizeRequest,
 ) -> None:
     with pytest.raises(StageError, match="int8-static"):
-        # Three features instead of eight.
+        # The library fails: the model has eight features, and these rows have three.
         StaticQuantizer().optimize(
             replace(perceptron, calibration={"x": np.zeros((4, 3), dtype=np.float32)})
         )

@@ -170,7 +170,7 @@ class TestOnAServer(RegistrySuite):
         client.update_registered_model("described", "Mine.")
         assert published("A line.") == "Mine."
 
-    def test_publish_writes_readable_tags_before_internal_ones(
+    def test_publish_writes_readable_tags_before_internal_tags(
         self, registry: MlflowRegistry, tmp_path: Path
     ) -> None:
         version = publish(registry, tmp_path, "labelled").version
@@ -600,7 +600,7 @@ def test_fetch_of_tampered_metadata_file_raises_digest_mismatch_error(
     model = f"tampered-{name.lower()}"
     record = publish(registry, tmp_path, model)
     _overwrite(mlflow_home / "mlartifacts", registry, record, name)
-    with pytest.raises(DigestMismatchError, match=f"{name} differs from what was registered"):
+    with pytest.raises(DigestMismatchError, match=f"{name} differs from the registered file"):
         registry.fetch(record, tmp_path)
 
 

@@ -124,7 +124,7 @@ def test_cold_start_of_two_models_keeps_their_order_and_varies_first_model(
 
 @linux
 def test_compute_added_memory_ignores_earlier_peak() -> None:
-    # The kernel may take pages of this process back meanwhile, which has much memory by now.
+    # Use a new process: this one has much memory by now, of which the kernel may reclaim pages.
     program = """
 import numpy as np
 from onnx_ops.adapters.runtimes import cold_start

@@ -311,9 +311,9 @@ def test_javascript_runtime_without_programs_names_packages_to_install(
 @pytest.mark.parametrize(
     ("requirements", "expected"),
     [
-        (("onnxruntime-node",), "not an exact version"),
-        (("onnxruntime-node@^1.30.0",), "not an exact version"),
-        (("../elsewhere",), "not an exact version"),
+        (("onnxruntime-node",), "not name an exact version"),
+        (("onnxruntime-node@^1.30.0",), "not name an exact version"),
+        (("../elsewhere",), "not name an exact version"),
         (("onnxruntime-web@1.30.0",), "lacks onnxruntime-node"),
     ],
 )

@@ -111,7 +111,7 @@ def test_session_for_target_receives_its_settings(
     assert providers == [("CPUExecutionProvider", {"arena_extend_strategy": "kSameAsRequested"})]
 
 
-def test_onnxruntime_facts_with_missing_provider_name_available_ones(file: Path) -> None:
+def test_onnxruntime_facts_with_missing_provider_name_available_providers(file: Path) -> None:
     target = replace(CPU, providers=(Provider(name="CUDAExecutionProvider"), *CPU.providers))
     if "CUDAExecutionProvider" in list_providers():
         target = replace(CPU, providers=(Provider(name="NoneExecutionProvider"),))

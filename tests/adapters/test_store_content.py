@@ -82,7 +82,7 @@ def test_remote_store_with_damaged_cache_fetches_content_again(tmp_path: Path) -
 
 def test_remote_store_with_missing_content_raises_corrupt_state_error(tmp_path: Path) -> None:
     store = ContentStore(FsspecObjects(f"memory://{uuid.uuid4().hex}"), tmp_path)
-    with pytest.raises(CorruptStateError, match="it is missing"):
+    with pytest.raises(CorruptStateError, match="the file is missing"):
         store.path(digest_bytes(CONTENT))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
@@ -120,7 +120,8 @@ def test_remote_store_cache_above_limit_evicts_oldest_content(tmp_path: Path) ->
     assert [path.exists() for path in (first, second, third)] == [False, True, True]
     store.path(digests[3])
     assert [path.exists() for path in (second, third)] == [False, True]
-    # It is fetched again. All content is from the last hour, so the size can exceed the limit.
+    # The first content is fetched again. All content is from the last hour, so the size can
+    # exceed the limit.
     assert store.path(digests[0]) == first
     assert third.exists()
 
@@ -187,7 +188,7 @@ def test_store_with_two_concurrent_writers_has_complete_results_only(tmp_path: P
     assert_every_result_is_whole_or_none(tmp_path, all_there=True)
 
 
-def test_writers_share_the_lock_that_a_collector_holds_alone(tmp_path: Path) -> None:
+def test_store_put_shares_lock_with_writers_and_waits_for_collector(tmp_path: Path) -> None:
     store, lock = ContentStore(LocalObjects(tmp_path), tmp_path), tmp_path / "collect.lock"
     digest = store.put_bytes(CONTENT)
     (stored,) = store.contents()
@@ -221,7 +222,7 @@ def test_store_put_during_collection_keeps_content(tmp_path: Path) -> None:
     try:
         for turn in itertools.takewhile(lambda turn: turn < 400 or not removed, range(100_000)):
             digest = ours.put_bytes(b"%d" % (turn % 3))
-            # The collector can have listed it as old before it is put again.
+            # The collector can have listed the content as old before the content is put again.
             for _ in range(turn % 4):
                 with contextlib.suppress(FileNotFoundError):
                     os.utime(tmp_path / blob_name(digest), (LONG_AGO, LONG_AGO))

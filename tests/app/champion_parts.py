@@ -59,8 +59,8 @@ class ChampionScene:
         )
         self.inputs = {"export": Manifest(files={"model.onnx": store.put_bytes(b"export")})}
         self.key = digest_bytes(b"key")
-        # Stores of earlier worlds may share their memory with this one; their contents must have
-        # other digests.
+        # Stores of earlier scenes may share their memory with this store, so each scene stores
+        # evidence with another digest.
         self.evidence = store.put_bytes(
             codec.dumps(replace(INT8, conditions={"scene": str(next(_COUNT))}))
         )

@@ -83,12 +83,12 @@ def test_changed_since_commit_lists_changed_new_and_deleted_files(tmp_path: Path
 
 def test_affected_of_target_includes_shared_and_own_definition(project: Project) -> None:
     assert touched(project, SHARED) == (SHARED,)
-    # the project's own file does not exist, so the shared one is used
+    # The project's own file does not exist, so the shared file is used.
     assert touched(project, OWN) == (OWN,)
     assert touched(project, "fleet/other.yaml") == ()
 
 
-def test_prepare_with_own_target_file_overrides_shared_one(project: Project) -> None:
+def test_prepare_with_own_target_file_overrides_shared_file(project: Project) -> None:
     before = prepare(project, Path(FILE)).targets["board"]
     own = project.settings.root / OWN
     own.parent.mkdir()

@@ -117,7 +117,7 @@ def test_run_command_with_several_files_reports_each_and_worst_exit_code(
     assert document["pipelines"][1]["executed"] == []
 
 
-def test_run_files_after_interrupt_ends_stages_at_once(project: Project) -> None:
+def test_run_files_after_interrupt_ends_stages_immediately(project: Project) -> None:
     (project.settings.root / "batch_training.py").write_text(
         "import os, pathlib, time\n"
         "def train(data, bad=False):\n"
@@ -152,7 +152,7 @@ def test_run_files_after_interrupt_ends_stages_at_once(project: Project) -> None
 
 
 @given(codes=st.lists(st.sampled_from([0, 1, 2, 3, 4, 5])))
-def test_worst_exit_code_of_any_codes_returns_one_of_them(codes: list[int]) -> None:
+def test_worst_exit_code_of_any_codes_returns_given_code(codes: list[int]) -> None:
     found = worst_exit_code(codes)
     assert found in codes or (found, codes) == (0, [])
     assert (found == 0) is (set(codes) <= {0})

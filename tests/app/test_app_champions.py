@@ -31,7 +31,7 @@ def test_measure_again_of_champion_repeats_its_benchmark(tmp_path: Path) -> None
     assert (found.pipeline, found.variant, found.why) == ("p", "int8", "all gates passed")
     ((stage, key, inputs),) = scene.asked
     assert (stage, inputs) == (scene.stage, scene.inputs)
-    assert key != scene.key  # the pipeline's own result stays as it is
+    assert key != scene.key  # the pipeline's result is not replaced
 
 
 def test_measure_again_with_two_worse_results_reports_drift_and_changes(tmp_path: Path) -> None:

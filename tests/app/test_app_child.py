@@ -265,7 +265,7 @@ def test_stage_executor_after_interrupt_ends_local_and_remote_stages(
     until(lambda: not any(is_alive(noted(project, name)) for name in ("trainer", "grandchild")))
     elsewhere.cancel.assert_called_once_with()
     assert executor.running.processes == set()
-    with pytest.raises(StageError, match="its run was cancelled"):
+    with pytest.raises(StageError, match="the run was cancelled"):
         executor(train_stage("hang"), KEY, {})
 
 
@@ -321,7 +321,7 @@ def test_run_in_subprocess_passes_progress_lines_to_observer(project: Settings) 
     assert caught.value.why == "last words"
     (file,) = observer.files
     assert file.read_text() == "last words\n"
-    assert caught.value.remedy.endswith(f"Its output is in {file}.")
+    assert caught.value.remedy.endswith(f"The output of the stage is in {file}.")
 
 
 def test_run_in_subprocess_stores_output_and_shows_last_line(project: Settings) -> None:
@@ -349,7 +349,7 @@ def test_run_in_subprocess_stores_output_and_shows_last_line(project: Settings) 
     assert file.parent == project.state / "output"
     assert file.read_text().splitlines() == ["epoch 1", "epoch 2", "of a child"]
     assert observer.lines[0] == "epoch 1"
-    assert f"Its output is in {file}." in caught.value.remedy
+    assert f"The output of the stage is in {file}." in caught.value.remedy
 
 
 def test_run_in_subprocess_of_later_execution_replaces_stored_output(project: Settings) -> None:

@@ -31,7 +31,7 @@ def test_durations_record_keeps_last_duration_of_each_stage(tmp_path: Path) -> N
     assert durations.last == {}
     for name, seconds in (("export", 3.0), ("validate", 1.0), ("export", 2.0)):
         durations.record(name, seconds)
-    durations.record("validate", 0.0)  # unknown: a worker of another release reports it
+    durations.record("validate", 0.0)  # workers of other releases report 0 for unknown
     assert Durations(path).last == {"export": 2.0, "validate": 1.0}
     assert [file.name for file in path.parent.iterdir()] == ["p.json"]
 
@@ -63,7 +63,7 @@ def test_durations_measure_of_failed_stage_records_nothing(tmp_path: Path) -> No
     assert json.loads((tmp_path / "p.json").read_bytes()).keys() == {"export"}
 
 
-def test_durations_of_stage_in_pool_come_from_its_worker(tmp_path: Path) -> None:
+def test_durations_of_stage_in_pool_are_reported_by_its_worker(tmp_path: Path) -> None:
     settings = load_settings(tmp_path, {})
     context = build_context(settings)
 

@@ -45,8 +45,8 @@ def test_select_environment_uses_requirements_of_exporter_or_pipeline() -> None:
     ("env", "expected"),
     [
         (Environment(), "no requirements"),
-        (Environment(isolated=False, requirements=("a",)), "never changed"),
-        (Environment(isolated=False, python="3.12"), "never changed"),
+        (Environment(isolated=False, requirements=("a",)), "installs nothing"),
+        (Environment(isolated=False, python="3.12"), "installs nothing"),
     ],
 )
 def test_select_environment_with_empty_or_conflicting_settings_raises_error(
@@ -64,7 +64,7 @@ def test_load_tool_of_isolated_exporter_returns_training_exporter(tmp_path: Path
     assert isinstance(found, TrainingExporter)
     assert not isinstance(found, TracingExporter | TreeExporter)
     assert isinstance(load_tool(settings, "exporters", "sklearn"), SklearnExporter)
-    assert not (tmp_path / ".onnx-ops").exists()  # nothing is made before it is needed
+    assert not (tmp_path / ".onnx-ops").exists()  # no environment before first use
 
 
 def test_stage_key_depends_on_requirements_but_not_on_limits(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_lease_end_without_heartbeat_is_zero_until_it_returns(following: Followi
 def test_lease_end_after_gap_is_zero_until_later_heartbeat(following: Following, beat: int) -> None:
     now = NOW + LEASE_S + 1
     following.listed_at = following.reported_at = now
-    # The judge may have looked within the gap, and a rollback may have been requested since.
+    # The rollout may have been judged within the gap, and then a rollback may have been requested.
     following.see_beat(beat, now)
     assert following.compute_lease_end(now) == 0
     following.see_beat(beat, now + 1)
@@ -177,7 +177,7 @@ def test_serving_end_after_moved_traffic_and_lost_heartbeat_is_extended(
 def test_serving_end_is_extended_only_with_newest_table(following: Following) -> None:
     following.renew_serving_end()
     following.see(ABORT)
-    # The replica was cut off, and is connected again.
+    # The replica was disconnected, and is connected again.
     following.listed_at = following.reported_at = NOW + 100
     assert following.renew_serving_end() == NOW + LEASE_S
     following.adopted = ABORT
@@ -202,7 +202,7 @@ def test_leased_table_without_candidate_is_listed_at_short_interval(following: F
     assert following.is_list_due(NOW + RENEW_S)
 
 
-def test_following_see_of_lower_table_keeps_highest_one(following: Following) -> None:
+def test_following_see_of_lower_table_keeps_highest_table(following: Following) -> None:
     following.see(STABLE)
     assert following.newest == CANARY
     following.see(None)
@@ -225,7 +225,7 @@ def test_is_list_due_while_lease_is_needed_returns_true_earlier(following: Follo
 def test_check_options_with_overlapping_locations_raises_user_error(
     control: str, reports: str
 ) -> None:
-    with pytest.raises(UserError, match="in one location"):
+    with pytest.raises(UserError, match="in the same location"):
         check_options(
             {"follow": control, "reports": reports},
             ServerOptions(endpoint="digits", trusted_keys="keys"),

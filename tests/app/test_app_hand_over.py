@@ -129,7 +129,7 @@ def test_prepare_release_after_other_promotion_raises_refused_error(place: Path)
     evaluate(root, place / "newest")  # by an evaluator that cannot see the ledger
     prepared = prepare_release(project, root / FILE, place / "newest")
     result = execute(project, prepared)
-    assert "not compared with the release that serves now" in str(result.errors["promote@cpu-1t"])
+    assert "not compared with the version that serves now" in str(result.errors["promote@cpu-1t"])
     assert project.context.registry().aliases("iris")[format_alias("champion", "cpu-1t")] == "1"
 
 
@@ -147,7 +147,7 @@ def test_prepare_release_of_failed_evaluation_names_its_cause(place: Path) -> No
 
 
 def test_write_evaluation_into_used_folder_raises_user_error(place: Path) -> None:
-    with pytest.raises(UserError, match="not a new folder"):
+    with pytest.raises(UserError, match="the folder for the evaluation is not empty"):
         evaluate(place / "root", place / "evaluation")
 
 

@@ -90,7 +90,7 @@ def test_find_base_on_branch_returns_last_measured_common_commit(
 
 def test_find_base_on_recorded_commit_excludes_that_commit(root: Path, store: ContentStore) -> None:
     record_commit(root, store, summary(store))
-    assert "Nothing is recorded for main" in find_base(root, store, PIPELINE, "main").why
+    assert "No measurement is recorded for main" in find_base(root, store, PIPELINE, "main").why
     (root / "file.txt").write_text("not committed")
     assert find_base(root, store, PIPELINE, "main").why == ""
 

@@ -193,7 +193,7 @@ def test_remote_stage_with_code_changed_after_plan_raises_conflict_error(
 ) -> None:
     stage = train_stage(asker)
     (asker.settings.root / "helpers.py").write_text("def scale(number): return 4 * number\n")
-    with pytest.raises(ConflictError, match="its code changed after the plan"):
+    with pytest.raises(ConflictError, match="the code of the stage was changed after the plan"):
         asked(Nearby(worker), asker, stage)
 
 

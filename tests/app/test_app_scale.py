@@ -73,7 +73,7 @@ def led(synthetic: Any, project: Project, file: Path) -> tuple[str, ...]:
     return summary.executed
 
 
-def test_run_of_later_pipeline_costs_as_much_as_third(
+def test_run_of_later_pipeline_does_same_work_as_third_pipeline(
     synthetic: Any, counts: Counter[str], tmp_path: Path
 ) -> None:
     files = synthetic.write_project(
@@ -87,7 +87,7 @@ def test_run_of_later_pipeline_costs_as_much_as_third(
     assert {one for one, _ in each[1:]} == {3 + (VARIANTS - 1) + 2 * PAIRS}, (
         "the data sets are shared"
     )
-    third = each[2][1]  # the second one still checks what it shares with the first
+    third = each[2][1]  # the second still checks shared data
     assert all(found == third for _, found in each[3:]), each
     later = each[-1][1]
     assert later.get("metadata", 0) == 0, "versions of distributions are read once"
@@ -120,7 +120,7 @@ def test_prepare_reads_endpoints_of_other_files_once_until_changed(
 ) -> None:
     files = synthetic.write_project(tmp_path / "few", pipelines=5, variants=1, targets=1)
     target = tmp_path / "few" / "configs" / "targets" / "machine-0.yaml"
-    # A local endpoint serves models of this runtime.
+    # A local endpoint serves only models of the runtime `onnxruntime`.
     target.write_text(target.read_text().replace("synthetic", "onnxruntime"))
     for number, file in enumerate(files):
         sections = (

@@ -152,7 +152,7 @@ def test_run_with_search_registers_variant_and_report(project: Project) -> None:
     version = registry.version("searched", registration.versions[choice.variant])
     page = registry.document(version, "report.html").decode()
     assert "Search best" in page
-    assert "What the search best saw on cpu-1t" in page
+    assert "Models of the search best on cpu-1t" in page
     assert codec.loads(registry.document(version, SEARCH_FILE), SearchRecord) == record
     assert b'"objective":"size"' in registry.document(
         version, "evidence/cpu-1t.choice.json"

@@ -39,7 +39,7 @@ def get_config(scene: Scene) -> EndpointConfig:
     return config
 
 
-def test_find_memory_shortages_names_the_replica_that_lacks_memory() -> None:
+def test_find_memory_shortages_names_replica_without_enough_memory() -> None:
     (shortage,) = find(serving("a"), LARGE, SMALL)
     assert "replica r2 of endpoint digits" in shortage
     assert "needs 450 MiB (4 workers × 100 MiB" in shortage
@@ -47,13 +47,11 @@ def test_find_memory_shortages_names_the_replica_that_lacks_memory() -> None:
 
 
 @pytest.mark.parametrize(("available_mib", "count"), [(449, 1), (450, 0)])
-def test_find_memory_shortages_at_the_limit_counts_the_reserve(
-    available_mib: int, count: int
-) -> None:
+def test_find_memory_shortages_at_limit_includes_reserve(available_mib: int, count: int) -> None:
     assert len(find(serving("a"), replace(SMALL, available_bytes=available_mib * MIB))) == count
 
 
-def test_find_memory_shortages_with_measured_peak_uses_the_larger_value() -> None:
+def test_find_memory_shortages_with_measured_peak_uses_larger_value() -> None:
     peaks = (150 * MIB, 200 * MIB, 180 * MIB)
     starts = ColdStartMeasurement(
         batch=1, requests=2, load_s=(0.5,) * 3, first_s=(0.5,) * 3, peak_bytes=peaks
@@ -62,7 +60,7 @@ def test_find_memory_shortages_with_measured_peak_uses_the_larger_value() -> Non
     assert "4 workers × 180 MiB" in shortage
 
 
-def test_find_memory_shortages_without_stable_version_or_answer_yields_nothing() -> None:
+def test_find_memory_shortages_without_stable_version_or_server_returns_nothing() -> None:
     empty, silent = serving(), serving("a")
     assert not find(empty, SMALL)
     assert not find(silent)

@@ -88,7 +88,7 @@ def evidence(project: Project, result: RunResult, variant: str) -> Evidence:
 
 
 @pytest.mark.nightly
-def test_benchmark_in_shards_gives_same_metrics_as_whole(project: Project) -> None:
+def test_benchmark_in_shards_returns_same_metrics_as_whole_benchmark(project: Project) -> None:
     whole = run(project)
     sharded = run(project, "benchmark.shards=3")
     assert set(SHARDS) <= set(sharded.executed())

@@ -370,7 +370,8 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
 ISOLATED = ("paddle", "tensorflow", "tflite")
 QUANTIZED = {"quantize/int8", "quantize/half"} | of("int8", MEASURED) | of("half", MEASURED)
 OTHERWISE: dict[tuple[str, str], set[str]] = {
-    # An ONNX file holds everything that it computes. Its source only depends on the runtime.
+    # An ONNX file contains the whole computation, so its export depends on no class. The source
+    # model runs in ONNX Runtime, so it depends on no other package.
     **{
         ("onnx", edit): {"train"}
         for edit, (_, again) in EDITS.items()
@@ -409,7 +410,7 @@ def check_edit(world: World, change: Edit, expected: set[str]) -> None:
 def test_run_after_edit_executes_only_dependent_stages(
     worlds: Callable[[str], World], framework: str, edit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Few exporters have options.
+    # Few exporters have options, so each gets one here.
     monkeypatch.setattr(type(plugins.load("exporters", framework)), "options", ("convert",))
     change, expected = EDITS[edit]
     check_edit(worlds(framework), change, OTHERWISE.get((framework, edit), expected))

@@ -124,7 +124,7 @@ def roll_out(
     site.start()
     with ExitStack() as stack:
         loads = site.load_all(stack)
-        time.sleep(2 + REPORT_S)  # thresholds rest on the reported counts
+        time.sleep(2 + REPORT_S)  # thresholds are computed from the reports
         site.release("second", **other)
         why = site.drive()
         time.sleep(1)
@@ -348,7 +348,8 @@ def test_replica_past_lease_refuses_requests_and_rollback_completes_without_it(
         roll_back(site.context, ENDPOINT, reason="it is bad")
     assert ask(site, "r1") == {"v1"}
     until(lambda: is_ready(site, "r2") is False, "not ready", seconds=LEASE_S)
-    assert ask(site, "r2") == {"v2"}  # a load balancer removes it meanwhile
+    # A load balancer removes the unready replica before the replica refuses requests.
+    assert ask(site, "r2") == {"v2"}
     until(lambda: refuses(site, "r2"), "the end of the lease", seconds=LEASE_S)
     assert reconcile(site).pending_rollback is not None
     until(

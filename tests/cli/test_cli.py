@@ -130,7 +130,7 @@ def test_inspect_imports_no_heavy_module(tmp_path: Path) -> None:
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
-def test_command_process_gives_same_result_as_call(
+def test_command_process_returns_same_result_as_call(
     project: Path, arguments: list[str], environ: dict[str, str], code: int
 ) -> None:
     """The other tests call the entry point, which this result justifies."""
@@ -148,7 +148,7 @@ def test_command_process_gives_same_result_as_call(
         check=False,
     )
     assert (called.code, done.returncode) == (code, code), called.stderr + done.stderr
-    if code != 3:  # measured values differ
+    if code != 3:  # with code 3, the measured values of the two runs differ
         assert called == Result(done.returncode, done.stdout, done.stderr)
 
 
@@ -297,7 +297,7 @@ def test_command_with_unexpected_exception_exits_with_4(
 
 
 @pytest.mark.parametrize(("given", "meant"), [("prmote", "promote"), ("Gate", "gate"), ("zzz", "")])
-def test_command_with_misspelt_choice_suggests_similar_one(
+def test_command_with_misspelt_choice_suggests_similar_choice(
     project: Path, given: str, meant: str
 ) -> None:
     done = run_command("run", "configs/pipelines/digits-mlp.yaml", "--until", given, cwd=project)

@@ -108,7 +108,10 @@ def test_sagemaker_diagnosis_of_image_checks_existence_and_pull_role(
     try:
         account.behave(denied=["ecr:BatchGetImage"])
         pull = found()["pull"]
-        assert (pull.ok, pull.found) == (False, "the role lacks the permission ecr:BatchGetImage")
+        assert (pull.ok, pull.found) == (
+            False,
+            "the role does not have these permissions: ecr:BatchGetImage",
+        )
         assert "repository/onnx-ops" in pull.remedy
     finally:
         account.behave(denied=[])
@@ -136,7 +139,9 @@ def test_sagemaker_diagnosis_with_wrong_settings_reports_remedies(account: FakeS
     assert "none: does not exist" in findings["alarms"].found
     findings = found(instance_count=2)
     assert (findings["quota"].ok, "Service Quotas" in findings["quota"].remedy) == (False, True)
-    assert found(instance_type="ml.g5.xlarge")["quota"].found.startswith("no quota is called")
+    assert found(instance_type="ml.g5.xlarge")["quota"].found.startswith(
+        "Service Quotas has no quota"
+    )
     assert "did you mean 'instance_type'" in found(instance_typ="x")["settings"].found
     assert "quota" not in found(memory="2 GiB", strategy="guarded")
 

@@ -144,7 +144,7 @@ def test_doctor_reports_trusted_keys(project: Path) -> None:
         public.rename(folder / "gate" / public.name)
     half = {one.check: one for one in diagnose(open_project())}["signatures"]
     assert half.ok
-    assert f"not what grants something in the ledger: copy {folder}" in half.found
+    assert f"not ledger entries that need a key: copy {folder}" in half.found
     for public in (folder / "gate").glob("*.pub.pem"):
         public.unlink()
     lost = {one.check: one for one in diagnose(open_project())}["signatures"]

@@ -105,7 +105,7 @@ def test_check_of_doubtful_values_adds_notes(project: Path, tmp_path: Path) -> N
         "notifier github:owner/shop",
     ]
     assert f"input x is NaN or infinite in {ROWS} of {ROWS} rows" in notes[0]
-    assert "label 3, 4 occurs in no set that the model is trained on" in notes[1]
+    assert "label 3, 4 does not occur in the training data" in notes[1]
     assert "GITHUB_TOKEN" in notes[2]
 
 
@@ -151,7 +151,7 @@ def test_check_of_taken_port_reports_problem(project: Path, tmp_path: Path) -> N
         done = run_command("check", SHOP, "--json", cwd=tmp_path)
     (problem,) = done.document()["problems"]
     assert (done.code, problem["path"]) == (4, "deploy[0].provider")
-    assert f"port {port} is taken" in problem["message"]
+    assert f"program uses port {port}" in problem["message"]
     assert run_command("check", SHOP, cwd=tmp_path).code == 0
 
 

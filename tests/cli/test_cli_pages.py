@@ -34,7 +34,7 @@ def test_docs_with_page_prints_it_unchanged() -> None:
 @pytest.mark.parametrize("topic", ["rolback", "../pyproject", "/etc/passwd", "ledger"])
 def test_docs_with_unknown_page_exits_with_2(topic: str) -> None:
     refused = run_command("docs", topic, cwd=Path())
-    assert (refused.code, "there is no such page" in refused.stderr) == (2, True)
+    assert (refused.code, "the documentation has no such page" in refused.stderr) == (2, True)
 
 
 def test_messages_refer_to_existing_pages() -> None:

@@ -157,7 +157,7 @@ def test_status_runs_shows_running_and_waiting_stages(
 ) -> None:
     pools.read_status.return_value = (BUSY, EMPTY)
     result = run_command("status", "--runs", cwd=tmp_path)
-    assert result.code == 4  # no process takes `train`
+    assert result.code == 4  # no worker takes the stage `train`
     golden("tables", result.stdout)
     document = run_command("status", "--runs", "--json", cwd=tmp_path)
     assert document.code == 4

@@ -91,7 +91,7 @@ def test_quantize_auto_with_unreachable_budget_writes_closest_variant(folder: Pa
         (["--tuning-data", "tune.npz", "--budget", "metric_drop=0.5"], "percentage"),
         (["--tuning-data", "tune.npz", "--budget", "max_builds=0"], "above 0"),
         (["--tuning-data", "tune.npz", "--select", "best"], "there are fast, small, exact"),
-        (["--tuning-data", "tune.npz", "--exclude", "first"], "finds its own"),
+        (["--tuning-data", "tune.npz", "--exclude", "first"], "determines these options"),
     ],
 )
 @pytest.mark.usefixtures("folder")
@@ -101,6 +101,6 @@ def test_quantize_auto_with_wrong_arguments_exits_with_2(arguments: list[str], s
 
 @pytest.mark.usefixtures("folder")
 def test_quantize_with_search_option_for_other_method_exits_with_2() -> None:
-    assert "They are for --method auto" in run(
+    assert "Use these options only with --method auto" in run(
         "--method", "dynamic", "--tuning-data", "tune.npz", code=2
     )

@@ -166,7 +166,7 @@ class TestOperatorsOfOtherDomains:
         ("domain", "operator", "codes"),
         [("acme", "Magic", (0, 2, 2, 4, 2)), ("com.microsoft", "Gelu", (0, 0, 2, 0, 0))],
     )
-    def test_commands_end_in_results_or_refusals_with_a_remedy(
+    def test_commands_with_operator_of_other_domain_return_result_or_remedy(
         self, domain: str, operator: str, codes: tuple[int, ...], tmp_path: Path
     ) -> None:
         text = f"(float[N,4] x) => (float[N,4] y) {{ y = {domain}.{operator}(x) }}"

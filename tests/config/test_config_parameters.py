@@ -118,7 +118,7 @@ def test_parameter_in_override_is_resolved_or_replaced(
           "which cannot be part of a text")),
         ("epochs: 3", "epochs: '${params:bad}'",
          ("params.yaml:9:6: train.with.epochs: '012' is ambiguous: "
-          "some readers take a leading zero for octal; write 12, or quote it to mean a text")),
+          "some readers read a leading zero as octal; write 12, or quote it to mean a text")),
         ("max_drop: 1%", "max_drop: '${params:wide}'", "params.yaml:8:7: gates[1].max_drop: "),
     ],
 )  # fmt: skip

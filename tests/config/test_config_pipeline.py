@@ -118,8 +118,8 @@ def test_load_pipeline_of_file_without_mapping_reports_it(
         (
             "2",
             (
-                "1:9: schema: this file needs a newer onnx-ops: it has schema 2, "
-                "this release reads up to 1"
+                "1:9: schema: this file needs a newer onnx-ops: its schema is 2, "
+                "and this release reads up to schema 1"
             ),
         ),
         ("0", "1:9: schema: must be at least 1, got the number 0"),
@@ -159,7 +159,9 @@ def test_load_pipeline_with_wrong_single_deployment_reports_path_without_index(
     golden("errors", "\n".join(problems(text)))
 
 
-def test_load_pipeline_without_parity_gate_puts_one_first(load: Load, pipeline_text: str) -> None:
+def test_load_pipeline_without_parity_gate_adds_parity_gate_first(
+    load: Load, pipeline_text: str
+) -> None:
     parity, metric = "  - {kind: parity}\n", "  - {kind: metric, max_drop: 1%}\n"
     without = pipeline_text.replace(parity, "")
     assert load(without).gates[0] == ParityGate()
@@ -210,7 +212,8 @@ def test_load_pipeline_with_endpoint_of_other_pipeline_reports_it(
     (pipelines / "other.yaml").write_text("deploy: {endpoint: toy}\n")
     (problem,) = problems(pipeline_text, plugins=PLUGINS)
     assert problem.startswith(
-        "toy.yaml:20:16: deploy[0].endpoint: endpoint 'toy' belongs to configs/pipelines/other.yaml"
+        "toy.yaml:20:16: deploy[0].endpoint: endpoint 'toy' is already declared in "
+        "configs/pipelines/other.yaml"
     )
 
 
@@ -223,7 +226,7 @@ def test_load_pipeline_with_endpoint_of_other_pipeline_reports_it(
             "{source: promethius}",
             ["no metric plugin is called 'promethius'; did you mean 'prometheus'?"],
         ),
-        ("{url: http://p}", ["metrics need a source: one of prometheus"]),
+        ("{url: http://p}", ["missing key 'source'; name one of prometheus"]),
         ("{source: prometheus}", ["there is no url. Write one."]),
     ],
 )

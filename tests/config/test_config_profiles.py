@@ -116,7 +116,7 @@ def test_target_file_of_project_overrides_profile_of_same_name(project: Path) ->
         TargetFiles(project).load("olt")
 
 
-def test_pipeline_with_unknown_profile_reports_similar_one(
+def test_pipeline_with_unknown_profile_suggests_similar_profile(
     project: Path, pipeline_text: str, problems: Callable[[str], list[str]], golden: Golden
 ) -> None:
     def of_targets(text: str) -> list[str]:
@@ -156,7 +156,7 @@ def test_target_profiles_page_lists_each_profile() -> None:
     } == UNMEASURED
 
 
-def test_unmeasured_profiles_state_it_in_one_comment_of_their_file() -> None:
+def test_profile_file_has_one_comment_only_if_unmeasured() -> None:
     comments = {
         name: (PROFILES / f"{name}.yaml").read_text(encoding="utf-8").count("# Not measured: ")
         for name in profile_names()
@@ -164,7 +164,7 @@ def test_unmeasured_profiles_state_it_in_one_comment_of_their_file() -> None:
     assert comments == {name: int(name in UNMEASURED) for name in profile_names()}
 
 
-def test_is_measured_target_file_of_a_project_returns_none(project: Path) -> None:
+def test_is_measured_of_project_target_file_returns_none(project: Path) -> None:
     files = TargetFiles(project)
     assert [files.is_measured(name) for name in ("cuda", "tensorrt", "nowhere")] == [
         True,

@@ -161,7 +161,7 @@ def test_deployment_that_cannot_run_target_reports_problem(find_problems: FindPr
     assert (problem.line, problem.path) == (20, "deploy[0].target")
     assert (
         problem.message
-        == "provider 'local' cannot serve what target 'cpu-1t' measures: no such device"
+        == "provider 'local' cannot serve the models of target 'cpu-1t': no such device"
     )
     assert asked == [("toy", Target(name="cpu-1t"))]
 

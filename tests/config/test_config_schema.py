@@ -73,14 +73,14 @@ MISSING = object()
         ({"a": [1]}, {"a": 1}, ".a"),
     ],
 )
-def test_find_difference_returns_the_first_path(
+def test_find_difference_of_documents_returns_first_path(
     stored: object, generated: object, path: str | None
 ) -> None:
     assert find_difference(stored, generated) == path
 
 
 @pytest.mark.parametrize("name", ["pipeline", "target"])
-def test_committed_schema_equals_generated_one(name: str, tmp_path: Path) -> None:
+def test_committed_schema_equals_generated_schema(name: str, tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "onnx_ops.config.schema", str(tmp_path)], check=True, cwd=ROOT
     )

@@ -74,7 +74,11 @@ def test_objective_with_target_entry_overrides_default(root: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("tuning_data: {data: tune}, ", "", "needs 'tuning_data', the rows for its decisions"),
+        (
+            "tuning_data: {data: tune}, ",
+            "",
+            "needs 'tuning_data', the rows on which it compares recipes",
+        ),
         (
             "tuning_data: {data: tune}",
             "tuning_data: {data: tun}",
@@ -94,13 +98,17 @@ def test_objective_with_target_entry_overrides_default(root: Path) -> None:
         (
             "tuning_data: {data: tune}",
             "tuning_data: {data: bare}",
-            "needs labels, but 'bare' names no 'label'",
+            "needs labels, but data set 'bare' has no 'label'",
         ),
-        ("method: auto,", "method: auto, exclude: [head],", "method: auto finds its own 'exclude'"),
+        (
+            "method: auto,",
+            "method: auto, exclude: [head],",
+            "method: auto chooses 'exclude' itself",
+        ),
         (
             "method: auto,",
             "method: auto, options: {bits: 4},",
-            "method: auto finds its own 'options'",
+            "method: auto chooses 'options' itself",
         ),
         ("method: auto,", "method: auto, env: {timeout: 1 min},", "leave 'env' out"),
         ("method: auto,", "method: dynamic,", "'budget' is for method: auto"),

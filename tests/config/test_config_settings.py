@@ -66,13 +66,13 @@ def test_load_settings_with_environment_variable_overrides_profile(tmp_path: Pat
     assert settings.tracking_uri == "http://environ"
 
 
-def test_load_settings_with_unknown_profile_names_existing_ones(tmp_path: Path) -> None:
+def test_load_settings_with_unknown_profile_names_existing_profiles(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'test'") as caught:
         load(tmp_path, PROFILES, ONNX_OPS_PROFILE="test")
     assert "prod" in caught.value.remedy
 
 
-def test_load_settings_with_unknown_key_suggests_similar_one(tmp_path: Path) -> None:
+def test_load_settings_with_unknown_key_suggests_similar_key(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'traking_uri'") as caught:
         load(tmp_path, "traking_uri = 'http://x'\n")
     assert "did you mean 'tracking_uri'?" in str(caught.value)

@@ -54,12 +54,12 @@ def test_load_target_with_several_problems_reports_all(project: Path, golden: Go
 def test_load_target_with_other_name_than_file_raises_config_error(project: Path) -> None:
     write(project, "one", "name: two\n")
     with pytest.raises(
-        ConfigError, match=r"one\.yaml:1:7: name: 'two' is not the name of its file, 'one'"
+        ConfigError, match=r"one\.yaml:1:7: name: 'two' differs from the name of the file, 'one'"
     ):
         TargetFiles(project).load("one")
 
 
-def test_load_target_with_unknown_name_suggests_similar_one(project: Path) -> None:
+def test_load_target_with_unknown_name_suggests_similar_name(project: Path) -> None:
     with pytest.raises(
         NotFoundError, match=r"no target is called 'cpu-1'\. Did you mean 'cpu-1t'\?"
     ):

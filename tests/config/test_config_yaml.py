@@ -127,7 +127,9 @@ def test_read_text_with_too_many_values_raises_config_error() -> None:
 def test_read_file_with_invalid_utf_8_reports_position(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(b"a: 1\nb: \xff\n")
-    with pytest.raises(ConfigError, match=r"x\.yaml:2:4: not UTF-8 text; save the file as UTF-8"):
+    with pytest.raises(
+        ConfigError, match=r"x\.yaml:2:4: this byte is not UTF-8; save the file as UTF-8"
+    ):
         read_file(path)
 
 
@@ -187,7 +189,7 @@ def test_read_text_of_any_text_returns_value_or_located_problems(text: str) -> N
     assert all(problem.startswith("x.yaml:") for problem in refusals(text))
 
 
-def test_read_file_of_missing_pipeline_lists_existing_ones(
+def test_read_file_of_missing_pipeline_lists_existing_pipelines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "configs" / "pipelines"

@@ -187,7 +187,7 @@ def test_operator_command_survives_restore() -> None:
     assert folded(*said, repair).command is OperatorCommand.ADVANCE
 
 
-def test_operator_command_sent_during_open_intent_is_kept() -> None:
+def test_operator_command_sent_during_open_intent_survives_outcome() -> None:
     state = folded(
         *SERVING,
         START,

@@ -67,7 +67,7 @@ def test_combine_verdicts_of_empty_list_is_inconclusive() -> None:
 
 
 @given(st.lists(verdicts, min_size=1), verdicts)
-def test_combine_verdicts_returns_worst_and_more_never_improve_it(
+def test_combine_verdicts_with_additional_verdict_never_improves_worst(
     some: list[Verdict], another: Verdict
 ) -> None:
     worst = combine_verdicts(some)

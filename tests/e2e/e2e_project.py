@@ -135,7 +135,7 @@ class Project:
         A rollback starts such a process.
         """
         for place in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended, or belongs to another user
+            with suppress(OSError):  # ended, or of another user
                 if b"\0onnx_ops\0" in (place / "cmdline").read_bytes() and (place / "cwd").samefile(
                     self.root
                 ):

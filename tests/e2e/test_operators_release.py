@@ -102,7 +102,7 @@ def test_custom_operators_are_released_and_restored_with_model(project: Project)
     )
     project.stop_endpoints()
     tamper(stored[0])
-    project.document("reconcile", "softsign")  # its private copy is intact
+    project.document("reconcile", "softsign")  # the private copy is intact
     assert answer(project) == [-1.0, 0.0, 1.5]
     project.stop_endpoints()
     tamper(copies[0])

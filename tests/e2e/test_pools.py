@@ -130,7 +130,7 @@ def test_run_with_unfit_pool_machine_reports_error_verdict(site: PrefectSite) ->
 
 def test_run_with_missing_pool_names_command_to_create_it(site: PrefectSite) -> None:
     done = site.project.process(*command('benchmark.targets=["board-b"]'), environ=site.client)
-    assert "no deployment is called work/nobody" in done.stdout + done.stderr
+    assert "there is no deployment work/nobody" in done.stdout + done.stderr
     assert "onnx-ops work --pool nobody" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
@@ -219,7 +219,7 @@ def test_interrupted_run_ends_its_processes_on_pool_worker(lab: PoolSite, asker:
     until(lambda: lab.runs("train")[-1]["state_type"] == "CANCELLED", what="a cancelled flow run")
 
 
-def test_run_with_pool_without_suitable_worker_fails_at_once(lab: PoolSite) -> None:
+def test_run_with_pool_without_suitable_worker_fails_immediately(lab: PoolSite) -> None:
     worker = lab.work("rest", "--kinds", "benchmark")
     placed = {"ONNX_OPS_POOLS": "train=rest"}
     found = lab.result(lab.ask("train.with.mark=none", until="train", environ=placed), code=4)

@@ -91,7 +91,7 @@ def test_unchanged_run_after_manual_promotion_moves_no_traffic(
     shown = twice.command(
         "run", "configs/pipelines/digits-mlp.yaml", "--set", ONLY_FP32, "--set", SECOND
     )
-    assert (shown.code, "v1 has taken its place since" in " ".join(shown.stdout.split())) == (
+    assert (shown.code, "v1 has replaced it since then" in " ".join(shown.stdout.split())) == (
         0,
         True,
     )

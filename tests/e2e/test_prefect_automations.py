@@ -58,7 +58,7 @@ def inbox(site: PrefectSite) -> Iterator[WebhookSink]:
             headers=None,
             cookies=None,
         )
-        block.save("ops", overwrite=True)  # tests of blocks have saved one of the same name
+        block.save("ops", overwrite=True)  # other tests save a block `ops`
         yield inbox
 
 

@@ -162,7 +162,7 @@ def test_pool_and_manifest_files_contain_no_secret() -> None:
         )
 
 
-def test_measurer_pod_runs_one_stage_at_once_without_key() -> None:
+def test_measurer_pod_runs_stages_one_after_another_without_key() -> None:
     (pod,) = [pod for name, pod in pods() if name == "measurer"]
     (container,) = pod["containers"]
     assert container["command"] == ["onnx-ops", "work", "--pool", "boards", "--limit", "1"]

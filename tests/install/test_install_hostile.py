@@ -126,7 +126,8 @@ def test_hostile_pull_request_gets_no_token_key_or_verdict(world: World, tmp_pat
     assert "results changed" in judged
     for path in place.iterdir():
         path.unlink()
-    # The last commit is that of the base again. Whatever runs from here on was left by the job.
+    # The last commit is that of the base again. Hostile code that runs from here on was left by
+    # the job `judge`.
     git(world.origin, "reset", "--quiet", "--hard", base)
     publish = world.run("publish", "pull_request", pull, secrets=SECRETS, code=1)
     assert list(place.iterdir()) == [], "code of the pull request ran in the job that publishes"

@@ -276,7 +276,7 @@ def test_action_for_release_onto_disk_of_job_stops_at_gates(
     assert "Nothing was registered or released" in runner.summary()
     state = runner.root / ".onnx-ops"
     assert not {path.name for path in state.iterdir()} & {"ledger", "endpoints", "mlartifacts"}
-    # The action has asked the registry for the champion.
+    # The action has queried the registry for the champion.
     if (state / "mlflow.db").exists():
         with contextlib.closing(sqlite3.connect(state / "mlflow.db")) as database:
             assert database.execute("SELECT count(*) FROM model_versions").fetchone() == (0,)

@@ -152,7 +152,7 @@ def test_deployment_client_creates_updates_and_deletes_endpoint(
             "runs:/1234/model",
             {"target": TARGET},
             "INVALID_PARAMETER_VALUE",
-            "names no registered version",
+            "does not name a registered version",
         ),
         (f"models:/{MODEL}/1", {}, "INVALID_PARAMETER_VALUE", "needs a target"),
         (f"models:/{MODEL}/1", {"target": "tpu"}, "RESOURCE_DOES_NOT_EXIST", "tpu"),

@@ -85,14 +85,20 @@ def give_earlier(scene: Guarded) -> None:
 REFUSED: list[tuple[Attempt, str]] = [
     (aliasing(CHAMPION, "2"), r"\(latency fail\).*onnx-ops explain digits/2 --target cpu-1t"),
     (aliasing("champion-cuda", "1"), "no signed decision for target cuda"),
-    *((aliasing(spelling, "1"), "write it champion-cpu-1t") for spelling in SPELLINGS),
+    *(
+        (aliasing(spelling, "1"), "the alias must be spelled champion-cpu-1t")
+        for spelling in SPELLINGS
+    ),
     (lambda scene: scene.guard.rename_model(MODEL), "signed for this name"),
     (give_earlier, "the version has a later decision"),
     (
         tagging(DECISION_TAG.replace("decision", "Decision"), ""),
-        re.escape(f"write it {DECISION_TAG}"),
+        re.escape(f"the tag must be spelled {DECISION_TAG}"),
     ),
-    *((tagging(DECISION_TAG, value), "not about this version and target") for value in RUBBISH),
+    *(
+        (tagging(DECISION_TAG, value), "not a valid decision about this version and target")
+        for value in RUBBISH
+    ),
     (
         lambda scene: scene.guard.delete_tag("", MODEL, "2", DECISION_TAG),
         "signed decision whose verdict is FAIL",
@@ -101,22 +107,22 @@ REFUSED: list[tuple[Attempt, str]] = [
 RULED_OUT: list[tuple[Attempt, str]] = [
     (
         aliasing(CHAMPION, "2", "alice"),
-        "is FAIL.*set tag override.cpu-1t with the reason, then this alias again",
+        "is FAIL.*set tag override.cpu-1t to the reason, then set this alias again",
     ),
-    (aliasing(CHALLENGER, "2", "bob"), "ask alice to override it"),
+    (aliasing(CHALLENGER, "2", "bob"), "ask alice to override the decision"),
     (
         tagging(REASON_TAG, "sure", "bob"),
-        r"policy\.yaml:6 lets only alice override, and you are bob",
+        r"policy\.yaml:6 permits only alice to override, and you are bob",
     ),
     (
         lambda scene: scene.guard.delete_tag("bob", MODEL, "2", REASON_TAG),
-        "lets only alice override",
+        "permits only alice to override",
     ),
     (tagging(REASON_TAG, " ", "alice"), "an override needs a reason"),
-    (tagging(REASON_TAG, "x" * 1001, "alice"), "1001 characters, of at most 1000"),
-    (tagging(f"{REASON_TAG}.by", "{}", "alice"), "only the server itself writes it"),
-    (tagging("Override.cpu-1t", "{}", "alice"), "only the server itself writes it"),
-    (tagging("override.", "{}", "alice"), "only the server itself writes it"),
+    (tagging(REASON_TAG, "x" * 1001, "alice"), "1001 characters; at most 1000 are allowed"),
+    (tagging(f"{REASON_TAG}.by", "{}", "alice"), "only the server writes this tag"),
+    (tagging("Override.cpu-1t", "{}", "alice"), "only the server writes this tag"),
+    (tagging("override.", "{}", "alice"), "only the server writes this tag"),
 ]
 
 
@@ -207,7 +213,7 @@ def test_set_previous_alias_on_failed_champion_is_allowed(plain: Guarded) -> Non
 
 
 class TestDecisionTags:
-    def test_set_tag_with_later_decision_replaces_earlier_one(self, plain: Guarded) -> None:
+    def test_set_tag_with_later_decision_replaces_earlier_decision(self, plain: Guarded) -> None:
         later = sign_record(decision_record("b", sequence=11), plain.signer)
         plain.set_tag("2", DECISION_TAG, codec.dumps(later.envelope).decode())
         plain.set_alias(CHAMPION, "2")
@@ -259,7 +265,7 @@ class TestPolicy:
         ruled.set_alias(CHALLENGER, "1", user="bob")
         with pytest.raises(
             RefusedError,
-            match=r"policy.yaml:3 lets only alice, release-bot move champion-\*, and you are bob",
+            match=r"policy.yaml:3 permits only alice, release-bot to move champion-\*, and you",
         ):
             ruled.set_alias(CHAMPION, "1", user="bob")
         with pytest.raises(RefusedError, match="and you are not known"):
@@ -275,7 +281,7 @@ class TestPolicy:
         )
         with pytest.raises(RefusedError, match="no rule of the promotion policy"):
             scene.set_alias(CHALLENGER, "1", user="alice")
-        with pytest.raises(RefusedError, match=r"policy\.yaml:1 lets only alice"):
+        with pytest.raises(RefusedError, match=r"policy\.yaml:1 permits only alice"):
             scene.set_alias("prod", "1", user="bob")
         scene.set_alias(CHAMPION, "1")
         scene.set_alias("other", "1")

@@ -87,7 +87,7 @@ def free(
     return path, exported(TorchExporter(), pooled(), FREE, images, path)
 
 
-def test_reference_of_free_axes_covers_other_sizes_and_records_rejected_ones(
+def test_reference_of_free_axes_covers_other_sizes_and_records_rejected_sizes(
     free: tuple[Path, ReferenceOutputs],
 ) -> None:
     path, asked = free
@@ -179,7 +179,7 @@ def test_reference_of_rows_with_nan_puts_missing_values_inside_domain(tmp_path: 
     assert {group.name: group.inside for group in asked.groups}["missing"]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch itself, during the export
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch itself
 def test_parity_gate_of_recurrent_export_with_nan_difference_is_advisory(tmp_path: Path) -> None:
     """The runtime's kernels return a number for NaN, and the source returns NaN."""
     import torch

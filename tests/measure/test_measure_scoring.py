@@ -356,7 +356,7 @@ def test_measure_metrics_of_user_metric_passes_predictions_and_labels(
             np.zeros(ROWS, int),
             "no output 'logits'",
         ),
-        (MetricDefinition(name="auc"), np.arange(ROWS) % 3, "which one is positive"),
+        (MetricDefinition(name="auc"), np.arange(ROWS) % 3, "none is configured as positive"),
         (ACCURACY, np.arange(ROWS), "do not fit 3 columns"),
         (ACCURACY, np.linspace(0, 1, ROWS), "not fractions"),
         (F1, np.zeros((ROWS, 2)), "one class per row"),

@@ -20,7 +20,7 @@ def test_call_training_with_withheld_data_set_raises_user_error(tmp_path: Path) 
     (tmp_path / "asking_training.py").write_text("def train(data): return data['test']")
     with importable(tmp_path), pytest.raises(UserError) as caught:
         call_training("asking_training:train", {"train": 1, "extra": 2}, {})
-    assert "'test', which is not among those that it gets" in caught.value.what
+    assert "'test', which it does not receive" in caught.value.what
     assert "validate.samples scores" in caught.value.why
     assert "'train', 'extra'" in caught.value.remedy
 

@@ -22,7 +22,7 @@ from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Dataset, Exporter, ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
 
-# This combination is Keras with NumPy 2.
+# Keras causes this warning with NumPy 2.
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),

@@ -66,7 +66,7 @@ def test_read_model_info_with_hidden_external_data_raises_refused_error(
     model = read_structure(perceptron)
     PLACES[place](model).CopyFrom(external(("location", "../secret"), size=1))
     perceptron.write_bytes(model.SerializeToString())
-    with pytest.raises(RefusedError, match="outside its folder"):
+    with pytest.raises(RefusedError, match="outside the model's folder"):
         read_model_info(perceptron)
 
 

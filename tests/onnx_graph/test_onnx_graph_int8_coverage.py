@@ -92,7 +92,7 @@ BACK = "p = QuantizeLinear(o, s, z) y = DequantizeLinear(p, s, z)"
         ("y = ConvTranspose(x, k)", np.uint8(0), "no int8 kernel"),
     ],
 )
-def test_measure_int8_coverage_of_float_node_gives_reason(
+def test_measure_int8_coverage_of_float_node_returns_reason(
     nodes: str, zero: Any, reason: str, tmp_path: Path
 ) -> None:
     stored = {

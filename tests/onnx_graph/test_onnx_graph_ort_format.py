@@ -51,7 +51,7 @@ def test_read_model_info_of_ort_file_matches_source(stored: Path) -> None:
 def test_read_model_of_ort_file_raises_user_error(stored: Path) -> None:
     with pytest.raises(UserError, match="cannot be rewritten") as caught:
         read_model(stored)
-    assert caught.value.remedy.startswith("Give the .onnx file")
+    assert caught.value.remedy.startswith("Name the .onnx file")
 
 
 def test_ort_file_named_onnx_runs_but_cannot_be_quantized(stored: Path, tmp_path: Path) -> None:

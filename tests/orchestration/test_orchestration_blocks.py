@@ -120,7 +120,7 @@ def test_block_environ_returns_variables_of_settings(tmp_path: Path) -> None:
 def test_endpoint_access_block_with_other_variable_raises_validation_error(name: str) -> None:
     from onnx_ops.orchestration.blocks import EndpointAccess
 
-    with pytest.raises(ValidationError, match="not a variable of AWS or Azure"):
+    with pytest.raises(ValidationError, match="credentials must be named AWS_"):
         EndpointAccess(credentials={name: "x"})  # type: ignore[arg-type]
 
 
@@ -198,7 +198,7 @@ def test_check_of_pipeline_with_target_block_accepts_only_its_targets(
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
-        ({"env": {"requirements": ["evil==1"]}}, "only files of the project may set: t: env"),
+        ({"env": {"requirements": ["evil==1"]}}, "use a target file of the project: t: env"),
         ({"custom_ops": [{"path": "x.so", "digest": "sha256:" + "0" * 64}]}, "custom_ops"),
         ({"providers": [{"name": "QNNExecutionProvider", "package": "evil"}]}, "package"),
         (

@@ -171,7 +171,7 @@ def test_announcement_of_removed_worker_is_deleted_by_next_worker(
     assert announced() == {"second"}
 
 
-def test_require_workers_waits_for_late_worker_but_not_for_dead_one(
+def test_require_workers_waits_for_late_worker_but_not_for_dead_worker(
     pool: str, client: SyncPrefectClient
 ) -> None:
     from onnx_ops.orchestration import pools
@@ -231,7 +231,7 @@ def test_pool_status_shows_worker_or_wait_reason_of_each_run(
         "train/again": busy,
     }
     start_worker(client, pool, "quantizer", StageKind.QUANTIZE)
-    assert seen()["train/again"] == ("waiting", "", "all that take train stages are busy")
+    assert seen()["train/again"] == ("waiting", "", "all workers that take train stages are busy")
     client.update_work_pool(pool, WorkPoolUpdate(is_paused=True))
     assert seen()["train/again"][2] == "the pool is paused in Prefect"
     place = {"work_pool_name": pool, "name": "trainer"}
@@ -273,7 +273,7 @@ def test_pool_run_after_cancellation_requests_no_further_flow_run(
         pools.cancel()
         error = asked.exception(timeout=60)
     assert isinstance(error, StageError)
-    assert "its run was cancelled" in str(error)
+    assert "the run was cancelled" in str(error)
     assert status_of(pool).runs == ()
 
 

@@ -185,7 +185,7 @@ def test_prefect_notifier_with_unknown_block_raises_user_error(
 ) -> None:
     with pytest.raises(UserError, match="no such block"):
         PrefectNotifier("custom-webhook/nobody", tmp_path).check()
-    with pytest.raises(UserError, match="names no block"):
+    with pytest.raises(UserError, match="does not name a block"):
         PrefectNotifier("slack", tmp_path)
 
 

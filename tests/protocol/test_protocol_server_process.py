@@ -110,7 +110,7 @@ def test_list_workers_removes_files_of_ended_workers(tmp_path: Path) -> None:
     assert list_workers(tmp_path) == ()
     mine = register_worker(tmp_path)
     reused = tmp_path / WORKERS_FOLDER / str(os.getppid())
-    reused.write_text("17")  # the number now belongs to another process
+    reused.write_text("17")  # another process now has this id
     assert list_workers(tmp_path) == (os.getpid(),)
     assert mine.exists()
     assert not reused.exists()

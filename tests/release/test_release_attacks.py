@@ -548,7 +548,7 @@ BOTH: dict[Callable[[Site], None], str] = {
     forged_override_in_the_ledger: "is FAIL",
     known_override_on_other_files: "is FAIL",
     known_override_again: "rolled this release back",
-    ledger_of_before_the_rollback: "rolled this release back|the endpoint has carried out entry",
+    ledger_of_before_the_rollback: "rolled this release back|the endpoint has applied entry",
     everything_rewritten: "is not valid",
 }
 ATTACKS = {**REGISTRY, **LEDGER, **BOTH}

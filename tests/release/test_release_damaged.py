@@ -170,7 +170,7 @@ def test_champion_alias_beside_damaged_ledger_follows_observed_traffic(pair: Sit
     scene.world.registry.down = False
     provider = scene.world.provider
     its_own, back = (provider.observe(config_of(name)) for name in ("digits-eu", "digits"))
-    # The endpoint shows version 2, gives no answer, and shows version 1.
+    # The endpoint shows version 2, then does not respond, then shows version 1.
     for shown, champion in (
         (its_own, "2"),
         (None, "2"),

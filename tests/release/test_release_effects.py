@@ -29,7 +29,7 @@ def check(name: str, root: Path, choose: Callable[[Iterable[Point]], Sequence[Po
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_operation_disturbed_at_sampled_effect_ends_as_undisturbed(
+def test_operation_disturbed_at_sampled_effect_ends_like_undisturbed_operation(
     name: str, tmp_path: Path, sweep: Sweep
 ) -> None:
     check(name, tmp_path / "project", lambda points: list(points)[sweep.part * 7 :: SOME[name]])
@@ -37,7 +37,7 @@ def test_operation_disturbed_at_sampled_effect_ends_as_undisturbed(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operation_disturbed_at_any_effect_ends_as_undisturbed(
+def test_operation_disturbed_at_any_effect_ends_like_undisturbed_operation(
     name: str, tmp_path: Path, sweep: Sweep
 ) -> None:
     check(name, tmp_path / "project", sweep)

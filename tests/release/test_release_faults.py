@@ -171,7 +171,9 @@ def play(scenario: Scenario, faults: Faults) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_operation_killed_at_any_moment_ends_as_undisturbed(name: str, sweep: Sweep) -> None:
+def test_operation_killed_at_any_moment_ends_like_undisturbed_operation(
+    name: str, sweep: Sweep
+) -> None:
     scenario = prepared(name)
     counted = Faults()
     expected = play(scenario, counted)
@@ -183,7 +185,9 @@ def test_operation_killed_at_any_moment_ends_as_undisturbed(name: str, sweep: Sw
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_operation_with_one_failed_call_ends_as_undisturbed(name: str, sweep: Sweep) -> None:
+def test_operation_with_one_failed_call_ends_like_undisturbed_operation(
+    name: str, sweep: Sweep
+) -> None:
     """Each call of each port, or its answer, is lost once.
 
     The following steps complete the request and pending effects.
@@ -212,7 +216,7 @@ def without_clean_ups(end: dict[str, object]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", ["all at once", "abort by word", "rollback"])
-def test_operation_killed_twice_ends_as_undisturbed(name: str, sweep: Sweep) -> None:
+def test_operation_killed_twice_ends_like_undisturbed_operation(name: str, sweep: Sweep) -> None:
     """The process that finishes the work of a killed one can be killed as well."""
     scenario = prepared(name)
     counted = Faults()

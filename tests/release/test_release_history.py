@@ -108,7 +108,7 @@ def test_history_of_model_without_endpoint_lists_alias_changes() -> None:
     assert history(scene.context, target="other") == ()
 
 
-def test_history_of_deleted_endpoint_is_kept(scene: Scene) -> None:
+def test_history_of_deleted_endpoint_remains_readable(scene: Scene) -> None:
     delete_endpoint(scene.context, "digits", reason="moved")
     lines = history(scene.context, "digits", model=MODEL)
     assert [(line.kind, line.why) for line in lines][-2:] == [

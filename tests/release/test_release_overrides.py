@@ -85,7 +85,7 @@ class SigningRegistry(FakeRegistry):
         reason = tags.get(override_reason_tag(TARGET))
         if reason is not None and override_record_tag(TARGET) not in tags:
             if self.open_refusal:
-                raise RefusedError("policy.yaml:6 lets only alice override")
+                raise RefusedError("policy.yaml:6 permits only alice to override")
             self.scene.give_override(version, reason)
         super().annotate(model, version, tags)
 
@@ -108,7 +108,7 @@ def test_promote_with_override_behind_veto_server_records_one_override() -> None
 
 def test_promote_with_override_refused_by_server_records_nothing() -> None:
     scene = behind_a_server(refusing=True)
-    with pytest.raises(RefusedError, match="lets only alice override"):
+    with pytest.raises(RefusedError, match="permits only alice to override"):
         scene.promote("2", override=True, reason="sure")
     assert overrides(scene) == []
 

@@ -121,7 +121,7 @@ def test_repeated_run_after_manual_promotion_moves_no_traffic(
 
 
 @pytest.mark.parametrize("by_hand", BY_HAND)
-def test_manual_promotion_of_left_release_serves_it(
+def test_manual_promotion_of_skipped_release_serves_it(
     scene: Scene, by_hand: Callable[[Scene, str], None]
 ) -> None:
     run(scene, "1")
@@ -209,7 +209,7 @@ def test_run_after_endpoint_deletion_serves_older_release(scene: Scene) -> None:
     assert scene.traffic()["v1"] == 100
 
 
-def test_run_of_older_release_requested_by_alias_is_not_left(scene: Scene) -> None:
+def test_run_of_older_release_requested_by_alias_is_not_skipped(scene: Scene) -> None:
     scene.set_alias(CHALLENGER, "1")
     assert run(scene, "1").did == "challenger"
     assert scene.traffic()["v1"] == 100
@@ -223,7 +223,7 @@ def test_find_successor_of_reused_version_number_returns_none(scene: Scene) -> N
     )
 
 
-def test_run_with_one_of_two_endpoints_promoted_manually_leaves_both(scene: Scene) -> None:
+def test_run_with_one_of_two_endpoints_promoted_manually_skips_both(scene: Scene) -> None:
     scene.bind("digits-eu")
     scene.reconcile_all()
     promote_by_alias(scene, "1")

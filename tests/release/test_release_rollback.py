@@ -74,14 +74,14 @@ def test_roll_back_moves_traffic_to_previous_version(scene: Scene) -> None:
 def test_roll_back_to_named_version_moves_traffic_to_it(scene: Scene) -> None:
     assert scene.roll_back(to="v1").moved_to == "v1"
     assert scene.traffic() == {"v1": 100, "v3": 0, "v2": 0}
-    with pytest.raises(NotFoundError, match="v9 never served here") as caught:
+    with pytest.raises(NotFoundError, match="v9 never served at this endpoint") as caught:
         scene.roll_back(to="9")
     assert "v1, v2, v3" in caught.value.remedy
 
 
 def test_roll_back_to_rejected_version_requires_force(scene: Scene) -> None:
     scene.roll_back()
-    with pytest.raises(RefusedError, match="v3 was rolled back itself"):
+    with pytest.raises(RefusedError, match="v3 was itself rolled back before"):
         scene.roll_back(to="3")
     scene.roll_back(to="3", force=True)
     assert scene.traffic()["v3"] == 100
@@ -131,7 +131,7 @@ def test_repeated_roll_back_during_open_intent_raises_still_pending_error(
     other.append(Intent(action=pending.action, holder="other", expires_at=expires))
     with pytest.raises(StillPendingError) as caught:
         scene.roll_back()
-    assert "other is changing it" in caught.value.why
+    assert "other is changing the endpoint" in caught.value.why
     assert scene.state().head == other.state.head
     scene.world.clock.advance(121.0)
     assert scene.roll_back().moved_to == "v2"
@@ -424,7 +424,7 @@ def test_reconcile_after_lease_expiry_finishes_killed_rollback(
     scene: Scene, end: Callable[[Scene], object]
 ) -> None:
     interrupted(scene, scene.roll_back)
-    assert "is changing it" in reconcile_step(scene.context, "digits").why
+    assert "is changing the endpoint" in reconcile_step(scene.context, "digits").why
     end(scene)
     assert scene.reconcile()[0].did == "rollback"
     assert scene.traffic() == {"v2": 100}

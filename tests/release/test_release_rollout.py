@@ -54,7 +54,7 @@ def scene() -> Scene:
     return scene
 
 
-def test_first_deployment_reaches_full_traffic_at_once(scene: Scene) -> None:
+def test_first_deployment_reaches_full_traffic_immediately(scene: Scene) -> None:
     assert scene.promote(scene.publish("a")).did == "challenger"
     scene.reconcile()
     assert scene.traffic() == {"v1": 100}
@@ -314,7 +314,7 @@ def test_champion_alias_set_by_hand_is_treated_as_challenger(trial: Scene) -> No
     assert trial.aliases()[CHAMPION] == "3"
 
 
-def test_promote_without_endpoint_sets_champion_at_once() -> None:
+def test_promote_without_endpoint_sets_champion_immediately() -> None:
     scene = Scene()
     assert scene.promote(scene.publish("a")).did == "champion"
     assert scene.promote(scene.publish("b")).did == "champion"
@@ -359,7 +359,7 @@ def test_changed_settings_are_applied_before_rollout_and_not_during_it(scene: Sc
     bind_endpoint(scene.context, changed, CANARY)
     reports = scene.reconcile()
     assert [report.did for report in reports] == ["reconfigure", "start", ""]
-    assert reports[0].why == "it does not match its settings: instance_count: None, not 2"
+    assert reports[0].why == "the endpoint does not match its settings: instance_count: None, not 2"
     assert scene.traffic() == {"v1": 90, "v2": 10}
     bind_endpoint(scene.context, replace(changed, settings={"instance_count": 3}), CANARY)
     assert [report.did for report in scene.reconcile()] == [""]

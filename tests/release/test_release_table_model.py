@@ -164,7 +164,8 @@ def _follow(world: World, place: int, replica: Replica, rules: Rules) -> Iterato
         )
     if replica.adopted > replica.reported:
         yield world.with_replica(place, replica._replace(reported=replica.adopted))
-    if world.restarts < rules.restarts:  # Its table is on disk, but the clock of its lease is lost.
+    # A restarted replica has its table on disk, but the clock of its lease is lost.
+    if world.restarts < rules.restarts:
         adopted, age = (replica.adopted, 0) if rules.restart_keeps_lease else (0, LEASE + 1)
         again = world.with_replica(
             place, Replica(adopted=adopted, age=age, reported=replica.reported)

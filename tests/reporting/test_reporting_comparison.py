@@ -94,7 +94,7 @@ def test_champion_comparisons_use_paired_evidence() -> None:
 @pytest.mark.parametrize(
     ("mine", "part"),
     [
-        (evidence_of(), "knew no champion of cpu-1t"),
+        (evidence_of(), "had no champion of cpu-1t"),
         (
             replace(MINE, champion=replace(CHAMPION, manifest=MINE.manifest)),
             "the same files as the champion (version 3)",
@@ -129,7 +129,11 @@ def test_base_comparisons_of_same_rows_are_paired() -> None:
     ("mine", "base", "part"),
     [
         (evidence_of(), BASE, "the same files as fp32 of main at 0123456789ab"),
-        (changed(), replace(BASE, choices=()), "Nothing is recorded on cpu-1t"),
+        (
+            changed(),
+            replace(BASE, choices=()),
+            "No evidence is recorded for main at 0123456789ab on cpu-1t",
+        ),
         (
             changed(),
             BaseRelease(branch="main", why="git knows no commit 'main'"),

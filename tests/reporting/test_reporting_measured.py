@@ -63,5 +63,5 @@ def test_task_metric_of_baseline_comparison_returns_its_value() -> None:
         ("own:score", ""),
     ],
 )
-def test_unit_of_metric_is_one_for_shares_and_empty_for_errors(name: str, unit: str) -> None:
+def test_unit_of_share_metric_is_1_and_of_error_metric_is_empty(name: str, unit: str) -> None:
     assert unit_of(name) == unit

@@ -30,7 +30,9 @@ def checked(
     )
 
 
-def test_pull_request_page_lists_worst_first_and_overall_returns_it(golden: Golden) -> None:
+def test_pull_request_page_lists_worst_verdict_first_and_overall_returns_worst(
+    golden: Golden,
+) -> None:
     several = [checked(verdict, file=f"{verdict.value}.yaml") for verdict in Verdict]
     rendered = page(several, commit="abc1234")
     places = [

@@ -345,7 +345,7 @@ def test_collect_with_changed_watch_starts_at_zero() -> None:
     assert [total(each, CELL_REQUESTS)["new"] for each in site.counts.collect(other).epochs] == [1]
 
 
-def test_closed_epochs_are_kept_within_time_and_memory_limits(
+def test_closed_epochs_are_retained_within_time_and_memory_limits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     site = Site()

@@ -154,11 +154,11 @@ class TestSigns:
         ]
         assert sum(map(bool, alarms)) <= 6
 
-    def test_detect_grouping_of_correlated_neighbours_alarms(self) -> None:
+    def test_detect_grouping_of_correlated_neighbors_alarms(self) -> None:
         found = detect_grouping({}, {}, [drawn(100, 10, 0.5, 0.05, 0)], None, 0)
         assert any("neighbouring" in sign for sign in found)
 
-    def test_detect_grouping_of_weak_runs_alarms_more_if_neighbour_inputs_are_similar(self) -> None:
+    def test_detect_grouping_of_weak_runs_alarms_more_if_neighbor_inputs_are_similar(self) -> None:
         rng = np.random.default_rng(0)
         changes = [drawn(50, 10, 0.1, 0.05, seed) for seed in range(40)]
         inputs = {

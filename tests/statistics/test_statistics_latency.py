@@ -608,9 +608,7 @@ class TestProbe:
         )
 
     @pytest.mark.parametrize("share", [0.05, 0.5, 0.9, 0.95])
-    def test_compute_block_logs_with_random_slow_spells_favours_no_model(
-        self, share: float
-    ) -> None:
+    def test_compute_block_logs_with_random_slow_spells_favors_no_model(self, share: float) -> None:
         """The machine is nearly always slow.
 
         Its few fast spells fall to one model more than to another.

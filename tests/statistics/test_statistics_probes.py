@@ -126,7 +126,7 @@ def test_make_probe_groups_puts_missing_values_inside_domain_if_seen_or_declared
     holed["x"][::7, 3] = np.nan
     group = groups_of(holed)["missing"]
     assert group.inside
-    # Only where the rows contain some.
+    # Only columns that contain NaN in the rows get NaN.
     assert set(np.argwhere(np.isnan(group.inputs["x"]))[:, 1].tolist()) == {3}
     assert not np.isnan(group.inputs["y"]).any()
     plain = {"x": IMAGES}

@@ -84,7 +84,7 @@ def test_activation_statistics_of_clipping_returns_ratio_to_rounding_energy() ->
     found = look(x, quantize(x, 0.01, 0), step=0.01, zero=0)
     assert found.clipping == pytest.approx(0.01 * 0.995**2 / (0.01**2 / 12), rel=0.01)
     fine = look(x, x, step=0.01 / 256, zero=0)
-    assert fine.clipping > 100  # two fine bytes are no excuse for clipping
+    assert fine.clipping > 100  # a fine step does not hide clipping
 
 
 def test_activation_statistics_with_one_fitting_end_returns_stretch_of_one() -> None:

@@ -60,7 +60,7 @@ def test_compute_log_likelihood_matches_noncentral_hypergeometric_distribution(
 
 @quickly
 @given(row=rows(), tolerated=st.floats(1, 3), under=st.floats(0.3, 1))
-def test_compute_log10_evidence_at_limit_has_mean_one_and_less_below(
+def test_compute_log10_evidence_has_mean_1_at_limit_and_at_most_1_below(
     row: tuple[int, ...], tolerated: float, under: float
 ) -> None:
     from scipy.stats import nchypergeom_fisher
@@ -139,7 +139,7 @@ def test_compute_log_likelihood_of_huge_counts_stays_finite_and_decisive(count: 
     assert (logs[1] > 1000).all()
 
 
-def test_compute_log_likelihood_of_scaled_counts_is_weaker_than_exact_one(
+def test_compute_log_likelihood_of_scaled_counts_is_weaker_than_of_exact_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     row = (300, 10_000, 200, 10_000)

@@ -163,7 +163,8 @@ def test_judge_with_outlier_replica_names_it_without_deciding() -> None:
         "",
         without.guardrails,
     )
-    waits(due(observations), WaitKind.ANALYZING)  # it needs users by block, which these counts lack
+    # The guardrails need counts of users by block, which are missing here.
+    waits(due(observations), WaitKind.ANALYZING)
 
 
 def test_guardrail_abort_with_outlier_replica_names_it() -> None:

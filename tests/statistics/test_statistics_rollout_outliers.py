@@ -211,7 +211,7 @@ class Fleet:
 
 
 @pytest.mark.parametrize("endpoints", [100, pytest.param(2000, marks=pytest.mark.nightly)])
-def test_find_outliers_of_similar_servers_finds_none_in_twenty_looks(endpoints: int) -> None:
+def test_find_outliers_of_similar_servers_returns_none_in_twenty_analyses(endpoints: int) -> None:
     random = np.random.default_rng(endpoints)
     found = 0
     for _ in range(endpoints):

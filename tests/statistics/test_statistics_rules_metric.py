@@ -224,7 +224,7 @@ def test_metric_gate_with_single_heavy_row_describes_it_in_singular() -> None:
     )
 
 
-def test_metric_gate_with_minimum_r2_passes_only_if_many_rows_carry_it() -> None:
+def test_metric_gate_with_minimum_r2_passes_only_if_many_rows_contribute() -> None:
     few = entry("r2", "", effective=4.2, heavy=(17,))
     assert judged(MetricGate(name="r2", min=0.5), evidence(few))[0].verdict is Verdict.INCONCLUSIVE
     assert (

@@ -371,7 +371,7 @@ class TestUserMetric:
 
 
 @pytest.mark.parametrize(("definition", "world"), [(F1, classes), (RMSE, numbers), (R2, numbers)])
-def test_score_gives_baseline_same_interval_as_candidate(
+def test_score_of_baseline_has_same_interval_as_score_of_candidate(
     definition: MetricDefinition, world: World
 ) -> None:
     label, base, candidate = world(300, np.random.default_rng(3))

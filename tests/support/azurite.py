@@ -42,7 +42,7 @@ def azurite(packages: Path, container: str) -> Iterator[str]:
         [program, *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        start_new_session=True,  # no test that ends a group of processes reaches it
+        start_new_session=True,  # tests that end a process group must not end Azurite
     ) as process:
         try:
             account = f"AccountName={ACCOUNT};AccountKey={KEY}"

@@ -103,7 +103,7 @@ class NearTests:
             yield from self._find_importing(_name_module(change))
             if (
                 change.parts[0] == PACKAGE
-                # The tests of its room come last: they may call a command or a plug-in by name.
+                # The tests of the room come last: they may call a command or a plug-in by name.
             ):
                 yield from (
                     (9, path)
@@ -245,7 +245,7 @@ def run_tests(files: Sequence[str], cpu_s: float) -> bool:
     budget = ["-p", "tests.support.cpu_limit", "--cpu-limit", str(cpu_s)]
     command = [sys.executable, "-m", "pytest", *options, *budget, *files[:MAX_TEST_FILES]]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
-    # 5: all tests of these files are excluded, since they start services or take minutes
+    # Exit code 5: all tests of these files are excluded, as they start services or take minutes.
     has_passed = code in (0, 5)
     _report(
         f"tests: {'ok' if has_passed else 'failed'}, {count_child_cpu_s() - before:.1f} s of CPU"

@@ -80,7 +80,7 @@ def run_command(
             stack.enter_context(_warnings())
             stack.enter_context(patch.multiple(sys, argv=words, path=[*folders, *sys.path]))
             stack.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
-            # click takes the program's name from it
+            # click takes the program's name from `__main__`.
             sys.modules["__main__"] = ModuleType("__main__")
             code = _call()
         for file in (out, err):

@@ -49,7 +49,7 @@ def name_tests(near: NearTests, *changes: str) -> list[str]:
     ]
 
 
-def test_choose_for_a_module_orders_named_tests_importing_tests_and_those_of_the_room(
+def test_choose_for_module_lists_named_then_importing_then_room_tests(
     near: NearTests,
 ) -> None:
     assert name_tests(near, "onnx_ops/release/rollback.py") == [
@@ -58,7 +58,7 @@ def test_choose_for_a_module_orders_named_tests_importing_tests_and_those_of_the
     ]  # fmt: skip
 
 
-def test_choose_for_a_module_without_tests_goes_to_those_that_import_it(near: NearTests) -> None:
+def test_choose_for_module_without_named_tests_lists_importing_tests_first(near: NearTests) -> None:
     assert name_tests(near, "onnx_ops/release/steps.py")[0] == "release_other"
     assert name_tests(near, "onnx_ops/release/parts.py")[0] == "release_parts_used"
 
@@ -74,16 +74,18 @@ def test_choose_for_a_module_without_tests_goes_to_those_that_import_it(near: Ne
         ("onnx_ops/scratch.py", ["scratch"]),
     ],
 )
-def test_choose_for_another_file(near: NearTests, change: str, expected: list[str]) -> None:
+def test_choose_for_test_page_or_top_level_module_returns_its_tests(
+    near: NearTests, change: str, expected: list[str]
+) -> None:
     assert name_tests(near, change) == expected
 
 
-def test_choose_for_several_changes_takes_the_nearest_place_of_each_test(near: NearTests) -> None:
+def test_choose_for_several_changes_lists_each_test_once_by_best_rank(near: NearTests) -> None:
     names = name_tests(near, "onnx_ops/release/rollback.py", "tests/release/test_release_other.py")
     assert (names[0], names.count("release_other")) == ("release_other", 1)
 
 
-def test_choose_for_each_module_of_room_finds_near_tests() -> None:
+def test_choose_for_existing_module_lists_tests_of_its_room_first() -> None:
     near = NearTests(ROOT, read_importers())
     for module in (
         "release/rollback",
@@ -96,7 +98,7 @@ def test_choose_for_each_module_of_room_finds_near_tests() -> None:
         assert tests[0].startswith(f"tests/{module.partition('/')[0]}/"), module
 
 
-def test_list_changes_has_changed_new_and_deleted_files_but_no_ignored_ones(tmp_path: Path) -> None:
+def test_list_changes_returns_changed_new_and_deleted_but_no_ignored_files(tmp_path: Path) -> None:
     def git(*arguments: str) -> None:
         identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
         subprocess.run(
@@ -145,7 +147,9 @@ def run_pytest(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_cpu_limit_starts_no_further_test_and_reports_how_many_are_left(tmp_path: Path) -> None:
+def test_cpu_limit_when_exceeded_starts_no_test_and_reports_remaining_number(
+    tmp_path: Path,
+) -> None:
     result = run_pytest(tmp_path, "--cpu-limit", "1.5")
     assert result.returncode == 0, result.stdout + result.stderr
     passed = int(result.stdout.rpartition(" passed")[0].split()[-1])

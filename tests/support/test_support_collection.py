@@ -26,7 +26,7 @@ print(json.dumps([int(code), sorted({name.partition(".")[0] for name in sys.modu
 
 
 @pytest.mark.nightly
-def test_collection_imports_no_package_that_takes_long() -> None:
+def test_collection_imports_no_slow_package() -> None:
     result = subprocess.run(
         [sys.executable, "-c", COLLECT], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -32,7 +32,7 @@ def run_hook(hook_id: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_hooks_are_local_and_have_the_keys_that_pre_commit_requires() -> None:
+def test_hooks_are_local_and_have_keys_required_by_pre_commit() -> None:
     assert REPO["repo"] == "local"
     assert len({hook["id"] for hook in HOOKS}) == len(HOOKS)
     assert all({"id", "name", "entry", "language"} <= hook.keys() for hook in HOOKS)
@@ -42,12 +42,12 @@ def test_hooks_are_local_and_have_the_keys_that_pre_commit_requires() -> None:
 
 
 @pytest.mark.parametrize("hook_id", [hook["id"] for hook in HOOKS if hook["id"] != "subject"])
-def test_program_of_every_hook_runs(hook_id: str) -> None:
+def test_hook_program_with_help_option_prints_usage(hook_id: str) -> None:
     result = run_hook(hook_id, "--help")
     assert (result.returncode, "usage" in result.stdout.lower()) == (0, True), result.stderr
 
 
-def test_hooks_refuse_a_file_that_ruff_refuses(tmp_path: Path) -> None:
+def test_lint_hook_with_unused_import_fails_and_format_hook_formats_file(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text("import os\nx = ( 1 )\n")
     assert run_hook("lint", str(path)).returncode == 1
@@ -55,7 +55,7 @@ def test_hooks_refuse_a_file_that_ruff_refuses(tmp_path: Path) -> None:
     assert path.read_text() == "import os\n\nx = 1\n"
 
 
-def test_hook_of_the_subject_refuses_a_long_one_and_names_the_limit(tmp_path: Path) -> None:
+def test_subject_hook_with_long_subject_fails_and_names_limit(tmp_path: Path) -> None:
     path = tmp_path / "COMMIT_EDITMSG"
     path.write_text(f"{'x' * MAX_CHARACTERS}\n\n{'The reason is longer. ' * 20}\n")
     assert run_hook("subject", str(path)).returncode == 0
@@ -73,10 +73,10 @@ def test_hook_of_the_subject_refuses_a_long_one_and_names_the_limit(tmp_path: Pa
         ("# only comments\n", ""),
     ],
 )
-def test_read_subject(message: str, subject: str) -> None:
+def test_read_subject_of_message_skips_comments_and_joins_lines(message: str, subject: str) -> None:
     assert read_subject(message) == subject
 
 
-def test_find_problem_ignores_commits_that_a_rebase_removes() -> None:
+def test_find_problem_of_fixup_commit_or_subject_at_limit_returns_nothing() -> None:
     assert find_problem(f"fixup! {'x' * MAX_CHARACTERS}") == ""
     assert find_problem("ü" * MAX_CHARACTERS) == ""

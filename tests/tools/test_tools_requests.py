@@ -255,12 +255,12 @@ def test_check_samples_of_independent_sizes_returns_single_request() -> None:
 
 
 @pytest.mark.parametrize("fault", NETWORK_FAULTS)
-def test_compare_graph_network_with_a_fault_fails(fault: str, tmp_path: Path) -> None:
+def test_compare_of_graph_network_with_fault_fails(fault: str, tmp_path: Path) -> None:
     a, b = write_network(tmp_path / "a.onnx"), write_network(tmp_path / "b.onnx", fault)
     assert compared(a, b).verdict is Verdict.FAIL
 
 
-def test_compare_right_copies_of_a_graph_network_pass(tmp_path: Path) -> None:
+def test_compare_of_graph_network_with_equivalent_copies_passes(tmp_path: Path) -> None:
     a = write_network(tmp_path / "a.onnx")
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED

@@ -83,7 +83,7 @@ def test_load_table_makes_one_input_per_column(context: Context) -> None:
     assert rows.group[0] == rows.group[2] != rows.group[1]
 
 
-def test_load_table_with_columns_takes_only_these(context: Context) -> None:
+def test_load_table_with_columns_returns_only_those_columns(context: Context) -> None:
     rows = get_dataset(context.store, load(context, TABLE, columns=("visits",)))
 
     assert set(rows.inputs) == {"visits"}

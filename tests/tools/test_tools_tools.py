@@ -101,10 +101,10 @@ class TestProbing:
         assert compared(fixed, model).verdict is Verdict.PASS
         alike = compared(model, fixed, sizes=["batch"])
         assert alike.verdict is Verdict.PASS
-        assert "B takes batch = 4 only" in alike.notes[0]
+        assert "B accepts only batch = 4" in alike.notes[0]
         refused = compared(model, fixed)
         assert refused.verdict is Verdict.FAIL
-        assert "A takes any" in refused.reason
+        assert "A accepts any" in refused.reason
 
     def test_generate_samples_with_named_dimension_uses_its_size(self) -> None:
         spec = TensorSpec(name="x", dtype="float32", shape=("batch", 3, "height", "?"))
@@ -199,7 +199,7 @@ class TestProbing:
         ((name, problem),) = find_input_problems(VOICE, arrays, {})
         assert (
             name,
-            problem.endswith("the model takes a scalar. Give its one value under `values:`"),
+            problem.endswith("the model takes a scalar. Set its value under `values:`"),
         ) == (
             "rate",
             True,
@@ -351,7 +351,7 @@ class TestCompare:
 
     def test_compare_of_random_model_raises_measurement_error(self, tmp_path: Path) -> None:
         path = write_graph(tmp_path / "r.onnx", RELU.replace("Relu", "RandomNormalLike"))
-        with pytest.raises(MeasurementError, match="differs each time"):
+        with pytest.raises(MeasurementError, match="differs between runs"):
             compared(path, path)
 
     def test_compare_of_models_with_different_inputs_raises_user_error(
@@ -473,7 +473,7 @@ class TestBench:
             build_pair_gates(0.3, concurrency=1, cold=True)
         ).tolerances == dict.fromkeys(("cold_start", "latency", "memory", "throughput"), (0.3,))
 
-    def test_benchmark_pair_on_noisy_machine_is_inconclusive_after_all_looks(
+    def test_benchmark_pair_on_noisy_machine_is_inconclusive_after_all_analyses(
         self, model: Path
     ) -> None:
         lines: list[str] = []

@@ -1,8 +1,8 @@
 """Read a `.npz`, `.csv` or `.parquet` file that DVC tracks, by path and revision.
 
 DVC itself, in an isolated environment, finds the pointer of a commit and fetches objects that are
-in no cache on this machine. Every byte is checked here against the MD5 of the pointer: DVC accepts
-a changed file of its cache or its remote.
+in no cache on this machine. This module checks every byte against the MD5 of the pointer, because
+DVC does not detect changed files in its cache or its remote.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from onnx_ops.scratch import Scratch, write_durably
 
 _WORKER = "onnx_ops.adapters.data.dvc_worker:run_dvc"
 _TIMEOUT_S = 3600.0
-"""Seconds until one object must have arrived."""
+"""Seconds within which DVC must answer one request, such as a download."""
 
 _PLUGINS: Mapping[str, str] = {
     "azure": "dvc-azure==3.1.1",
@@ -116,10 +116,10 @@ class DvcSettings:
 class DvcPointer:
     """DVC's record of one output.
 
-    The record holds the pointer file, the MD5 and the size (-1 if unknown) of the output, and where
-    its objects are. `remote` is the remote that the pointer names, and `scheme` is the scheme of
-    the remote's URL. `cache` is the folder of objects on this machine; empty if there is none. With
-    `legacy`, the objects are stored in the layout of DVC 1 and 2.
+    The record contains the pointer file, the MD5 and the size (-1 if unknown) of the output, and
+    where its objects are. `remote` is the remote that the pointer names, and `scheme` is the scheme
+    of the remote's URL. `cache` is the folder of objects on this machine; empty if there is none.
+    With `legacy`, the objects are stored in the layout of DVC 1 and 2.
     """
 
     file: str
@@ -215,7 +215,7 @@ class DvcSource(DataSource):
             elif pointer.size not in (-1, copy.stat().st_size):
                 raise _wrong_pointer(
                     pointer,
-                    f"it names {pointer.size} bytes, and {place} has {copy.stat().st_size}",
+                    f"the pointer names {pointer.size} bytes; {place} has {copy.stat().st_size}",
                 )
             where = f"{tracked.settings.path} at {tracked.commit[:12]}"
             return read_arrays(copy, where=where, name=tracked.settings.path)
@@ -242,7 +242,7 @@ class DvcSource(DataSource):
             raise DigestMismatchError(
                 f"the DVC pointer of {settings.path} is not the one that the pipeline pins",
                 where=f"{pointer.file} at {commit[:12]}",
-                why=f"it names MD5 {pointer.md5}, the pipeline file {settings.md5}",
+                why=f"the pointer names MD5 {pointer.md5}, the pipeline file {settings.md5}",
                 remedy="If the data changed intentionally, write its MD5 into the pipeline file.",
             )
         return tracked
@@ -250,7 +250,7 @@ class DvcSource(DataSource):
     def _find_pointer(
         self, settings: DvcSettings, folder: Path, commit: str, path: str
     ) -> DvcPointer:
-        """Return the pointer of a commit from DVC, which is asked once per commit.
+        """Return the pointer of a commit; request it from DVC only once per commit.
 
         A commit never changes, so the pointer is stored.
         """
@@ -269,8 +269,8 @@ class DvcSource(DataSource):
                 f"DVC does not track {path}",
                 where=f"commit {commit[:12]}",
                 why="no .dvc file and no dvc.lock of that commit names this path",
-                remedy="Was the .dvc file committed, and before this revision? `path` is relative "
-                "to `repo`.",
+                remedy="Check that this revision contains the .dvc file. `path` is relative to "
+                "`repo`.",
             )
         pointer = codec.from_json(answers[0], DvcPointer)
         if not pointer.md5:
@@ -278,8 +278,8 @@ class DvcSource(DataSource):
                 f"the DVC pointer has no MD5 for {pointer.out}",
                 where=pointer.file,
                 why="its remote uses cloud versioning, or DVC does not store the file",
-                remedy="Only data that DVC stores by content can be checked: run `dvc add` "
-                "with a remote that is neither `version_aware` nor `worktree`.",
+                remedy="Data without an MD5 cannot be checked. Run `dvc add` with a remote that is "
+                "neither `version_aware` nor `worktree`.",
             )
         if not _MD5.fullmatch(pointer.md5):
             raise _wrong_pointer(pointer, f"{pointer.md5!r} is not an MD5")
@@ -312,7 +312,7 @@ class DvcSource(DataSource):
             raise DigestMismatchError(
                 f"the DVC pointer of {tracked.pointer.out} was changed and not committed",
                 where=file,
-                why=f"it names {stated}; the commit names {tracked.pointer.md5} "
+                why=f"the checkout names {stated}; the commit names {tracked.pointer.md5} "
                 f"({tracked.pointer.size} bytes)",
                 remedy="Commit the change and name that revision, or restore the pointer with `git "
                 "checkout`.",
@@ -338,7 +338,7 @@ class DvcSource(DataSource):
             repo=str(tracked.folder.resolve()),
             rev=""
             if pointer.cache
-            else tracked.commit,  # the config of the checkout contains the credentials
+            else tracked.commit,  # only the config of the checkout contains the credentials
             remote=tracked.settings.remote or pointer.remote,
             md5=md5,
             legacy=pointer.legacy,
@@ -353,7 +353,7 @@ class DvcSource(DataSource):
                 "set `repo` to the repository that it comes from. If no copy exists, "
                 "check whether the pointer was edited manually.",
             )
-        remedy = "Delete that object, then `dvc push` from a checkout whose cache is right"
+        remedy = "Delete that object, then `dvc push` from a checkout with an undamaged cache"
         _check_object(copy, pointer, "object in the DVC remote", answer["place"], remedy)
         return copy, str(answer["place"])
 
@@ -404,7 +404,7 @@ class DvcSource(DataSource):
 
 def _read_settings(section: DataSection) -> DvcSettings:
     if not isinstance(section, PluginData) or section.use != "dvc":
-        raise UserError("this data source reads `use: dvc`", where=type(section).__name__)
+        raise UserError("the data section has no `use: dvc`", where=type(section).__name__)
     settings = bind_settings(
         section.with_,
         DvcSettings,
@@ -414,7 +414,7 @@ def _read_settings(section: DataSection) -> DvcSettings:
     path = PurePosixPath(settings.path)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in settings.path:
         raise RefusedError(
-            "the path leads out of its repository",
+            "the path is outside its repository",
             where=f"data.with.path: {settings.path}",
             remedy="Write it relative to `repo`, with slashes.",
         )
@@ -422,7 +422,7 @@ def _read_settings(section: DataSection) -> DvcSettings:
         raise RefusedError(
             "a pipeline file must not contain a password",
             where="data.with.repo",
-            why="the URL contains one, and the file and the lineage are stored",
+            why="the URL contains a password, which the stored lineage would contain too",
             remedy="Remove it from the URL; use git's credential helper or an SSH key.",
         )
     return settings
@@ -441,7 +441,9 @@ def _find_in_folder(tracked: _TrackedFile, listing: Path, place: str) -> str:
     except (ValueError, TypeError, KeyError) as error:
         raise _wrong_pointer(pointer, f"its object is not a list of files: {place}") from error
     if unclear := [md5 for md5 in files.values() if not _MD5.fullmatch(md5)]:
-        raise _wrong_pointer(pointer, f"the list of files names no MD5: {unclear[0]!r} in {place}")
+        raise _wrong_pointer(
+            pointer, f"the list of files contains an invalid MD5: {unclear[0]!r} in {place}"
+        )
     below = tracked.path[len(pointer.out) + 1 :]
     if below not in files:
         raise NotFoundError(
@@ -477,7 +479,7 @@ def _check_object(copy: Path, pointer: DvcPointer, what: str, place: str, remedy
 def _copy_cached(source: Path, copy: Path) -> bool:
     """Copy a file of the cache; return whether the file exists.
 
-    Only the copy is checked and read, since others may write to the original.
+    Only the copy is checked and read, since other processes can write to the original.
     """
     try:
         shutil.copyfile(source, copy)
@@ -516,9 +518,10 @@ def _find_commit(folder: Path, rev: str, place: str) -> str:
         raise NotFoundError(
             f"there is no revision {rev!r}" if rev else "nothing was committed yet",
             where=place,
-            why="git knows no tag, branch or commit of that name",
-            remedy="List them with `git tag` and `git branch`. A shallow clone lacks them: "
-            "`git fetch --tags --unshallow`, in GitHub's checkout `fetch-depth: 0`.",
+            why="git has no tag, branch or commit with that name",
+            remedy="List tags and branches with `git tag` and `git branch`. A shallow clone lacks "
+            "most of them: run `git fetch --tags --unshallow`, or set `fetch-depth: 0` in GitHub's "
+            "checkout action.",
         )
     return _text(done)
 

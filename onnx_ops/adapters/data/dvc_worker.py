@@ -29,7 +29,7 @@ class DvcWorker:
     """Methods with which the calling process uses DVC."""
 
     def find(self, repo: str, rev: str, path: str, remote: str) -> list[dict[str, Any]]:
-        """Return the outputs that are or hold `path`, relative to git's top folder.
+        """Return the outputs that are or contain `path`, relative to git's top folder.
 
         An empty `rev` reads the working tree. `remote` is the remote to use; if it is empty, the
         remote of the pointer or the default is used.
@@ -86,7 +86,7 @@ class DvcWorker:
                 ) from error
             except ImportError as error:
                 remedy = (
-                    "List the package beside DVC: "
+                    "Add the package to the requirements: "
                     "`with: {requirements: ['dvc==3.67.1', 'dvc-s3==3.3.0']}`."
                 )
                 what = "DVC lacks a package for this remote"
@@ -97,10 +97,11 @@ class DvcWorker:
                 raise _unreachable(where, error) from error
             if unchecked:
                 raise UserError(
-                    "the DVC remote does not store by content",
+                    "the DVC remote does not store objects by MD5",
                     where=where,
                     why="it is `version_aware` or `worktree`",
-                    remedy="Push to a plain remote: data without an MD5 cannot be checked.",
+                    remedy="Push to a remote without these options: data without an MD5 cannot be "
+                    "checked.",
                 )
             store = place.legacy_odb if legacy else place.odb
             source = store.oid_to_path(md5)
@@ -140,7 +141,7 @@ def _open_repository(repo: str, rev: str) -> Iterator[Any]:
             f"several DVC pointers claim {error.output}",
             where=" and ".join(sorted(stage.path_in_repo for stage in error.stages)),
             why="DVC never writes such pointers: one of them was written manually",
-            remedy="Remove the one that is wrong, and commit.",
+            remedy="Remove the wrong pointer, and commit.",
         ) from error
     except DvcException as error:
         raise DigestMismatchError(
@@ -153,7 +154,7 @@ def _open_repository(repo: str, rev: str) -> Iterator[Any]:
 
 
 def _scheme(remotes: Any, name: str) -> str:
-    """Return the scheme of a remote's URL; remotes may refer to one another."""
+    """Return the scheme of a remote's URL; remotes can refer to one another."""
     for _ in range(8):
         scheme, separator, rest = str(remotes.get(name.lower(), {}).get("url", "")).partition("://")
         if scheme != "remote":
@@ -167,6 +168,6 @@ def _unreachable(where: str, error: Exception) -> ServiceUnavailableError:
         "the DVC remote cannot be read",
         where=where,
         why=f"{type(error).__name__}: {str(error)[:300]}",
-        remedy="Try `dvc fetch` with the same variables: credentials come from them or from "
-        "`.dvc/config.local`.",
+        remedy="Try `dvc fetch` with the same environment variables: DVC reads credentials from "
+        "them or from `.dvc/config.local`.",
     )

@@ -74,9 +74,9 @@ def read_arrays(
     empty = [name for name, shape in shapes.items() if 0 in shape]
     if empty or not shapes:
         what = (
-            f"its array {empty[0]!r} is empty: shape {shapes[empty[0]]}"
+            f"array {empty[0]!r} is empty: shape {shapes[empty[0]]}"
             if empty
-            else "it holds no array"
+            else "the file contains no array"
         )
         raise UserError(what, where=where, remedy="Write at least one row.")
     return arrays
@@ -120,15 +120,15 @@ def _read_archive(
             if strange := [
                 name for name, array in arrays.items() if not isinstance(array, np.ndarray)
             ]:
-                raise ValueError(f"{strange[0]} in it is not an array")
+                raise ValueError(f"its entry {strange[0]} is not an array")
             return shapes, arrays
     except Exception as error:
-        # For a damaged archive, the libraries below raise errors of many types
+        # For a damaged archive, NumPy and zipfile raise errors of many types.
         is_pickled = "allow_pickle" in str(error)
         raise UserError(
-            "not an .npz file of plain arrays",
+            "the file is not an .npz file of plain arrays",
             where=where,
-            why="an array of objects, which only a pickle can hold"
+            why="the file contains an array of objects, which is loaded only from a pickle"
             if is_pickled
             else describe_error(error),
             remedy="Write it with numpy.savez, without arrays of objects; a table's name ends in "
@@ -161,7 +161,7 @@ def _read_head(archive: Any, most_bytes: int) -> tuple[dict[str, tuple[int, ...]
         axis = axes.get(name)
         cut = (slice(None),) * axis + (slice(rows),) if axis is not None else ()
         first = (min(rows, shape[0]), *shape[1:]) if axis == 0 else shape
-        if by_column and len(shape) > 1:  # the first rows are spread over the whole file
+        if by_column and len(shape) > 1:  # reading the first rows would read the whole file
             arrays[name] = np.zeros(first, dtype)[cut]
             continue
         with archive.zip.open(f"{name}.npy") as stream:
@@ -175,8 +175,8 @@ def _read_head(archive: Any, most_bytes: int) -> tuple[dict[str, tuple[int, ...]
 def _find_axes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Return, for each array with an axis of rows, the index of this axis.
 
-    The number of rows is the size that occurs in most shapes. If several sizes are equally
-    frequent, it is the one that is more often on axis 0.
+    The number of rows is the size that occurs in most shapes. Of equally frequent sizes, the size
+    that is most often on axis 0 is the number of rows.
     """
     sizes = {size for shape in shapes.values() for size in shape}
 
@@ -189,7 +189,7 @@ def _find_axes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 
 
 def _header(npy: Any, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
-    """Read shape, Fortran order and type of an array up to the start of its values."""
+    """Read the header of an array: its shape, Fortran order and type."""
     version = npy.read_magic(stream)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     shape, by_column, dtype = read(stream)
@@ -200,17 +200,19 @@ def _header(npy: Any, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
 
 def _path(section: DataSection, root: Path) -> Path:
     if not isinstance(section, FileData):
-        raise UserError("this data source reads `file: PATH`", where=type(section).__name__)
+        raise UserError("the data section has no `file: PATH`", where=type(section).__name__)
     try:
         path = (root / section.file).resolve()
     except (OSError, RuntimeError, ValueError) as error:
-        # A loop of links, or a zero byte in the path
+        # The path has a loop of links or a zero byte.
         raise NotFoundError("no such file", where=section.file, why=str(error)) from error
     if os.path.isdir(path):
         raise NotFoundError(
-            "a folder, not a file", where=str(path), remedy="Name one .npz file or table."
+            "the path is a folder, not a file",
+            where=str(path),
+            remedy="Name one .npz file or table.",
         )
-    if os.path.isfile(path):  # unlike Path.is_file, this accepts a name that is too long
+    if os.path.isfile(path):  # Path.is_file raises OSError for a name that is too long
         return path
     remedy = "`file:` is relative to the project's root."
     with contextlib.suppress(OSError):

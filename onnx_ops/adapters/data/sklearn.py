@@ -13,7 +13,7 @@ from onnx_ops.ports import DataSource
 from onnx_ops.ports.data import Array, Sample
 
 DIGIT_LEVELS = 16.0
-"""Grey levels of a pixel of the digits; images are scaled to [0, 1]."""
+"""Highest gray level of a pixel of the digits; images are scaled to [0, 1]."""
 
 
 _SHAPES = {
@@ -30,7 +30,7 @@ The number of classes is 0 if the target is a quantity.
 
 
 class SklearnSource(DataSource):
-    """Loads `sklearn: NAME`: the whole data set, or one side of a split by seed.
+    """Data sets of `sklearn: NAME`: whole, or one side of a split by seed.
 
     Splits are stratified if the target is a class.
 
@@ -97,5 +97,5 @@ class SklearnSource(DataSource):
 
 def _section(section: DataSection) -> SklearnData:
     if not isinstance(section, SklearnData):
-        raise UserError("this data source reads `sklearn: NAME`", where=type(section).__name__)
+        raise UserError("the data section has no `sklearn: NAME`", where=type(section).__name__)
     return section

@@ -70,7 +70,7 @@ _INDEX_NAMES = ("", "Unnamed: 0")
 _CHUNK_ROWS = 1 << 16
 
 _WIDTH_RATIO = 6
-"""Largest ratio of an array of fixed width to the bytes of its texts.
+"""Largest ratio of the bytes of a fixed-width array to the bytes of its texts.
 
 Above this ratio, and above 1 MiB, texts are stored as Python objects.
 """
@@ -87,7 +87,7 @@ _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def find_table_suffix(name: str) -> str:
-    """Return the entry of `SUFFIXES` that a file's name ends in; empty without one."""
+    """Return the suffix of `SUFFIXES` that a file name has; empty if it has none."""
     return next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
 
 
@@ -105,7 +105,7 @@ def read_table(
     waste memory.
 
     Raises:
-        UserError: the file is not such a table, with the line or the column where it is known.
+        UserError: the file is not a valid table. The error names the line or column if possible.
     """
     require("pyarrow", where=where)
     arrow = importlib.import_module("pyarrow")
@@ -131,8 +131,8 @@ def read_table(
     if not table.num_rows:
         raise UserError("the table has no rows", where=where)
     columns = dict(zip(names, table.columns, strict=True))
-    del table  # frees each column after its conversion
-    arrow.default_memory_pool().release_unused()  # frees the text of the file
+    del table  # so that each column is freed after its conversion
+    arrow.default_memory_pool().release_unused()  # frees the memory of the parsed text
     return {
         name: _convert_column(arrow, columns.pop(name), f"{where}: column {name!r}")
         for name in names
@@ -144,7 +144,7 @@ def _describe_format(suffix: str) -> str:
         return "Each line is one JSON object with a value per column, in UTF-8."
     return (
         "Write the CSV file in UTF-8: the first line names the columns, and every other line has "
-        "as many cells."
+        "one cell for each column."
     )
 
 
@@ -166,7 +166,7 @@ def _read_csv(arrow: Any, path: Path, suffix: str, most_bytes: int | None) -> An
     size = path.stat().st_size if content is None else len(content)
     if size >= _MOST_CSV_BYTES:
         raise ValueError(
-            f"it has {size / 1e9:.3g} GB, and the limit of a CSV file is 2 GB; write it as Parquet"
+            f"its size is {size / 1e9:.3g} GB, above the limit of 2 GB for CSV; write it as Parquet"
         )
     head = _read_head(path) if content is None else content[:_HEAD_BYTES]
     dialect = _find_dialect(head)
@@ -181,7 +181,7 @@ def _read_csv(arrow: Any, path: Path, suffix: str, most_bytes: int | None) -> An
 
 
 def _drop_unnamed(table: Any) -> Any:
-    """Return the table without columns that hold no data.
+    """Return the table without columns that contain no data.
 
     These are a first column of row labels, and the empty column after a separator at the end of
     lines.
@@ -219,7 +219,7 @@ def _find_dialect(head: bytes) -> _Dialect:
     They are determined from `head`, the first part of the file.
 
     Raises:
-        ValueError: the names of the columns are not in UTF-8, or are too many.
+        ValueError: the names of the columns are not in UTF-8, or there are too many names.
     """
     encoding = "utf-16" if head[:2] in _UTF16 else "utf-8-sig"
     if head[:4] in _FOREIGN:
@@ -258,7 +258,7 @@ def _split_records(text: str, separator: str) -> list[list[str]]:
 def _find_separator(records: Mapping[str, list[list[str]]]) -> str:
     """Return the separator that gives the most columns.
 
-    With it, every record must have as many cells as there are names.
+    With this separator, all records must have the same number of cells.
     """
 
     def count_columns(separator: str) -> int:
@@ -384,7 +384,7 @@ def _read_bytes(path: str, most_bytes: int | None) -> bytes:
 def _describe_undecodable(source: str | bytes) -> str:
     """Return the error text for a file that is not UTF-8.
 
-    It shows the place of the first invalid byte, and how to convert the file.
+    The text shows the line of the first invalid byte, and how to convert the file.
     """
     content = Path(source).read_bytes() if isinstance(source, str) else source
     try:
@@ -394,11 +394,11 @@ def _describe_undecodable(source: str | bytes) -> str:
         around = content[max(0, error.start - 12) : error.start + 12].decode("cp1252", "replace")
         text = " ".join(around.split())
         return (
-            f"line {line} holds the byte 0x{content[error.start]:02X}, which is not UTF-8; "
+            f"line {line} contains the byte 0x{content[error.start]:02X}, which is not UTF-8; "
             f"as Windows-1252 it reads {text!r}; convert the file: "
             "iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
         )
-    return "it contains bytes that are not text"
+    return "the file contains bytes that are not text"
 
 
 def _read_json(arrow: Any, path: Path, most_bytes: int | None) -> Any:
@@ -407,7 +407,7 @@ def _read_json(arrow: Any, path: Path, most_bytes: int | None) -> Any:
     size = path.stat().st_size
     if size >= _MOST_CSV_BYTES:
         raise ValueError(
-            f"it has {size / 1e9:.3g} GB, and the limit of a JSON Lines file is 2 GB; "
+            f"its size is {size / 1e9:.3g} GB, above the limit of 2 GB for JSON Lines; "
             "write it as Parquet"
         )
     with path.open("rb") as stream:
@@ -475,8 +475,8 @@ def _convert_column(arrow: Any, column: Any, where: str) -> Array:
     if kinds.is_integer(kind):
         return np.asarray(column.cast(arrow.int64()).to_numpy(), dtype=np.int64)[:, None]
     remedy = (
-        "Columns hold numbers, booleans, texts, categories or dates; "
-        "leave this one out of the file."
+        "Columns can contain numbers, booleans, texts, categories or dates. "
+        "Remove this column from the file."
     )
     raise UserError(f"the column is of type {kind}", where=where, remedy=remedy)
 
@@ -501,8 +501,8 @@ def _cast_column(arrow: Any, column: Any) -> Any:
 def _has_identifiers(column: Any) -> bool:
     """Return whether a column of whole numbers contains identifiers.
 
-    This is so if a number exceeds int64. A column with a missing value becomes a float column. Its
-    limit is the range in which float64 is exact.
+    This is so if a number exceeds int64. A column with a missing value becomes a float column.
+    The limit of such a column is the range in which float64 is exact.
     """
     most = 1 << 53 if column.null_count else 1 << 63
     limits = importlib.import_module("pyarrow.compute").min_max(column).as_py()
@@ -519,9 +519,9 @@ def _convert_fractions(numbers: Any, where: str) -> Array:
     too_large = np.isfinite(numbers) & (np.abs(numbers) > float(np.finfo(np.float32).max))
     if too_large.any():
         row = int(too_large.argmax())
-        remedy = "Scale the column, or leave it out: columns are read as float32."
+        remedy = "Scale the column, or remove it: numbers are read as float32."
         raise UserError(
-            f"row {row + 1} holds {numbers[row]:g}, which float32 cannot represent",
+            f"row {row + 1} contains {numbers[row]:g}, which float32 cannot represent",
             where=where,
             remedy=remedy,
         )
@@ -541,7 +541,7 @@ def _convert_texts(arrow: Any, column: Any, where: str) -> Array:
     )
     column = column.fill_null("") if column.null_count else column
     if compute.any(compute.match_substring(column, "\0")).as_py():
-        raise UserError("a text holds a zero byte", where=where)
+        raise UserError("a text contains a zero byte", where=where)
     longest = compute.max(compute.utf8_length(column)).as_py()
     fixed_bytes = 4 * max(1, longest) * len(column)
     if fixed_bytes > max(

@@ -79,8 +79,8 @@ class AzureEndpoints(CloudEndpoints):
                     f"{name} of an existing endpoint cannot be changed from {was or 'none'} to "
                     f"{desired or 'none'}",
                     where=after.endpoint,
-                    remedy=f"Set {name} back, or delete the endpoint with `onnx-ops delete "
-                    f"{after.endpoint}` and run again, or give it another `name`.",
+                    remedy=f"Restore {name}, or choose another `name` for the endpoint, or delete "
+                    f"the endpoint with `onnx-ops delete {after.endpoint}` and run again.",
                 )
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:
@@ -88,7 +88,7 @@ class AzureEndpoints(CloudEndpoints):
         return diagnose(tuple(endpoints.values()))
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return the error of missing credentials, without a request."""
+        """Return an error if credentials are missing; send no request to Azure."""
         return find_missing_credentials(where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
@@ -156,7 +156,7 @@ class AzureEndpoints(CloudEndpoints):
     def _observe(self, config: EndpointConfig) -> tuple[EndpointState | None, Mapping[str, str]]:
         """Return the endpoint's state, and the names of its deployments in Azure.
 
-        The names in Azure are returned by their names in onnx-ops.
+        The keys of the mapping are the names of the deployments in onnx-ops.
         """
         endpoint = self._connect(config)
         resource = endpoint.read()
@@ -191,20 +191,20 @@ class AzureEndpoints(CloudEndpoints):
 def _find_unused_deployments(
     own_tags: Mapping[str, Mapping[str, str]], used: Set[str], needed: Set[Digest]
 ) -> Iterator[OrphanedResource]:
-    """Yield onnx-ops' deployments that are not used and serve no needed version.
+    """Yield onnx-ops' deployments that are unused and serve no version in `needed`.
 
     `own_tags` are the tags of these deployments by name.
     """
     for name, tags in sorted(own_tags.items()):
         if name not in used and tags.get(MANIFEST) not in needed:
-            why = "it has no traffic, and no state needs it"
+            why = "it has no traffic, and no endpoint state contains it"
             yield OrphanedResource(kind="deployment", name=name, why=why, paid=True)
 
 
 def _find_unused_models(
     manifests: Mapping[str, str], own_tags: Mapping[str, Mapping[str, str]], needed: Set[Digest]
 ) -> Iterator[OrphanedResource]:
-    """Yield the stored models that are not needed and that no deployment serves.
+    """Yield the stored models that no deployment serves and `needed` does not list.
 
     `manifests` are the manifest digests of stored models by name. `own_tags` are the tags of the
     deployments that onnx-ops created.

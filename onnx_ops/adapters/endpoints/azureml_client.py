@@ -135,11 +135,11 @@ class AzureClient:
         return {deployment.name: deployment for deployment in listed or ()}
 
     def settled_endpoint(self) -> ManagedOnlineEndpoint | None:
-        """Return the endpoint as soon as Azure has completed all changes of it."""
+        """Return the endpoint as soon as Azure has completed all changes to it."""
         return self._wait_until_settled(self.where, self.endpoint)
 
     def settled_deployment(self, name: str) -> ManagedOnlineDeployment | None:
-        """Return a deployment as soon as Azure has completed all changes of it."""
+        """Return a deployment as soon as Azure has completed all changes to it."""
         where = f"deployment {name}"
         deployments = self.ml.online_deployments
         return self._wait_until_settled(
@@ -183,7 +183,7 @@ class AzureClient:
             return None
 
     def retry(self, where: str, request: Callable[[], T]) -> T:
-        """Send an idempotent request until it is answered, for `policy.answer_s` seconds."""
+        """Repeat an idempotent request until Azure answers, or `policy.answer_s` is over."""
 
         def send() -> tuple[T]:
             with translate_errors(where):
@@ -197,10 +197,10 @@ class AzureClient:
     def converge(
         self, step: Callable[[], T | None], where: str = "", *, retry_reads: bool = False
     ) -> T:
-        """Repeat a step until it returns a result, for `policy.operation_s` seconds.
+        """Repeat a step until it returns a result, or `policy.operation_s` is over.
 
         The step is repeated while Azure is busy, and after an unanswered write. With `retry_reads`,
-        the step is also repeated if a read was not answered within `policy.answer_s` seconds.
+        the step is also repeated if Azure did not answer a read within `policy.answer_s` seconds.
         """
         retried = (BusyError, ServiceUnavailableError if retry_reads else UnansweredWriteError)
         tries = self.policy.attempts(self.policy.operation_s)
@@ -247,7 +247,7 @@ def make_unanswered_error(where: str, why: str = "") -> ServiceUnavailableError:
 def make_timeout_error(where: str) -> ServiceUnavailableError:
     """Return the error of a change that did not finish in time."""
     what = "Azure did not finish the change in time"
-    return ServiceUnavailableError(what, where=where, remedy="See the state in the portal.")
+    return ServiceUnavailableError(what, where=where, remedy="See its state in the portal.")
 
 
 def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
@@ -271,12 +271,14 @@ def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
             "Azure does not accept the credentials", where=where, why=why, remedy=LOGIN_REMEDY
         )
     if status == 403:
-        return RefusedError("Azure does not permit this", where=where, why=why, remedy=ROLE_REMEDY)
+        return RefusedError(
+            "Azure does not permit the operation", where=where, why=why, remedy=ROLE_REMEDY
+        )
     if _QUOTA.search(f"{getattr(getattr(error, 'error', None), 'code', '')} {why}"):
         remedy = (
             f"A deployment of {instances} instances needs quota for "
             f"{math.ceil(instances * SPARE)}, "
-            "as Azure keeps 20% in reserve. Request more in the portal (Quotas, "
+            "as Azure keeps 20% in reserve. Request more quota in the portal (Quotas, "
             "Machine learning), delete an unused deployment, or choose a smaller size."
         )
         return InfrastructureError("there is not enough quota", where=where, why=why, remedy=remedy)
@@ -295,14 +297,14 @@ def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
         or isinstance(error, ServiceRequestError)
     ):
         return make_unanswered_error(where, why)
-    remedy = f"See its log: az ml online-deployment get-logs (or the portal), under {where}."
+    remedy = f"See the log of {where}: az ml online-deployment get-logs, or the portal."
     return InfrastructureError("the operation failed", where=where, why=why, remedy=remedy)
 
 
 def _state(resource: Any) -> str:
     """Return the provisioning state in lower case.
 
-    The SDK holds the state as text, or as an enumeration whose text differs from its value.
+    The SDK represents the state as text, or as an enumeration whose text differs from its value.
     """
     value = resource.provisioning_state
     return str(getattr(value, "value", value)).lower()
@@ -331,10 +333,10 @@ def _ml_client(workspace: Workspace | None, answer_s: float, *, registry: str = 
             **build_timeouts(answer_s),
         )
     except LookupError as error:
-        raise InfrastructureError("there is no such cloud", why=str(error)) from error
+        raise InfrastructureError("the Azure cloud is unknown", why=str(error)) from error
     # The SDK's progress dots and remarks must not appear in the output of onnx-ops, in the terminal
-    # or in JSON. For one remark, about a model in a registry, the SDK creates a separate client and
-    # waits minutes for an answer.
+    # or in JSON. Before its remark about a model in a registry, the SDK creates a separate client
+    # and waits minutes for an answer.
     _azureml_polling.print = lambda *_, **__: None
     _endpoint_utils.check_default_deployment_template = lambda *_, **__: None
     for name in list(logging.root.manager.loggerDict):

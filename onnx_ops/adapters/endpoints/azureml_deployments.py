@@ -38,7 +38,8 @@ SCORING_ROUTE = "/invocations"
 _API = "api-version=2024-04-01"
 _MONITOR_API = "api-version=2022-10-01"
 _MONITOR_REMEDY = (
-    "Give it the role Monitoring Contributor on the resource group; see `onnx-ops docs azureml`."
+    "Give the identity the role Monitoring Contributor on the resource group; "
+    "see `onnx-ops docs azureml`."
 )
 
 
@@ -70,7 +71,7 @@ class AzureDeployments:
         }
         desired = dict(self._settings.immutable)
         if not str(resource.environment).endswith(f"/{self._environment_name()}/versions/1"):
-            yield f"image of {resource.name}: another one, not {desired['image']}"
+            yield f"image of {resource.name}: a different image, not {desired['image']}"
         desired.pop("image")
         options = {
             name: value for name, value in variables.items() if name.startswith(OPTION_PREFIX)
@@ -94,7 +95,7 @@ class AzureDeployments:
                     raise RefusedError(
                         f"deployment {name} exists, but this endpoint does not own it",
                         where=self._client.owner,
-                        remedy="Delete it, or choose another `name` for the endpoint.",
+                        remedy="Delete the deployment, or choose another `name` for the endpoint.",
                     )
                 return self._autoscaling.apply(resource) or None
             if resource is not None:
@@ -137,7 +138,7 @@ class AzureDeployments:
     def _create(self, name: str, deployment: Deployment) -> None:
         """Create a deployment and its model.
 
-        The shared environment, with our image and its routes, is created too.
+        The shared environment with the image of onnx-ops and its routes is created if missing.
         """
         from azure.ai.ml.entities import Environment, ManagedOnlineDeployment, OnlineRequestSettings
 
@@ -202,7 +203,7 @@ class Autoscaling:
     def drift(self, resource: ManagedOnlineDeployment) -> Iterator[str]:
         """Yield how instance counts and autoscaling differ from the settings.
 
-        Instance counts that other clients scale are not compared.
+        Instance counts that another client's autoscaling sets are not compared.
         """
         actual = (resource.tags or {}).get(SCALING, NOT_SCALED)
         if actual == self.tag and self._settings.scaled:
@@ -281,7 +282,7 @@ class Autoscaling:
         ):
             return None
         capacity = profiles[0].get("capacity", {})
-        return f"{capacity.get('minimum')} to {capacity.get('maximum')} instances by other rules"
+        return f"{capacity.get('minimum')} to {capacity.get('maximum')} instances with other rules"
 
     def _setting(self, name: str) -> dict[str, Any]:
         settings, target = self._settings, self._deployment_path(name)

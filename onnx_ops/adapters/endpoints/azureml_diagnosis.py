@@ -51,7 +51,7 @@ _VERSIONS_IN_ROLLOUT = 2
 def diagnose(endpoints: Sequence[Mapping[str, Json]]) -> Iterator[Diagnosis]:
     """Yield the findings for the settings of endpoints.
 
-    A check whose prerequisite failed is left out.
+    A check is skipped if its prerequisite failed.
     """
     packages = EXTRAS["azure"]
     missing = absent(packages)
@@ -114,7 +114,7 @@ def _check_role(settings: AzureSettings) -> Finding:
     found = (
         f"not permitted: {', '.join(missing)}"
         if missing
-        else f"all {len(needed)} permissions that are needed"
+        else f"all {len(needed)} required permissions are granted"
     )
     return not missing, found, ROLE_REMEDY
 
@@ -136,7 +136,7 @@ def _matches(action: str, patterns: Sequence[str]) -> bool:
 def _check_image(settings: AzureSettings, registries: list[str]) -> Finding:
     """Check the image's registry, and add its resource id to `registries`.
 
-    Azure Resource Manager does not know the tags, so the tag is not checked.
+    Azure Resource Manager does not list tags of images, so the tag is not checked.
     """
     host = settings.image.partition("/")[0]
     if not host.endswith(_REGISTRY_SUFFIX):
@@ -158,7 +158,9 @@ def _check_image(settings: AzureSettings, registries: list[str]) -> Finding:
     if registries:
         return True, f"{host} exists", ""
     name = host.removesuffix(_REGISTRY_SUFFIX)
-    remedy = f"az acr create --name {name} --sku Basic --resource-group GROUP, or correct `image`."
+    remedy = (
+        f"Run `az acr create --name {name} --sku Basic --resource-group GROUP`, or correct `image`."
+    )
     return False, f"the subscription has no registry {host}", remedy
 
 
@@ -184,7 +186,7 @@ def _check_pull(settings: AzureSettings, registry: str, attached: str) -> Findin
     if roles & _PULL_ROLES:
         return True, f"{name} can pull", ""
     remedy = f"az role assignment create --assignee {principal} --role AcrPull --scope {registry}"
-    return False, f"{name} has no role AcrPull there", remedy
+    return False, f"{name} does not have the role AcrPull on the registry", remedy
 
 
 def _check_quota(settings: AzureSettings, location: str) -> Finding:
@@ -198,8 +200,8 @@ def _check_quota(settings: AzureSettings, location: str) -> Finding:
     }
     size = sizes.get(settings.instance_type.lower())
     if size is None:
-        remedy = f"Choose one of: az ml compute list-sizes --location {location}."
-        return False, f"there is no such size in {location}", remedy
+        remedy = f"Choose a size that `az ml compute list-sizes --location {location}` lists."
+        return False, f"{location} does not have this size", remedy
     usages = {
         usage["name"]["value"].lower(): usage
         for usage in request_resource(f"{region}/usages?{_API}")["value"]
@@ -212,7 +214,7 @@ def _check_quota(settings: AzureSettings, location: str) -> Finding:
         f"{free} of {usage['limit']} cores of {size['family']} are free; a rollout needs {needed}"
     )
     remedy = (
-        "Request more in the portal (Quotas, Machine learning); Azure keeps 20% of the instances "
-        "in reserve."
+        "Request more cores in the portal (Quotas, Machine learning); Azure keeps 20% of the "
+        "instances in reserve."
     )
     return free >= needed, found, remedy

@@ -147,7 +147,7 @@ class AzureModels:
                 where=where,
                 why=error.why,
                 remedy="Correct `registry`, or give the identity the role AzureML Registry User on "
-                "it.",
+                "the registry.",
             ) from error
 
         def read() -> Any:
@@ -157,11 +157,11 @@ class AzureModels:
             manifest = (registered.tags or {}).get(MANIFEST, deployment.manifest)
             if manifest != deployment.manifest:
                 raise RefusedError(
-                    f"another model is called {model}",
+                    f"the registry contains another model with the name {model}",
                     where=where,
                     why=f"its manifest is {manifest}",
-                    remedy="It was created manually: choose another registry, "
-                    "or archive that model.",
+                    remedy="The model was created manually: choose another registry, "
+                    "or archive the model.",
                 )
             return path
         asset = self._ensure_asset(name, deployment)
@@ -177,7 +177,7 @@ class AzureModels:
             if read() is not None:
                 return path
         raise ServiceUnavailableError(
-            "the model was copied but does not appear", where=where, remedy="Try again."
+            "the copied model does not appear in the registry", where=where, remedy="Try again."
         )
 
     def _upload(self, blob: str, path: Path) -> None:
@@ -199,7 +199,7 @@ class AzureModels:
         )
 
     def _blob_md5(self, *parts: str) -> bytes | None:
-        """Return the MD5 digest that Azure stores for a blob; None without such a blob."""
+        """Return the MD5 digest that Azure stores for a blob; None if there is no blob."""
         from azure.core.exceptions import ResourceNotFoundError
 
         try:
@@ -213,7 +213,7 @@ class AzureModels:
 
     @functools.cached_property
     def _container(self) -> ContainerClient:
-        """The datastore's container.
+        """Client of the datastore's blob container.
 
         The identity needs the role Storage Blob Data Contributor.
         """

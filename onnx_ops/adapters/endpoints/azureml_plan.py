@@ -24,12 +24,12 @@ GENERATION = "onnx-ops-generation"
 STATE = "onnx-ops-state"
 MANIFEST = "onnx-ops-manifest"
 SCALING = "onnx-ops-scaling"
-"""How a deployment is scaled automatically, or `NOT_SCALED`."""
+"""Tag with the limits of a deployment's autoscaling, or `NOT_SCALED`."""
 NOT_SCALED = "none"
 _NAMES = "onnx-ops-deployments-"
 _RECORD = "onnx-ops-record-"
 _TAG_CHARACTERS = 250
-"""Characters of a tag's value; Azure allows at most 256."""
+"""Maximum number of characters in a tag's value; Azure allows 256."""
 _SLUG_CHARACTERS = 18
 
 
@@ -59,7 +59,8 @@ def plan_traffic(
     """
     if any(state.split.shadow.values()):
         raise UserError(
-            "Azure mirrors requests, but the answers would not be compared", where=where
+            "a shadow split is not supported: Azure would not compare the answers",
+            where=where,
         )
     names = {d.name: (name or build_azure_name)(d) for d in state.deployments}
     traffic = {names[name]: weight for name, weight in state.split.weights.items() if weight}
@@ -76,8 +77,8 @@ def build_azure_name(deployment: Deployment, immutable: Mapping[str, Json] | Non
     """Return a name of at most 32 characters that is derived from the content.
 
     Args:
-        deployment: what it serves. A model is named by the deployment alone.
-        immutable: settings with which a deployment in Azure was created.
+        deployment: the deployment. The name of its model depends on the deployment alone.
+        immutable: for the name of a deployment, the settings with which Azure creates it.
     """
     slug = (
         re.sub(r"[^a-z0-9]+", "-", deployment.name.lower()).strip("-")[:_SLUG_CHARACTERS].strip("-")
@@ -102,7 +103,7 @@ def build_record_tags(deployment: Deployment) -> dict[str, str]:
 
 
 def read_record(tags: Mapping[str, str]) -> Deployment | None:
-    """Return the deployment that the tags describe; None without such tags."""
+    """Return the deployment that the tags describe; None if they describe none."""
     try:
         return codec.loads(join_text(_RECORD, tags).encode(), Deployment)
     except OnnxOpsError:
@@ -144,7 +145,7 @@ def read_deployment_names(tags: Mapping[str, str]) -> list[str]:
     """Return the names in Azure of the deployments that an endpoint's tags list.
 
     Raises:
-        ValueError: there are no such names.
+        ValueError: the tags list no deployments.
     """
     names: list[str] = json.loads(join_text(_NAMES, tags))
     return names

@@ -58,7 +58,7 @@ class AzureSettings(ContainerOptions):
 
     @property
     def place(self) -> Workspace:
-        """The workspace."""
+        """Azure ML workspace of the endpoint."""
         return Workspace(
             subscription=self.subscription,
             resource_group=self.resource_group,
@@ -85,7 +85,7 @@ class AzureSettings(ContainerOptions):
     def immutable(self) -> Mapping[str, Json]:
         """Settings that are fixed when a deployment is created.
 
-        The keys that the container trusts are not among them.
+        They do not include the keys that the container trusts.
         """
         return {
             "image": self.image,
@@ -105,7 +105,7 @@ def read_azure_settings(given: Mapping[str, Json], *, where: str = "") -> AzureS
     """Return the settings of an endpoint.
 
     Raises:
-        SettingsError: they are wrong or contradict each other.
+        SettingsError: the settings are wrong or contradict each other.
     """
     remedy = (
         ""
@@ -118,7 +118,7 @@ def read_azure_settings(given: Mapping[str, Json], *, where: str = "") -> AzureS
         if (low is None) != (high is None) or ("cpu_percent" in given and high is None):
             yield (
                 "max_instances",
-                "autoscaling needs min_instances and max_instances, and cpu_percent needs both",
+                "autoscaling and cpu_percent require both min_instances and max_instances",
             )
         elif low is not None and high is not None and not low <= settings.instances <= high:
             yield (

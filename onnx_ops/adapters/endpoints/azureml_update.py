@@ -51,7 +51,7 @@ class SentGeneration:
 
     @property
     def value(self) -> int | None:
-        """Return the sent generation.
+        """Return the last generation that this machine sent.
 
         The result is 0 if the endpoint was only created, and None if it was not created.
         """
@@ -64,8 +64,8 @@ class SentGeneration:
     def raise_to(self, generation: int) -> None:
         """Store a generation before it is sent.
 
-        If a crash prevents the request, reads show an older generation. After a while, such reads
-        are trusted.
+        If a crash prevents the request, reads show an older generation. Such reads are trusted
+        after `RetryPolicy.lag_s` seconds.
         """
         self.store(max(generation, self.value or 0))
 
@@ -83,8 +83,8 @@ def _is_current(tags: Mapping[str, str], sent: int | None) -> bool:
 
     The result is True if this machine has not sent any generation.
     """
-    # An endpoint without an owner tag is foreign, so this read is not stale. Our endpoint has had
-    # the tag since its creation.
+    # An endpoint of onnx-ops has the owner tag from its creation. Without the tag, the endpoint is
+    # foreign, so this read is not stale.
     return sent is None or read_generation(tags) >= sent or OWNER not in tags
 
 
@@ -114,7 +114,7 @@ class AzureEndpoint:
     def _read_current(self) -> ManagedOnlineEndpoint | None:
         """Read the endpoint until the read shows what this machine sent.
 
-        Reading also ends after the time for which reads can be stale.
+        Reading ends at the latest when the time is over for which reads can be stale.
         """
         policy, sent = self.client.policy, self._sent.value
         within_s = policy.pause_s * policy.confirmations if sent is None else policy.lag_s
@@ -126,15 +126,15 @@ class AzureEndpoint:
             is_confirmed = sent is None and count + 1 >= policy.confirmations
             if endpoint is None and is_confirmed:
                 return None
-        # The request did not arrive in Azure. The stored value is changed, so that the next read
-        # does not wait again.
+        # The request did not arrive in Azure. The stored generation is replaced, so that the next
+        # read does not wait again.
         self._sent.store(None if endpoint is None else read_generation(endpoint.tags or {}))
         return endpoint
 
     def _require_own(self, endpoint: ManagedOnlineEndpoint) -> None:
         """Raise RefusedError if onnx-ops did not create an endpoint."""
         owners = {(endpoint.tags or {}).get(OWNER)}
-        if owners == {None}:  # another tool overwrote the tags; the deployments' tags count
+        if owners == {None}:  # another tool overwrote the tags; those of the deployments remain
             owners = {
                 (resource.tags or {}).get(OWNER) for resource in self.client.deployments().values()
             }
@@ -145,8 +145,8 @@ class AzureEndpoint:
             "but this project does not own it",
             where=self._owner,
             why=f"neither its tag {OWNER} nor the tag of one of its deployments is {self._owner}",
-            remedy="Choose another `name` in its settings, or delete that endpoint; "
-            "if this project owns it, set its tag.",
+            remedy="Choose another `name` in the settings, or delete the endpoint in Azure. "
+            "If this project owns the endpoint, set that tag.",
         )
 
     def apply(self, plan: TrafficPlan) -> None:
@@ -176,14 +176,14 @@ class AzureEndpoint:
                 if endpoint is None or not _matches(endpoint, plan):
                     return
                 self.deployments.delete(name)
-            except OnnxOpsError as error:  # `list_orphans` lists what remains
+            except OnnxOpsError as error:  # `list_orphans` lists the remaining deployment
                 _log.warning("deployment %s was not deleted: %s", name, error)
 
     def route(self, plan: TrafficPlan) -> None:
         """Send tags and traffic to running deployments in one request; read them back.
 
         Raises:
-            ConflictError: a later generation was applied, or another state of this one.
+            ConflictError: a later generation was applied, or another state of this generation.
             GoneError: the endpoint or one of the deployments does not exist.
         """
 
@@ -200,7 +200,7 @@ class AzureEndpoint:
         self.client.converge(step, retry_reads=True)
 
     def remove(self) -> None:
-        """Delete the endpoint with all of its deployments, and the files of their models."""
+        """Delete the endpoint, its deployments, and the files of their models."""
 
         def step() -> bool | None:
             if self.read() is None:
@@ -301,11 +301,11 @@ class AzureEndpoint:
     def _fence(self, endpoint: ManagedOnlineEndpoint, plan: TrafficPlan) -> None:
         generation = read_generation(endpoint.tags or {})
         if generation > plan.generation:
-            what = f"generation {generation} was applied already, later than {plan.generation}"
+            what = f"generation {generation} is already applied and is later than {plan.generation}"
             raise ConflictError(what, where=self._owner)
         if generation == plan.generation and (endpoint.tags or {}).get(STATE) != plan.tags[STATE]:
             raise ConflictError(
-                f"another state of generation {generation} was applied already", where=self._owner
+                f"another state of generation {generation} is already applied", where=self._owner
             )
 
 

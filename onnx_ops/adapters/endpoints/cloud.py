@@ -43,9 +43,9 @@ class CloudEndpoints(EndpointProvider):
 
 
 def verify_files(deployment: Deployment) -> dict[str, Path]:
-    """Verify the model files of a deployment.
+    """Return the verified model files of a deployment, by relative POSIX name.
 
-    Return them by relative POSIX name, sorted.
+    The names are sorted.
     """
     folder = Path(deployment.location)
     manifest = digest_folder(folder) if deployment.location else Manifest(files={})
@@ -59,7 +59,7 @@ def verify_files(deployment: Deployment) -> dict[str, Path]:
     digest = manifest.digest()
     if digest != deployment.manifest:
         raise DigestMismatchError(
-            f"the files of {deployment.name} are not those of its manifest "
+            f"the files of {deployment.name} do not match its manifest "
             f"{short_digest(deployment.manifest)}",
             where=str(folder),
             why=f"their digest is {short_digest(digest)}: they were changed after they were "
@@ -72,7 +72,7 @@ def verify_files(deployment: Deployment) -> dict[str, Path]:
 def split_text(name: str, text: str, characters: int) -> dict[str, str]:
     """Split a text into pieces for tags or variables.
 
-    The pieces are called `name` with 0, 1 ….
+    The keys of the pieces are `name` followed by 0, 1 ….
     """
     starts = range(0, len(text), characters)
     return {
@@ -94,9 +94,10 @@ Finding = tuple[bool, str, str]
 
 
 def run_check(check: str, find: Callable[[], Finding], *, cloud: str) -> Diagnosis:
-    """Return the diagnosis of a check. If the check fails to run, that is a finding.
+    """Run a check; return its diagnosis.
 
-    A missing permission to read is not reported as a fault.
+    If the check raises an error, the diagnosis contains the error. A missing permission to read is
+    not reported as a fault.
     """
     proxy = f"Check for a proxy or a login page between this machine and {cloud}."
     try:
@@ -110,10 +111,10 @@ def run_check(check: str, find: Callable[[], Finding], *, cloud: str) -> Diagnos
         KeyError,
         TypeError,
         ValueError,
-    ) as error:  # a success without the expected content
+    ) as error:  # the answer lacks the expected content
         ok, found, remedy = (
             False,
-            f"the answer does not have the format of {cloud}: {error!r}",
+            f"the answer does not have the format that {cloud} documents: {error!r}",
             proxy,
         )
     return Diagnosis(check=check, ok=ok, found=found, remedy=remedy)

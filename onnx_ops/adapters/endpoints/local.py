@@ -54,7 +54,7 @@ _PORT_FILE = "port"
 _KEPT_FILES = frozenset({AUDIT_FILE, LOG_FILE, _PORT_FILE, APPLY_LOCK})
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 _FIRST_PORT = 18_000
-"""First of the ports that are chosen for endpoints.
+"""First port of the range from which ports of endpoints are chosen.
 
 The chosen ports are below the range that systems use for outgoing connections, so that a port is
 free after a restart.
@@ -62,19 +62,19 @@ free after a restart.
 _PORTS = 10_000
 _OBSERVE_S = 5.0
 _DEATH_S = 2.0
-"""Seconds to wait for the end of a killed process.
+"""Seconds to wait until a dead server has released its lock.
 
-The process releases its ports a little before its lock.
+A process releases its ports a little before its lock.
 """
 _ROLLBACK_S = 2.0
-"""Seconds within which weights must change.
+"""Seconds within which a server must change weights in a rollback.
 
-A slower server counts as not answering.
+A server that takes longer is treated as unavailable.
 """
 _APPLY_S = 300.0
-"""Seconds within which a state must be applied.
+"""Seconds within which a server must apply a state.
 
-Applying it can include loading several large models.
+Applying a state can include loading several large models.
 """
 
 
@@ -104,7 +104,7 @@ class LocalSettings(ContainerOptions):
 class LocalEndpoints(EndpointProvider):
     """Provider that keeps each endpoint in `folder/<endpoint>/`.
 
-    The folder is readable by its owner only. Servers verify signatures with the public keys in the
+    Only the owner of the folder can read it. Servers verify signatures with the public keys in the
     folder `trusted`. Without this folder, they load any model.
     """
 
@@ -154,7 +154,7 @@ class LocalEndpoints(EndpointProvider):
         return explain_unservable(target, onnxruntime.get_available_providers())
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return the error of a port that another program uses, if any."""
+        """Return an error if another program uses the port of the settings."""
         server, port = self._server(config), _read_settings(config.settings, config.endpoint).port
         record = server.record()
         is_own = server.is_orphaned() or (record is not None and record.port == port)
@@ -195,18 +195,17 @@ class LocalEndpoints(EndpointProvider):
     def explain_elsewhere(self, config: EndpointConfig) -> str:
         """Return why the server may run from another state folder; empty if it does not.
 
-        A server that is started here would not receive the requests that the other server's clients
-        send.
+        Clients of the other server would not send their requests to a server that is started here.
         """
         folder = self._server(config).folder
         return (
             ""
             if folder.is_dir()
-            else f"its server was never started from this state folder: there is no {folder}"
+            else f"its server was never started from this state folder: {folder} does not exist"
         )
 
     def is_unsupervised(self, config: EndpointConfig) -> bool:
-        """Return whether workers still answer after their supervisor has died."""
+        """Return whether workers answer requests although their supervisor has died."""
         server = self._server(config)
         port = self._known_port(server, config)
         return (
@@ -331,7 +330,7 @@ class LocalEndpoints(EndpointProvider):
         if record is not None and (record.port, record.options) == (port, options):
             return record
         if record is not None and record.port == port:
-            # The old workers answer until those of the next server are ready.
+            # The old workers answer until the workers of the next server are ready.
             server.kill_supervisor()
         elif not server.is_orphaned():
             server.stop()
@@ -347,7 +346,7 @@ class LocalEndpoints(EndpointProvider):
         if not _NAME.fullmatch(config.endpoint):
             raise UserError(
                 f"{config.endpoint!r} cannot be the name of an endpoint",
-                remedy="Use letters, digits, hyphens and underscores, at most 63.",
+                remedy="Use at most 63 letters, digits, hyphens and underscores.",
             )
         return LocalServer(self._folder / config.endpoint, self._python)
 
@@ -361,7 +360,7 @@ class LocalEndpoints(EndpointProvider):
 
 
 def _read_state(server: LocalServer) -> AdminState:
-    """Return what the running server reports; an empty state if none answers."""
+    """Return the state that the server reports; empty if no server answers."""
     record = server.record()
     if record is None:
         return AdminState(state=None)
@@ -374,10 +373,10 @@ def _read_state(server: LocalServer) -> AdminState:
 
 def _port_taken(port: int, config: EndpointConfig, server: LocalServer) -> ServiceUnavailableError:
     return ServiceUnavailableError(
-        f"port {port} is taken by another program",
+        f"another program uses port {port}",
         where=f"endpoint {config.endpoint}",
-        remedy=f"Stop that program, or choose a port: `port` in this endpoint's settings "
-        f"(or delete {server.folder / _PORT_FILE} to have another one chosen).",
+        remedy=f"Stop that program, or set `port` in this endpoint's settings. To have another "
+        f"port chosen automatically, delete {server.folder / _PORT_FILE}.",
     )
 
 
@@ -389,14 +388,14 @@ def _read_settings(values: Mapping[str, Json], where: str = "") -> LocalSettings
 def _check_files(settings: LocalSettings) -> Iterator[tuple[str, str]]:
     """Yield an error for each file name that is not valid.
 
-    The files are in the endpoint's folder, and must not be one of the server's own.
+    The files are in the endpoint's folder, and must not have the name of a file of the server.
     """
     for key, ending in (("access_log", ".log"), ("admin_socket", ".sock")):
         name = getattr(settings, key)
         if name and (not _FILE.fullmatch(name) or not name.endswith(ending) or name == LOG_FILE):
             yield (
                 key,
-                f"'{name[:80]}' must be a name in the endpoint's folder that ends with {ending}",
+                f"'{name[:80]}' must be a file name that ends with {ending} and contains no folder",
             )
 
 

@@ -40,15 +40,16 @@ _VARIABLES = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUA
 _PREFIXES = ("LC_", "PYTHON", "CUDA_", "OMP_", "ORT_", "OTEL_")
 """Prefixes of the variables that the server's environment inherits.
 
-Other variables are left out, since they can hold secrets of the process that starts the server.
+Other variables are not inherited, since they can contain secrets of the process that starts the
+server.
 """
 
 
 class LocalServer:
     """The server of one folder: a supervisor and its workers.
 
-    The server runs while its lock is held, which the system releases when the process dies. So a
-    stale record or a reused process id is never trusted, and never receives the token.
+    The server runs while its process holds the lock. The system releases the lock when the process
+    dies. So a stale record or a reused process id is never trusted, and never receives the token.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class LocalServer:
         return record if record.pid == pid else None
 
     def is_orphaned(self) -> bool:
-        """Return whether workers still serve after their supervisor has died.
+        """Return whether workers run although their supervisor has died.
 
         A new server replaces such workers.
         """
@@ -123,7 +124,7 @@ class LocalServer:
                 },
                 start_new_session=True,
             )
-        # This thread reaps the server if the server dies before this process.
+        # This thread reaps the server process if it dies before this process.
         threading.Thread(target=process.wait, name="reap-server", daemon=True).start()
         for _ in attempts(_START_S, 0.02):
             record = self.record()
@@ -148,7 +149,7 @@ class LocalServer:
             self.wait_until_stopped(_KILLED_S)
 
     def kill(self, port: int | None) -> None:
-        """Kill the supervisor if it runs. Kill its workers if the port does not answer."""
+        """Kill the supervisor if it runs; kill its workers if the port does not answer."""
         self.kill_supervisor()
         if list_workers(self.folder) and (
             port is None or self.is_ready(port, timeout_s=_KILLED_S) is None
@@ -221,5 +222,5 @@ class LocalServer:
             what,
             where=self.folder.name,
             why="its log ends: " + " | ".join(lines),
-            remedy=f"The whole log is {self.log}.",
+            remedy=f"The complete log is {self.log}.",
         )

@@ -29,9 +29,9 @@ def find_ends(
     or this process was disconnected.
 
     Args:
-        starts: the last counts of each start, and when they were written.
-        statuses: the last status of each replica, and when it was written.
-        now: the current time. All times are those of the store's clock.
+        starts: the last counts of each start, and the time at which they were written.
+        statuses: the last status of each replica, and the time at which it was written.
+        now: the current time. All times are in seconds by the store's clock.
     """
     latest = max((at for _, at in statuses.values()), default=0.0)
     gone_s = LEASE_S + DEADLINE_S

@@ -91,22 +91,21 @@ from onnx_ops.protocol.server_process import CONTAINER_PROVIDERS, explain_unserv
 _STORE = "the object store"
 _CLOCKS_S = 2.0
 _CLOCK = "clock"
-"""Name of the folder for an object that is written to read the store's time."""
+"""Folder of an object whose modification time is the current time of the store."""
 _READERS = 16
 _PREPARE_S = 300.0
 _ADOPT_S = 10.0
 _REQUEST_S = 4.0
-"""Seconds for one request to a store.
+"""Seconds within which a store must answer one request.
 
-With this limit, an operator gets an answer within ten seconds. The reconciler repeats failed
-requests.
+With this limit, a command ends within ten seconds. The reconciler repeats failed requests.
 """
 _ROLLBACK_S = 2.6
-"""Seconds within which replicas that report adopt a rollback."""
+"""Seconds to wait until the replicas that report have adopted a rollback."""
 _LOOK_S, _LOCAL_LOOK_S = 1.3, 0.1
 """Seconds between two reads of the reports, in a remote store and in a folder."""
 _COMPARED_STARTS, _COMPARED_TABLES = 8, 16
-"""Numbers of starts of a replica and of tables of a start that are compared.
+"""Largest numbers of compared starts of a replica, and compared tables of a start.
 
 A server reports 16 tables.
 """
@@ -121,7 +120,7 @@ _Item = TypeVar("_Item")
 class ReplicaSettings:
     """Settings of an endpoint whose servers follow tables.
 
-    URLs are those of fsspec, or paths.
+    `control` and `reports` are URLs for fsspec, or paths.
     """
 
     control: Annotated[
@@ -156,8 +155,8 @@ class ReplicaSettings:
 class SeenReplica:
     """The last status of a replica.
 
-    `age_s` is the age of the status by the store's clock. `ahead_s` is how far the replica's clock
-    is ahead of the store's clock.
+    `age_s` is the age of the status by the store's clock. `ahead_s` is the time of the replica's
+    clock minus that of the store's clock, in seconds.
     """
 
     status: ReplicaStatus
@@ -166,7 +165,7 @@ class SeenReplica:
 
     @property
     def is_live(self) -> bool:
-        """Whether the replica reports."""
+        """Whether the replica has reported within `SILENT_S` and not ended."""
         return not self.status.is_final and self.age_s < SILENT_S
 
 
@@ -174,7 +173,7 @@ class SeenReplica:
 class _Place:
     """The tables and replicas of an endpoint, as read at one moment.
 
-    `age_s` is the age of the newest table by the store's clock, whose time is `now`.
+    `age_s` is the age of the newest table by the store's clock. `now` is the time of this clock.
     """
 
     newest: ReplicaTable | None
@@ -187,7 +186,7 @@ class _Place:
 
     @property
     def went_back(self) -> bool:
-        """Whether a replica serves a table later than the newest one in the store.
+        """Whether a replica serves a later table than the newest table in the store.
 
         In this case, the store lost a table or was restored from a backup.
         """
@@ -277,7 +276,7 @@ class ReplicaEndpoints(EndpointProvider):
         )
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Store the models, load them everywhere, and publish the state.
+        """Store the models, load them in all replicas, and publish the state.
 
         Then wait a limited time until the replicas adopt the state.
         """
@@ -291,7 +290,7 @@ class ReplicaEndpoints(EndpointProvider):
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Publish a table that restores the previous version.
 
-        Without a key, the published table refers to a signed table.
+        If this process has no release key, the published object refers to a signed table.
         """
         seen = self._look(config, with_replicas=False)
         current = None if seen.newest is None else seen.newest.table.state
@@ -305,7 +304,8 @@ class ReplicaEndpoints(EndpointProvider):
             and not is_published
         ):
             is_published = newest.table.state.is_equivalent(desired)
-            number = newest.number if is_published else number  # its age shows when leases end
+            # The age of this table shows when leases end.
+            number = newest.number if is_published else number
         if not is_published:
             self._publish_way_back(config, seen, desired, generation)
             time.sleep(self._get_pause_s(config))
@@ -347,9 +347,7 @@ class ReplicaEndpoints(EndpointProvider):
         if prepared is not None:
             self._create(config, prepared)
         elif before is not None and list_receivers(state) - list_receivers(before.table.state):
-            loading = (
-                before  # an earlier attempt created it, and possibly did not wait for all replicas
-            )
+            loading = before  # an earlier attempt created this table, but possibly did not wait
         if loading is not None:
             self._wait_until_loaded(config, loading, settings.replicas)
         self._create(config, table)
@@ -389,7 +387,7 @@ class ReplicaEndpoints(EndpointProvider):
         return self._read_replicas(config)[0]
 
     def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:
-        """Return the replicas with their last reports, sorted by name."""
+        """Return the replicas with their last status, sorted by name."""
         return [
             EndpointServer(
                 name=one.status.replica,
@@ -481,8 +479,8 @@ class ReplicaEndpoints(EndpointProvider):
         if signer is None:
             return (
                 False,
-                "signing is off: no table can be signed here",
-                "Set `signing`, and create a key: onnx-ops keys.",
+                "signing is off, so this process cannot sign tables",
+                "Set `signing`, and create a key with `onnx-ops keys`.",
             )
         trusted = () if self._keys is None else self._keys.keys()
         found = f"{short_digest(signer.key)} signs tables"
@@ -515,7 +513,7 @@ class ReplicaEndpoints(EndpointProvider):
         return (
             len(live) >= settings.replicas and not why,
             found,
-            "Start the others, or correct `replicas`.",
+            "Start the missing replicas, or correct `replicas`.",
         )
 
     def _check_clocks(self, config: EndpointConfig) -> Finding:
@@ -526,9 +524,9 @@ class ReplicaEndpoints(EndpointProvider):
             if abs(one.ahead_s) > _CLOCKS_S
         ]
         found = (
-            f"apart from the store's: {', '.join(apart)}"
+            f"different from the store's clock: {', '.join(apart)}"
             if apart
-            else f"within {_CLOCKS_S:g} s of the store's"
+            else f"within {_CLOCKS_S:g} s of the store's clock"
         )
         remedy = (
             "Run NTP on these machines: if the clocks of replicas differ, a user can get both "
@@ -537,7 +535,7 @@ class ReplicaEndpoints(EndpointProvider):
         return not apart, found, remedy
 
     def _list_stragglers(self, config: EndpointConfig, seen: _Place) -> Iterator[str]:
-        """Yield the replicas that may serve a table earlier than the newest, with reason."""
+        """Yield the replicas that can serve an older table than the newest, with reason."""
         newest = seen.newest
         if newest is None:
             return
@@ -546,9 +544,9 @@ class ReplicaEndpoints(EndpointProvider):
             len(seen.replicas),
         )
         if count < expected:
-            # Reports were deleted, or the location of the reports is not mounted here
+            # Reports were deleted, or their location is not mounted on this machine.
             yield (
-                f"{count} of {expected} replicas have ever reported to "
+                f"only {count} of {expected} replicas have reported to "
                 f"{self._reports(config).place}"
             )
         for one in _list_registered(seen.replicas, expected):
@@ -559,13 +557,13 @@ class ReplicaEndpoints(EndpointProvider):
                 continue
             what = "no table" if status.adopted is None else f"table {status.adopted}"
             why = status.refused or f"last report {one.age_s:.0f} s ago"
-            yield f"replica {status.replica} serves {what}, not {newest.number}: {why}"
+            yield f"replica {status.replica} serves {what} instead of table {newest.number}: {why}"
 
     def _has_fallen_back(self, config: EndpointConfig, seen: _Place, one: SeenReplica) -> bool:
         """Return whether a silent replica can only answer as the newest table specifies.
 
-        This is the case once the lease of the replica is over. The replica may have adopted any
-        table after the one in its last report.
+        This can be the case once the lease of the replica is over. The replica can have adopted
+        any table after the table in its last report, so all of these tables are checked.
         """
         is_over = min(seen.age_s, one.age_s) > LEASE_S + DEADLINE_S
         adopted, newest = one.status.adopted, seen.newest
@@ -660,12 +658,12 @@ class ReplicaEndpoints(EndpointProvider):
     def _read_replicas(self, config: EndpointConfig) -> tuple[list[SeenReplica], float]:
         """Return the replicas by their last status, and the store's time.
 
-        The ages of objects are computed with the store's clock. An object that is written now shows
-        the store's time.
+        The ages of objects are computed with the store's clock. The modification time of an object
+        that is written here is the store's time.
         """
         reports = self._reports(config)
         with suppress(OnnxOpsError):
-            # A client that can only read uses the time of the last report instead
+            # A client with read access only uses the time of the last report instead.
             reports.write(f"{_CLOCK}/now", b"")
         entries = [*reports.list_objects(STATUS_FOLDER), *reports.list_objects(_CLOCK)]
         now = max((entry.at for entry in entries), default=0.0)
@@ -681,10 +679,10 @@ class ReplicaEndpoints(EndpointProvider):
         ], now
 
     def _is_published(self, config: EndpointConfig, seen: _Place, state: EndpointState) -> bool:
-        """Return whether the newest table is exactly this state.
+        """Return whether the newest table publishes exactly this state.
 
         Raises:
-            ConflictError: the newest table is a later one.
+            ConflictError: the newest table has a later generation than the state.
         """
         newest = seen.newest
         if newest is None:
@@ -693,7 +691,7 @@ class ReplicaEndpoints(EndpointProvider):
             raise ConflictError(
                 f"table {newest.number} is newer than generation {state.generation}",
                 where=config.endpoint,
-                remedy="Observe the endpoint again and decide again.",
+                remedy="Run the command again; it starts from the newest table.",
             )
         is_same = newest.number == TableNumber(
             state.generation
@@ -710,10 +708,10 @@ class ReplicaEndpoints(EndpointProvider):
             found = control.read(table.number.name) or b""
             if found.partition(b"\n")[0] != data.partition(b"\n")[0]:
                 raise ConflictError(
-                    f"there is another object with the number of table {table.number}",
+                    f"a different object has the number of table {table.number}",
                     where=f"{control.place}/{table.number.name}",
-                    remedy="Another process, or another writer of this location, has published "
-                    "it: inspect the object, and check who can write there.",
+                    remedy="Another process or another writer has published this object: "
+                    "inspect the object, and check who can write to its location.",
                 )
         self._write_head(config, table.number)
 
@@ -728,7 +726,7 @@ class ReplicaEndpoints(EndpointProvider):
             ) from error
         if signer is None:
             raise MissingKeyError(
-                "a table needs a signature, and signing is off",
+                "signing is off, and tables require a signature",
                 where=config.endpoint,
                 remedy="Run the command on a machine with a trusted release key: "
                 "`onnx-ops keys list` shows the keys.",
@@ -755,7 +753,7 @@ class ReplicaEndpoints(EndpointProvider):
                 ):
                     return number
         raise MissingKeyError(
-            "no signed table serves that version, and no key here can sign one",
+            "no signed table serves the version of the rollback, and this process has no key",
             where=config.endpoint,
             remedy="Run the command on a machine with a trusted release key: "
             "`onnx-ops keys list` shows the keys.",
@@ -767,8 +765,8 @@ class ReplicaEndpoints(EndpointProvider):
         """Wait until every registered replica has loaded a table.
 
         Raises:
-            InfrastructureError: a replica cannot load it.
-            ServiceUnavailableError: a replica does not report that it has loaded it.
+            InfrastructureError: a replica cannot load the table.
+            ServiceUnavailableError: a replica does not report in time that it has loaded the table.
         """
         missing: list[str] = []
 
@@ -823,9 +821,9 @@ class ReplicaEndpoints(EndpointProvider):
         wait_until(is_adopted, timeout_s, self._get_pause_s(config))
 
     def _clean_up(self, config: EndpointConfig) -> None:
-        """Delete the oldest tables, and reports that rollouts no longer need.
+        """Delete tables beyond the newest 48, and reports older than 14 days.
 
-        No rollback restores a version of the deleted tables.
+        Rollbacks do not restore versions of the deleted tables.
         """
         control, reports = self._control(config), self._reports(config)
         with suppress(OnnxOpsError):
@@ -872,18 +870,18 @@ class ReplicaEndpoints(EndpointProvider):
                 uptimes=uptimes.get(source, ()),
                 server=source.replica,
             )
-            # The counts of live servers come last, and within both parts the newest ones: a later
-            # follower of the same server has more complete counts of an epoch.
+            # The counts of live servers come last, otherwise the newest counts. A later follower of
+            # the same server has more complete counts of an epoch.
             for source, (one, _) in sorted(
                 found.items(), key=lambda each: (each[0] in live, each[1][1])
             )
-            if one.bounds_s  # without bounds, the replica has no table yet
+            if one.bounds_s  # a replica without a table has no bounds yet
         ]
         if not counts:
             raise ServiceUnavailableError("no replica has reported counts", where=config.endpoint)
         missing = [*self._list_left_out(config, seen)]
         missing += [
-            f"replica {source.replica} has no counts that can be read"
+            f"the counts of replica {source.replica} cannot be read"
             for source in sorted(live - set(found))
         ]
         return [
@@ -891,20 +889,20 @@ class ReplicaEndpoints(EndpointProvider):
         ]
 
     def _list_left_out(self, config: EndpointConfig, seen: _Place) -> Iterator[str]:
-        """Yield the registered replicas that currently give no evidence, with the reason."""
+        """Yield why registered replicas currently provide no evidence."""
         for one in _list_registered(
             seen.replicas, _read_settings(config.settings, config.endpoint).replicas
         ):
             if not (one.is_live and one.status.is_healthy):
                 yield (
                     f"replica {one.status.replica} is skipped: it does not report, "
-                    "or could not load all versions"
+                    "or it could not load all versions"
                 )
 
     def _read_starts(
         self, config: EndpointConfig, replicas: Iterable[SeenReplica]
     ) -> dict[ReportSource, tuple[Counts, float]]:
-        """Return the last counts of each start, and when they were written.
+        """Return the last counts of each start, and the time of their report.
 
         The counts of earlier starts of a replica are read only once.
         """
@@ -965,8 +963,8 @@ class ReplicaEndpoints(EndpointProvider):
     ) -> bool | None:
         """Return whether only the stable version got requests, without a loaded candidate.
 
-        The result is False if the candidate was loaded. It is None for a table with which replicas
-        only loaded models, for a table of other versions, and for a deleted table.
+        The result is False if the candidate was loaded. The result is None for a table with which
+        replicas only loaded models, for a table of other versions, and for a deleted table.
         """
         number = TableNumber.from_generation(generation)
         if len(names) != 2 or not number.phase:
@@ -983,7 +981,7 @@ class ReplicaEndpoints(EndpointProvider):
         return True if list_receivers(state) == {stable} else None
 
     def _read_epochs(self, config: EndpointConfig) -> Mapping[ReportSource, list[EpochCounts]]:
-        """Return the reported closed epochs; each of them is read once."""
+        """Return the reported closed epochs; each report is read only once."""
         reports = self._reports(config)
         wanted = [
             (entry, parsed[2])
@@ -1005,9 +1003,9 @@ class ReplicaEndpoints(EndpointProvider):
 
 
 def _check_rights(objects: ObjectStore, what: str) -> Finding:
-    """Perform each operation that a location must permit.
+    """Check that a location permits to list, create, read and delete objects.
 
-    The operations are to list, create, read and delete an object.
+    The check performs each operation.
     """
     name, remedy = (
         f"probe/{secrets.token_hex(8)}",
@@ -1034,8 +1032,8 @@ def _check_locations(settings: ReplicaSettings) -> Iterator[tuple[str, str]]:
         yield (
             "reports",
             (
-                "must not contain `control`, nor be in it: replicas write there, "
-                "and must not write tables"
+                "must be neither a parent nor a subfolder of `control`, because replicas write to "
+                "`reports` and must not write tables"
             ),
         )
 
@@ -1056,9 +1054,9 @@ def _answers_alike(table: RoutingTable, newest: RoutingTable) -> bool:
 
 
 def _list_registered(replicas: Sequence[SeenReplica], expected: int) -> list[SeenReplica]:
-    """Return the replicas that take part.
+    """Return the replicas that must load a table, and whose counts are expected.
 
-    These are the replicas that report. Silent replicas also take part, unless the expected number
+    These are the replicas that report. Silent replicas are included too, unless the expected number
     of replicas reports. In that case, silent replicas are ignored after lease and deadline, since
     they give a candidate no traffic by then.
     """
@@ -1084,10 +1082,10 @@ def _convert_counts(
 ) -> Counts:
     """Return a replica's counts by generations of the ledger.
 
-    Counts of tables with which replicas only loaded models are left out. While a replica reports,
-    only its closed epochs count. For a start that has ended, the last report of its open epoch also
-    counts. If a report of the whole epoch arrives in time, it replaces the report of the open
-    epoch.
+    Counts of tables with which replicas only loaded models are not included. While a replica
+    reports, only its closed epochs are included. For a start that has ended, the last report of its
+    open epoch is included too. If a report of the closed epoch arrives in time, it replaces the
+    report of the open epoch.
     """
     opened = _halve_generations([counts.open_epoch] if counts.open_epoch is not None else [])
     closed = _halve_generations(epochs)
@@ -1125,7 +1123,7 @@ def _list_starts(reports: ObjectStore) -> dict[ReportSource, ListedObject]:
 
 
 def _read_report(reports: ObjectStore, entry: ListedObject, kind: type[_T]) -> _T | None:
-    """Return the report in an object; None if it is too large, damaged or gone."""
+    """Return the report in an object; None if it is too large, damaged or missing."""
     if entry.size_bytes > MAX_REPORT_BYTES:
         return None
     data = reports.read(entry.name)

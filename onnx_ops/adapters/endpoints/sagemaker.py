@@ -96,7 +96,7 @@ class SageMakerEndpoints(CloudEndpoints):
         return f"SageMaker's endpoint {config.endpoint} in {region}{profile}, with {stored}"
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return the error of missing credentials, without a request to AWS."""
+        """Return an error if credentials are missing; send no request to AWS."""
         return find_missing_credentials(read_access(config.settings), where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
@@ -128,10 +128,11 @@ class SageMakerEndpoints(CloudEndpoints):
             return None
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Upload archives, create models and config, and update the endpoint to them.
+        """Upload archives, create models and a config, and update the endpoint to it.
 
-        Raises AlarmRollbackError if an alarm reverted the update to the state, now or in an earlier
-        attempt.
+        Raises:
+            AlarmRollbackError: an alarm reverted the update to the state, now or in an earlier
+                attempt.
         """
         self._apply(self._connect(config), replace(state, generation=generation))
 
@@ -169,7 +170,7 @@ class SageMakerEndpoints(CloudEndpoints):
         fence.take(build_rollback_state(claimed, state))
         try:
             EndpointUpdate(client, fence, generation).shift(build_variant_name(state.leader().name))
-        except NotFoundError:  # the update of the last claim was never made
+        except NotFoundError:  # the last claim did not lead to an update
             self._apply(client, build_rollback_state(claimed, state), is_rollback=True)
 
     def address(self, config: EndpointConfig) -> str | None:
@@ -208,7 +209,7 @@ class SageMakerEndpoints(CloudEndpoints):
                 )
             return None
 
-        client.converge(step, "the endpoint did not end in time")
+        client.converge(step, "the endpoint was not deleted in time")
         resources = EndpointResources(client)
         for orphan in list(resources.orphans(frozenset())):
             resources.delete_orphan(orphan)

@@ -83,7 +83,7 @@ class SageMakerClient:
         return sorted(item["Key"] for item in objects)
 
     def describe(self) -> dict[str, Any] | None:
-        """Return SageMaker's description, which may be stale; None without an endpoint."""
+        """Return SageMaker's description, which can be stale; None without an endpoint."""
         description: dict[str, Any] | None = self.call(
             "sagemaker", "describe_endpoint", ignored_messages=NOT_FOUND, EndpointName=self.endpoint
         )
@@ -91,11 +91,11 @@ class SageMakerClient:
         return description
 
     def describe_config(self, name: str) -> Mapping[str, Any]:
-        """Return an endpoint config."""
+        """Return SageMaker's description of an endpoint config."""
         return dict(self.call("sagemaker", "describe_endpoint_config", EndpointConfigName=name))
 
     def describe_model(self, name: str) -> Mapping[str, Any]:
-        """Return a model."""
+        """Return SageMaker's description of a model."""
         return dict(self.call("sagemaker", "describe_model", ModelName=name))
 
     def is_ours(self, description: Mapping[str, Any]) -> bool:
@@ -103,7 +103,7 @@ class SageMakerClient:
         return self.tag_of(description["EndpointArn"]) == self.endpoint
 
     def tag_of(self, arn: str) -> str | None:
-        """Return the endpoint in a resource's tag."""
+        """Return the endpoint that a resource's tag names; None without the tag."""
         tags = {
             tag["Key"]: tag["Value"]
             for tag in self.list_all("sagemaker", "list_tags", "Tags", ResourceArn=arn)
@@ -117,7 +117,7 @@ class SageMakerClient:
         """
 
         def timeout() -> ServiceUnavailableError:
-            remedy = "The change continues at AWS; run the command again, or raise `timeout`."
+            remedy = "The change continues in AWS; run the command again, or increase `timeout`."
             return ServiceUnavailableError(
                 what, where=self.endpoint, why=f"it is {self._status}", remedy=remedy
             )
@@ -128,8 +128,8 @@ class SageMakerClient:
 class GenerationFence:
     """The claims of an endpoint's generations, and records of guarded updates.
 
-    For a guarded endpoint, one record holds the config that it reached. Each update that was
-    started under alarms has a record of the states of the alarms before the update.
+    For a guarded endpoint, one record contains the config that the endpoint reached last. Each
+    update that was started under alarms has a record of the alarms' states before the update.
     """
 
     def __init__(self, client: SageMakerClient) -> None:
@@ -152,7 +152,7 @@ class GenerationFence:
         """Claim the state's generation.
 
         Raises:
-            ConflictError: a later generation is claimed, or this one for another state.
+            ConflictError: a later generation is claimed, or this generation for another state.
         """
         self.check(state.generation)
         self._create(self._key(state.generation), codec.dumps(state))
@@ -167,14 +167,14 @@ class GenerationFence:
     def check(self, generation: int) -> None:
         """Raise ConflictError if a later generation is claimed.
 
-        `observe` detects a claim that is made after this check.
+        A claim that is made after this check is detected when the endpoint is observed.
         """
         keys = self._client.keys(self._claims)
         if keys and keys[-1] > self._key(generation):
             raise self._conflict(generation)
 
     def delete_older(self, generation: int) -> None:
-        """Delete the claims of earlier generations than this one."""
+        """Delete the claims of generations before this generation."""
         self._delete(
             [key for key in self._client.keys(self._claims) if key < self._key(generation)]
         )
@@ -192,7 +192,7 @@ class GenerationFence:
     def begin_update(self, config_name: str, alarms: Mapping[str, str]) -> None:
         """Record the states of alarms before a guarded update.
 
-        If the update was started earlier, its first record is not replaced.
+        If the update was already started, its first record is not replaced.
         """
         self._create(f"{self._updates}{config_name}", json.dumps(alarms).encode())
 
@@ -206,7 +206,7 @@ class GenerationFence:
         self._delete([f"{self._updates}{config_name}"])
 
     def delete(self) -> None:
-        """Delete all records of an endpoint that is gone."""
+        """Delete all records of a deleted endpoint."""
         self._delete(
             [self._reached, *self._client.keys(self._updates), *self._client.keys(self._claims)]
         )
@@ -234,7 +234,7 @@ class GenerationFence:
 
     def _conflict(self, generation: int) -> ConflictError:
         return ConflictError(
-            f"a later generation than {generation} was begun",
+            f"a later generation than {generation} is already claimed",
             where=self._client.endpoint,
-            remedy="Another client changes this endpoint: see `onnx-ops history`.",
+            remedy="Another client is changing this endpoint: see `onnx-ops history`.",
         )

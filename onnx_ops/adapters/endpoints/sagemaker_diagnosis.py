@@ -42,7 +42,7 @@ _PULL_ACTIONS = (
 def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
     """Yield the findings for an endpoint's settings.
 
-    Without settings, only the common findings are returned.
+    Without settings, only boto3 and the credentials are checked.
     """
     try:
         yield Diagnosis(check="boto3", ok=True, found=version("boto3"))
@@ -109,7 +109,7 @@ def _check_role(iam: Any, arn: str) -> Finding:
     name = arn.rpartition("/")[2]
     answer, is_missing = _ask(lambda: iam.get_role(RoleName=name), "NoSuchEntity")
     if is_missing:
-        return False, f"{arn} does not exist", f"{_DOCS} shows how to make it."
+        return False, f"{arn} does not exist", f"{_DOCS} shows how to create the role."
     role = answer["Role"]
     if role["Arn"] != arn:
         return False, f"{name} is {role['Arn']}", "Correct `role`."
@@ -124,7 +124,7 @@ def _check_bucket(s3: Any, bucket: str) -> Finding:
         return (
             False,
             f"s3://{bucket} is not permitted",
-            "Permit s3:ListBucket, s3:GetObject and s3:PutObject on it.",
+            "Permit s3:ListBucket, s3:GetObject and s3:PutObject on the bucket.",
         )
     if code:
         return False, f"s3://{bucket} does not exist", f"aws s3 mb s3://{bucket}"
@@ -136,14 +136,14 @@ def _check_image(connect: Clients, image: str) -> Finding:
     match = _ECR.fullmatch(image)
     if match is None:
         remedy = (
-            "Push it to ECR, which SageMaker requires: "
+            "Push the image to ECR, which SageMaker requires: "
             "`aws ecr create-repository --repository-name onnx-ops`."
         )
         return False, f"{image} is not in ECR", remedy
     ecr, region = connect("ecr"), connect("sagemaker").meta.region_name
     if match["region"] != region:
-        remedy = f"Push it to {region} too (ECR can replicate), and set `image` to that copy."
-        return False, f"it is in {match['region']}, not in {region}", remedy
+        remedy = f"Copy the image to {region} (ECR can replicate it), and set `image` to the copy."
+        return False, f"the image is in {match['region']}, not in {region}", remedy
     tag, repository = match["tag"] or "latest", match["repository"]
     ids = [{"imageDigest": match["digest"]} if match["digest"] else {"imageTag": tag}]
     answer, code = _ask(
@@ -155,7 +155,8 @@ def _check_image(connect: Clients, image: str) -> Finding:
     )
     if code == "RepositoryNotFoundException":
         remedy = (
-            f"aws ecr create-repository --repository-name {repository}, then docker push {image}"
+            f"Run `aws ecr create-repository --repository-name {repository}`, "
+            f"then `docker push {image}`."
         )
         return False, f"there is no {repository}", remedy
     if code:
@@ -164,9 +165,9 @@ def _check_image(connect: Clients, image: str) -> Finding:
 
 
 def _check_pull(iam: Any, role: str, image: str) -> Finding:
-    """Check that the role's policies allow pulling the image.
+    """Check that the role's policies permit it to pull the image.
 
-    A repository of another account also has a policy, which cannot be checked here.
+    The policy of a repository in another account cannot be checked here.
     """
     match = _ECR.fullmatch(image)
     if match is None:
@@ -186,16 +187,16 @@ def _check_pull(iam: Any, role: str, image: str) -> Finding:
     if denied:
         return (
             False,
-            f"the role lacks the permission {', '.join(denied)}",
+            f"the role does not have these permissions: {', '.join(denied)}",
             f"Grant the role these permissions on {arn} and *.",
         )
     if account != match["account"]:
         found = (
-            f"the role can pull it; whether account {match['account']} permits this to account "
-            f"{account} cannot be checked here"
+            f"the role can pull the image; whether account {match['account']} permits this to "
+            f"account {account} cannot be checked here"
         )
         return True, found, ""
-    return True, "the role can pull it", ""
+    return True, "the role can pull the image", ""
 
 
 def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> Finding:
@@ -203,14 +204,18 @@ def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> Finding:
         name: alarm["StateValue"] for name, alarm in describe_alarms(cloudwatch, names).items()
     }
     found = ", ".join(f"{name}: {states.get(name, 'does not exist')}" for name in names)
-    return set(names) <= set(states), found, "Create them in CloudWatch, or correct `alarms`."
+    return (
+        set(names) <= set(states),
+        found,
+        "Create the missing alarms in CloudWatch, or correct `alarms`.",
+    )
 
 
 def _check_quota(quotas: Any, settings: SageMakerSettings) -> Finding:
     """Check that the quota of instances suffices for an update.
 
-    An update runs old and new instances side by side. With strategy `guarded`, it needs twice the
-    instance count of the settings, and with `ab` three times.
+    An update runs old and new instances at the same time. With strategy `guarded`, an update needs
+    twice the instance count of the settings. With `ab`, it needs three times this count.
     """
     name = f"{settings.instance_type} for endpoint usage"
     pages = quotas.get_paginator("list_service_quotas").paginate(ServiceCode="sagemaker")
@@ -219,13 +224,13 @@ def _check_quota(quotas: Any, settings: SageMakerSettings) -> Finding:
     ]
     needed = (settings.max_instances or settings.instance_count) * (2 if settings.guarded else 3)
     remedy = (
-        f"Request {needed} of '{name}' in the console of Service Quotas; "
-        "an update needs room for both fleets."
+        f"Request a quota of {needed} for '{name}' in the Service Quotas console; "
+        "an update runs old and new instances at the same time."
     )
     if not limits:
-        return False, f"no quota is called '{name}'", remedy
+        return False, f"Service Quotas has no quota '{name}'", remedy
     return (
         limits[0] >= needed,
-        f"{limits[0]:g} {settings.instance_type}, of which an update takes up to {needed}",
+        f"the quota is {limits[0]:g} {settings.instance_type}; an update needs up to {needed}",
         remedy,
     )

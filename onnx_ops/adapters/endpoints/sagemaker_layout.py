@@ -24,12 +24,12 @@ from onnx_ops.protocol.server_process import OPTION_PREFIX, TRUSTED_KEYS_VARIABL
 
 ENDPOINT_TAG = "onnx-ops.endpoint"
 DOCUMENT = "ONNX_OPS_DEPLOYMENT_DOCUMENT"
-"""Start of the names of environment variables that hold a container's deployment.
+"""Start of the names of environment variables with a container's deployment.
 
 The document is split into variables with the suffixes `_0`, `_1` ….
 """
 _VALUE_CHARACTERS = 1000
-"""Characters of a variable's value; SageMaker allows at most 1,024."""
+"""Maximum number of characters in a variable's value; SageMaker allows 1,024."""
 _STEM_CHARACTERS = 30
 _LAYOUT_DIGITS, _WEIGHTS_DIGITS, _MODEL_DIGITS = 16, 10, 20
 _OWN_SUFFIX = re.compile(
@@ -55,7 +55,7 @@ class EndpointLayout:
     weights: Mapping[str, float]
 
     def has_config(self, config_name: str) -> bool:
-        """Return whether a config has the same variants. Its weights can differ."""
+        """Return whether a config has the variants of this layout, with any weights."""
         return config_name[: -_WEIGHTS_DIGITS - 1] == self.config_name[: -_WEIGHTS_DIGITS - 1]
 
 
@@ -93,7 +93,7 @@ def build_archive_key(prefix: str, endpoint: str, deployment: Deployment) -> str
 def build_name_stem(endpoint: str) -> str:
     """Return the unique stem of the names of an endpoint's models and configs."""
     if not is_valid_name(endpoint):
-        remedy = "Use letters, digits and single hyphens between them, at most 63."
+        remedy = "Use at most 63 letters and digits, with single hyphens between them."
         raise UserError(f"{endpoint!r} cannot be the name of a SageMaker endpoint", remedy=remedy)
     if len(endpoint) <= _STEM_CHARACTERS:
         return endpoint
@@ -114,8 +114,8 @@ def build_layout(
 ) -> EndpointLayout:
     """Return the requests for a state.
 
-    Without `trusted_keys`, the containers' servers load any model. Other keys result in other
-    models.
+    Without `trusted_keys`, the containers' servers load any model. The keys are part of the
+    environment of a SageMaker model, so other keys result in other SageMaker models.
 
     Raises:
         UserError: SageMaker does not support the state.
@@ -163,15 +163,15 @@ def _require_possible(endpoint: str, state: EndpointState, settings: SageMakerSe
     variants = [build_variant_name(d.name) for d in state.deployments]
     problem = ""
     if settings.guarded and len(serving) > 1:
-        problem = "strategy guarded has one deployment with all traffic; SageMaker itself shifts it"
+        problem = "with strategy guarded, one deployment has all traffic; SageMaker shifts it"
     elif any(state.split.shadow.values()):
-        problem = "a shadow variant copies requests, but does not compare the answers"
+        problem = "SageMaker does not compare the answers of a shadow variant"
     elif len(state.deployments) > 10:
-        problem = "an endpoint has at most ten variants"
+        problem = "an endpoint can have at most ten variants"
     elif len(set(variants)) != len(variants):
         problem = f"two deployments would have the same variant: {', '.join(sorted(variants))}"
     if problem:
-        raise UserError(f"SageMaker cannot do that: {problem}", where=endpoint)
+        raise UserError(f"SageMaker does not support this state: {problem}", where=endpoint)
 
 
 def _model_request(
@@ -179,8 +179,8 @@ def _model_request(
 ) -> dict[str, Any]:
     if len(trusted_keys) > _VALUE_CHARACTERS:
         raise UserError(
-            "there are more trusted keys than fit into the environment of a container",
-            remedy="Retire old ones.",
+            "the trusted keys are too long for the environment of a container",
+            remedy="Retire old keys.",
         )
     options = format_option_variables(settings)
     if trusted_keys:
@@ -244,7 +244,9 @@ def _config_request(settings: SageMakerSettings) -> dict[str, Any]:
 def read_state(
     variants: Mapping[str, Deployment | None], weights: Mapping[str, float], generation: int
 ) -> EndpointState | None:
-    """Return an endpoint's state; None if a variant is foreign or none has traffic.
+    """Return an endpoint's state.
+
+    The result is None if onnx-ops did not create a variant, or no variant has traffic.
 
     Args:
         variants: the deployment of each variant in the endpoint's config.
@@ -259,7 +261,7 @@ def read_state(
         return None
     percent = {variant: round(100 * weight / total) for variant, weight in weights.items()}
     largest = max(percent, key=lambda variant: (percent[variant], variant))
-    percent[largest] += 100 - sum(percent.values())  # add the remainder of rounding
+    percent[largest] += 100 - sum(percent.values())  # rounded shares can sum to 99 or 101
     split = TrafficSplit(
         weights={deployments[variant].name: share for variant, share in percent.items()}
     )
@@ -300,7 +302,7 @@ def find_config_drift(
     actual, desired = (
         {v["VariantName"]: v for v in list_variants(each)} for each in (config, layout.config)
     )
-    if set(actual) != set(desired):  # the strategies differ
+    if set(actual) != set(desired):  # the endpoint has another strategy
         yield f"variants: {', '.join(sorted(actual))}, not {', '.join(sorted(desired))}"
         return
     for name, variant in actual.items():
@@ -315,7 +317,7 @@ def find_config_drift(
 
 
 def list_variants(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the production variants and (manual) shadow variants of a config."""
+    """Return the production variants of a config, and its manual shadow variants."""
     return [*config["ProductionVariants"], *config.get("ShadowProductionVariants", ())]
 
 
@@ -336,9 +338,9 @@ def _pick(document: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]
 def _differences(
     place: str, actual: Mapping[str, Any], desired: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield values that differ.
+    """Yield the actual values that differ from the desired values.
 
-    Of a nested value only the desired fields are compared, since SageMaker describes more fields
+    In a nested value, only the desired fields are compared, since SageMaker returns more fields
     than were requested.
     """
     for name in sorted({*actual, *desired}):

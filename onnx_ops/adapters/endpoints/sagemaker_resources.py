@@ -1,7 +1,7 @@
 """The archives, models and endpoint configs of an endpoint, and their deletion.
 
-All are named by their content. The same version results in the same bytes under the same key. An
-archive is sent with its digest, and is never overwritten.
+Their names are derived from their content. The same version results in the same bytes under the
+same key. An archive is sent with its digest, and is never overwritten.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ from onnx_ops.errors import ConflictError, InfrastructureError, RefusedError, Us
 from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER
 
 PART_BYTES = 64 << 20
-"""Size of the parts in which larger archives are sent; S3 requires at least 5 MiB."""
+"""Size of the parts of a multipart upload; S3 requires at least 5 MiB."""
 _NAMES = {"model": "Model", "endpoint_config": "EndpointConfig"}
-"""Names of models and configs in requests, by their names in operations.
-
-Answers use the same names as requests.
+"""Names of resources in requests and answers, by their names in operations.
 """
 _UPLOAD = "#"
 """Separator between key and id in the name of an incomplete upload."""
@@ -97,7 +95,7 @@ class EndpointResources:
                     return
                 s3, data = self._client.clients("s3"), packed.read()
                 once = {"IfNoneMatch": "*", "ChecksumSHA256": _sha256(data), **self._upload_options}
-                # If the key was created meanwhile, its archive has the same content.
+                # Another client can have created the key meanwhile, with the same content.
                 create_once(lambda: s3.put_object(**named, Body=data, **once))
 
     def ensure_definitions(self, layout: EndpointLayout) -> None:
@@ -107,7 +105,7 @@ class EndpointResources:
         self._create("endpoint_config", layout.config_name, layout.config)
 
     def orphans(self, needed: frozenset[Digest]) -> Iterator[OrphanedResource]:
-        """Yield what neither the live endpoint nor a version in `needed` uses."""
+        """Yield resources that neither the live endpoint nor a version in `needed` uses."""
         live = self._live_configs()
         manifests = {model: self._read_manifest(model) for model in self._list_own("model")}
         configs = {name: self._models_of(name) for name in self._list_own("endpoint_config")}
@@ -142,7 +140,10 @@ class EndpointResources:
                 yield OrphanedResource(kind="archive", name=key, why=_UNUSED, paid=True)
 
     def _find_open_uploads(self) -> Iterator[OrphanedResource]:
-        """Yield the uploads that were not completed or aborted. Their parts cost money."""
+        """Yield the uploads that were neither completed nor aborted.
+
+        Their parts cost money.
+        """
         within = {"Bucket": self._bucket, "Prefix": self._archives}
         for upload in self._client.list_all("s3", "list_multipart_uploads", "Uploads", **within):
             name = f"{upload['Key']}{_UPLOAD}{upload['UploadId']}"
@@ -152,7 +153,7 @@ class EndpointResources:
         """Delete an orphan; no error if it does not exist.
 
         Raises:
-            ConflictError: the live endpoint uses it again. SageMaker would delete it nevertheless.
+            ConflictError: the live endpoint uses the orphan again. SageMaker does not check this.
         """
         kind, name = orphan.kind, orphan.name
         configs = self._live_configs()
@@ -163,7 +164,7 @@ class EndpointResources:
         ]
         archives = [url.removeprefix(f"s3://{self._bucket}/") for url in urls]
         if name in {"endpoint-config": configs, "model": models, "archive": archives}.get(kind, ()):
-            raise ConflictError(f"{kind} {name} is in use by now", where=self._client.endpoint)
+            raise ConflictError(f"{kind} {name} is now in use", where=self._client.endpoint)
         if (noun := kind.replace("-", "_")) in _NAMES:
             self._delete(noun, name)
         elif kind == "archive" and name.startswith(self._archives):
@@ -225,9 +226,9 @@ class EndpointResources:
         actual = self._client.call("sagemaker", f"describe_{noun}", **named)
         if not _contains(actual, {key: value for key, value in request.items() if key != "Tags"}):
             raise InfrastructureError(
-                f"another {noun.replace('_', ' ')} has the name {name}",
+                f"a different {noun.replace('_', ' ')} has the name {name}",
                 where=self._client.endpoint,
-                remedy="It was created manually; delete it.",
+                remedy="It was not created by onnx-ops; delete it.",
             )
 
     def _live_configs(self) -> set[str]:
@@ -264,7 +265,7 @@ def _sha256(data: bytes) -> str:
 
 
 def _contains(actual: Any, desired: Any) -> bool:
-    """Return whether a description contains all desired fields. It can have others."""
+    """Return whether a description contains at least all desired fields and values."""
     if isinstance(desired, Mapping) and isinstance(actual, Mapping):
         return all(
             key in actual and _contains(actual[key], value) for key, value in desired.items()

@@ -21,7 +21,7 @@ _UNREGISTERED = ("ObjectNotFoundException", "ValidationException")
 def find_instance_drift(
     description: Mapping[str, Any], settings: SageMakerSettings
 ) -> Iterator[str]:
-    """Yield the variants whose desired instance count differs from the settings."""
+    """Yield how the desired instance counts of variants differ from the settings."""
     for variant in description.get("ProductionVariants", ()):
         count = variant.get("DesiredInstanceCount")
         if count is not None and count != settings.instance_count:
@@ -31,7 +31,8 @@ def find_instance_drift(
 class VariantScaling:
     """Scalable targets and policies of one endpoint's variants.
 
-    Policies of other clients stay unchanged, and so do the instance counts that they set.
+    Policies of other clients are not changed. The instance counts that they set are not changed
+    either.
     """
 
     def __init__(self, client: SageMakerClient) -> None:
@@ -57,7 +58,7 @@ class VariantScaling:
     def is_foreign(self, description: Mapping[str, Any]) -> bool:
         """Return whether another client's policy scales a variant.
 
-        This is checked only where the settings do not scale variants.
+        The result is False if the settings scale the variants.
         """
         if self._settings.scaled:
             return False
@@ -66,7 +67,7 @@ class VariantScaling:
         )
 
     def apply(self, layout: EndpointLayout) -> None:
-        """Scale every production variant if the settings declare it. Idempotent."""
+        """Apply the autoscaling of the settings, if any, to every production variant."""
         if not self._settings.scaled:
             return
         for variant in layout.config["ProductionVariants"]:
@@ -100,7 +101,10 @@ class VariantScaling:
                 self._deregister(name)
 
     def pause(self, description: Mapping[str, Any], layout: EndpointLayout) -> None:
-        """Stop scaling the variants that change, since SageMaker refuses to change them."""
+        """Stop scaling variants with a new instance type.
+
+        SageMaker refuses to change the type of a scaled variant.
+        """
         if not self._settings.scaled:
             return
         config = self._client.describe_config(description["EndpointConfigName"])
@@ -119,7 +123,7 @@ class VariantScaling:
     def _targets(self, variants: Iterable[str]) -> dict[str, Mapping[str, Any]]:
         """Return the scalable targets by variant.
 
-        Without autoscaling, the permission to read them is not required.
+        If the settings do not scale variants, the permission to read targets is not required.
         """
         resources = {self._resource(name)["ResourceId"]: name for name in variants}
         if not resources:

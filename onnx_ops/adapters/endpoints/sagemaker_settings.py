@@ -25,7 +25,7 @@ _Shift = Annotated[int, Ge(0), Le(50)]
 class SageMakerSettings(AwsAccess, ContainerOptions):
     """Settings of one endpoint, and options of its server; see docs/sagemaker.md.
 
-    Limits are those of the service.
+    The limits of the values are those of SageMaker.
     """
 
     role: Annotated[
@@ -100,12 +100,12 @@ def read_sagemaker_settings(given: Mapping[str, Json], *, where: str = "") -> Sa
     """Return the settings of an endpoint.
 
     Raises:
-        SettingsError: they are wrong or contradict each other.
+        SettingsError: the settings are wrong or contradict each other.
     """
     remedy = (
         ""
         if {"role", "image", "bucket"} <= set(given)
-        else "See `onnx-ops docs sagemaker` for how to make them."
+        else "See `onnx-ops docs sagemaker` for how to create role, image and bucket."
     )
     return bind_settings(
         given, SageMakerSettings, where=where, remedy=remedy, rules=_find_contradictions
@@ -113,7 +113,7 @@ def read_sagemaker_settings(given: Mapping[str, Json], *, where: str = "") -> Sa
 
 
 def _find_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str]]:
-    """Yield combinations that the service would refuse, with the setting to change."""
+    """Yield combinations that SageMaker refuses, each with the setting to change."""
     if settings.serverless:
         yield from _find_serverless_contradictions(settings)
     is_shifted = settings.canary_percent > 0 or settings.linear_percent > 0
@@ -128,7 +128,7 @@ def _find_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str
         ("min_instances", "needs max_instances", low > 0 and not settings.scaled),
         ("subnets", "set both subnets and security_groups, or neither",
          bool(settings.subnets) != bool(settings.security_groups)),
-        ("strategy", "alarms, canary_percent and linear_percent need strategy guarded",
+        ("strategy", "alarms, canary_percent and linear_percent require strategy guarded",
          not settings.guarded and (bool(settings.alarms) or is_shifted)),
         ("linear_percent", "excludes canary_percent",
          settings.canary_percent > 0 and settings.linear_percent > 0),
@@ -143,7 +143,7 @@ def _find_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str
 
 
 def _find_serverless_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str]]:
-    """Yield settings that the service refuses for an endpoint without instances."""
+    """Yield settings that SageMaker refuses for an endpoint without instances."""
     rules = (
         (
             "memory",
@@ -153,18 +153,18 @@ def _find_serverless_contradictions(settings: SageMakerSettings) -> Iterator[tup
         ("memory", "must be a multiple of 1 GiB", settings.memory_mib % 1024 != 0),
         (
             "subnets",
-            "a serverless endpoint has no VPC",
+            "a serverless endpoint does not support a VPC",
             bool(settings.subnets or settings.security_groups),
         ),
-        ("isolated", "a serverless endpoint has no network isolation", settings.isolated),
+        ("isolated", "a serverless endpoint does not support network isolation", settings.isolated),
         (
             "capture_percent",
-            "a serverless endpoint has no data capture",
+            "a serverless endpoint does not support data capture",
             settings.capture_percent > 0,
         ),
         (
             "max_instances",
-            "a serverless endpoint scales automatically; leave it out",
+            "a serverless endpoint scales automatically; remove this key",
             settings.scaled,
         ),
     )

@@ -1,7 +1,7 @@
-"""Updates of an endpoint: observe it, make the next change, observe it again.
+"""Updates of an endpoint, in a loop of observations and single changes.
 
-SageMaker's waiter reports success for an update that was rolled back. This module requires the
-desired config and weights. If they were not reached, it reads the reason.
+SageMaker's waiter reports success for an update that was rolled back. This module checks
+that the endpoint has the desired config and weights. Otherwise, it reports SageMaker's reason.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ _NOT_RETAINED = [
 _COUNT_NOT_RETAINED = {"VariantPropertyType": "DesiredInstanceCount"}
 """Instance counts also come from the new config, unless autoscaling sets them."""
 _STALE_READS = 12
-"""Reads that can show an endpoint as it was before an accepted request."""
+"""Number of reads that can be stale after an accepted request."""
 _CONFIRMATIONS = 3
-"""Consecutive reads that must show a failure, since a single read can be stale."""
+"""Number of reads that must show a failure, since a single read can be stale."""
 _TAKEN_BACK = "The traffic is unchanged. See the alarms and the log of the version that failed."
 
 
 class EndpointUpdate:
     """One `apply` of one endpoint, and the progress of this call.
 
-    No alarm guards a rollback, because an alarm would return the traffic to the version that must
-    not serve.
+    No alarm guards a rollback, because an alarm would return the traffic to the faulty version.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class EndpointUpdate:
         self._sets_counts = not (self._settings.scaled or self._settings.serverless)
         self._requested: Literal["", "create", "update", "delete"] = ""
         self._has_begun = False
-        self._unchanged_reads = 0  # reads that show no effect of the request
+        self._unchanged_reads = 0  # reads without an effect of the request
         self._failures = 0
         self._modified: Any = None
         self._is_deleted = False
@@ -150,17 +149,17 @@ class EndpointUpdate:
             return
         if not self._client.is_ours(description):
             raise RefusedError(
-                "an endpoint of that name exists that onnx-ops did not create",
+                "onnx-ops did not create the existing endpoint with this name",
                 where=self._client.endpoint,
                 remedy="Choose another name in the pipeline file, "
-                "or delete that endpoint yourself.",
+                "or delete the existing endpoint in SageMaker.",
             )
         if description["EndpointStatus"] == "Failed":
             if self._requested and not self._is_deleted:
                 what, why = "SageMaker could not start the endpoint", _failure_reason(description)
                 remedy = (
-                    "See its log group /aws/sagemaker/Endpoints in CloudWatch; "
-                    "the next attempt creates it anew."
+                    "See the log group /aws/sagemaker/Endpoints in CloudWatch; "
+                    "the next attempt creates the endpoint again."
                 )
                 raise InfrastructureError(what, where=self._client.endpoint, why=why, remedy=remedy)
             # A failed endpoint can only be deleted, and it answers no requests.
@@ -189,7 +188,7 @@ class EndpointUpdate:
             variants = {
                 variant["VariantName"] for variant in description.get("ProductionVariants", ())
             }
-            # An update that brings other variants is not guarded.
+            # SageMaker does not guard an update that changes the names of variants.
             if settings.guarded and variants == set(layout.weights):
                 request["DeploymentConfig"] = self._guard(layout)
             accepted = self._request(
@@ -204,7 +203,7 @@ class EndpointUpdate:
             )
 
     def _guard(self, layout: EndpointLayout) -> dict[str, Any]:
-        """Return how the traffic is shifted, and under which alarms.
+        """Return the deployment config of an update: how traffic shifts, and the alarms.
 
         Raises:
             InfrastructureError: one of the alarms is firing.
@@ -218,10 +217,10 @@ class EndpointUpdate:
         if firing:
             endpoint = self._client.endpoint
             raise InfrastructureError(
-                f"alarm {', '.join(firing)} fires, so it cannot guard an update",
+                f"alarm {', '.join(firing)} is firing and cannot guard an update",
                 where=endpoint,
                 remedy=f"Wait until no alarm fires, or run `onnx-ops rollback {endpoint}`, "
-                "which no alarm stops.",
+                "which alarms do not stop.",
             )
         if states:
             self._fence.begin_update(layout.config_name, states)
@@ -232,10 +231,10 @@ class EndpointUpdate:
     ) -> None:
         """Raise AlarmRollbackError if an alarm reverted an update to this layout.
 
-        This is assumed if the update was started and an alarm has changed its state since. A
-        finished update would have put the layout into service. An alarm also counts if it is OK
-        again. In doubt, the layout is not applied again, since SageMaker gives its reasons only as
-        prose.
+        A reverted update is assumed if the update was started and an alarm has changed its state
+        since then, even if the alarm is OK again. A finished update would have put the layout into
+        service. In doubt, the layout is not applied again, since SageMaker gives its reason only
+        as text.
         """
         if not self._alarms or (before := self._fence.alarms_before(layout.config_name)) is None:
             return
@@ -250,16 +249,16 @@ class EndpointUpdate:
             )
 
     def _alarm_states(self) -> dict[str, str]:
-        """Return the state of each guarding alarm, and when it last changed."""
+        """Return the state of each guarding alarm, and the time of its last change."""
         if not self._alarms:
             return {}
         with translate_errors(self._client.endpoint):
             alarms = describe_alarms(self._client.clients("cloudwatch"), self._alarms)
         if missing := sorted(set(self._alarms) - set(alarms)):
             raise NotFoundError(
-                f"no alarm is called {', '.join(missing)}",
+                f"CloudWatch has no alarm {', '.join(missing)}",
                 where=self._client.endpoint,
-                remedy="Create it in CloudWatch, as `infra/aws` does, or remove it from `alarms`.",
+                remedy="Create the alarm in CloudWatch, as `infra/aws` does, or correct `alarms`.",
             )
         states = {}
         for name in self._alarms:
@@ -272,9 +271,9 @@ class EndpointUpdate:
     def _is_due_again(self, description: Mapping[str, Any], layout: EndpointLayout) -> bool:
         """Return whether to repeat a request that had no effect.
 
-        In this case, the endpoint is idle and does not have the desired layout.
+        The endpoint must be idle and without the desired layout.
         """
-        if self._requested == "create":  # another client created the endpoint meanwhile
+        if self._requested == "create":  # another client created the endpoint first
             self._requested = ""
             return True
         has_moved = self._has_begun or description.get("LastModifiedTime") != self._modified
@@ -291,7 +290,7 @@ class EndpointUpdate:
                     why=why,
                     remedy="Free the capacity that the reason names, "
                     f"then run `onnx-ops rollback {endpoint}`, "
-                    "which updates it to the version before.",
+                    "which updates the endpoint to the previous version.",
                 )
             if self._alarms:
                 self._fence.end_update(layout.config_name)
@@ -310,7 +309,7 @@ class EndpointUpdate:
 def build_deployment_config(
     settings: SageMakerSettings, alarms: list[str], *, at_once: bool
 ) -> dict[str, Any]:
-    """Return how SageMaker shifts the traffic: immediately, or by the settings."""
+    """Return a deployment config that shifts traffic immediately or by the settings."""
     routing: dict[str, Any] = {
         "Type": "ALL_AT_ONCE",
         "WaitIntervalInSeconds": 0 if at_once else int(settings.wait),

@@ -30,14 +30,14 @@ class _BoostedExporter(SklearnExporter):
     """Base of the exporters of gradient boosting libraries.
 
     With precision float64, the steps of a pipeline before the estimator compute in float64. The
-    trees of the estimator compare and add in the precision of their library.
+    trees of the estimator compare and add values in the precision of their library.
     """
 
     converters = ("onnxmltools", *SklearnExporter.converters)
     _package: str
     _native: str
     _converter: tuple[str, str]
-    """Module below `onnxmltools.convert`, and the name of its function."""
+    """Converter: a module below `onnxmltools.convert`, and a function of the module."""
     _estimators: tuple[tuple[str, bool], ...]
     """Names of estimator classes, and whether each of them is a classifier."""
 
@@ -46,7 +46,7 @@ class _BoostedExporter(SklearnExporter):
             f"{self._package}.basic"
         ):
             raise UserError(
-                f"a Booster of {self._package} does not record whether it classifies",
+                f"a Booster of {self._package} does not record whether it is a classifier",
                 where="export",
                 remedy=f"`train.run` must return {self._native}, or a pipeline that ends in one.",
             )
@@ -74,7 +74,7 @@ class _BoostedExporter(SklearnExporter):
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the estimator; refuse an empty batch, whose output has a wrong shape."""
         if not all(len(array) for array in inputs.values()):
-            raise ValueError(f"{self._package} answers an empty batch with a wrong shape")
+            raise ValueError(f"{self._package} returns a wrong shape for an empty batch")
         return super().reference(model, inputs, precision)
 
 
@@ -83,7 +83,7 @@ class XgboostExporter(_BoostedExporter):
 
     tools = ("xgboost", *SklearnExporter.tools)
     _package = "xgboost"
-    _native = "an XGBClassifier or XGBRegressor (its `load_model` reads a Booster's file)"
+    _native = "an XGBClassifier or XGBRegressor (whose `load_model` reads a Booster's file)"
     _converter = ("xgboost.operator_converters.XGBoost", "convert_xgboost")
     _estimators = (("XGBClassifier", True), ("XGBRegressor", False), ("XGBRanker", False))
 

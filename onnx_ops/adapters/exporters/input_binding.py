@@ -1,6 +1,6 @@
 """Bindings of the data's inputs to the inputs of a model.
 
-Inputs are bound by name, or in a declared order if the model has no names.
+Inputs are bound by name, or in a declared order if the model has no names for inputs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CallBinding:
         }
 
     def by_parameter(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert values by input to values by parameter, a tuple for the `*parameter`."""
+        """Return values by parameter from values by input; a tuple for the `*parameter`."""
         keyword = {name: values[name] for name in self.keyword}
         if self.variadic:
             return {self.variadic: tuple(values[name] for name in self.positional), **keyword}
@@ -63,13 +63,13 @@ def bind_call(
 ) -> CallBinding:
     """Return the binding of inputs to the parameters with the same names.
 
-    A single input can have another name than the only required parameter. A function that takes all
-    inputs in one `*parameter` has no names, so its inputs need a declared order.
+    A single input can have a different name from the only required parameter. A function that takes
+    all inputs in one `*parameter` has no names for them, so their order must be declared.
 
     Args:
         owner: the name that errors show.
         ordered: whether the order of the inputs is declared.
-        renamed: whether a single input can have another name.
+        renamed: whether a single input can have a different name from its parameter.
 
     Raises:
         UserError: no parameter has the name of an input, a parameter has no input, or the order is
@@ -83,7 +83,7 @@ def bind_call(
     )
     if variadic and not required and not named.keys() & set(inputs):
         check_order(
-            inputs, ordered=ordered, owner=owner, why=f"it takes all of its inputs in `*{variadic}`"
+            inputs, ordered=ordered, owner=owner, why=f"it takes all inputs in `*{variadic}`"
         )
         return CallBinding(
             positional=dict.fromkeys(inputs, variadic), keyword=(), variadic=variadic
@@ -95,15 +95,15 @@ def bind_call(
             f"{owner} has no input {unnamed[0]!r}",
             where=WHERE,
             why=f"it takes {_format_names(named)} by name, "
-            f"and further ones only in `*{variadic}`, behind all of these",
-            remedy="Wrap the model in one whose call names each input, and export that one.",
+            f"and other inputs only after these, in `*{variadic}`",
+            remedy="Wrap the model in a model whose call names each input, and export the wrapper.",
         )
     check_names(inputs, named, required=required, owner=owner)
     return _bind_by_name(named, inputs)
 
 
 def _list_named(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """Return the parameters that take one argument by their name."""
+    """Return the parameters except `*parameter` and `**parameter`."""
     variadic_kinds = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     return {
         name: parameter
@@ -113,7 +113,7 @@ def _list_named(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
 
 
 def _bind_by_name(named: Mapping[str, Parameter], inputs: Collection[str]) -> CallBinding:
-    """Bind inputs to the parameters of the same names, by keyword wherever possible."""
+    """Bind inputs to the parameters of the same names, by keyword where possible."""
     positional = [
         name
         for name, parameter in named.items()
@@ -128,7 +128,7 @@ def _bind_by_name(named: Mapping[str, Parameter], inputs: Collection[str]) -> Ca
 def _find_only(
     named: Mapping[str, Parameter], required: Sequence[str], inputs: Collection[str]
 ) -> str:
-    """Return the parameter that takes a single input of another name.
+    """Return the parameter that takes a single input with a different name.
 
     The result is empty if there is no such parameter.
     """
@@ -164,7 +164,7 @@ def check_names(
             why=f"it takes {listed or 'nothing by name'}",
             remedy=suggest(unknown[0], [name for name in names if name not in inputs], remedy),
         )
-    remedy += f" One that is the same for all rows is a value: `values: {{{missing[0]}: VALUE}}`."
+    remedy += f" For an input that is equal in all rows, set `values: {{{missing[0]}: VALUE}}`."
     raise UserError(
         f"{owner} also takes {missing[0]!r}", where=WHERE, why=f"it takes {listed}", remedy=remedy
     )
@@ -178,13 +178,13 @@ def _format_names(names: Collection[str]) -> str:
 def _advise_names(names: Collection[str], needed: Sequence[str]) -> str:
     """Return the remedy that shows how to name the inputs.
 
-    The model takes inputs of these `names`; a call must give those that are `needed`.
+    The model takes inputs with these `names`. The remedy lists the names in `needed`.
     """
     if not names:
-        return "Name each input as a parameter: what `**kwargs` takes has no names to check."
+        return "Name each input as a parameter, because names in `**kwargs` cannot be checked."
     example = ", ".join(f"{name}: ARRAY" for name in needed[:_SHOWN])
     shown = f": `inputs: {{{example}}}`" if example else ""
-    return f"Write the inputs of every data set by these names{shown}."
+    return f"Give the inputs of every data set these names{shown}."
 
 
 def check_order(inputs: Collection[str], *, ordered: bool, owner: str, why: str) -> None:
@@ -201,6 +201,6 @@ def check_order(inputs: Collection[str], *, ordered: bool, owner: str, why: str)
         why=why,
         # The remedy shows no names of the data. A user who copied them would declare the order of
         # the data, which can differ from the order of the model.
-        remedy="List them in the order of the model in every data set: `columns: [FIRST, "
+        remedy="List the inputs in the order of the model in every data set: `columns: [FIRST, "
         "SECOND]` for a table, `inputs: {FIRST: ARRAY, SECOND: ARRAY}` for arrays.",
     )

@@ -42,16 +42,16 @@ def load_keras(file: Path) -> Any:
         raise UserError(
             "Keras did not load the weights of the model",
             where=file.name,
-            why="it cannot build the layers of a subclassed model that takes its inputs like this",
+            why="Keras cannot build the layers of this subclassed model from its saved shapes",
             remedy="Define `build` of the model with a shape for each argument, "
-            "or take the inputs in one dictionary.",
+            "or make `call` take the inputs in one dictionary.",
         ) from error
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise UserError(f"cannot load the model: {error}", where=file.name) from error
 
 
 def _import_classes(path: Path) -> None:
-    """Import the modules of a `.keras` file's custom classes, which registers them.
+    """Import the modules of a `.keras` file's custom classes to register the classes.
 
     Keras imports only its own modules.
     """
@@ -92,8 +92,9 @@ def check_keras_inputs(model: Any, names: Collection[str]) -> None:
 def call_keras(model: Any, tensors: Mapping[str, Any]) -> Any:
     """Call a Keras model by the names of its inputs, in inference mode.
 
-    A functional model gets a dictionary by its own names. A subclassed model gets keyword arguments
-    if its `call` names the inputs, else a dictionary.
+    A functional model gets a dictionary with the names of its inputs. A subclassed model gets
+    keyword arguments if its `call` names the inputs, else a dictionary. A single input is passed
+    without a name.
     """
     if _read_names(model) is None and _names_parameters(model, tensors):
         return model(**tensors, training=False)
@@ -105,7 +106,7 @@ def call_keras(model: Any, tensors: Mapping[str, Any]) -> Any:
 def _read_names(model: Any) -> list[str] | None:
     """Return the names of the inputs of a functional or sequential model.
 
-    The result is None for a subclassed model, which has no names.
+    The result is None for a subclassed model, whose inputs have no names.
     """
     inputs = getattr(model, "inputs", None)
     if inputs is None:
@@ -119,7 +120,7 @@ def _read_names(model: Any) -> list[str] | None:
 def _names_parameters(model: Any, names: Collection[str]) -> bool:
     """Return whether `call` of a subclassed model names its inputs.
 
-    This is so if one of its parameters has the name of an input, or if it needs several arguments.
+    This is so if a parameter has the name of an input, or if `call` requires several arguments.
     """
     parameters = [
         p for name, p in inspect.signature(model.call).parameters.items() if name not in _CONTEXT

@@ -1,6 +1,6 @@
 """Models whose conversion is known to be wrong or impossible.
 
-The exporters refuse these models by name before the conversion.
+The exporters refuse these models before the conversion, by class and settings.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ ConversionDefect = tuple[str, str, str]
 
 _SPARSE = "ONNX has no sparse tensors"
 
-_DIFFERS = "the converted model gives other answers than `predict` (measured)"
+_DIFFERS = "in tests of onnx-ops, the converted model gave other answers than `predict`"
 
 
 _WRONG_AS_STEP = ("KMeans", "MiniBatchKMeans")
 """Estimators whose `predict` is converted correctly, but whose `transform` is not."""
 
 LOST_IN_FLOAT32 = 1e-6
-"""Limit of eigenvalues, relative to the largest, below which float32 loses them.
+"""Smallest ratio of an eigenvalue to the largest one that float32 can represent.
 
 Rounding the entries of a kernel adds about 6e-8 of the largest eigenvalue to each eigenvalue.
 """
@@ -33,7 +33,7 @@ def check_convertible(parts: list[object], *, last: object) -> None:
     """Refuse estimators and steps whose conversion is wrong.
 
     Args:
-        last: the part that gives the answers.
+        last: the last step of the model, which computes the answers.
     """
     for part in parts:
         if part is last and type(part).__name__ in _WRONG_AS_STEP:
@@ -69,7 +69,7 @@ def _xgboost(part: Any) -> Iterator[ConversionDefect]:
         "survival:cox": "Train with another objective, such as reg:squarederror on "
         "the logarithm of the target.",
         "reg:logistic": "Train an XGBClassifier with binary:logistic.",
-        "multi:softmax": "Use objective multi:softprob: `predict` answers the same.",
+        "multi:softmax": "Use objective multi:softprob: `predict` returns the same classes.",
     }
     if objective in others:
         yield f"{name} with objective {objective}", _DIFFERS, others[objective]
@@ -82,8 +82,8 @@ def _xgboost(part: Any) -> Iterator[ConversionDefect]:
     if "c" in (part.get_booster().feature_types or ()):
         yield (
             f"{name} with categories (enable_categorical)",
-            "a split by category has no counterpart in onnxmltools' conversion",
-            "Encode the column in a ColumnTransformer: OrdinalEncoder or OneHotEncoder.",
+            "onnxmltools cannot convert splits by category",
+            "Encode the column in a ColumnTransformer, with OrdinalEncoder or OneHotEncoder.",
         )
 
 
@@ -104,22 +104,22 @@ def _lightgbm(part: Any) -> Iterator[ConversionDefect]:
     ):
         yield (
             f"{name} with objective {settings['objective']}",
-            "onnxmltools does not know this objective",
+            "onnxmltools does not support this objective",
             "Use an LGBMClassifier with objective binary.",
         )
     if part.booster_.pandas_categorical:
         yield (
-            f"{name} with columns of a data frame's type category",
-            "LightGBM assigns its own numbers to such categories, and the export lacks them",
+            f"{name} with data frame columns of type category",
+            "LightGBM assigns numbers to the categories, which the export does not contain",
             (
                 "Encode the column in a ColumnTransformer with OrdinalEncoder, "
                 "and name it in `categorical_feature`."
             ),
         )
     if settings.get("linear_tree"):
-        yield f"{name} with linear_tree", _DIFFERS, "Leave out linear_tree."
+        yield f"{name} with linear_tree", _DIFFERS, "Remove linear_tree."
     if settings.get("zero_as_missing"):
-        remedy = "Replace 0 by NaN in the data and leave out zero_as_missing."
+        remedy = "Replace 0 by NaN in the data, and remove zero_as_missing."
         yield f"{name} with zero_as_missing", _DIFFERS, remedy
     if str(getattr(part, "objective_", settings.get("objective"))) in (
         "multiclassova",
@@ -157,8 +157,8 @@ def _neighbors(part: Any) -> Iterator[ConversionDefect]:
 def _neighbors_in_radius(part: Any) -> Iterator[ConversionDefect]:
     name = type(part).__name__
     reason = (
-        "the converted model fails on rows that have no neighbour, "
-        "or not as many as others (measured)"
+        "in tests of onnx-ops, the converted model failed if rows had different numbers of "
+        "neighbors, or none"
     )
     yield name, reason, f"Use K{name.removeprefix('Radius')}."
 
@@ -173,8 +173,8 @@ def _imputer(part: Any) -> Iterator[ConversionDefect]:
     if part.add_indicator:
         yield (
             "SimpleImputer with add_indicator",
-            "skl2onnx leaves the indicators out",
-            "Leave out add_indicator.",
+            "the converted model does not contain the indicators",
+            "Remove add_indicator.",
         )
 
 
@@ -182,14 +182,14 @@ def _one_hot(part: Any) -> Iterator[ConversionDefect]:
     if part.handle_unknown not in ("error", "ignore"):
         yield (
             f"OneHotEncoder with handle_unknown={part.handle_unknown!r}",
-            "the converted model fails on a category that did not occur in training (measured)",
+            "in tests of onnx-ops, the converted model failed on a category that was new to it",
             "Use handle_unknown='ignore'.",
         )
 
 
 def _bins(part: Any) -> Iterator[ConversionDefect]:
     if part.encode == "onehot":
-        remedy = "Use encode='onehot-dense': the same numbers."
+        remedy = "Use encode='onehot-dense', which returns the same numbers."
         yield "KBinsDiscretizer with encode='onehot'", _SPARSE, remedy
 
 
@@ -198,23 +198,23 @@ def _tree_embedding(part: Any) -> Iterator[ConversionDefect]:
         yield (
             "RandomTreesEmbedding with sparse output",
             _SPARSE,
-            "Use sparse_output=False: the same numbers.",
+            "Use sparse_output=False, which returns the same numbers.",
         )
 
 
 def _cluster_step(part: Any) -> Iterator[ConversionDefect]:
     yield (
         f"{type(part).__name__} as a step",
-        "skl2onnx passes on the number of the cluster instead of the distances",
+        "the converted step returns the number of the cluster instead of the distances",
         (
-            "Leave it out, or use another transformer, "
+            "Remove the step, or use another transformer, "
             "such as KBinsDiscretizer or GaussianRandomProjection."
         ),
     )
 
 
 def _gaussian_process(_: Any) -> Iterator[ConversionDefect]:
-    reason = "its export needs an operator, Solve, that ONNX Runtime lacks"
+    reason = "its export requires the operator Solve, which ONNX Runtime does not implement"
     yield "GaussianProcessClassifier", reason, "Use SVC(probability=True), or another classifier."
 
 
@@ -222,21 +222,21 @@ def _threshold(part: Any) -> Iterator[ConversionDefect]:
     name = type(part).__name__
     threshold = "`best_threshold_`" if name.startswith("Tuned") else "the threshold"
     remedy = (
-        f"Return its `estimator_`, and compare the probability with {threshold} where you use "
-        "the answer."
+        f"Return the model's `estimator_`, and compare the probability with {threshold} in the "
+        "application."
     )
-    yield name, "skl2onnx leaves out the threshold", remedy
+    yield name, "the converted model does not contain the threshold", remedy
 
 
 def _kernel_components(part: Any) -> Iterator[ConversionDefect]:
     if part.eigenvalues_[-1] < LOST_IN_FLOAT32 * part.eigenvalues_[0]:
         yield (
             (
-                "KernelPCA with components that are "
+                "KernelPCA whose smallest eigenvalue is "
                 f"{part.eigenvalues_[-1] / part.eigenvalues_[0]:.0e} of the largest"
             ),
-            "float32 cannot hold components that small beside the others",
-            "Set n_components, or scale the columns before it.",
+            "float32 loses components with such small eigenvalues",
+            "Reduce n_components, or scale the columns before KernelPCA.",
         )
 
 
@@ -269,4 +269,4 @@ _SKLEARN: Mapping[str, Callable[[Any], Iterator[ConversionDefect]]] = {
     "KernelPCA": _kernel_components,
     "FunctionTransformer": _function,
 }
-"""For each class, a function that yields its parts with a wrong conversion."""
+"""For each class, a function that yields the defects of an estimator's conversion."""

@@ -38,7 +38,7 @@ from onnx_ops.ports.export import ExportRequest
 FILE = "model.onnx"
 
 _THIS_BUILD = Target(
-    name="this-build", description="What the ONNX Runtime of this installation accepts."
+    name="this-build", description="Limits of the ONNX Runtime of this installation."
 )
 
 
@@ -61,7 +61,7 @@ class OnnxExporter(Exporter):
         return OnnxExporter(libraries)
 
     def save(self, model: object, folder: Path) -> None:
-        """Copy a file, or a folder's only ONNX file, with its weights and without ZipMaps."""
+        """Copy the file or a folder's only ONNX file, with weights but without ZipMaps."""
         source = find_model_file(Path(str(model)))
         if drop_zipmaps(read_structure(source)):
             model = read_model(source)
@@ -93,7 +93,7 @@ class OnnxExporter(Exporter):
             return
         if why := explain_newer_version(model_info, section):
             raise UserError(
-                "the file is newer than the requested version",
+                "the file is newer than the opset or IR version of the pipeline",
                 where="export",
                 why=why,
                 remedy=suggest_versions(model_info),
@@ -110,7 +110,7 @@ class OnnxExporter(Exporter):
         check_libraries(self._custom_ops, "the target")
         path = Path(str(model))
         newer = explain_version_limits(read_model_info(path), _THIS_BUILD)
-        # Kernels in NumPy raise many types of exceptions.
+        # The NumPy kernels of the evaluator raise many types of exceptions.
         with convert_refusals("the model", Exception):
             if newer:
                 from onnx.reference import ReferenceEvaluator
@@ -141,7 +141,7 @@ def convert_opset(source: Path, result: Path, section: Export) -> None:
             f"the file cannot be converted to opset {section.opset}",
             where="export",
             why=crash.explanation,
-            remedy=f"Export the model anew at opset {section.opset}, "
+            remedy=f"Export the model again at opset {section.opset}, "
             "or choose another export.opset "
             f"(the file has {read_model_info(source).opsets.get('', 0)}).",
         ) from None

@@ -29,7 +29,10 @@ from onnx_ops.scratch import Scratch
 STEM = "model"
 
 OPSETS = (11, 21)
-"""Opsets that paddle2onnx 2.0 writes; at 23 it aborts the process."""
+"""Lowest and highest opset that paddle2onnx 2.0 writes.
+
+At opset 23, paddle2onnx aborts the process.
+"""
 
 
 class PaddleExporter(Exporter):
@@ -120,7 +123,7 @@ def _find_places(model: Any, names: Collection[str]) -> dict[str, int]:
     The names are those of the layer's `input_spec`.
 
     Raises:
-        UserError: the names differ. A single input can have any name.
+        UserError: the names of several inputs differ from these names.
     """
     known = [str(spec.name) for spec in model._input_spec()]  # noqa: SLF001 (Paddle has no public one)
     if len(known) == len(names) == 1:

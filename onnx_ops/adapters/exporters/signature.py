@@ -1,6 +1,6 @@
 """Names of inputs, outputs and axes in exported files.
 
-The module also holds the checks of an export section that exporters share.
+The module also contains the checks of an export section that exporters share.
 """
 
 from __future__ import annotations
@@ -53,18 +53,20 @@ def find_file(folder: Path, name: str) -> Path:
     )
     if len(files) != 1:
         raise NotFoundError(
-            f"there is no {name}, and the folder does not hold exactly one file", where=str(folder)
+            f"the folder contains neither {name} nor exactly one file", where=str(folder)
         )
     return files[0]
 
 
 def find_file_with_suffix(
-    folder: Path, suffix: str, remedy: str = "There must be exactly one."
+    folder: Path, suffix: str, remedy: str = "The folder must contain exactly one such file."
 ) -> Path:
     """Return the only file of the folder with that suffix."""
     files = sorted(folder.glob(f"*{suffix}"))
     if len(files) != 1:
-        raise NotFoundError(f"{len(files)} {suffix} files there", where=str(folder), remedy=remedy)
+        raise NotFoundError(
+            f"the folder contains {len(files)} {suffix} files", where=str(folder), remedy=remedy
+        )
     return files[0]
 
 
@@ -108,8 +110,7 @@ def rename_values(graph: Any, names: Mapping[str, str]) -> None:
 @contextmanager
 def convert_failures(
     what: str,
-    remedy: str = "Look for the operator that it names; another opset, or other layers, "
-    "may be convertible.",
+    remedy: str = "Try another opset, or replace the operator or layer that the message names.",
 ) -> Iterator[None]:
     """Raise any exception of a converter as UserError, with the converter's message."""
     try:
@@ -120,7 +121,7 @@ def convert_failures(
 
 @contextmanager
 def convert_refusals(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Convert the exceptions that a framework raises for refused inputs to ValueError."""
+    """Raise ValueError in place of a framework's exceptions for refused inputs."""
     try:
         yield
     except kinds as error:
@@ -157,13 +158,15 @@ def check_section(section: Export, samples: Tensors, options: Collection[str] = 
 def find_section_problems(
     section: Export, samples: Tensors, options: Collection[str]
 ) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
-    """Yield entries that would have no effect, each with its location in the section."""
+    """Yield an error for each entry without effect, with its location in the section."""
     for name, axes in section.dynamic.items():
         if name not in samples:
             remedy = suggest(name, samples, f"There are {', '.join(samples)}.")
             yield (
                 ("dynamic", name),
-                UserError(f"no input is called {name!r}", where="export.dynamic", remedy=remedy),
+                UserError(
+                    f"the model has no input {name!r}", where="export.dynamic", remedy=remedy
+                ),
             )
             continue
         rank = samples[name].ndim
@@ -173,7 +176,7 @@ def find_section_problems(
                 yield ("dynamic", name, axis), UserError(text, where="export.dynamic")
             if not symbol.isidentifier():
                 text, remedy = (
-                    f"{symbol!r} is not the name of a dimension",
+                    f"{symbol!r} is not a valid name of a dimension",
                     "Write it like `batch`.",
                 )
                 yield (

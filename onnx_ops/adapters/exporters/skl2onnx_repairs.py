@@ -13,7 +13,7 @@ from onnx_ops.adapters.exporters.sklearn_wrappers import interpolate
 
 @contextmanager
 def repair_converters(parts: Sequence[object]) -> Iterator[None]:
-    """Apply all repairs.
+    """Apply all repairs while the context is active.
 
     Args:
         parts: the estimators of the model.
@@ -34,7 +34,7 @@ def repair_converters(parts: Sequence[object]) -> Iterator[None]:
 def _name_missing_converter() -> Iterator[None]:
     """Raise an error that names the estimator for which there is no converter.
 
-    It replaces skl2onnx's advice to write a converter.
+    The error replaces skl2onnx's error, which advises to write a converter.
 
     Raises:
         NotImplementedError: there is no converter for an estimator.
@@ -117,8 +117,7 @@ def _keep_imputed_types() -> Iterator[None]:
 def _interpolate_calibration() -> Iterator[None]:
     """Interpolate between the steps of an isotonic calibration.
 
-    skl2onnx answers with the nearest step. For a batch, it answers all rows with the result of one
-    row.
+    skl2onnx returns the nearest step. For a batch, it returns the result of one row for all rows.
     """
     module: Any = importlib.import_module("skl2onnx.operator_converters.calibrated_classifier_cv")
     name = "_transform_isotonic"
@@ -129,7 +128,7 @@ def _interpolate_calibration() -> Iterator[None]:
     ) -> str:
         value = scope.get_unique_variable_name("calibration_scores")
         shape = scope.get_unique_variable_name("calibration_shape")
-        container.add_initializer(shape, 7, [2], [-1, 1])  # 7 is int64
+        container.add_initializer(shape, 7, [2], [-1, 1])  # 7 is TensorProto.INT64
         container.add_node(
             "Reshape", [scores, shape], value, name=scope.get_unique_operator_name("Reshape")
         )

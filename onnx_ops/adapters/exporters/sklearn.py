@@ -40,13 +40,13 @@ from onnx_ops.ports.export import ExportRequest, Tree
 
 FILE = "model.joblib"
 LABEL, PROBABILITIES, SCORES, VARIABLE = "label", "probabilities", "scores", "variable"
-"""Names of the outputs; see `list_outputs`."""
+"""Names of outputs; `list_outputs` describes which outputs a model has."""
 
 RANKERS = ("XGBRanker", "LGBMRanker")
 """Estimators that answer like regressors, but are not marked as regressors."""
 
 _GENERATED = r"(?:UU|pdistsqe_|cflat_|cdistd_|cdistdf_)(\d+)"
-"""Pattern of names with numbers that skl2onnx never restarts within a process."""
+"""Pattern of names whose numbers skl2onnx does not restart for each model."""
 
 _REMEDY = (
     "Use another estimator or step; https://onnx.ai/sklearn-onnx/supported.html lists what can "
@@ -57,7 +57,7 @@ _PATTERN = r"(?u)\b\w\w+\b"
 _WORD = r"[\p{L}\p{N}_][\p{L}\p{N}_]+"
 """The default `token_pattern` of scikit-learn's vectorizers, in the syntax of RE2.
 
-`_PATTERN` is the same in Python's syntax.
+`_PATTERN` is the same pattern in Python's syntax.
 """
 
 
@@ -93,7 +93,8 @@ class SklearnExporter(TreeExporter):
             raise UserError(
                 f"cannot unpickle the model: {type(error).__name__}: {error}",
                 where=file.name,
-                remedy="It must be written by joblib or pickle, with the versions installed here.",
+                remedy="Write the file with joblib or pickle, with the package versions of this "
+                "environment.",
             ) from error
 
     def _convert_loadable(
@@ -101,12 +102,12 @@ class SklearnExporter(TreeExporter):
     ) -> tuple[Any, InputLayout]:
         """Return a graph that ONNX Runtime can load, and its layout.
 
-        The layout is in float32 if a needed operator supports no other type. Trees, nearest
-        neighbours, kernels and other operators have no float64, and scalers before them have no
-        integers. scikit-learn's trees also convert their rows to float32.
+        The layout is in float32 if an operator requires float32. Operators of trees, nearest
+        neighbors, kernels and others do not support float64, and scalers before them do not
+        support integers. scikit-learn's trees also convert their rows to float32.
 
         Raises:
-            UserError: the error of the converter for the layout that follows the data.
+            UserError: the converter refuses the layout with the types of the data.
         """
         refused: UserError | None = None
         for tried in dict.fromkeys([layout, layout.as_float32("f8"), layout.as_float32("f8", "i")]):
@@ -121,7 +122,7 @@ class SklearnExporter(TreeExporter):
         raise refused or UserError(
             f"ONNX Runtime cannot load the export of {type(model).__name__}",
             where="export",
-            remedy="Convert the rows to float32 before the fit.",
+            remedy="Convert the rows to float32 before fitting the estimator.",
         )
 
     def export(self, model: object, request: ExportRequest) -> None:
@@ -184,7 +185,7 @@ class SklearnExporter(TreeExporter):
             raise
 
     def trees(self, model: object) -> tuple[Tree, ...] | None:
-        """Return the trees in which the model ends; None if it is not a tree ensemble."""
+        """Return the trees of the model's last step; None if it is not a tree ensemble."""
         from onnx_ops.adapters.exporters.sklearn_trees import read_source_trees
 
         return read_source_trees(model)
@@ -193,13 +194,13 @@ class SklearnExporter(TreeExporter):
 def list_outputs(model: object) -> tuple[str, ...]:
     """Return the names of a model's outputs.
 
-    A regressor, ranker or transformer has its variable. A classifier or mixture has its label and
-    probabilities. A detector of outliers has its label (1 or -1) and scores. A clustering has its
-    label.
+    The output of a regressor, ranker or transformer is its variable. The outputs of a classifier or
+    mixture are its label and probabilities. The outputs of a detector of outliers are its label (1
+    or -1) and scores. The output of a clustering is its label.
 
-    A classifier without probabilities has its label only, since skl2onnx gives scores of other
-    shapes than scikit-learn. OneClassSVM has its scores only: its support vectors have a score of
-    0, where rounding decides on the label.
+    A classifier without probabilities has only a label, since the shapes of its scores differ
+    between skl2onnx and scikit-learn. OneClassSVM has only scores: the score of its support vectors
+    is 0, so rounding determines their label.
     """
     from sklearn.base import is_outlier_detector, is_regressor
 
@@ -246,21 +247,21 @@ def _check_estimator(model: object) -> None:
     name = type(get_last_step(model)).__name__
     if not hasattr(model, "predict") and not hasattr(model, "transform"):
         what = (
-            f"{name} has neither `predict` nor `transform`, so that it gives no answer for new rows"
+            f"{name} has neither `predict` nor `transform`, and cannot compute answers for new rows"
         )
         remedy = (
             "Set novelty=True."
             if name == "LocalOutlierFactor"
-            else "Return a fitted estimator that has one."
+            else "Return a fitted estimator with `predict` or `transform`."
         )
         raise UserError(what, where="export", remedy=remedy)
     if is_classifier(model) and isinstance(getattr(model, "classes_", None), list):
-        remedy = "Make a pipeline for each label."
+        remedy = "Train one model for each label."
         raise UserError(f"{name} predicts several labels", where="export", remedy=remedy)
 
 
 def _append_steps(graph: Any, output: str, steps: Sequence[Step]) -> None:
-    """Append operators to one output of a graph, which keeps its name."""
+    """Append operators to an output of a graph, without changing the output's name."""
     import numpy as np
     from onnx import TensorProto, helper, numpy_helper
 
@@ -285,7 +286,7 @@ def _append_steps(graph: Any, output: str, steps: Sequence[Step]) -> None:
 def _set_locale(graph: Any) -> None:
     """Set the locale of operators that convert texts to lower case.
 
-    Every Linux has the set locale. The default en_US is missing in slim images.
+    The locale is C.UTF-8, which every Linux has. The default en_US is missing in slim images.
     """
     from onnx import helper
 
@@ -323,8 +324,8 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
     remedy = _REMEDY
     if layout.is_table and getattr(model, "steps", None) is None:
         remedy = (
-            f"Put the columns first: make_pipeline(columns, {type(model).__name__}(estimator)), "
-            "around one matrix."
+            f"Select the columns in a first step: make_pipeline(columns, "
+            f"{type(model).__name__}(estimator))."
         )
     if others := [
         package for package in packages if package in ("xgboost", "lightgbm") and package != own
@@ -340,7 +341,7 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
     ):
         # skl2onnx reads attributes that scikit-learn deprecates.
         warnings.simplefilter("ignore", FutureWarning)
-        # skl2onnx casts NaN, which an imputer of integers looks for.
+        # For an imputer of integers, skl2onnx casts its missing value NaN, and NumPy warns.
         warnings.simplefilter("ignore", RuntimeWarning)
         return skl2onnx.to_onnx(
             model,
@@ -373,8 +374,8 @@ def _loads(converted: Any) -> bool:
 def _options(model: object) -> dict[Any, Any]:
     """Return the options of skl2onnx for the parts of a model.
 
-    Without ZipMap, probabilities are a tensor. Scalers divide as scikit-learn does. Otherwise,
-    trees could choose another branch.
+    Without ZipMap, probabilities are a tensor. Scalers divide as in scikit-learn, because a
+    multiplication rounds differently, and trees could choose another branch.
     """
     from sklearn.base import is_classifier
     from sklearn.preprocessing import StandardScaler
@@ -389,7 +390,7 @@ def _options(model: object) -> dict[Any, Any]:
     for part in list_estimators(model):
         if isinstance(part, StandardScaler):
             options[id(part)] = {"div": "div"}
-        # RFE is marked as a classifier, and would get the options of a classifier.
+        # RFE is marked as a classifier, so skl2onnx would apply the options of a classifier.
         if hasattr(part, "get_support"):
             options[id(part)] = {}
         if hasattr(part, "build_analyzer"):
@@ -399,7 +400,7 @@ def _options(model: object) -> dict[Any, Any]:
 
 
 def _check_analyzer(part: Any) -> None:
-    """Raise an error for vectorizers that do not split texts by the default pattern.
+    """Raise UserError for a vectorizer that does not use the default pattern.
 
     The export always uses the default pattern.
     """
@@ -412,11 +413,10 @@ def _check_analyzer(part: Any) -> None:
         own.append("token_pattern")
     if own:
         raise UserError(
-            f"{type(part).__name__} with its own {own[0]} cannot be converted faithfully",
+            f"{type(part).__name__} with a custom {own[0]} cannot be converted faithfully",
             where="export",
-            why="the export splits texts into words of letters, digits and underscores, "
-            "and supports no other way",
-            remedy=f"Leave out {own[0]}, or prepare the texts before the pipeline.",
+            why="the export can only split texts into words of letters, digits and underscores",
+            remedy=f"Remove {own[0]}, or prepare the texts before the pipeline.",
         )
 
 
@@ -426,9 +426,9 @@ def _round_in_place(thing: Any, visited: set[int]) -> Any:
 
     if isinstance(thing, np.ndarray):
         return thing.astype(np.float32) if thing.dtype == np.float64 else thing
-    if thing is np.float64:  # the output type of an encoder or a vectorizer
+    if thing is np.float64:  # the `dtype` parameter of an encoder or a vectorizer
         return np.float32
-    if type(thing) in (list, tuple):  # excludes named tuples
+    if type(thing) in (list, tuple):  # a named tuple cannot be created from a list
         return type(thing)(_round_in_place(item, visited) for item in thing)
     if isinstance(thing, dict):
         return {key: _round_in_place(value, visited) for key, value in thing.items()}

@@ -23,14 +23,14 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputLayout:
-    """How the inputs of the data are passed to the converter.
+    """Mapping of the data's inputs to the inputs of the converter.
 
     Args:
         types: the converter's inputs: name, NumPy kind (`f4`, `f8`, `i`, `U`) and number of
             columns.
         order: names of the data's inputs in the order of the model's columns.
-        joined: whether the inputs are the columns of the one matrix in `types`.
-        split: whether the one input is a matrix, whose columns are those of `types`.
+        joined: whether the inputs are the columns of the only matrix in `types`.
+        split: whether the only input is a matrix with the columns in `types`.
     """
 
     types: tuple[tuple[str, str, int], ...]
@@ -58,8 +58,8 @@ def choose_layout(model: object, parts: list[object], request: ExportRequest) ->
     """Return the layout that fits the inputs on which the estimator was fitted.
 
     Raises:
-        UserError: the data lacks a column, or the model has no names and the order of the columns
-            is not declared.
+        UserError: the data has not the columns of the model, or the model has no names and the
+            order of the columns is not declared.
     """
     samples = request.samples
     for name, array in samples.items():
@@ -114,7 +114,7 @@ def _choose_column_layout(model: object, columns: Tensors, *, by_column: bool) -
     kinds = {_kind(array) for array in columns.values()}
     if kinds != {"U"} and "U" in kinds:
         raise UserError(
-            f"{type(model).__name__} takes columns of texts and of numbers as they are, "
+            f"{type(model).__name__} takes texts and numbers in one matrix, "
             "which cannot be exported",
             where="export",
             remedy="Begin the pipeline with a ColumnTransformer, which defines how each column is "
@@ -126,7 +126,7 @@ def _choose_column_layout(model: object, columns: Tensors, *, by_column: bool) -
 
 
 def _no_matrix(name: str, array: Any) -> UserError:
-    return UserError(f"input {name} must be a matrix, not of shape {array.shape}", where=WHERE)
+    return UserError(f"input {name} must be a matrix, but has shape {array.shape}", where=WHERE)
 
 
 def _check_widths(columns: Tensors) -> None:
@@ -134,10 +134,10 @@ def _check_widths(columns: Tensors) -> None:
     for name, array in columns.items():
         if array.ndim != 2 or array.shape[1] != 1:
             raise UserError(
-                "an estimator takes one input, or one for each column; "
-                f"{name} is of shape {array.shape}",
+                "an estimator takes one input, or one input for each column; "
+                f"{name} has shape {array.shape}",
                 where=WHERE,
-                remedy="Name one array in `inputs:`, or leave `inputs:` out for a table.",
+                remedy="Name one array in `inputs:`, or remove `inputs:` for a table.",
             )
 
 
@@ -146,7 +146,7 @@ def _check_features(features: Sequence[str], names: Sequence[str] | None) -> Non
     if names is None or list(features) == list(names) or sorted(features) != sorted(names):
         return
     raise UserError(
-        "the columns of the matrix are in another order than in the fit",
+        "the order of the matrix columns differs from the order in the fit",
         where=WHERE,
         why=f"the model takes {', '.join(names[:_SHOWN])}; "
         f"the matrix has {', '.join(features[:_SHOWN])}",
@@ -160,11 +160,11 @@ def _check_positions(model: Any, samples: Tensors, *, ordered: bool) -> None:
     expected = 1 if _takes_texts(model) else getattr(model, "n_features_in_", len(samples))
     if expected != len(samples):
         raise UserError(
-            f"{name} takes {expected} column{'s' if expected > 1 else ''}, "
-            f"and the data has {len(samples)}",
+            f"{name} takes {expected} column{'s' if expected > 1 else ''}; "
+            f"the data has {len(samples)}",
             where=WHERE,
-            remedy="List the columns of the fit in their order, by `columns: [age, income]`, "
-            "in every data set.",
+            remedy="List the columns in the order of the fit in every data set, "
+            "for example `columns: [age, income]`.",
         )
     check_order(
         samples,
@@ -212,7 +212,8 @@ def _takes_texts(model: object) -> bool:
 def read_fitted_names(model: object, inputs: Collection[str]) -> list[str] | None:
     """Return the column names that the estimator was fitted on; None for arrays.
 
-    LightGBM generates names for the columns of arrays. Such names count only if the data has them.
+    LightGBM generates names for the columns of arrays. Generated names are used only if the data
+    has them.
     """
     try:
         names = getattr(model, "feature_names_in_", None)
@@ -226,7 +227,10 @@ def read_fitted_names(model: object, inputs: Collection[str]) -> list[str] | Non
 
 
 def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> None:
-    """Give the graph the inputs of the data: joined, split, or cast."""
+    """Replace the inputs of the graph by the inputs of the data.
+
+    Nodes that join, split, cast or reshape these inputs are added.
+    """
     from onnx import helper
 
     graph = converted.graph
@@ -253,11 +257,11 @@ def _rename_inside(graph: Any, names: Collection[str]) -> list[str]:
     column.
 
     Raises:
-        UserError: an answer of the model has the name of a column.
+        UserError: an output of the model has the name of a column.
     """
     if taken := next((value.name for value in graph.output if value.name in names), None):
         raise UserError(
-            f"the column {taken!r} has the name of an answer of the model",
+            f"the column {taken!r} has the name of an output of the model",
             where=WHERE,
             remedy="Give the column another name, in the data and in the fit.",
         )
@@ -275,10 +279,7 @@ def _rename_inside(graph: Any, names: Collection[str]) -> list[str]:
 
 
 def _get_element_types() -> dict[str, int]:
-    """Return ONNX's element types by NumPy kind.
-
-    `f8` is float64, and other floats are float32.
-    """
+    """Return ONNX's element type for each kind in `InputLayout.types`, and for `b`."""
     from onnx import TensorProto
 
     return {
@@ -322,9 +323,9 @@ def _join_columns(
 def _connect_each(
     graph: Any, layout: InputLayout, declared: Mapping[str, Any], inner: Sequence[str]
 ) -> list[Any]:
-    """Connect each input to its column of the converter.
+    """Connect each input to its column of the converter; return added nodes.
 
-    Return nodes that cast or reshape inputs where needed.
+    The nodes cast or reshape inputs where necessary.
     """
     from onnx import TensorProto, helper
 
@@ -385,7 +386,7 @@ def _not_fitted(inputs: list[str], names: list[str]) -> UserError:
     lacking = [name for name in names if name not in inputs]
     spare = [name for name in inputs if name not in names]
     return UserError(
-        "the data does not hold the columns that the model was fitted on",
+        "the columns of the data differ from the columns of the fit",
         where=WHERE,
         why=f"the model takes {', '.join(names[:_SHOWN])}; the data "
         + (f"lacks {lacking[0]!r}" if lacking else f"also has {spare[0]!r}"),
@@ -395,7 +396,7 @@ def _not_fitted(inputs: list[str], names: list[str]) -> UserError:
 
 def _list_columns(names: Sequence[str]) -> str:
     more = ", …" if len(names) > _SHOWN else ""
-    return f"List them in every data set: `columns: [{', '.join(names[:_SHOWN])}{more}]`."
+    return f"List the columns in every data set: `columns: [{', '.join(names[:_SHOWN])}{more}]`."
 
 
 def _as_precision(array: Any, precision: str) -> Any:
@@ -403,7 +404,7 @@ def _as_precision(array: Any, precision: str) -> Any:
 
     if array.dtype.kind == "f":
         return array.astype(precision)
-    # The export adds and scales whole numbers in float32, where they are exact up to this limit.
+    # The export adds and scales whole numbers in float32, which is exact up to this limit.
     if (
         array.dtype.kind in "iu"
         and precision == "float32"
@@ -414,7 +415,7 @@ def _as_precision(array: Any, precision: str) -> Any:
 
 
 _LABELS_AS_MATRIX = ("OneVsOneClassifier", "QuadraticDiscriminantAnalysis")
-"""Estimators whose converter declares a vector as the label, but writes a matrix."""
+"""Estimators whose converter declares the label as a vector, but writes a matrix."""
 
 
 def tidy_outputs(converted: Any, model: object, names: Sequence[str]) -> None:
@@ -433,7 +434,7 @@ def tidy_outputs(converted: Any, model: object, names: Sequence[str]) -> None:
 
 
 _SHAPES: Mapping[str, tuple[int, ...]] = {"label": (-1,), "scores": (-1, 1)}
-"""Shapes of outputs for which some converters write another rank; -1 is the batch."""
+"""Shapes of outputs for which some converters write a wrong rank; -1 is the batch."""
 
 
 def _reshape_output(graph: Any, output: Any, wanted: tuple[int, ...]) -> None:

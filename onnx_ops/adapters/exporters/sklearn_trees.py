@@ -25,9 +25,9 @@ def read_source_trees(model: object) -> tuple[Tree, ...] | None:
     """Return the trees of a decision tree, forest or boosting; else None.
 
     The estimator is the model itself or the last step of a pipeline. A forest averages its trees,
-    so each leaf weighs 1/n. Boosting adds its trees, each times the learning rate. With k classes,
-    tree i belongs to class i modulo k. For two classes, a file holds only the weights of the
-    second.
+    so each leaf of n trees is multiplied by 1/n. Boosting adds its trees, each multiplied by the
+    learning rate. With k classes, tree i belongs to class i modulo k. For two classes, a file
+    contains only the weights of the second class.
     """
     last, grown = get_last_step(model), _estimators(model)
     if not grown:
@@ -42,9 +42,9 @@ def read_source_trees(model: object) -> tuple[Tree, ...] | None:
 
 
 def _estimators(model: object) -> list[Any]:
-    """Return the trees in which a model ends, in the order of the export.
+    """Return the trees of a model's last step, in the order of the export.
 
-    The result is empty for other models.
+    The result is empty if the last step has no trees.
     """
     last = get_last_step(model)
     if isinstance(last, importlib.import_module("sklearn.tree").BaseDecisionTree):
@@ -92,7 +92,8 @@ def _tree(estimator: Any, factor: float, *, column: int | None = None, width: in
 def _weights(estimator: Any, value: Any) -> Any:
     """Return weights of shape (nodes, outputs).
 
-    Classes are shares of the node's rows. Of two classes, only the second is returned.
+    For a classifier, the weights are the shares of classes in the node's rows. Of two classes, only
+    the second class is returned.
     """
     from sklearn.base import is_classifier
 
@@ -105,7 +106,7 @@ def _weights(estimator: Any, value: Any) -> Any:
 def route_missing_values(converted: Any, model: object) -> None:
     """Route NaN to the same branches in the export as in the source.
 
-    The converter does not do this. The routes are changed only if the source is one ensemble of
+    The converter does not route NaN. The routes are changed only if the source is one ensemble of
     trees. A tree that was trained without NaN routes NaN with the majority of its training rows.
     """
     ensembles = [node for node in converted.graph.node if node.op_type in ENSEMBLES]
@@ -142,7 +143,7 @@ def _find_tracks(trees: Sequence[Any], values: Mapping[str, Sequence[int]]) -> l
         waiting = [(0, 0)]
         while waiting:
             source_node, node = waiting.pop()
-            if tree.children_left[source_node] < 0:  # a leaf
+            if tree.children_left[source_node] < 0:  # only leaves have no children
                 continue
             place = places[number, node]
             tracks[place] = int(goes_low[source_node])

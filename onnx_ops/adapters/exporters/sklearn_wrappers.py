@@ -1,8 +1,8 @@
-"""Rewriting of estimators to equal ones that skl2onnx can convert.
+"""Conversion of estimators to equivalent estimators that skl2onnx supports.
 
-skl2onnx converts most wrappers only around an estimator of one matrix. It has no converter for
-clusterings and linear transformers that are special cases of other estimators. The parity gate
-compares the export with the model that training returned.
+skl2onnx converts most wrappers only around an estimator whose input is one matrix. It has no
+converter for some clusterings and linear transformers, which are rewritten as other estimators. The
+parity gate compares the export with the model that training returned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ The second input is an array, or None for an operator with one input.
 
 
 def rewrite_model(model: object) -> tuple[object, tuple[Step, ...]]:
-    """Return an equal model that skl2onnx converts, and the steps after its output.
+    """Return an equivalent model that skl2onnx converts, and steps after its output.
 
     Raises:
         UserError: the wrapper changes answers in a way that ONNX cannot express.
@@ -47,7 +47,7 @@ def list_estimators(model: object) -> list[object]:
 def unwrap_search(model: object) -> object:
     """Return the refitted estimator of a search object; return other models unchanged.
 
-    Search objects are `GridSearchCV`, `RandomizedSearchCV` and others. They answer with the
+    Search objects are `GridSearchCV`, `RandomizedSearchCV` and others. Their `predict` calls the
     refitted estimator.
 
     Raises:
@@ -55,11 +55,11 @@ def unwrap_search(model: object) -> object:
     """
     while hasattr(model, "best_params_"):
         if not hasattr(model, "best_estimator_"):
-            what = f"{type(model).__name__} holds no estimator, since `refit` is off"
+            what = f"{type(model).__name__} contains no fitted estimator, since `refit` is off"
             raise UserError(
                 what,
                 where="export",
-                remedy="Leave out `refit=False`, or return a fitted estimator.",
+                remedy="Remove `refit=False`, or return a fitted estimator.",
             )
         model = model.best_estimator_
     return model
@@ -76,7 +76,7 @@ def _rewrite_pipeline(model: Any) -> tuple[object, tuple[Step, ...]]:
 
 
 def _rewrite_selection(model: Any) -> tuple[object, tuple[Step, ...]]:
-    """Return a pipeline of a feature selection and the estimator that it fitted.
+    """Return a pipeline of a feature selection and the estimator fitted after it.
 
     The converters treat the selection as a transformer.
     """
@@ -92,10 +92,10 @@ def _rewrite_target(model: Any) -> tuple[object, tuple[Step, ...]]:
 def _rewrite_calibration(model: Any) -> tuple[object, tuple[Step, ...]]:
     """Return the mean of pipelines with calibrated last steps.
 
-    The model is a calibration of pipelines. Other models are returned unchanged.
+    If the model is not a calibration of pipelines, it is returned unchanged.
 
     Raises:
-        UserError: a step follows the answers of an estimator within it.
+        UserError: an inner wrapper changes answers in a way that ONNX cannot express.
     """
     pipelines = []
     for calibrated in model.calibrated_classifiers_:
@@ -111,9 +111,9 @@ def _rewrite_calibration(model: Any) -> tuple[object, tuple[Step, ...]]:
 
 
 def _rewrite_ensemble(model: Any) -> tuple[object, tuple[Step, ...]]:
-    """Return a pipeline of the first steps that all pipelines of an ensemble share.
+    """Return a pipeline of the shared first steps and an ensemble of the last steps.
 
-    It ends with the ensemble of their last steps. Other ensembles are returned unchanged.
+    A model that is not an ensemble of pipelines with the same first steps is returned unchanged.
     """
     import joblib
 
@@ -161,7 +161,7 @@ def _rewrite_isotonic(model: Any) -> tuple[object, tuple[Step, ...]]:
             f"IsotonicRegression with out_of_bounds={model.out_of_bounds!r} cannot be converted "
             "faithfully",
             where="export",
-            why="the export answers outside the range of training with the ends of the range",
+            why="outside the training range, the export returns the value at the end of the range",
             remedy="Set out_of_bounds='clip'.",
         )
     return FunctionTransformer(), interpolate(model.X_thresholds_, model.y_thresholds_)
@@ -170,7 +170,7 @@ def _rewrite_isotonic(model: Any) -> tuple[object, tuple[Step, ...]]:
 def interpolate(places: Any, values: Any) -> tuple[Step, ...]:
     """Return steps that interpolate linearly between values at increasing places.
 
-    The input is a column x. The answer is values[0] + Σ clip((x - places[i]) / (places[i+1] -
+    The input is a column x. The output is values[0] + Σ clip((x - places[i]) / (places[i+1] -
     places[i]), 0, 1) (values[i+1] - values[i]).
     """
     import numpy as np
@@ -191,7 +191,7 @@ def interpolate(places: Any, values: Any) -> tuple[Step, ...]:
 def _rewrite_centers(model: Any) -> tuple[object, tuple[Step, ...]]:
     """Return k-means with the centers of a clustering.
 
-    The clustering must answer with the number of the nearest center.
+    The `predict` method of the clustering must return the number of the nearest center.
     """
     from sklearn.cluster import KMeans
 
@@ -204,7 +204,7 @@ def _rewrite_centers(model: Any) -> tuple[object, tuple[Step, ...]]:
 def _rewrite_subclusters(model: Any) -> tuple[object, tuple[Step, ...]]:
     """Return a nearest neighbor classifier of the centers of a clustering.
 
-    The clustering must label each of its centers.
+    The clustering must have a label for each center.
     """
     from sklearn.neighbors import KNeighborsClassifier
 
@@ -214,7 +214,7 @@ def _rewrite_subclusters(model: Any) -> tuple[object, tuple[Step, ...]]:
 def _rewrite_projection(model: Any) -> tuple[object, tuple[Step, ...]]:
     """Return principal components with the matrix of a linear transformer.
 
-    The columns of the matrix are the answers to unit rows.
+    The columns of the matrix are the transforms of unit vectors.
     """
     import numpy as np
     from sklearn.decomposition import PCA
@@ -222,8 +222,8 @@ def _rewrite_projection(model: Any) -> tuple[object, tuple[Step, ...]]:
     mean = model.mean_
     with_units = model.transform(np.vstack([mean, mean + np.eye(len(mean))]))
     rewritten = PCA(with_units.shape[1])
-    # In theory, the transform of the mean is 0. The remainder is an error of rounding and not a
-    # part of a direction, so it is subtracted.
+    # Without rounding, the transform of the mean would be 0. Its value is a rounding error that all
+    # rows contain, so it is subtracted.
     rewritten.components_ = (with_units[1:] - with_units[0]).T
     rewritten.mean_, rewritten.n_features_in_ = mean, len(mean)
     rewritten.explained_variance_ = np.ones(with_units.shape[1])
@@ -232,7 +232,10 @@ def _rewrite_projection(model: Any) -> tuple[object, tuple[Step, ...]]:
 
 
 def _rewrite_fourier(model: Any) -> tuple[object, tuple[Step, ...]]:
-    """Return the identity, and steps for random Fourier features: √(2/n) cos(x W + b)."""
+    """Return the identity, and steps for random Fourier features.
+
+    The steps compute √(2/n) cos(x W + b) for a row x.
+    """
     from sklearn.preprocessing import FunctionTransformer
 
     scale = (2.0 / model.random_weights_.shape[1]) ** 0.5
@@ -261,7 +264,7 @@ def _invert(transformer: Any) -> tuple[Step, ...]:
     """Return the steps that convert a transformed target to the target.
 
     Raises:
-        UserError: ONNX has no steps for the inverse function.
+        UserError: this module has no ONNX steps for the inverse function.
     """
     name = type(transformer).__name__
     if name == "FunctionTransformer":
@@ -279,7 +282,7 @@ def _invert(transformer: Any) -> tuple[Step, ...]:
     raise UserError(
         f"TransformedTargetRegressor with {name} cannot be converted faithfully",
         where="export",
-        why="its answers are transformed back by Python code",
+        why="Python code computes the target from the transformed target",
         remedy=f"Use one of {', '.join((*_SCALERS, *list(_FUNCTIONS)[1:]))}, "
         "or transform the answers in the application.",
     )

@@ -37,15 +37,15 @@ SIGNATURE = "serving_default"
 REQUIREMENTS = ("numpy==2.4.6", "onnx==1.23.2", "tensorflow-cpu==2.21.0", "tf2onnx==1.17.0")
 
 OPSETS = (13, 18)
-"""Opsets that tf2onnx 1.17 writes."""
+"""Lowest and highest opset that tf2onnx 1.17 writes."""
 
 _FAILED = "tf2onnx cannot convert the model"
 _GENERATED = r"__(\d+)"
-"""Pattern of name endings with numbers that tf2onnx never restarts in a process."""
+"""Pattern of name endings whose numbers tf2onnx does not restart for each model."""
 
 
 class TensorflowExporter(Exporter):
-    """Exports Keras models and SavedModels with tf2onnx.
+    """Exporter of Keras models and SavedModels, with tf2onnx.
 
     Inputs are passed by the names of the signature, of the Keras model, or of the parameters of
     `__call__`.
@@ -67,15 +67,18 @@ class TensorflowExporter(Exporter):
             raise UserError(
                 f"{type(model).__name__} is neither a Keras model nor a tf.Module",
                 where="train.run",
-                remedy="It must return one of them; a tf.Module needs a signature: "
-                "`@tf.function(input_signature=…)`.",
+                remedy="`train.run` must return a Keras model or a tf.Module. A tf.Module must "
+                "have a signature: `@tf.function(input_signature=…)`.",
             )
 
     def load(self, folder: Path) -> object:
         """Load a `.keras` file or a SavedModel."""
         files = sorted(folder.glob("*.keras"))
         if len(files) != 1 and not (folder / SAVED_MODEL).is_file():
-            raise NotFoundError(f"neither one .keras file nor {SAVED_MODEL}", where=str(folder))
+            raise NotFoundError(
+                f"the folder contains neither {SAVED_MODEL} nor exactly one .keras file",
+                where=str(folder),
+            )
         tf = import_tensorflow()
         try:
             if files:
@@ -118,7 +121,7 @@ class TensorflowExporter(Exporter):
         _write_converted(converted, names, request)
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the model; return None for float64, as layers fix their precision."""
+        """Run the model; return None for float64, since layers have a fixed precision."""
         if precision == "float64":
             return None
         tf = import_tensorflow()
@@ -150,7 +153,7 @@ class TfliteExporter(Exporter):
         return find_file_with_suffix(folder, ".tflite")
 
     def export(self, model: object, request: ExportRequest) -> None:
-        """Convert the file with tf2onnx, and name its inputs like those of its signature."""
+        """Convert the file with tf2onnx, and name its inputs as in its signature."""
         section = request.section
         check_section(section, request.samples)
         check_opset(section, *OPSETS, "tf2onnx")
@@ -176,15 +179,15 @@ class TfliteExporter(Exporter):
         """Return the answers of the interpreter without its accelerated kernels.
 
         Raises:
-            ValueError: the model refuses the inputs, or some inputs are not finite. The kernels do
-                not define their result for inputs that are not finite.
+            ValueError: the model refuses the inputs, or some inputs are not finite. The results of
+                the kernels are undefined for inputs that are not finite.
         """
         if precision == "float64":
             return None
         import numpy as np
 
         if not all(np.isfinite(array).all() for array in inputs.values()):
-            raise ValueError("LiteRT's kernels do not define their result for NaN and infinity")
+            raise ValueError("the results of LiteRT's kernels are undefined for NaN and infinity")
         tf = import_tensorflow()
         interpreter = tf.lite.Interpreter(
             model_path=str(model),
@@ -214,7 +217,7 @@ def import_tensorflow() -> Any:
 
 
 def _write_converted(converted: Any, names: list[str], request: ExportRequest) -> None:
-    """Write a converted model with the pipeline's names, without local traces."""
+    """Write a converted model with output names, without information on this machine."""
     tidy_converted(converted, names, request.section)
     converted.doc_string = converted.graph.doc_string = ""
     converted.graph.name = "model"
@@ -228,7 +231,7 @@ def _find_input_tensors(interpreter: Any, names: Collection[str]) -> dict[str, s
     If the file has a signature, the inputs have the names of the signature.
 
     Raises:
-        UserError: the names differ. A single input can have any name.
+        UserError: the names of several inputs differ from those of the file.
     """
     signatures = interpreter.get_signature_list()
     key = SIGNATURE if SIGNATURE in signatures else next(iter(signatures), None)
@@ -258,14 +261,14 @@ def _check_inputs(model: Any, request: ExportRequest) -> None:
         raise UserError(
             f"the SavedModel has no signature {SIGNATURE!r}, and cannot be called",
             where="export",
-            remedy="Save it with one: `tf.saved_model.save(model, folder, signatures=function)`.",
+            remedy="Save a signature: `tf.saved_model.save(model, folder, signatures=function)`.",
         )
     else:
         bind_call(model.__call__, names, owner="`__call__` of the module", ordered=request.ordered)
 
 
 def _find_signature(model: Any) -> Any:
-    """Return the signature that answers clients; None for a model without signature."""
+    """Return the signature for serving; None for a model without this signature."""
     signatures = getattr(model, "signatures", None) or {}
     return signatures.get(SIGNATURE)
 
@@ -275,7 +278,7 @@ def _is_keras(model: Any) -> bool:
 
 
 def _call(model: Any, tensors: Mapping[str, Any]) -> Any:
-    """Call the model with its inputs by name, as its user does."""
+    """Call the model with its inputs by name."""
     if (signature := _find_signature(model)) is not None:
         known = signature.structured_input_signature[1]
         named = dict(zip(known, tensors.values(), strict=True)) if len(tensors) == 1 else tensors

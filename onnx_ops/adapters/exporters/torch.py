@@ -48,7 +48,7 @@ Messages that matter to users are raised as errors.
 _UNTRANSLATED = re.compile(
     r"No ONNX function found for <OpOverload\(op='([^']+)', overload='([^']+)'\)>"
 )
-"""Message of torch 2.13 about an operator that it cannot translate.
+"""Message of torch 2.13 about an operator without a translation.
 
 Only the text of the message names the operator.
 """
@@ -58,7 +58,8 @@ class TorchExporter(TracingExporter):
     """Exporter of PyTorch modules.
 
     Inputs are passed to `forward` by the names of its parameters. Option `translations`
-    (`package.module:TABLE`) names ONNX functions of the project for operators of torch.
+    (`package.module:TABLE`) names a table of the project. The table maps operators of torch to ONNX
+    functions.
     """
 
     tools: tuple[str, ...] = ("torch", "numpy")
@@ -84,17 +85,17 @@ class TorchExporter(TracingExporter):
             raise UserError(
                 f"cannot load the module: {type(error).__name__}: {error}",
                 where=file.name,
-                remedy="It must be a whole module written by torch.save, "
-                "with its class importable here.",
+                remedy="Write the complete module with torch.save, and make its class importable "
+                "in this environment.",
             ) from error
 
     def export(self, model: object, request: ExportRequest) -> None:
-        """Export the module, and remove from the file what depends on this machine."""
+        """Export the module, and remove metadata that depends on this machine."""
         section = request.section
         module = self._module(model, request)
         proto = _export(importlib.import_module("torch"), module, request).model_proto
-        # For an opset below its own lowest one, the exporter converts the file. It keeps the newer
-        # opset if the conversion fails.
+        # For an opset that the exporter does not write, it converts the file. If this conversion
+        # fails, the file has a newer opset.
         written = max(
             entry.version for entry in proto.opset_import if entry.domain in DEFAULT_DOMAINS
         )
@@ -102,14 +103,14 @@ class TorchExporter(TracingExporter):
             raise UserError(
                 f"the exporter wrote opset {written}, not {section.opset}",
                 where="export",
-                why="it could not convert the operators of this module",
-                remedy=f"Set export.opset: {written}, or a newer one.",
+                why="the exporter could not convert the operators of this module",
+                remedy=f"Set export.opset: {written}, or a newer opset.",
             )
         proto.ir_version = section.ir_version
         proto.producer_version = ""
         for node in iterate_nodes(proto):
-            # The module path of a node is kept. The other properties hold stack traces with paths
-            # of this machine.
+            # The module path of a node is kept. The other properties contain stack traces with
+            # paths of this machine.
             scopes = [
                 (p.key, p.value)
                 for p in node.metadata_props
@@ -131,7 +132,10 @@ class TorchExporter(TracingExporter):
         write_model(proto, request.path)
 
     def tracer(self, model: object, request: ExportRequest) -> Tracer:
-        """Return a tracer of the exported program, whose names the file also has."""
+        """Return a tracer of the exported program.
+
+        Values have the same names in the program and in the exported file.
+        """
         torch = importlib.import_module("torch")
         module = self._module(model, request)
         program, binding = (
@@ -149,9 +153,9 @@ class TorchExporter(TracingExporter):
         return trace
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the module in the same way as the user does.
+        """Run the module.
 
-        Return None for float64 if the module creates float32 tensors.
+        The result is None for float64 if the module creates float32 tensors.
         """
         torch: Any = importlib.import_module("torch")
         module: Any = model
@@ -195,8 +199,8 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     binding = _bind(module, request.samples)
     rows, outputs = _choose_rows(torch, module, binding, request)
     positional, keyword = binding.pack(rows)
-    # Free axes are names and not torch.export.Dim. With Dim, torch.onnx fixes the axes that it
-    # cannot keep free, without a warning.
+    # Free axes are declared by names and not by torch.export.Dim. With Dim, torch.onnx fixes axes
+    # without a warning if it cannot keep them free.
     free = {name: dict(get_free_axes(section, name)) for name in binding.names}
     recurrent = importlib.import_module("onnx_ops.adapters.exporters.torch_recurrent")
     attention = importlib.import_module("onnx_ops.adapters.exporters.torch_attention")
@@ -224,10 +228,10 @@ def _choose_rows(
 ) -> tuple[Any, list[str]]:
     """Return the rows for the trace, and the names of the module's outputs.
 
-    The trace uses two rows, which is fastest.
+    The trace uses two rows, because a trace with few rows is fast.
 
     Raises:
-        UserError: the module refuses two rows, or takes only all rows together.
+        UserError: the module refuses two rows, or accepts only all rows together.
     """
     few = {name: _tensor(torch, array, None) for name, array in request.take(2).items()}
     try:
@@ -239,7 +243,7 @@ def _choose_rows(
         except UserError:
             raise error from None
         raise UserError(
-            "the module takes all rows of the samples together, but rejects the first two alone",
+            "the module accepts all rows of the samples together, but not the first two rows",
             where="export",
             why=f"{error.why}; an endpoint answers any number of rows, each independently",
             remedy="Put data that belongs together into one row: give a graph's nodes and "
@@ -258,7 +262,7 @@ def _explain_failure(
 
     `free` are the free axes in the order of the arguments.
     """
-    cause = error.__cause__ or error  # outer exceptions only name failed steps
+    cause = error.__cause__ or error  # outer exceptions name only the failed steps
     while type(cause).__name__ == "PassError" and cause.__cause__:
         cause = cause.__cause__
     if isinstance(cause, UserError):
@@ -266,15 +270,16 @@ def _explain_failure(
     if unknown := _UNTRANSLATED.search(str(error)):
         name = ".".join(unknown.groups()).replace("::", ".")
         return UserError(
-            f"torch.onnx.export has no translation of operator {name}",
+            f"torch.onnx.export has no translation for operator {name}",
             where="export",
-            why="torch has neither an ONNX function nor a decomposition of it",
+            why="torch has neither an ONNX function nor a decomposition for the operator",
             remedy=f"Map torch.ops.{name} to a function of onnxscript in a table of the project, "
             f"and set export.options: {{{TRANSLATIONS}: package.module:TABLE}}.",
         )
     watch = importlib.import_module("onnx_ops.adapters.exporters.torch_fixed_axes")
     shapes = binding.by_parameter(free)
-    is_traced = type(error).__name__ != "TorchExportError"  # a later step failed
+    # TorchExportError means that the trace failed, other errors that a later step failed.
+    is_traced = type(error).__name__ != "TorchExportError"
     for fixed in (
         () if is_traced else watch.find_fixed_axes(module, *binding.pack(rows), shapes, free)
     ):
@@ -283,23 +288,23 @@ def _explain_failure(
             f"({free[fixed.name][fixed.axis]}) at {fixed.size}",
             where="export.dynamic",
             why=fixed.place,
-            remedy="Replace what needs this size there: a loop over the axis, "
-            "or a layer or constant as long as it. "
-            f"Or leave the axis out of `export.dynamic.{fixed.name}`.",
+            remedy="Replace the code that depends on this size: a loop over the axis, "
+            "or a layer or constant of this size. "
+            f"Or remove the axis from `export.dynamic.{fixed.name}`.",
         )
     return UserError(
         "torch.onnx.export cannot export the module",
         where="export",
         why=describe_error(cause),
-        remedy="Look for data-dependent control flow; give every free axis a name in "
+        remedy="Check for data-dependent control flow, and name every free axis in "
         "`export.dynamic`.",
     )
 
 
 def _load_translations(section: Export) -> Mapping[Any, Any] | None:
-    """Return the project's table of ONNX functions by operator of torch.
+    """Return the project's ONNX functions by operator of torch.
 
-    The result is None if the section names no table.
+    The result is None if the section does not name a table.
     """
     if not section.translations:
         return None
@@ -311,7 +316,7 @@ def _load_translations(section: Export) -> Mapping[Any, Any] | None:
         raise UserError(
             f"{section.translations} is not a table of translations",
             where=where,
-            why="it must be a mapping of operators to functions",
+            why="a table maps operators of torch to functions",
             remedy="Write it like {torch.ops.acme.scale.default: scale}, "
             "with `scale` a function of onnxscript.",
         )
@@ -321,9 +326,9 @@ def _load_translations(section: Export) -> Mapping[Any, Any] | None:
 def _traced(
     torch: Any, program: Any, inputs: Tensors, names: Collection[str], dtype: Any
 ) -> dict[str, Array]:
-    """Return the named values of one run.
+    """Run the program; return the values with these names.
 
-    Other values are released when they are no longer needed.
+    Other values are released when no further node uses them.
     """
     values: dict[str, Array] = {}
 
@@ -354,8 +359,8 @@ def _tensor(torch: Any, array: Any, dtype: Any) -> Any:
 def _bind(module: Any, inputs: Collection[str], *, ordered: bool = True) -> CallBinding:
     """Bind inputs to the parameters of `forward`.
 
-    With `ordered`, inputs without names need no declared order. Their order is checked only before
-    an export.
+    With `ordered`, the order of inputs without names is not checked. It is checked only before an
+    export.
     """
     return bind_call(
         module.forward, inputs, owner=f"`forward` of {type(module).__name__}", ordered=ordered
@@ -367,8 +372,11 @@ def _try_out(
 ) -> list[str]:
     """Return the names of the module's outputs for the samples.
 
-    Outputs must be tensors of types that clients can read, and that the exporter does not write as
-    another type.
+    The type of an output must exist in NumPy, and must not be complex, since the exporter would
+    write another type.
+
+    Raises:
+        UserError: the module refuses the samples, or an output has an unsupported type.
     """
     try:
         with torch.no_grad():
@@ -384,29 +392,29 @@ def _try_out(
     values = name_outputs(answer)
     if not all(isinstance(value, torch.Tensor) for value in values.values()):
         raise UserError(
-            f"the module returns {type(answer).__name__}, which contains more than tensors",
+            f"the module returns {type(answer).__name__} with values that are not tensors",
             where="export",
             remedy="`forward` must return a tensor, a list or tuple of tensors, "
             "or a flat dictionary of them.",
         )
     for name, value in values.items():
-        what = f"output {name!r} is of type {str(value.dtype).removeprefix('torch.')}"
+        what = f"output {name!r} has type {str(value.dtype).removeprefix('torch.')}"
         if value.is_complex():
             raise UserError(
                 what,
                 where="export",
-                why="the exporter writes complex numbers as pairs of real ones in one more "
-                "dimension: another function",
-                remedy="Return torch.view_as_real(output), which is the same in both.",
+                why="the exporter writes complex numbers as pairs of real numbers, in an "
+                "additional dimension",
+                remedy="Return torch.view_as_real(output), which has this dimension in torch too.",
             )
         if value.dtype == torch.bfloat16:
-            why = "NumPy has no such type, so neither a gate nor a client can read it"
+            why = "NumPy does not have this type, so neither a gate nor a client can read it"
             raise UserError(what, where="export", why=why, remedy="Return output.float().")
     return list(values)
 
 
 def _wrap(model: Any, names: Collection[str], call: Callable[[Any, Mapping[str, Any]], Any]) -> Any:
-    """Return a module that takes inputs by position and calls the model by name.
+    """Return a module that takes inputs by position and passes them on by name.
 
     The inputs are in the order of `names`.
     """
@@ -465,7 +473,7 @@ KERAS_BACKEND = "torch"
 class KerasExporter(TorchExporter):
     """Exporter of Keras 3 models on the PyTorch backend.
 
-    Models of other backends can be loaded too.
+    Models that were saved with other backends can be loaded too.
     """
 
     tools = ("keras", *TorchExporter.tools)
@@ -477,7 +485,7 @@ class KerasExporter(TorchExporter):
             raise UserError(
                 f"{type(model).__name__} is not a keras.Model",
                 where="train.run",
-                remedy="It must return a Keras model.",
+                remedy="`train.run` must return a Keras model.",
             )
         model.save(folder / KERAS_FILE)
 
@@ -508,7 +516,9 @@ def _keras() -> Any:
             "Set KERAS_BACKEND=torch before Keras is imported, or set export.framework: tensorflow."
         )
         raise UserError(
-            f"Keras runs on {keras.backend.backend()} here", where="export.framework", remedy=remedy
+            f"Keras uses the backend {keras.backend.backend()}, not torch",
+            where="export.framework",
+            remedy=remedy,
         )
     return keras
 
@@ -528,7 +538,10 @@ class HuggingfaceExporter(TorchExporter):
     def save(self, model: object, folder: Path) -> None:
         """Write the model with `save_pretrained`."""
         if not isinstance(model, importlib.import_module("transformers").PreTrainedModel):
-            remedy = "It must return a PreTrainedModel; export.framework: torch takes any module."
+            remedy = (
+                "`train.run` must return a PreTrainedModel. "
+                "For other modules, set export.framework: torch."
+            )
             raise UserError(
                 f"{type(model).__name__} is not a model of transformers",
                 where="train.run",
@@ -540,31 +553,30 @@ class HuggingfaceExporter(TorchExporter):
             raise UserError(
                 f"{type(model).__name__} is not a class of transformers",
                 where="train.run",
-                why="the files of save_pretrained hold no code, and another class of that name "
-                "would be loaded",
-                remedy="Set export.framework: torch, which takes any module, "
-                "and give it inputs and outputs there.",
+                why="the files of save_pretrained contain no code, so a class of transformers with "
+                "this name would be loaded",
+                remedy="Set export.framework: torch, which exports any module.",
             )
         model.save_pretrained(folder)
 
     def load(self, folder: Path) -> object:
         """Return the model in a `save_pretrained` folder, without network access.
 
-        Code in the folder is not run.
+        Python code in the folder is not run.
         """
         transformers = importlib.import_module("transformers")
         if not (folder / TRANSFORMERS_CONFIG).is_file():
             raise NotFoundError(
                 "no config.json",
                 where=str(folder),
-                remedy="Name a folder that save_pretrained has written.",
+                remedy="Set `model:` to a folder that save_pretrained has written.",
             )
         config = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
         names = config.architectures or []
         if len(names) != 1 or not hasattr(transformers, names[0]):
-            remedy = "Install the version that wrote it."
+            remedy = "Install the version of transformers that wrote the folder."
             raise UserError(
                 f"transformers has no architecture {names}", where="config.json", remedy=remedy
             )
@@ -583,7 +595,7 @@ class HuggingfaceExporter(TorchExporter):
     def _module(self, model: Any, request: ExportRequest) -> Any:
         """Return the module after a check that `forward` names every input.
 
-        `forward` takes other inputs in `**kwargs` and ignores them.
+        The check is necessary, since `forward` ignores other inputs in its `**kwargs`.
         """
         owner = f"`forward` of {type(model).__name__}"
         bind_call(

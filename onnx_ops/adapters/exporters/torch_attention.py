@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _HEADS = 1
-"""Axis of the heads, after the batch."""
+"""Index of the axis of heads, which follows the batch axis."""
 
 _MATRIX_RANK = 3
 
@@ -27,7 +27,7 @@ class AttentionOperators(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Add an axis of heads to the arguments, and remove it from the answer."""
+        """Add an axis of heads to the arguments, and remove this axis from the result."""
         given = dict(kwargs or {})
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **given)

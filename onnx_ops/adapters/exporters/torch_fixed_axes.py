@@ -17,7 +17,7 @@ import torch
 
 
 class FixedAxis(NamedTuple):
-    """An axis of an input that the module fixes, its size, and the place that does so."""
+    """An axis of an input that the module fixes, its size, and the place in the code."""
 
     name: str
     axis: int
@@ -32,7 +32,7 @@ def find_fixed_axes(
     dynamic_shapes: Any,
     free: Mapping[str, Mapping[int, str]],
 ) -> list[FixedAxis]:
-    """Trace the module with its arguments again; return the axes that it fixes.
+    """Trace the module again; return the free axes that the module fixes.
 
     Exceptions of the module are ignored, since the failed export has raised the same exceptions.
 
@@ -53,7 +53,7 @@ def find_fixed_axes(
 
 
 def _permit_fixed(dynamic_shapes: Any) -> Any:
-    """Replace the names of axes, so that the trace continues if an axis is fixed."""
+    """Replace the names of axes by `Dim.AUTO`, which permits that an axis is fixed."""
     if isinstance(dynamic_shapes, Mapping):
         return {key: _permit_fixed(value) for key, value in dynamic_shapes.items()}
     if isinstance(dynamic_shapes, tuple | list):
@@ -65,7 +65,7 @@ class _AxisWatch:
     """Observer of the sizes of inputs during a trace.
 
     The observer compares the sizes before and after each layer, and after each line of `forward`.
-    `fixed` holds the axes whose size has become a number, in the order of their detection.
+    `fixed` contains the axes whose size has become a number, in the order of their detection.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class _AxisWatch:
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
         """Follow the lines of `forward`, and of `call` in Keras.
 
-        Keras calls its layers without torch's hooks.
+        Keras calls layers without torch's hooks, so layers are recorded here.
         """
         code = frame.f_code
         if code.co_name not in ("forward", "call") or code.co_filename.startswith(self._root):

@@ -35,7 +35,7 @@ class RecurrentOperators(TorchFunctionMode):
     """Context in which recurrent layers call the operators of this module.
 
     Raises:
-        UserError: raised in the traced module for a layer that ONNX's operators cannot express.
+        UserError: ONNX's operators cannot express a layer. The error is raised in the layer's call.
     """
 
     def __torch_function__(
@@ -45,15 +45,15 @@ class RecurrentOperators(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Replace a call of a recurrent function."""
-        # torch has no public name for this function.
+        """Call the operator of this module in place of a recurrent function."""
+        # torch has no public name for this function, so it is compared by name.
         if getattr(func, "__name__", "") == "_pack_padded_sequence":
             raise UserError(
-                "the module packs sequences of different lengths",
+                "the module uses packed sequences",
                 where="export",
-                why="ONNX has no packed sequences, and their sizes depend on the data",
-                remedy="Give the layer padded sequences, and take the steps that you need from its "
-                "answer by their lengths.",
+                why="ONNX has no packed sequences, whose sizes depend on the data",
+                remedy="Pass padded sequences to the layer, and select the valid steps of its "
+                "output by the lengths of the sequences.",
             )
         operator = _OPERATORS.get(func)
         if operator is None or len(args) != 9 or not isinstance(args[3], bool):
@@ -63,15 +63,15 @@ class RecurrentOperators(TorchFunctionMode):
                 "the module has an LSTM with proj_size",
                 where="export",
                 why="ONNX's LSTM has no projection of its state",
-                remedy="Build the layer without proj_size.",
+                remedy="Create the layer without proj_size.",
             )
         return operator(*args)
 
 
 def _infer_shapes(steps: Any, hx: Any, params: Any, *settings: Any) -> tuple[Any, ...]:
-    """Return empty tensors with the shapes of the answers.
+    """Return empty tensors with the shapes of the outputs.
 
-    The length of the sequence is passed on, and is never read as a number.
+    The length of the sequence is not read as a number, so it stays free.
     """
     states = hx if isinstance(hx, list | tuple) else [hx]
     bidirectional = settings[4]
@@ -94,9 +94,9 @@ def _translate(
 ) -> Callable[..., Any]:
     """Return the translation of a layer to operators of ONNX.
 
-    Each layer becomes one operator, which computes both directions. `gates` are the gates of the
-    operator, in its order, as positions in torch's weights. `activation` is the activation of each
-    direction, where it differs from the operator's default.
+    Each layer becomes one operator, which computes both directions. `gates` are the positions of
+    the operator's gates in torch's weights. `activation` is the activation of each direction; empty
+    for the operator's default.
     """
 
     def write(
@@ -139,7 +139,7 @@ def _stack_weights(
     params: Sequence[Any], gates: Sequence[int], directions: int, hidden: int, *, has_biases: bool
 ) -> Iterator[tuple[Any, Any, Any]]:
     """Yield W, R and B of each layer, for both directions; B is None without biases."""
-    count = 4 if has_biases else 2  # weights of the input, weights of the state, and their biases
+    count = 4 if has_biases else 2  # weights of input and state, and possibly a bias for each
     for first in range(0, len(params), count * directions):
         by_direction = [
             [_order_gates(weight, gates, hidden) for weight in params[start : start + count]]

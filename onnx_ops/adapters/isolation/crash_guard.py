@@ -1,7 +1,7 @@
 """Calls of functions in a forked process that can crash, hang or exhaust memory.
 
-Each of these failures raises an error in this process. Unlike in `process`, the child is a fork of
-this installation. So it starts in milliseconds and has the same packages.
+Each of these failures raises an error in this process. In contrast to module `process`, the child
+uses this installation. It is forked from a server process, so it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _GRACE_S = 2.0
 class ProcessCrashError(Exception):
     """A guarded function did not return.
 
-    `reason` is the cause, and `output` holds the last lines that the function printed. `timed_out`
-    shows whether the function exceeded its time.
+    `reason` is the cause, and `output` contains the last lines that the function printed.
+    `timed_out` shows whether the function exceeded its time limit.
     """
 
     def __init__(self, reason: str, output: str = "", *, timed_out: bool = False) -> None:
@@ -45,9 +45,9 @@ class ProcessCrashError(Exception):
 
 
 def prepare(module: str) -> None:
-    """Start the process whose forks call functions of a module, unless it is running.
+    """Start the fork server for functions of a module, unless it is running.
 
-    The process imports the module while this process continues.
+    The fork server imports the module while this process continues.
     """
     # Without the preload, each fork would import the module again.
     forkserver.set_forkserver_preload(["onnx", "onnxruntime", __name__, module])
@@ -63,12 +63,12 @@ def run_guarded(
     """Call a function in a forked process and return its result.
 
     Function, arguments and result must be picklable. `timeout` is in seconds. `memory` is the limit
-    of the process's own data in bytes, by default the machine's memory.
+    of the process's data segment (RLIMIT_DATA) in bytes, by default the machine's memory.
 
     Raises:
         OnnxOpsError: the function raised this error.
-        ProcessCrashError: the function raised another error, crashed, or exceeded its time or
-            memory.
+        ProcessCrashError: the function raised another error, crashed, or exceeded its time limit
+            or memory limit.
     """
     limit = memory or read_memory_bytes()
     prepare(work.__module__)
@@ -108,7 +108,7 @@ def run_guarded(
 
 
 _children = threading.Lock()
-"""Lock that is held while a child is started or joined.
+"""Lock for the start and the join of a child.
 
 Both operations read the exit codes of ended children, and each code is reported only once.
 """
@@ -125,12 +125,12 @@ def _prepare_child_without_main(name: str) -> dict[str, Any]:
 
 
 def _start_without_main(process: BaseProcess) -> None:
-    """Start a process that does not import the program again.
+    """Start a process that does not import the main module.
 
-    The standard library imports the program in every child, for functions that the program defines.
-    The functions that are called here are in modules, so the child does not need the program. If
-    the program is a script that calls onnx-ops at its top level, the import would repeat this call
-    in the child. Processes that other threads start are not affected.
+    multiprocessing imports the main module in every child, for functions that are defined there.
+    Guarded functions are in other modules. If the main module is a script that calls onnx-ops at
+    its top level, the import would repeat this call in the child. Processes that other threads
+    start are not affected.
     """
     spawn.get_preparation_data = _prepare_child_without_main
     _starting.is_guarded = True
@@ -164,8 +164,8 @@ def _child(
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     faulthandler.enable(all_threads=False)
-    # This timer is a C thread. It reports the present call even if a library never releases the
-    # GIL.
+    # This timer is a C thread. It prints the traceback and ends the process even if a library
+    # never releases the GIL.
     faulthandler.dump_traceback_later(timeout, exit=True)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     try:

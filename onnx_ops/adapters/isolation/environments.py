@@ -31,13 +31,13 @@ BASE = (
 )
 """Requirements of the worker side of the protocol, in addition to this package.
 
-The framework decides which versions fit the requirements without an exact version.
+The other requirements of an environment determine the versions of numpy and onnx.
 """
 
 _LAYOUT = 1
 """Version of the layout of environments.
 
-It increases when environments of an older release can no longer be used.
+The version increases when environments of an older release can no longer be used.
 """
 
 
@@ -48,7 +48,7 @@ class PythonEnvironments:
     folder: Path
     base: Sequence[str] = BASE
     uv: str | None = None
-    """Path of the uv that creates environments; None to use venv and pip."""
+    """Path of uv, which creates environments; None to use venv and pip."""
 
     def python(self, wanted: Environment) -> Path:
         """Return the interpreter of an environment.
@@ -65,11 +65,13 @@ class PythonEnvironments:
         for requirement in wanted.requirements:
             if not requirement.strip() or requirement.lstrip().startswith("-"):
                 remedy = (
-                    "Write each in the format of pip: `package==1.2`. "
+                    "Write each requirement in pip's format: `package==1.2`. "
                     "Configure indexes in the settings of pip or uv."
                 )
                 raise UserError(
-                    f"{requirement!r} is not a requirement", where="env.requirements", remedy=remedy
+                    f"{requirement!r} is not a valid requirement",
+                    where="env.requirements",
+                    remedy=remedy,
                 )
         python = wanted.python or f"{sys.version_info.major}.{sys.version_info.minor}"
         requirements = sorted({*self.base, *wanted.requirements})
@@ -101,9 +103,9 @@ class PythonEnvironments:
                 else sys.executable
             )
             if interpreter is None:
-                remedy = "Install it, or install uv, which downloads it."
+                remedy = "Install this version of Python, or install uv, which downloads it."
                 raise NotFoundError(
-                    f"there is no python{wanted.python} here", where="env.python", remedy=remedy
+                    f"python{wanted.python} is not installed", where="env.python", remedy=remedy
                 )
             run_installer([interpreter, "-m", "venv", str(place)], clean)
             pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
@@ -113,7 +115,7 @@ class PythonEnvironments:
 
 
 def find_uv() -> str | None:
-    """Return the uv on the path, or beside this interpreter; None without uv."""
+    """Return the path of uv, on PATH or beside this interpreter; None without uv."""
     return shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
 
 
@@ -124,12 +126,12 @@ _PINNED = re.compile(
 _NPM_LAYOUT = 1
 """Version of the layout of package folders.
 
-It increases when folders of an older release can no longer be used.
+The version increases when folders of an older release can no longer be used.
 """
 
 NPM_REMEDY = (
     "Install npm (Debian, Ubuntu: `apt-get install nodejs npm`), "
-    "or copy the project's environments here."
+    "or copy the project's environments to this machine."
 )
 
 
@@ -160,9 +162,9 @@ def parse_pins(requirements: Sequence[str]) -> Mapping[str, str]:
         match = _PINNED.fullmatch(requirement)
         if match is None:
             raise UserError(
-                f"{requirement!r} is not an exact version of a package",
+                f"{requirement!r} does not name an exact version of a package",
                 where="env.requirements",
-                remedy="Write each as `package@1.2.3`. Configure registries "
+                remedy="Write each requirement as `package@1.2.3`. Configure registries "
                 "in the settings of npm.",
             )
         versions[match["name"]] = match["version"]
@@ -173,7 +175,7 @@ def _install(place: Path, requirements: Sequence[str]) -> Mapping[str, Json]:
     npm = shutil.which("npm")
     if npm is None:
         raise MeasurementError(
-            "there is no npm here to install its packages", why="", remedy=NPM_REMEDY
+            "npm is not installed, so the packages cannot be installed", why="", remedy=NPM_REMEDY
         )
     place.mkdir()
     (place / "package.json").write_text('{"private": true}\n', encoding="utf-8")
@@ -194,9 +196,9 @@ def _install(place: Path, requirements: Sequence[str]) -> Mapping[str, Json]:
 
 
 MARKER = "onnx-ops.json"
-"""File that is written last.
+"""Marker file, which is written last.
 
-A folder without this file is incomplete, since its creator died.
+A folder without this file is incomplete, because the process that created it died.
 """
 
 
@@ -204,7 +206,7 @@ def make_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]])
     """Fill a folder with `make`, unless the folder is complete.
 
     A folder is complete if it has the marker file and `needed`. The document that `make` returns is
-    stored in the marker file. Several processes can call this at the same time.
+    stored in the marker file. Several processes can call this function at the same time.
     """
     with hold_lock(place.with_suffix(".lock")):
         if (place / MARKER).is_file() and needed.exists():
@@ -230,7 +232,7 @@ def run_installer(
     )
     if done.returncode:
         raise StageError(
-            "its environment cannot be created",
+            "the environment cannot be created",
             where="env.requirements",
             why=select_last_lines(done.stdout),
             remedy="Correct the requirements, or check that the package index is reachable. "

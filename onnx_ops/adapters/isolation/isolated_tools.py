@@ -51,15 +51,15 @@ class IsolatedTool:
     """
     limits: ProcessLimits = field(default_factory=ProcessLimits)
     tools: tuple[str, ...] = ()
-    """Packages that the tool needs in this installation, which is none."""
+    """Packages that the tool requires in this installation; none, by default."""
 
     @property
     def timeout(self) -> float:
-        """Return the time limit of an answer in seconds."""
+        """Return the seconds within which the process must answer."""
         return self.limits.timeout or DEFAULT_TIMEOUT_S
 
     def start(self, worker: str, where: str) -> IsolatedProcess:
-        """Start a function of this module in the environment.
+        """Start a process of the environment that calls a function of this module.
 
         The environment can also import the tool's package.
         """
@@ -70,7 +70,7 @@ class IsolatedTool:
 
 @dataclass(kw_only=True)
 class IsolatedExporter(IsolatedTool, TrainingExporter):
-    """Exporter that runs in another process, which ends with the loaded model.
+    """Exporter that runs in another process, which runs as long as the loaded model.
 
     Training imports the modules of `root`, the project's folder.
     """
@@ -142,7 +142,7 @@ def _process_of(model: object) -> IsolatedProcess:
 class IsolatedOptimizer(IsolatedTool, Optimizer):
     """Optimizer that runs in another process.
 
-    `here` answers in this process what requires no package of the environment.
+    Methods that require no package of the environment call `here`, which runs in this process.
     """
 
     here: Optimizer
@@ -182,7 +182,7 @@ class ExporterWorker:
         self._model: object = None
 
     def start(self, exporter: str, root: str) -> None:
-        """Import the project's exporter."""
+        """Import and create an exporter, which can be a module of the project."""
         sys.path.insert(0, root)
         self._exporter = _make(exporter)
 
@@ -201,14 +201,14 @@ class ExporterWorker:
         self._exporter.export(self._model, request)
 
     def answer(self, inputs: Mapping[str, Any], precision: str) -> Mapping[str, Any] | None:
-        """Return the reference outputs of the loaded model; None without such outputs."""
+        """Return the loaded model's reference outputs; None if the precision is missing."""
         answers: Mapping[str, Any] | None = self._exporter.reference(self._model, inputs, precision)
         require_tensors(answers or {})
         return answers
 
 
 def run_exporter() -> None:
-    """Serve one exporter."""
+    """Run the server loop of an `ExporterWorker`."""
     serve(ExporterWorker(), "export", refusing=("answer",))
 
 
@@ -222,7 +222,7 @@ class OptimizerWorker:
 
 
 def run_optimizer() -> None:
-    """Serve one optimizer."""
+    """Run the server loop of an `OptimizerWorker`."""
     serve(OptimizerWorker(), "quantize")
 
 

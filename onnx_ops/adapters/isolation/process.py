@@ -27,11 +27,11 @@ from onnx_ops.errors import NotFoundError, StageError, describe_exit, from_docum
 from onnx_ops.scratch import Scratch
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""Seconds for an answer if `env.timeout` is not set. Training has no limit."""
+"""Seconds for an answer if `env.timeout` is not set; training then has no limit."""
 GRACE_S = 5.0
-"""Seconds within which a process must end on request.
+"""Seconds within which a process must end after a request to end.
 
-After its time-out, a process has the same time to report where it hangs.
+After its time-out, a process has the same time to print where it hangs.
 """
 
 _STEP_S = 0.005
@@ -67,8 +67,8 @@ def read_memory_bytes() -> int:
 class IsolatedProcess:
     """One process and its children, in a separate process group.
 
-    The command reads requests from standard input, and writes answers to the given descriptor. It
-    ends when its standard input is closed, and should respect the memory limit. Each request
+    The process reads requests from standard input, and writes answers to the given descriptor. It
+    must end when its standard input is closed, and should respect the memory limit. Each request
     contains its time-out. `where` is the stage, section or target that errors show.
     """
 
@@ -105,16 +105,16 @@ class IsolatedProcess:
 
     @property
     def folder(self) -> Path:
-        """Folder that both processes see."""
+        """Folder that both processes can read and write."""
         if not self._end.alive:
             raise StageError(
-                "its process has ended before", where=self._where, remedy="Load the model again."
+                "its process has already ended", where=self._where, remedy="Load the model again."
             )
         return self._scratch.path
 
     @contextlib.contextmanager
     def shared_folder(self) -> Iterator[Path]:
-        """Create a folder that both processes see, and remove it afterwards."""
+        """Create a folder for both processes, and remove it afterwards."""
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             yield Path(folder)
 
@@ -142,7 +142,7 @@ class IsolatedProcess:
     def _exchange(self, request: bytes, do: str, timeout: float | None) -> bytes:
         deadline = None if timeout is None else time.monotonic() + timeout
         with contextlib.suppress(BrokenPipeError):
-            # The process has ended, which the read of its answer reports
+            # The process has ended. Reading its answer below reports this.
             self._process.stdin.write(request + b"\n")  # type: ignore[union-attr]
             self._process.stdin.flush()  # type: ignore[union-attr]
         received = b""
@@ -162,7 +162,7 @@ class IsolatedProcess:
         self._end()
 
     def _fail(self, do: str, late_after: float | None) -> NoReturn:
-        """Stop the process and raise the error of a missing answer.
+        """Stop the process, and raise the error for its missing answer.
 
         If `late_after` is set, the process exceeded this time limit in seconds. Otherwise, it
         crashed.
@@ -180,17 +180,17 @@ class IsolatedProcess:
                 f"it took longer than {late_after:g} s to {do} and was stopped",
                 where=self._where,
                 why=output,
-                remedy="Raise `env.timeout` if the work needs that long.",
+                remedy="Increase `env.timeout` if the work takes that long.",
             )
         how = "closed its answers" if code is None else f"ended with {describe_exit(code)}"
         raise StageError(
             f"its process {how} before it could {do}",
             where=self._where,
             why=output or "it printed nothing",
-            remedy="The lines above are its last output. "
+            remedy="The lines above are the last output of the process. "
             f"Its memory limit is {self._memory / 1e9:.1f} GB: "
             "see `env.memory`. "
-            "Another version of a package may help: see `env.requirements`.",
+            "Or try another version of a package: see `env.requirements`.",
         )
 
 
@@ -250,9 +250,9 @@ def build_interpreter_command(python: Path, entry: str, packages: Collection[str
             spec = importlib.util.find_spec(name)
             if spec is None:
                 raise NotFoundError(
-                    f"package {name} was not found",
+                    f"package {name} is not installed",
                     where=str(python),
-                    remedy="Install it in the environment of onnx-ops.",
+                    remedy="Install the package in the environment of onnx-ops.",
                 )
             if spec.origin is None:
                 raise NotFoundError(
@@ -281,7 +281,7 @@ _UNREAD_S = 2.0
 
 
 class OutputTail:
-    """Reader of a stream to its end, in a separate thread, that keeps its last 64 KiB.
+    """Thread that reads a stream to its end and stores the last 64 KiB.
 
     Lines that begin with `mark` are passed to `on_progress` without the mark. Other lines are
     passed to `on_output`.
@@ -304,9 +304,9 @@ class OutputTail:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until the stream has been read to its end.
+        """Wait up to two seconds until the stream has been read to its end.
 
-        A process that outlives its parent can keep the stream open.
+        A child that outlives the process can keep the stream open.
         """
         self._thread.join(_UNREAD_S)
 
@@ -332,7 +332,7 @@ class OutputTail:
                 self._keep(
                     b"".join(line + b"\n" for line in lines if not line.startswith(self._mark))
                 )
-                if len(rest) > KEPT_BYTES:  # an endless line is not a progress line
+                if len(rest) > KEPT_BYTES:  # a line of this length is not a progress line
                     self._keep(rest)
                     rest = b""
         self._keep(rest)
@@ -346,22 +346,22 @@ class OutputTail:
 
 
 def select_last_lines(output: bytes) -> str:
-    """Return the last lines of an output, each cut to a readable length."""
+    """Return the last 30 lines of an output, each with at most 400 characters."""
     lines = output[-KEPT_BYTES:].decode("utf-8", errors="replace").splitlines()
     return "\n".join(line[:_LONGEST_LINE] for line in lines[-LAST_LINES:])
 
 
 @dataclass(slots=True)
 class RetainedProcess:
-    """Holder of at most one process.
+    """Storage of at most one running process.
 
-    A second process would compete with the first one for the cores.
+    Two processes would compete for the cores.
     """
 
     _kept: tuple[str, IsolatedProcess] | None = None
 
     def get(self, key: str, start: Callable[[], IsolatedProcess]) -> IsolatedProcess:
-        """Return the live process of the key, after starting a new process if needed."""
+        """Return the running process of the key; start a new process if necessary."""
         if self._kept is not None:
             key_of_process, process = self._kept
             if key_of_process == key and process.alive:
@@ -379,5 +379,5 @@ class RetainedProcess:
 
 
 def build_clean_environ() -> dict[str, str]:
-    """Return the environment without variables that affect another Python."""
+    """Return the environment variables except those that affect another Python."""
     return {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}

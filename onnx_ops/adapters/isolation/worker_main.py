@@ -1,8 +1,8 @@
 """Server loop of workers inside an isolated environment.
 
 The module also contains the encoding of values on both sides of the process boundary. It needs only
-the standard library. Workers with arrays or this package's values also need numpy, annotated-types
-and cattrs.
+the standard library. Workers that exchange arrays or this package's types also need numpy,
+annotated-types and cattrs.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _PLAIN = (str, int, float, bool)
 
 
 def serve(worker: object, where: str, refusing: Collection[str] = ()) -> None:
-    """Answer requests by the worker's methods until standard input is closed.
+    """Answer requests with the worker's methods until standard input is closed.
 
     A request names its method. Arguments of the process are the folder of visible packages, the
     file descriptor for answers, and the memory limit in bytes.
 
     Args:
-        worker: its methods' annotations give the types of their arguments.
+        worker: the object whose methods are called; annotations declare the argument types.
         where: the location that errors show.
-        refusing: the methods that refuse inputs by ValueError.
+        refusing: the methods that raise ValueError to refuse inputs.
     """
     faulthandler.enable(all_threads=False)
     limit = int(sys.argv[3])
@@ -54,7 +54,7 @@ def serve(worker: object, where: str, refusing: Collection[str] = ()) -> None:
 def _listen(requests: queue.SimpleQueue[str]) -> None:
     """Read requests into a queue, and end the process group when the client ends.
 
-    The client holds the other end of standard input, which closes when the client ends.
+    The client has the other end of the pipe of standard input, which closes when the client ends.
     """
     for line in sys.stdin:
         requests.put(line)
@@ -68,8 +68,8 @@ def _answer(
     work: Callable[..., Any] = getattr(worker, do)
     timeout = request.pop("timeout")
     if timeout is not None:
-        # This timer is a C thread. It reports and ends the process even if a converter never
-        # releases the GIL.
+        # This timer is a C thread. It prints the traceback and ends the process even if a
+        # converter never releases the GIL.
         faulthandler.dump_traceback_later(timeout, exit=True)
     try:
         kinds = get_type_hints(work)
@@ -85,7 +85,7 @@ def _answer(
         failure = StageError(
             f"it needs more memory than its limit of {limit / 1e9:.1f} GB",
             where=where,
-            remedy="Raise `env.memory` if the machine has more.",
+            remedy="Increase `env.memory` if the machine has more memory.",
         )
         return {"error": failure.as_document()}
     except Exception as error:  # a framework raises many types of exceptions
@@ -100,7 +100,7 @@ def _answer(
 def _structure(value: Any, kind: Any) -> Any:
     if kind in _PLAIN:
         return value
-    from onnx_ops import codec  # workers that use only plain values do not have this package
+    from onnx_ops import codec  # environments of workers with plain values lack its requirements
 
     return codec.from_json(value, kind)
 

@@ -29,7 +29,7 @@ from onnx_ops.ports import Signer, Verifier
 
 PAYLOAD_TYPE = "application/vnd.onnx-ops.ledger-entry+json"
 
-_NEWER = "A newer onnx-ops wrote it: upgrade this one."
+_NEWER = "A newer onnx-ops wrote the entry: upgrade onnx-ops on this machine."
 _REMEDY = (
     "Restore the file from a backup (entries never change), or accept a state with `onnx-ops "
     "ledger adopt`; see `onnx-ops docs runbooks/ledger-damaged`."
@@ -42,7 +42,7 @@ _UNKNOWN_KEY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainedEntry:
-    """An entry as it is stored.
+    """An entry with the digests that chain it to the previous entry and a snapshot.
 
     `previous` is the digest of the previous entry, None for the first entry. `snapshot` is the
     digest of a snapshot of the state before this entry, if the entry names a snapshot.
@@ -71,7 +71,7 @@ class StoredEntry:
 
     @property
     def entry(self) -> LedgerEntry:
-        """The entry."""
+        """The ledger entry without its chain and signatures."""
         return self.chained.entry
 
     @property
@@ -108,8 +108,8 @@ class LedgerKeys:
     ) -> tuple[EnvelopeSignature, ...]:
         """Return the signatures of an entry.
 
-        If no valid key is available here, an entry that grants nothing is not signed. It is also
-        not signed if only a remote service could sign it, since a rollback must not wait for a
+        If this process has no valid key, an entry that grants nothing is not signed. Such an entry
+        is also not signed with the key of a remote service, since a rollback must not wait for a
         service.
 
         Args:
@@ -120,7 +120,7 @@ class LedgerKeys:
                 trusts.
 
         Raises:
-            MissingKeyError: the entry grants something, and no valid key can sign it here.
+            MissingKeyError: the entry grants something, and this process has no valid key.
         """
         try:
             signer = self.signer()
@@ -135,7 +135,7 @@ class LedgerKeys:
             why = str(error)
         if grant:
             raise MissingKeyError(
-                f"this entry {grant}, and no trusted key can sign it here",
+                f"this entry {grant}, and this process has no trusted key to sign it",
                 where=where,
                 why=why,
                 remedy="Run the command on a machine with a trusted release key, or admit the key "
@@ -157,7 +157,7 @@ class LedgerKeys:
             raise CorruptStateError(
                 f"the entry {grant}, and has no signature", where=where, remedy=_REMEDY
             )
-        # A machine's trusted keys can take a ledger back from a stolen key.
+        # With an adoption, a key that this machine trusts can replace stolen keys of the ledger.
         may_be_own = bool(admitted) and isinstance(stored.entry.body, LedgerAdopted)
         try:
             verify_bytes(
@@ -176,7 +176,7 @@ class LedgerKeys:
 
 @functools.lru_cache(maxsize=64)
 def _parse(encoded: str) -> TrustedKeys:
-    """Return the parsed keys of a ledger; the result is cached."""
+    """Return the verifier for the encoded keys of a ledger; the result is cached."""
     return TrustedKeys((), encoded=encoded)
 
 
@@ -195,7 +195,7 @@ def decode(endpoint: str, sequence: int, data: bytes) -> StoredEntry:
     """Return the parsed entry of an object.
 
     Raises:
-        CorruptStateError: the object is not this entry; the error has a remedy.
+        CorruptStateError: the object does not contain this entry. The error has a remedy.
     """
     where = f"ledger {format_name(endpoint, sequence)}"
     signed, _, rest = data.partition(b"\n")
@@ -203,7 +203,9 @@ def decode(endpoint: str, sequence: int, data: bytes) -> StoredEntry:
         chained = codec.loads(signed, ChainedEntry, where=where)
         signatures = codec.loads(rest, tuple[EnvelopeSignature, ...], where=where) if rest else ()
         if (chained.entry.endpoint, chained.entry.sequence) != (endpoint, sequence):
-            raise CorruptStateError("the entry is that of another place", where=where)
+            raise CorruptStateError(
+                "the object contains an entry of another endpoint or number", where=where
+            )
         if chained.entry.schema != LEDGER_SCHEMA:
             raise CorruptStateError(
                 f"the entry has schema {chained.entry.schema}, not {LEDGER_SCHEMA}", where=where
@@ -215,7 +217,9 @@ def decode(endpoint: str, sequence: int, data: bytes) -> StoredEntry:
 
 
 def follow(head: Head, stored: StoredEntry, keys: LedgerKeys | None) -> Head:
-    """Return the head after one more entry. Without keys, signatures are not verified.
+    """Return the head after one more entry.
+
+    Without keys, signatures are not verified.
 
     Raises:
         CorruptStateError: the entry does not follow the head, or grants something without the
@@ -230,7 +234,7 @@ def follow(head: Head, stored: StoredEntry, keys: LedgerKeys | None) -> Head:
             else "the entry is not the first"
         )
         why = (
-            "one of the two was changed, or written to a copy of the ledger"
+            "one of the two entries was changed, or was written to a copy of the ledger"
             if head.state.head
             else ""
         )
@@ -257,15 +261,15 @@ def adopt(stored: StoredEntry, keys: LedgerKeys) -> Head | None:
 
 
 def build_changed_error(endpoint: str, sequence: int) -> CorruptStateError:
-    """Return the error of an entry whose digest the next entry does not contain."""
+    """Return the error for an entry whose digest the next entry does not contain."""
     where = f"ledger {format_name(endpoint, sequence)}"
     return CorruptStateError(
-        "the entry was changed after the next one was written", where=where, remedy=_REMEDY
+        "the entry was changed after the next entry was written", where=where, remedy=_REMEDY
     )
 
 
 def build_missing_error(endpoint: str, sequence: int) -> CorruptStateError:
-    """Return the error of an entry that is missing although later entries exist."""
+    """Return the error for a missing entry that is followed by later entries."""
     return CorruptStateError(
         "the entry is missing", where=f"ledger {format_name(endpoint, sequence)}", remedy=_REMEDY
     )

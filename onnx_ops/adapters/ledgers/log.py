@@ -46,23 +46,23 @@ _SNAPSHOT = "snapshot.json"
 _ADOPTED = "adopted.json"
 """Object with the number of the last entry that set the state.
 
-If the ledger is damaged before that entry, readers use this number. The entry itself is verified.
+If the ledger is damaged before that entry, readers start at this number, and verify the entry.
 """
 SNAPSHOT_EVERY = 4
-"""Number of entries between two snapshots.
+"""Number of entries from one snapshot to the next.
 
-Reading a state takes at most one read for each of these entries, and five more.
+Reading a state takes at most this number of reads plus five.
 """
 _SWEEP_EVERY = 64
-"""Number of entries between two deletions of the files of killed writers."""
+"""Number of entries from one deletion of unfinished files to the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerSnapshot:
     """A state, and the version of the fold that computed it.
 
-    A snapshot saves reads. It is valid only if a signed entry contains its digest. This entry must
-    directly follow the head of the state.
+    A snapshot saves reads of entries. It is valid only if the entry after the state is signed and
+    contains the digest of the snapshot.
     """
 
     fold: int
@@ -77,9 +77,9 @@ class ObjectLedger(Ledger):
     read.
 
     Args:
-        keys: sign appended entries, and verify entries that grant something.
-        seen: folder in which this machine records how far it has read a ledger. With the record, a
-            ledger that goes back to an earlier state is detected.
+        keys: the keys that sign appended entries and verify entries that grant something.
+        seen: folder in which this machine records how far it has read a ledger. The record
+            shows whether a ledger was reset to an earlier state.
     """
 
     def __init__(self, objects: ObjectStore, keys: LedgerKeys, seen: Path | None = None) -> None:
@@ -163,7 +163,7 @@ class ObjectLedger(Ledger):
     def _append_adoption(self, entry: LedgerEntry) -> None:
         """Append an entry that sets the state.
 
-        The previous entries need not be readable.
+        The previous entries can be unreadable.
         """
         empty = ReleaseState(endpoint=entry.endpoint)
         before = self._objects.read(format_name(entry.endpoint, entry.sequence - 1))
@@ -231,7 +231,8 @@ class ObjectLedger(Ledger):
             signed: whether signatures are verified.
 
         Raises:
-            CorruptStateError: an entry does not follow, or is not signed.
+            CorruptStateError: an entry does not follow the previous entry, or lacks a required
+                signature.
         """
         endpoint = head.state.endpoint
         try:
@@ -266,7 +267,7 @@ class ObjectLedger(Ledger):
             self._seen.remember(endpoint, head.state.head, head.digest)
 
     def _iterate_after(self, endpoint: str, after: int) -> Iterator[StoredEntry]:
-        """Yield the entries after a sequence number, reading one after the other."""
+        """Yield the entries after a sequence number, and read them one at a time."""
         last = after
         while True:
             while (data := self._objects.read(format_name(endpoint, last + 1))) is not None:
@@ -274,15 +275,15 @@ class ObjectLedger(Ledger):
                 last += 1
             if not self._has_later(endpoint, last):
                 return
-            # The entry can have been written just now.
+            # Another writer can have written the entry since the first read.
             if self._objects.read(format_name(endpoint, last + 1)) is None:
                 raise build_missing_error(endpoint, last + 1)
 
     def _has_later(self, endpoint: str, last: int) -> bool:
-        """Return whether entries exist after the entry that follows `last`.
+        """Return whether an entry exists with a number above `last` + 1.
 
-        If so, the entry that follows `last` is missing. On a remote store, all names of an endpoint
-        are listed only once for this object, since listing many names takes as long as many reads.
+        If so, entry `last` + 1 is missing. In a remote store, this object lists the names of an
+        endpoint only once, since listing many names takes as long as many reads.
         """
         if endpoint in self._listed and not isinstance(self._objects, LocalObjects):
             return self._objects.read(format_name(endpoint, last + 2)) is not None
@@ -346,12 +347,12 @@ def _build_conflict(entry: LedgerEntry) -> LedgerConflictError:
     return LedgerConflictError(
         f"another writer appended entry {entry.sequence} first",
         where=f"ledger {entry.endpoint}",
-        remedy="Check `onnx-ops status` and try again.",
+        remedy="Check the endpoint with `onnx-ops status`, and try again.",
     )
 
 
 class MemoryLedger(Ledger):
-    """A ledger in memory, with the same guarantees within one process."""
+    """A ledger in memory, with the guarantees of a ledger within one process."""
 
     def __init__(self) -> None:
         self._entries: dict[str, list[LedgerEntry]] = {}

@@ -1,6 +1,6 @@
 """Record of how far this machine has read each ledger.
 
-With it, a ledger whose storage goes back to an earlier state is detected.
+The record reveals a ledger whose storage was reset to an earlier state.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ def require_fixed(
     if expected is None or expected.digest == digest:
         return
     raise CorruptStateError(
-        f"the ledger lost entries: {'it ends before' if digest is None else 'it has another'} "
+        f"the ledger lost entries: {'it ends before' if digest is None else 'it has a different'} "
         f"entry {sequence}",
         where=f"ledger {endpoint}",
         why=f"this machine has read entry {sequence} before; the storage was restored from a "
         "backup, or changed",
-        remedy="If it was restored on purpose, accept its state with `onnx-ops ledger adopt`, "
-        f"or, without a key, remove {expected.path}. "
+        remedy="If the storage was restored on purpose, accept its state with "
+        f"`onnx-ops ledger adopt`. Without a signing key, remove {expected.path}. "
         "Otherwise see `onnx-ops docs runbooks/ledger-damaged`.",
     )
 
 
 class SeenHeads:
-    """One file for each endpoint in a folder. Without a folder, nothing is recorded.
+    """Store of the verified heads of ledgers, with one file for each endpoint.
 
-    Users who can change the ledger's storage must not have write access to this folder. A file that
-    was damaged by a power failure counts as missing.
+    Without a folder, nothing is recorded. Users who can change the ledger's storage must not have
+    write access to this folder. A damaged file, for example after a power failure, is ignored.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -106,9 +106,7 @@ class SeenHeads:
         except FileNotFoundError:
             return None
         except (OSError, CorruptStateError) as error:
-            _log.warning(
-                "what this machine has seen of ledger %s cannot be read: %s", endpoint, error
-            )
+            _log.warning("the recorded head of ledger %s cannot be read: %s", endpoint, error)
             return None
 
 

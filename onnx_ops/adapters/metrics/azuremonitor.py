@@ -34,9 +34,9 @@ from onnx_ops.protocol.messages import FAILURE_STATUSES
 _MINUTE = 60.0
 _DAY = 86_400.0
 _SETTLED = 3 * _MINUTE
-"""Time after the end of a minute in which its counts can still grow."""
+"""Seconds after the end of a minute during which its counts can still grow."""
 _WINDOW = 10 * _MINUTE
-"""Window whose percentiles represent the requests since the last reading."""
+"""Window in seconds whose percentiles represent the requests since the last reading."""
 _MODEL_ERROR = "424"
 """Azure's status if the status of the container is not 200.
 
@@ -56,22 +56,23 @@ class AzureMonitorMetrics(MetricsSource):
     def __init__(self, settings: Mapping[str, Json], clock: Clock | None = None) -> None:
         if settings:
             raise UserError(
-                f"azuremonitor has no setting {sorted(settings)[0]!r}", remedy="It takes none."
+                f"azuremonitor has no setting {sorted(settings)[0]!r}",
+                remedy="Remove the settings: azuremonitor takes none.",
             )
         self._clock = clock or SystemClock()
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return the error of missing credentials; None if they are not missing."""
+        """Return the error for missing credentials; None if the credentials exist."""
         return find_missing_credentials(where=config.endpoint)
 
     def capabilities(self) -> frozenset[str]:
-        """Return `quantiles`."""
+        """Return the only capability of this source: `quantiles`."""
         return frozenset({"quantiles"})
 
     def read(
         self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
     ) -> MetricsReading:
-        """Return the counts of the present day, by the deployments' names in Azure."""
+        """Return the counts of the present day (UTC) for each deployment."""
         until = (self._clock.now() - _SETTLED) // _MINUTE * _MINUTE
         day = until // _DAY * _DAY
         counts = self._series(
@@ -112,7 +113,7 @@ class AzureMonitorMetrics(MetricsSource):
         first: float,
         until: float,
     ) -> list[tuple[str, str, str, list[float]]]:
-        """Return metric, deployment, status and the values of all minutes of each series."""
+        """Return each series: metric, deployment, status, and one value per minute."""
         if until <= first:
             return []
         place = read_workspace(config.settings, where=config.endpoint)
@@ -135,7 +136,7 @@ class AzureMonitorMetrics(MetricsSource):
                 "Azure Monitor refused the query",
                 where=config.endpoint,
                 why=str(error),
-                remedy="Give the identity the role Monitoring Reader on the workspace.",
+                remedy="Assign the role Monitoring Reader on the workspace to the identity.",
             ) from error
         rows = []
         try:
@@ -156,7 +157,7 @@ class AzureMonitorMetrics(MetricsSource):
                     status = labels.get("modelstatuscode", status)
                 rows.append((metric, labels.get("deployment", ""), status, values))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            what = "Azure Monitor did not answer as expected"
+            what = "Azure Monitor returned an unexpected response"
             raise ServiceUnavailableError(
                 what, where=config.endpoint, why=quoted(repr(answer))
             ) from error

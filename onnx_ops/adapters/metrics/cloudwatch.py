@@ -47,7 +47,10 @@ _MICROSECONDS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloudWatchSettings(AwsAccess):
-    """Settings of section `metrics`. Omitted access settings are the provider's."""
+    """Settings of section `metrics`.
+
+    Omitted access settings default to those of the provider.
+    """
 
     delay: Annotated[
         float, Unit("s"), Ge(0), doc("Time after which the counts of a minute are complete.")
@@ -55,10 +58,10 @@ class CloudWatchSettings(AwsAccess):
 
 
 class CloudWatchMetrics(MetricsSource):
-    """Counts and percentiles of variants; status 4xx is refused, and 5xx an error.
+    """Counts and latency percentiles of SageMaker variants, read from CloudWatch.
 
-    CloudWatch has no histogram, so the weaker rule of docs/rollout-analysis.md applies to
-    latencies.
+    A request with status 4xx is refused, and one with 5xx is an error. CloudWatch has no histogram,
+    so the weaker rule of docs/rollout-analysis.md applies to latencies.
     """
 
     def __init__(self, settings: Mapping[str, Json]) -> None:
@@ -68,19 +71,22 @@ class CloudWatchMetrics(MetricsSource):
         self._connected: dict[AwsAccess, Clients] = {}
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return the error of missing credentials; None if they are not missing."""
+        """Return the error for missing credentials; None if the credentials exist."""
         return find_missing_credentials(
             read_access(config.settings, self._settings), where=config.endpoint
         )
 
     def capabilities(self) -> frozenset[str]:
-        """Return `quantiles`."""
+        """Return the only capability of this source: `quantiles`."""
         return frozenset({"quantiles"})
 
     def read(
         self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
     ) -> MetricsReading:
-        """Return the counts since the last change; no counts for a guarded endpoint."""
+        """Return the counts since the endpoint's last change.
+
+        An endpoint with `strategy: guarded` has no counts.
+        """
         access = read_access(config.settings, self._settings, where=config.endpoint)
         if access not in self._connected:
             self._connected[access] = make_clients(access, where=config.endpoint)
@@ -102,7 +108,7 @@ class CloudWatchMetrics(MetricsSource):
             if until <= begin or not variants:
                 empty = {name: RequestCounts() for name in variants}
                 return MetricsReading(origin=origin, at=until.timestamp(), tallies=empty)
-            # This period limits the answer to a few thousand values.
+            # This choice of the period limits the response to a few thousand values.
             period_s = _MINUTE if (until - begin).total_seconds() <= _DAY else _HOUR
             queries = _queries(config.endpoint, variants, _COUNTS, period_s)
             counts = _read_values(connect("cloudwatch"), queries, begin, until)
@@ -158,10 +164,10 @@ def _queries(
 def _read_values(
     cloudwatch: Any, queries: list[dict[str, Any]], begin: datetime, end: datetime
 ) -> dict[str, list[float]]:
-    """Return values by the id of the query.
+    """Return the values of each query, by the id of the query.
 
     Raises:
-        ServiceUnavailableError: CloudWatch answers only in part.
+        ServiceUnavailableError: CloudWatch returned only a part of the values.
     """
     values: dict[str, list[float]] = {}
     pages = cloudwatch.get_paginator("get_metric_data").paginate(
@@ -171,7 +177,7 @@ def _read_values(
         for result in page["MetricDataResults"]:
             if result.get("StatusCode") not in ("Complete", "PartialData"):
                 raise ServiceUnavailableError(
-                    "CloudWatch returned a partial answer", why=quoted(result.get("Messages", ""))
+                    "CloudWatch returned a partial response", why=quoted(result.get("Messages", ""))
                 )
             values.setdefault(result["Id"], []).extend(map(float, result["Values"]))
     return values

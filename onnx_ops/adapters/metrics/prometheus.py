@@ -1,6 +1,6 @@
 """Metrics of an endpoint in Prometheus, Thanos, Mimir or VictoriaMetrics.
 
-One query reads all series, so all counts are of the same scrape.
+One query reads all series, so all counts come from the same scrape.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class PrometheusSettings:
     """Settings of section `metrics`: the server, and names of series and labels.
 
     The default names are those of the endpoint server. `select` are further labels that all series
-    must have, as `{job: serving, namespace: prod}`. `origin` is a series that changes its labels or
-    its value when the counters restart, such as `process_start_time_seconds`.
+    must have, such as `{job: serving, namespace: prod}`. `origin` is a series that changes its
+    labels or its value when the counters restart, such as `process_start_time_seconds`.
     """
 
     endpoint_label: _Label = "endpoint"
@@ -87,7 +87,7 @@ class PrometheusSettings:
 
 @dataclass(slots=True)
 class _Page:
-    """The samples of one query, summed over instances; buckets are cumulative."""
+    """Samples of one query, summed over instances. The buckets are cumulative."""
 
     scraped_at: float = math.inf
     origins: list[str] = field(default_factory=list)
@@ -124,7 +124,10 @@ class PrometheusMetrics(MetricsSource):
     def latencies(
         self, config: EndpointConfig, deployment: str
     ) -> tuple[Sequence[float], Sequence[int]] | None:
-        """Return the histogram of all requests since the start of the present instances."""
+        """Return the histogram of all requests since the present instances started.
+
+        The bounds of its buckets are in seconds.
+        """
         bounds = self._page(config).buckets.get(deployment)
         if not bounds:
             return None
@@ -136,7 +139,7 @@ class PrometheusMetrics(MetricsSource):
     def read(
         self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
     ) -> MetricsReading:
-        """Return the counts of the last scrape."""
+        """Return the counts of each deployment at the last scrape."""
         page = self._page(config)
         copies = [
             sum(page.counters[name][deployment] for deployment in deployments) for name in _SHADOW
@@ -146,7 +149,7 @@ class PrometheusMetrics(MetricsSource):
             if name not in page.statuses:
                 continue
             limits = {} if thresholds is None else thresholds.by_guardrail()
-            # The bounds of the buckets are rounded to six digits.
+            # The tolerance of 1e-4 allows for bucket bounds that are rounded to six digits.
             statuses, buckets = (
                 page.statuses[name],
                 page.buckets.get(name, {}),
@@ -202,8 +205,8 @@ class PrometheusMetrics(MetricsSource):
             raise ServiceUnavailableError(
                 "Prometheus has no samples of the endpoint",
                 where=config.endpoint,
-                why=f"no series {names.origin} was scraped within its look-back",
-                remedy="Check that the server is scraped, and its labels; "
+                why=f"no series {names.origin} was scraped within Prometheus' look-back period",
+                remedy="Check that the server is scraped and that its labels match; "
                 "see `onnx-ops docs metrics-sources`.",
             )
         return page
@@ -229,19 +232,17 @@ class PrometheusMetrics(MetricsSource):
             partial, samples = answer.get("warnings"), answer["data"]["result"]
         except (AttributeError, KeyError, TypeError) as error:
             raise _invalid_answer(config, answer) from error
-        if partial:  # some stores are missing, so the counts are too low
-            raise ServiceUnavailableError(
-                "Prometheus returned a partial answer", where=config.endpoint, why=quoted(partial)
-            )
+        if partial:  # some stores did not respond, so the counts would be too low
+            what = "Prometheus returned a partial response"
+            raise ServiceUnavailableError(what, where=config.endpoint, why=quoted(partial))
         if not isinstance(samples, list):
             raise _invalid_answer(config, answer)
         return samples
 
 
 def _invalid_answer(config: EndpointConfig, answer: object) -> ServiceUnavailableError:
-    return ServiceUnavailableError(
-        "Prometheus did not answer as expected", where=config.endpoint, why=quoted(repr(answer))
-    )
+    what = "Prometheus returned an unexpected response"
+    return ServiceUnavailableError(what, where=config.endpoint, why=quoted(repr(answer)))
 
 
 def _quoted(text: str) -> str:

@@ -20,7 +20,7 @@ from onnx_ops.protocol.messages import COUNTS_PATH, Counts, UserCountsRequest
 
 VARIABLE = "ONNX_OPS_SERVERS_TOKEN"
 MAX_COUNTS_BYTES = 64 << 20
-"""Largest answer of a server in bytes.
+"""Largest response of a server in bytes.
 
 A server reports at most 32 MiB of closed epochs.
 """
@@ -39,7 +39,7 @@ class SeveralServers(ServerMetrics):
     def __init__(self, settings: Mapping[str, Json]) -> None:
         def find_duplicates(read: ServersSettings) -> Iterator[tuple[str, str]]:
             if len({url.rstrip("/") for url in read.urls}) < len(read.urls):
-                yield "urls", "each must be of another server"
+                yield "urls", "each address must belong to a different server"
 
         read = bind_settings(settings, ServersSettings, where="servers", rules=find_duplicates)
         urls = [url.rstrip("/") for url in read.urls]
@@ -54,7 +54,7 @@ class SeveralServers(ServerMetrics):
         return counts
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return the error of a missing token; None if the token is set."""
+        """Return the error for a missing token; None if the token is set."""
         return None if os.environ.get(VARIABLE, "").strip() else _no_token(config.endpoint)
 
     def _read_counts(self, url: str, request: UserCountsRequest | None = None) -> Counts:
@@ -82,11 +82,11 @@ class SeveralServers(ServerMetrics):
 def _check(counts: Sequence[Counts], config: EndpointConfig) -> None:
     why = ""
     if len({each.origin for each in counts}) < len(counts):
-        why = "two addresses lead to the same server; each server needs an address"
+        why = "two addresses lead to the same server; each server needs its own address"
     elif len({each.bounds_s for each in counts}) > 1:
-        why = "they run different releases of onnx-ops"
+        why = "the servers run different releases of onnx-ops"
     elif any(len(splits) > 1 for splits in _find_splits(counts).values()):
-        why = "they split users differently"
+        why = "the servers split users differently"
     if why:
         raise ServiceUnavailableError(
             "the servers' counts cannot be added", where=config.endpoint, why=why

@@ -79,13 +79,16 @@ class GitHubNotifier(Notifier):
             raise NotFoundError(
                 "there is no GitHub token for notifications",
                 where=str(self._file),
-                remedy=f"Put one with write access to issues into {VARIABLES[0]}, "
+                remedy=f"Put a token with write access to issues into {VARIABLES[0]}, "
                 "or into that file with mode 0600.",
             ) from error
 
 
 def format_body(notification: Notification) -> str:
-    """Return Markdown in which foreign text is in code blocks."""
+    """Return the notification as Markdown.
+
+    Code blocks contain the texts that onnx-ops did not write.
+    """
     fence = "`" * (1 + max((len(run) for run in re.findall(r"`{2,}", notification.why)), default=2))
     lines = [f"**{notification.severity.value}**: {_inline(notification.title)}", ""]
     lines += [fence, notification.why, fence, ""] if notification.why else []
@@ -101,5 +104,8 @@ def _inline(text: str) -> str:
 
 
 def _mark(endpoint: str) -> str:
-    """Return the mark by which the issue is found, whatever its title is."""
+    """Return the hidden comment that identifies the issue of an endpoint.
+
+    The issue's title can be changed.
+    """
     return f"<!-- onnx-ops endpoint={endpoint} -->"

@@ -23,7 +23,7 @@ _SIGNS = {
     Severity.INFO: ":white_check_mark:",
 }
 _LONGEST = 2900
-"""Characters of a text in one block, slightly below Slack's limit."""
+"""Maximum number of characters in one block, slightly below Slack's limit."""
 
 
 class WebhookNotifier(Notifier):
@@ -36,7 +36,8 @@ class WebhookNotifier(Notifier):
     def __init__(self, place: str, state: Path) -> None:
         if place:
             raise UserError(
-                "webhook takes no name", remedy=f"Write `webhook`, and its address into {VARIABLE}."
+                "webhook takes no name",
+                remedy=f"Write only `webhook`, and put its address into {VARIABLE}.",
             )
         self._file = state / "notify.webhook"
 
@@ -64,7 +65,7 @@ class WebhookNotifier(Notifier):
 
 
 def format_message(notification: Notification) -> dict[str, Any]:
-    """Return Slack's message: `text` for notifications, and blocks for the channel."""
+    """Return Slack's message: `text` for notifications, `blocks` for the channel."""
     title = f"{_SIGNS[notification.severity]} *{_escaped(notification.title)}*"
     lines = [f"*Why:* {_escaped(notification.why)}"] if notification.why else []
     lines += [

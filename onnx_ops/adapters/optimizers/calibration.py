@@ -1,9 +1,8 @@
-"""Ranges of activations, from parts of the calibration rows that add up exactly.
+"""Ranges of activations from histograms, which can be added exactly.
 
 ONNX Runtime's histograms depend on the order of the rows, since the first batch decides the width
-of the bins. Here, bins reach up to a power of two above the largest value. The bins of two
-histograms become equal by joining neighbours. So the sum is exactly the same, however the rows are
-divided.
+of the bins. Here, bins reach up to a power of two above the largest value. Merging neighboring bins
+gives two histograms the same bins. So the sum does not depend on how the rows are divided.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Histogram:
     highest: Any
 
     def edges(self) -> Array:
-        """Return the edges of the bins, whose number is that of the bins plus one."""
+        """Return the edges of the bins; there is one more edge than bins."""
         import numpy as np
 
         top = 2.0**self.exponent
@@ -112,7 +111,7 @@ def add_histograms(one: Histogram, other: Histogram) -> Histogram:
 def exact_histograms(*, is_part: bool) -> Iterator[None]:
     """Make ONNX Runtime calibrate with histograms that can be added.
 
-    The histograms of a part of the rows are stored for `join_ranges`.
+    If `is_part`, the histograms themselves are stored in place of ranges, for `join_ranges`.
     """
     library: Any = importlib.import_module(_LIBRARY)
     given = library.HistogramCollector
@@ -124,9 +123,9 @@ def exact_histograms(*, is_part: bool) -> Iterator[None]:
 
 
 def _make_collector(*, is_part: bool) -> Any:
-    """Return a collector of histograms for calibrators.
+    """Return a class of histogram collectors for ONNX Runtime's calibrators.
 
-    Its results are ranges, or the histograms themselves for a part of the rows.
+    The results of a collector are ranges, or the histograms themselves if `is_part`.
     """
     import numpy as np
 

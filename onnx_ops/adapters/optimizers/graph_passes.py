@@ -53,7 +53,7 @@ class GraphOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeOptions:
-    """Options of fixed shapes."""
+    """Options of fixed shapes: the size of each symbolic dimension."""
 
     dims: Annotated[Mapping[str, Annotated[int, Ge(1)]], MinLen(1)] = field(default_factory=dict)
 
@@ -61,9 +61,9 @@ class ShapeOptions:
 class GraphOptimizer(Optimizer):
     """Optimizer that saves the graph after ONNX Runtime's optimizations.
 
-    The saved graph loads faster. Option `level`: basic and extended are valid on every machine.
-    With all, convolutions are also laid out for the registers of the machine, so the targets must
-    have the same kind of CPU.
+    The saved graph loads faster. Option `level`: graphs of `basic` and `extended` run on every
+    machine. `all` also adapts the memory layout of convolutions to the registers of the CPU, so the
+    targets must have the same kind of CPU.
     """
 
     tools: tuple[str, ...] = _TOOLS
@@ -82,7 +82,7 @@ class GraphOptimizer(Optimizer):
                 "level `all` optimizes the memory layout for one kind of machine, "
                 "and the targets have several kinds",
                 where=f"variant {request.section.name}, options",
-                remedy="Set level: extended, or make a pipeline for each kind.",
+                remedy="Set level: extended, or make a pipeline for each kind of machine.",
             )
         with Scratch() as folder, suppress_output():
             result = folder / "result.onnx"
@@ -96,8 +96,8 @@ class GraphOptimizer(Optimizer):
                     ort.GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}"
                 )
                 options.optimized_model_filepath = str(result)
-                # A file name of external data is relative to the folder of the model, which
-                # changes.
+                # External data is named relative to the folder of the model. The saved model has
+                # another folder than the source, so the weights are written beside it.
                 if request.source.stat().st_size > EXTERNAL_LIMIT or list_external_names(
                     request.source
                 ):
@@ -143,14 +143,14 @@ class ShapeOptimizer(Optimizer):
         known = {dim.dim_param for shape in shapes for dim in shape} - batch - {""}
         if not dims or (wrong := sorted(set(dims) - known)):
             what = (
-                f"{wrong[0]!r} is not a free dimension besides the batch"
+                f"the model has no free dimension {wrong[0]!r} apart from the batch axis"
                 if dims
-                else "needs `dims`"
+                else "fixed shapes need option `dims`"
             )
             hint = (
                 f"dims may name {', '.join(sorted(known))}."
                 if known
-                else "This model has none: leave it out."
+                else "This model has no such dimension: leave this variant out of `quantize`."
             )
             raise UserError(what, where=where, remedy=hint)
         library = importlib.import_module("onnxruntime.tools.onnx_model_utils")
@@ -170,14 +170,14 @@ def _checked(request: OptimizeRequest, source: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassesOptions:
-    """Passes to run."""
+    """Options of a tool that runs the named passes."""
 
     passes: Names = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkipOptions:
-    """Passes to leave out."""
+    """Options of a tool that skips the named passes."""
 
     skip: Names = ()
 
@@ -204,7 +204,7 @@ class _CleanupOptimizer(Optimizer):
         self._timeout = timeout
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        """Run the tool in a forked process."""
+        """Run the tool in a forked process, and check its result."""
         chosen = tuple(read_options(request.section, self.options).get(self.option, ()))
         where = f"variant {request.section.name}"
         source = read_model(request.source)
@@ -217,7 +217,7 @@ class _CleanupOptimizer(Optimizer):
             except ProcessCrashError as crash:
                 remedy = (
                     "Leave this variant out of `quantize`, "
-                    f"or give other passes with options.{self.option}."
+                    f"or name other passes in options.{self.option}."
                 )
                 raise StageError(
                     f"{self.tool} failed", where=where, why=crash.explanation, remedy=remedy
@@ -229,7 +229,7 @@ class _CleanupOptimizer(Optimizer):
         before, after = (sum(1 for _ in iterate_nodes(model)) for model in (source, derived))
         sizes = [read_model_info(path).size_bytes for path in (request.source, request.path)]
         effect = (
-            f"nothing to simplify: {before} nodes as before"
+            f"nothing to simplify: the graph still has {before} nodes"
             if before == after
             else f"{before} nodes became {after}"
         )
@@ -239,7 +239,7 @@ class _CleanupOptimizer(Optimizer):
 
 
 class SlimOptimizer(_CleanupOptimizer):
-    """Optimizer that cleans up with onnxslim. Option `skip`."""
+    """Optimizer that cleans up graphs with onnxslim; takes option `skip`."""
 
     tool = "onnxslim"
     tools = ("onnxslim", "onnx")
@@ -253,7 +253,7 @@ class SlimOptimizer(_CleanupOptimizer):
 
 
 class PassOptimizer(_CleanupOptimizer):
-    """Optimizer that cleans up with passes of onnxoptimizer. Option `passes`."""
+    """Optimizer that runs passes of onnxoptimizer; takes option `passes`."""
 
     tool = "onnxoptimizer"
     option = "passes"

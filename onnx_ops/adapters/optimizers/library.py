@@ -26,7 +26,7 @@ Names = Annotated[tuple[str, ...], MinLen(1)]
 
 
 CALIBRATION_REMEDY = (
-    "Give rows: `calibrate: {data: train, samples: 256}` in a pipeline, --data FILE in a command."
+    "Set `calibrate: {data: train, samples: 256}` in a pipeline, or --data FILE in a command."
 )
 
 
@@ -82,7 +82,7 @@ def suppress_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def convert_failures(what: str, variant: str, remedy: str) -> Iterator[None]:
-    """Raise any exception of the library as an error of the stage."""
+    """Convert any exception of the library to a StageError."""
     try:
         yield
     except OnnxOpsError:
@@ -94,7 +94,7 @@ def convert_failures(what: str, variant: str, remedy: str) -> Iterator[None]:
 
 
 def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
-    """Check that a tool has not changed the names, types and free dimensions."""
+    """Raise StageError if a tool changed the specifications of inputs or outputs."""
     before, after = read_model_info(source), read_model_info(derived)
     for side, old, new in (
         ("inputs", before.inputs, after.inputs),
@@ -104,7 +104,7 @@ def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
             raise StageError(
                 f"{tool} changed the model's {side}",
                 where=where,
-                why=f"they changed from {list(map(str, old))} to {list(map(str, new))}",
+                why=f"the {side} changed from {list(map(str, old))} to {list(map(str, new))}",
                 remedy="Leave this variant out of `quantize`.",
             )
 
@@ -112,12 +112,12 @@ def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
 def build_no_effect_error(
     section: Quantize, source: Any, op_types: frozenset[str], what: str = "nothing was quantized"
 ) -> UserError:
-    """Build the error of a variant in which nothing was quantized."""
+    """Build the error for a variant in which nothing was quantized."""
     where = f"variant {section.name}"
     if any(node.op_type in _QUANTIZED for node in iterate_nodes(source)):
         why, remedy = (
-            "the model is quantized already",
-            "Give the float model that it was made from.",
+            "the model is already quantized",
+            "Use the float model from which it was made.",
         )
         return UserError(what, where=where, why=why, remedy=remedy)
     counts = _count_reasons(section, source, op_types)
@@ -125,7 +125,8 @@ def build_no_effect_error(
         why = "; ".join(f"{count} {kind}: {reason}" for (kind, reason), count in counts.items())
     else:
         others = ", ".join(sorted({node.op_type for node in iterate_nodes(source)})[:8])
-        why = f"the model has none of {', '.join(sorted(op_types & _WEIGHTED))}; it has {others}"
+        types = ", ".join(sorted(op_types & _WEIGHTED))
+        why = f"the model has no operators of types {types}; it has {others}"
     remedy = _choose_remedy({reason for _, reason in counts}, source)
     return UserError(what, where=where, why=why, remedy=remedy)
 
@@ -154,9 +155,9 @@ def _count_reasons(
 
 
 def _explain_weight(weight: Any) -> str:
-    """Return why a node with this weight was not quantized.
+    """Return the reason why a node with this weight was not quantized.
 
-    The weight is None if other nodes compute it.
+    `weight` is None if other nodes compute the weight.
     """
     from onnx import TensorProto
 
@@ -170,19 +171,19 @@ def _explain_weight(weight: Any) -> str:
 
 def _choose_remedy(reasons: Set[str], source: Any) -> str:
     if any(reason.endswith(_FLOAT32_ONLY) for reason in reasons):
-        return "Quantize the model as it was in float32."
+        return "Quantize the float32 version of the model."
     if source.functions and reasons <= {_COMPUTED, _INNER}:
         return (
-            "Weights in functions are not seen; "
-            "inline them: onnx.inliner.inline_local_functions(model)."
+            "Quantizers ignore weights in functions; "
+            "inline the functions: onnx.inliner.inline_local_functions(model)."
         )
     return "Leave this variant out of `quantize`."
 
 
 BATCH = 16
-"""Rows of one calibration run of a model with a free batch axis.
+"""Number of rows of one calibration run of a model with a free batch axis.
 
-Memory holds every activation of these rows.
+All activations of these rows are in memory during the run.
 """
 
 
@@ -190,9 +191,9 @@ class BatchReader:
     """Reader of calibration batches in the order of the rows.
 
     Rows are on axis 0. The model gets them on its own batch axis, together with `values`, the
-    inputs that have no rows. A model with a fixed batch gets exactly that many rows, and the
-    remaining rows are unused. The quantizer requests ranges of batches (`set_range`), so that it
-    holds the activations of one range only.
+    inputs that have no rows. If the model has a fixed batch size, each batch has that size, and the
+    remaining rows are unused. The quantizer requests ranges of batches (`set_range`), so that only
+    the activations of one range are in memory.
 
     Raises:
         UserError: the rows do not fit the model's inputs, are too few, or are not finite.
@@ -209,7 +210,9 @@ class BatchReader:
             {spec.name for spec in info.inputs} - set(values or {}),
         )
         if wanted != set(rows):
-            what = f"calibration data has inputs {sorted(rows)}, the model {sorted(wanted)}"
+            what = (
+                f"calibration data has inputs {sorted(rows)}, but the model needs {sorted(wanted)}"
+            )
             raise UserError(
                 what,
                 where=where,
@@ -218,7 +221,7 @@ class BatchReader:
         for name, array in rows.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 what = (
-                    f"calibration rows of input {name} hold NaN or infinity: "
+                    f"calibration rows of input {name} contain NaN or infinity: "
                     "no range can be computed from them"
                 )
                 raise UserError(what, where=where, remedy="Calibrate with clean rows.")
@@ -227,7 +230,7 @@ class BatchReader:
         self._size = fixed or BATCH
         self._batches = count // self._size if fixed else -(-count // self._size)
         if not self._batches:
-            what = f"{count} calibration rows, and the model takes batches of {self._size}"
+            what = f"{count} calibration rows do not fill one batch of {self._size} rows"
             raise UserError(what, where=where, remedy="Raise `samples`.")
         self._queue: Iterator[int] = iter(range(self._batches))
 
@@ -235,7 +238,10 @@ class BatchReader:
         return self._batches
 
     def slice(self, number: int, count: int) -> dict[str, Array]:
-        """Return the rows of one of `count` parts of the batches; empty for an empty part."""
+        """Return the rows of part `number` of `count` parts of the batches.
+
+        The result is empty if the part has no batches.
+        """
         start, stop = (self._batches * n // count * self._size for n in (number, number + 1))
         return {name: rows[start:stop] for name, rows in self._rows.items()} if start < stop else {}
 
@@ -243,7 +249,7 @@ class BatchReader:
         return iter(self.get_next, None)
 
     def set_range(self, start_index: int, end_index: int) -> None:
-        """Read batches from `start_index` up to `end_index` (exclusive) next."""
+        """Make `get_next` read the batches from `start_index` up to before `end_index`."""
         self._queue = iter(range(start_index, min(end_index, self._batches)))
 
     def get_next(self) -> dict[str, Array] | None:

@@ -43,7 +43,7 @@ _BLOCKED = "MatMulNBits"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightOnlyOptions:
-    """Options of the quantization of weights."""
+    """Options of weight-only quantization."""
 
     bits: Literal[4, 8] | None = None
     block: Literal[16, 32, 64, 128, 256] = 32
@@ -55,9 +55,10 @@ class WeightOnlyOptions:
 class WeightOnlyQuantizer(Optimizer):
     """Optimizer that stores constant matrices in blocks of few bits, for size.
 
-    Options: `bits` (8), `block` (32), `symmetric` (true), `algorithm`, and `accuracy` (4:
-    activations in 8 bits too). Algorithm rtn rounds. Algorithms hqq and gptq support 4 bits only,
-    and adjust weights to preserve the answers; gptq uses calibration rows.
+    Options and their defaults: `bits` (8), `block` (32), `symmetric` (true), `algorithm` (rtn), and
+    `accuracy` (4 also quantizes activations to 8 bits). rtn rounds the weights. hqq and gptq
+    support 4 bits only and adjust the weights to preserve the model's results; gptq needs
+    calibration rows.
     """
 
     tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")
@@ -79,7 +80,7 @@ class WeightOnlyQuantizer(Optimizer):
             contextlib.redirect_stderr(io.StringIO()),
             warnings.catch_warnings(action="ignore"),
             convert_failures(
-                "the weights cannot be narrowed",
+                "the weights cannot be stored in fewer bits",
                 request.section.name,
                 "Leave this variant out of `quantize`.",
             ),
@@ -106,7 +107,7 @@ def _check_algorithm(algorithm: str, options: Mapping[str, Any], request: Optimi
         raise UserError(
             f"{algorithm} supports 4 bits only",
             where=where,
-            why="the runtime has no kernels for its weights of 8 bits",
+            why="the runtime has no kernels for 8-bit weights of this algorithm",
             remedy="Set bits: 4, or algorithm: rtn.",
         )
     if algorithm == "hqq":
@@ -119,18 +120,18 @@ def _list_notes(
     """Yield notes for the user about what was quantized and its limits."""
     kinds = Counter(node.op_type for node in iterate_nodes(derived))
     total = kinds[_BLOCKED] + sum(kinds[kind] for kind in _PRODUCTS)
-    yield f"weights of {kinds[_BLOCKED]} of {total} matrix products in blocks, {algorithm}"
+    yield f"weights of {kinds[_BLOCKED]} of {total} matrix products stored in blocks by {algorithm}"
     if left := [
         node.name or node.output[0] for node in iterate_nodes(derived) if node.op_type in _PRODUCTS
     ]:
         yield (
-            "in float, because excluded or without a constant matrix of their own: "
+            "left in float, because they are excluded or have no constant matrix of their own: "
             f"{', '.join(left)}"
         )
     if algorithm != "rtn":
         yield (
-            f"{algorithm} changes weights by more than rounding, to preserve the answers: "
-            "parity.weight_steps must allow it"
+            f"{algorithm} changes weights by more than rounding, to preserve the model's results: "
+            "parity.weight_steps must allow these changes"
         )
     if any(machine.family in ("x86", "arm") for machine in request.machines):
         yield (
@@ -138,7 +139,7 @@ def _list_notes(
             "time of float32"
         )
     if options.get("accuracy") == 4:
-        yield "accuracy 4: activations in 8 bits too, with ranges computed in each run"
+        yield "accuracy 4: activations are also quantized to 8 bits, with ranges from each run"
 
 
 def _narrowed(
@@ -209,9 +210,9 @@ class Fp16Optimizer(Optimizer):
         options = read_options(request.section, self.options)
         if read_model_info(request.source).size_bytes > PROTOBUF_LIMIT:
             raise TooLargeError(
-                "the model has more than 2 GiB, which the converter does not take",
+                "the model has more than 2 GiB, the limit of the float16 converter",
                 where=f"variant {request.section.name}",
-                remedy="Convert it before its export, as in torch with model.half(), "
+                remedy="Convert the model before its export, such as with torch's model.half(), "
                 "or use method: weight-only.",
             )
         source, model = read_model(request.source), read_model(request.source)
@@ -222,7 +223,7 @@ class Fp16Optimizer(Optimizer):
             convert_failures(
                 "the model cannot be converted to float16",
                 request.section.name,
-                "Keep the node that it names in float32 with `exclude`, or leave this variant out.",
+                "Exclude the node named in the error (`exclude`), or leave this variant out.",
             ),
         ):
             library = importlib.import_module("onnxruntime.transformers.float16")
@@ -248,7 +249,7 @@ class Fp16Optimizer(Optimizer):
             raise UserError(
                 f"excluding {', '.join(lost)} took no effect",
                 where=f"variant {request.section.name}",
-                why="another node takes the same weights in float16",
+                why="another node uses the same weights in float16",
                 remedy="Exclude that node too.",
             )
         restore_metadata(derived, source)
@@ -257,8 +258,8 @@ class Fp16Optimizer(Optimizer):
         notes = [f"{count} constants in float16{exclusions}"]
         if any(not machine.fp16 for machine in request.machines):
             notes.append(
-                "a target computes float16 in float32, with casts around it: half the size, "
-                "and no faster"
+                "a target casts float16 to float32 for its computations: the model has half the "
+                "size, but is not faster"
             )
         return tuple(notes)
 
@@ -266,7 +267,7 @@ class Fp16Optimizer(Optimizer):
 def _round_as_numpy_does(derived: Any, source: Any, section: Quantize) -> int:
     """Round weights to the nearest float16 value; return the number of weights.
 
-    The converter moves the smallest values away from 0 and clips the largest.
+    ONNX Runtime's converter moves the smallest values away from 0 and clips the largest.
 
     Raises:
         UserError: a weight exceeds the range of float16.
@@ -288,9 +289,9 @@ def _round_as_numpy_does(derived: Any, source: Any, section: Quantize) -> int:
             rounded = numpy_helper.to_array(originals[name]).astype(np.float16)
         if not np.isfinite(rounded).all():
             raise UserError(
-                f"weight {name} holds values beyond 65504, the largest of float16",
+                f"weight {name} has values beyond 65504, the largest float16 value",
                 where=f"variant {section.name}",
-                remedy="Keep the node that takes it in float32 with `exclude`.",
+                remedy="Exclude the node that uses this weight (`exclude`).",
             )
         tensor.CopyFrom(numpy_helper.from_array(rounded, tensor.name))
     return len(halves)

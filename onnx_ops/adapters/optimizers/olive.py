@@ -35,7 +35,7 @@ The pipeline defines the sources, destinations and evaluation of models instead.
 _CODE = ("user_script", "script_dir", "model_script")
 _ROWS = "calibration"
 _NARROWING = re.compile("quant|float16|mixedprecision|nbits|rtn|gptq|awq|bnb", re.IGNORECASE)
-"""Names of passes whose models differ from their source by design.
+"""Pattern of the names of passes that change a model's computation by design.
 
 Other passes get strict parity checks.
 """
@@ -55,7 +55,7 @@ The quantizers add the suffix before they apply exclusions.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OliveOptions:
-    """Options of a run of Olive: a file of the project, or the configuration."""
+    """Options of a run of Olive: a configuration, or its file in the project."""
 
     config: Json = None
 
@@ -63,9 +63,10 @@ class OliveOptions:
 class OliveOptimizer(Optimizer):
     """Optimizer that runs the passes of an Olive configuration in an environment.
 
-    Option `config`: a JSON or YAML file of the project, or its content. Its `passes` are used, and
-    its `systems`, `host` and `target` if they are local. The pipeline defines the model, the
-    folders and the evaluation. The calibration rows replace the data sets of the configuration.
+    Option `config` is a JSON or YAML file of the project, or the content of such a file. Its
+    `passes` are used, and its `systems`, `host` and `target` if they are local. The pipeline
+    defines the model, the folders and the evaluation. The calibration rows replace the data sets of
+    the configuration.
     """
 
     requirements = (
@@ -92,8 +93,8 @@ class OliveOptimizer(Optimizer):
         config = read_options(section, self.options).get(CONFIG)
         if not config:
             remedy = (
-                "Set options: {config: configs/olive/int8.json}, or give it in place: "
-                "{passes: {...}}."
+                "Set options: {config: configs/olive/int8.json}, or write the configuration "
+                "itself: {config: {passes: {...}}}."
             )
             raise UserError(
                 "olive needs a configuration", where=f"variant {section.name}", remedy=remedy
@@ -104,15 +105,15 @@ class OliveOptimizer(Optimizer):
                 where=where,
             )
         if isinstance(config, str):
-            # This module is not available in the environment of the passes.
+            # The environment of the passes does not have this module.
             from onnx_ops.config.yaml_reader import read_file
 
             name, path = config, (root / config).resolve()
             if not path.is_relative_to(root.resolve()):
                 raise UserError(
-                    f"{name} is not in the project",
+                    f"the file {name} is not in the project",
                     where=where,
-                    remedy="Copy it to configs/olive/.",
+                    remedy="Copy the file to configs/olive/.",
                 )
             if not path.is_file():
                 remedy = "Paths are relative to the project's folder."
@@ -135,9 +136,9 @@ class OliveOptimizer(Optimizer):
         reads_data = any(path[-1] == "data_config" and value for path, value in _walk(entries))
         if reads_data and request.calibration is None:
             raise UserError(
-                "a pass reads data, and there are no calibration rows",
+                "a pass reads data, but there are no calibration rows",
                 where=f"variant {section.name}",
-                remedy="Add calibrate: {data: train, samples: 256}. They stand for "
+                remedy="Add calibrate: {data: train, samples: 256}. These rows replace "
                 "the data sets of the configuration.",
             )
         # Imported here, since the module loads NumPy.
@@ -145,7 +146,7 @@ class OliveOptimizer(Optimizer):
 
         if reads_data and not read_layout(read_model_info(request.source), request.values).is_plain:
             raise UserError(
-                "a pass reads data, and not every input of the model has rows on its first axis",
+                "a pass reads data, but some inputs of the model have no rows on their first axis",
                 where=f"variant {section.name}",
                 remedy="Use method static: Olive's data sets have rows on the first axis of every "
                 "input.",
@@ -160,8 +161,8 @@ class OliveOptimizer(Optimizer):
             raise UserError(
                 f"Olive quantized {', '.join(quantized)}, which `exclude` names",
                 where=f"variant {section.name}",
-                remedy="Its preparation joins and renames nodes: set quant_preprocess: false, "
-                "or leave them out.",
+                remedy="Olive's preparation fuses and renames nodes: set quant_preprocess: false, "
+                "or leave these nodes out of `exclude`.",
             )
         return (
             f"Olive {version('olive-ai')}: {', '.join(str(entry['type']) for entry in entries)}",
@@ -176,7 +177,7 @@ def _used(config: Any, where: str) -> Mapping[str, Json]:
         or not config["passes"]
     ):
         raise UserError(
-            "there are no passes in it",
+            "the configuration has no passes",
             where=where,
             remedy="An Olive configuration has `passes: {...}`.",
         )
@@ -184,7 +185,8 @@ def _used(config: Any, where: str) -> Mapping[str, Json]:
     flat = {**config.get("engine", {}), **config}
     if flat.get("search_strategy"):
         what = (
-            "it searches, and Olive's search selects by measurements on whatever machine it runs on"
+            "the configuration searches: the result depends on the speed of the machine that runs "
+            "the search"
         )
         raise UserError(
             what,
@@ -194,13 +196,14 @@ def _used(config: Any, where: str) -> Mapping[str, Json]:
     used = {key: flat[key] for key in _KEPT if flat.get(key) is not None}
     for path, value in _walk(used):
         if path[-1] in _CODE and value:
-            what = f"{'.'.join(path)} names code, which would not be part of the stage's key"
-            raise UserError(what, where=where, remedy="Leave it out; rows come from `calibrate`.")
+            what = f"{'.'.join(path)} refers to code, which the key of the stage does not include"
+            remedy = "Leave this entry out; the rows come from `calibrate`."
+            raise UserError(what, where=where, remedy=remedy)
     _check_systems(used.get("systems", {}), where)
     for entry in _passes(used["passes"]):
         if not isinstance(entry, Mapping) or not isinstance(entry.get("type"), str):
             raise UserError(
-                "a pass has no type", where=where, remedy="Such as {type: OnnxDynamicQuantization}."
+                "a pass has no type", where=where, remedy="Set {type: OnnxDynamicQuantization}."
             )
     return used
 
@@ -211,7 +214,7 @@ def _check_systems(systems: Mapping[str, Any], where: str) -> None:
         if not isinstance(system, Mapping) or system.get("type") != "LocalSystem":
             remedy = (
                 "Passes run in the environment of the stage (`env`); set type: LocalSystem, "
-                "or leave it out."
+                "or leave the system out."
             )
             raise UserError(f"systems.{name} is not a LocalSystem", where=where, remedy=remedy)
 
@@ -224,7 +227,8 @@ def _passes(passes: Mapping[str, Any]) -> Iterator[Any]:
     for name, given in passes.items():
         if isinstance(given, list | tuple) and len(given) != 1:
             raise UserError(
-                f"passes.{name} lists alternatives", remedy="Keep one; `method: auto` searches."
+                f"passes.{name} lists alternatives",
+                remedy="Keep one; only `method: auto` searches.",
             )
         yield given[0] if isinstance(given, list | tuple) else given
 
@@ -276,7 +280,7 @@ def _with_rows(value: Any) -> Any:
 
 
 def _data(calibration: Tensors, folder: Path) -> dict[str, Any]:
-    """Return rows as Olive's raw data set.
+    """Write rows as Olive's raw data set; return its configuration.
 
     The data set has a folder for each input, and a file for each row.
     """
@@ -320,7 +324,7 @@ def _run(workflow: Mapping[str, Any], variant: str) -> Path:
             ) from error
     best = done.get_best_candidate() if done is not None and done.has_output_model() else None
     if best is None or not best.model_path:
-        why = "; ".join(messages)[:600] or "it gives no reason"
+        why = "; ".join(messages)[:600] or "Olive reported no reason"
         raise StageError("Olive made no model", where=where, why=why, remedy=remedy)
     path = Path(best.model_path)
     return next(iter(sorted(path.glob("*.onnx")))) if path.is_dir() else path
@@ -330,7 +334,7 @@ def _run(workflow: Mapping[str, Any], variant: str) -> Path:
 def _warnings() -> Iterator[list[str]]:
     """Collect Olive's warnings in order.
 
-    Olive continues after most of its errors.
+    Olive only logs most of its errors and continues.
     """
     messages: list[str] = []
 

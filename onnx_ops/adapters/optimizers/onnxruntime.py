@@ -1,4 +1,4 @@
-"""Eight-bit variants by ONNX Runtime's own quantizers."""
+"""Optimizers that run ONNX Runtime's own 8-bit quantizers."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from onnx_ops.scratch import Scratch
 TOOLS = ("onnxruntime", "onnx", "numpy")
 
 DYNAMIC_OPERATORS = ("Gather", "Gemm", "MatMul")
-"""Operators that are faster without calibration.
+"""Operators that dynamic quantization makes faster.
 
-A convolution is not among them: as MatMulInteger, it is many times slower than in float.
+Conv is missing, since a dynamically quantized convolution is many times slower than in float.
 """
 
 FLOAT_OPERATORS = frozenset({"Softmax", "ArgMax"})
@@ -66,24 +66,24 @@ WIDE_OPSET = 21
 _REWRITTEN_GEMM = "_MatMul"
 """Suffix of the name of a MatMul that replaces a Gemm.
 
-The dynamic quantizer first turns each Gemm X into a MatMul X_MatMul. It applies exclusions
+The dynamic quantizer first replaces each Gemm X by a MatMul X_MatMul. It applies exclusions
 afterwards.
 """
 
 _FLOAT = 1
 _FUSED = "com.microsoft"
-_KEEP = "Keep the node that it names in float with `exclude`, or leave this variant out."
+_KEEP = "Exclude the node named in the error (`exclude`), or leave this variant out."
 _UNFUSED = (
-    "Quantize the graph as it was before operators were fused: "
-    "types of fused ones cannot be inferred."
+    "Quantize the graph from before the fusion of operators: "
+    "the types of fused operators cannot be inferred."
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """A quantization in progress, between two files of a scratch folder.
+    """One quantization, from the prepared file to the result in a scratch folder.
 
-    `excluded` holds node names in the prepared file, by the names that the user specified.
+    `excluded` maps names that the user specified to names of nodes in the prepared file.
     """
 
     request: OptimizeRequest
@@ -117,8 +117,8 @@ class StaticOptions(DynamicOptions):
 class DynamicQuantizer(Optimizer):
     """Optimizer that quantizes weights to int8, and activations in each run.
 
-    The optimizer needs no data. Options: `op_types`; `reduce_range` (7-bit weights), which by
-    default depends on the targets' CPUs.
+    The optimizer needs no data. Options are `op_types` and `reduce_range` (7-bit weights). The
+    default of `reduce_range` depends on the targets' CPUs.
     """
 
     tools: tuple[str, ...] = TOOLS
@@ -126,7 +126,7 @@ class DynamicQuantizer(Optimizer):
     quantized = True
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        """Quantize weights; activations are quantized in each run."""
+        """Quantize weights, and add operators that quantize activations in each run."""
         options = read_options(request.section, self.options)
         source = read_structure(request.source)
         types = frozenset(options.get("op_types", DYNAMIC_OPERATORS))
@@ -139,18 +139,18 @@ class DynamicQuantizer(Optimizer):
             why,
             (
                 "ranges of activations are computed for each batch: "
-                "answers depend on the other rows in it"
+                "the result of a row depends on the other rows of its batch"
             ),
             *notes,
         )
 
 
 class StaticQuantizer(Optimizer):
-    """Optimizer that quantizes weights and activations to 8 bits, by calibration rows.
+    """Optimizer that quantizes weights and activations with calibration rows.
 
-    Options: `op_types`; `activations` (uint8, int8, uint16), `weights` (int8, uint8),
-    `reduce_range` (7-bit weights) and `symmetric` (activations around 0). By default, all but
-    `op_types` depend on the targets' machines.
+    Options are `op_types`, `activations` (uint8, int8, uint16), `weights` (int8, uint8),
+    `reduce_range` (7-bit weights) and `symmetric` (ranges of activations symmetric to 0). The
+    defaults of all options except `op_types` depend on the targets' machines.
     """
 
     tools: tuple[str, ...] = TOOLS
@@ -192,16 +192,16 @@ class StaticQuantizer(Optimizer):
         opsets, where = read_model_info(request.source).opsets, f"variant {request.section.name}"
         opset = max(opsets.get(domain, 0) for domain in DEFAULT_DOMAINS)
         if request.section.per_channel and opset < PER_CHANNEL_OPSET:
-            what = f"per-channel scales need opset {PER_CHANNEL_OPSET}, the model has {opset}"
+            what = f"per-channel scales need opset {PER_CHANNEL_OPSET}, but the model has {opset}"
             raise UserError(
                 what, where=where, remedy="Set per_channel: false, or export at a newer opset."
             )
         if recipe.activations == "uint16" and opset < WIDE_OPSET:
-            what = f"16-bit activations need opset {WIDE_OPSET}, the model has {opset}"
+            what = f"16-bit activations need opset {WIDE_OPSET}, but the model has {opset}"
             raise UserError(
                 what,
                 where=where,
-                remedy="Export at a newer opset, or leave `activations` to the target.",
+                remedy="Export at a newer opset, or remove `activations` to use the default.",
             )
         chosen = {
             "activations": recipe.activations,
@@ -231,7 +231,7 @@ def _dynamic(job: _Job) -> None:
 
 
 def _static(job: _Job, ranges: Path | None = None) -> None:
-    """Quantize with the ranges in a file, which is written if missing."""
+    """Quantize with the ranges in file `ranges`; write the file if it is missing."""
     library = importlib.import_module("onnxruntime.quantization")
     section, rows = job.request.section, job.request.calibration
     method = section.calibrate.method if section.calibrate else "minmax"
@@ -300,11 +300,11 @@ def _quantize(
         raise UserError(
             f"excluding {', '.join(names)} took no effect",
             where=f"variant {section.name}",
-            why="the quantizer does not leave this node in float",
-            remedy="Exclude the node that holds the weights, or leave it out of `exclude`.",
+            why="the quantizer cannot leave this node in float",
+            remedy="Exclude the node that has the weights, or remove this node from `exclude`.",
         )
     given = read_structure(request.source)
-    # The nodes of a quantized source have such names too.
+    # If the source is already quantized, its weights also have names that end in `_quantized`.
     known = {tensor.name for tensor in given.graph.initializer}
     if not any(
         t.name.endswith("_quantized") and t.name not in known for t in derived.graph.initializer
@@ -313,18 +313,18 @@ def _quantize(
     restore_metadata(derived, source)
     write_model(derived, request.path)
     return (
-        (f"{balanced} outlier channels of normalizations were balanced with their weights",)
+        (f"{balanced} outlier channels of normalizations were balanced with later weights",)
         if balanced
         else ()
     )
 
 
 def _prepare(source: Any, folder: Path, large: bool) -> Path:
-    """Infer shapes again and simplify the graph.
+    """Infer shapes again and simplify the graph; return the path of the result.
 
     If simplification adds weights that are not in the source, the graph is not simplified, since a
-    quantized weight must stay comparable with its original. The source's shapes are removed first.
-    The quantizers give weights other shapes, and would fail on the old shapes.
+    quantized weight must stay comparable with its original. The source's shapes are removed first,
+    since quantizers change the shapes of weights and would fail on the old shapes.
     """
     known = set(collect_constants(source))
     del source.graph.value_info[:]
@@ -336,7 +336,7 @@ def _prepare(source: Any, folder: Path, large: bool) -> Path:
         if any(t.data_type == _FLOAT and t.name not in known for t in model.graph.initializer):
             prepared = _preprocess(plain, folder / "inferred.onnx", simplify=False, large=large)
             model = read_model(prepared)
-    except Exception as error:  # the library raises many types of exceptions
+    except Exception as error:  # the preprocessing raises many types of exceptions
         warnings.warn(
             f"quantizing without preparation: {quoted(error)}", RuntimeWarning, stacklevel=2
         )

@@ -1,6 +1,7 @@
-"""The registry in MLflow.
+"""Registry of versions, aliases and ledger entries in MLflow.
 
-Versions are named by release and variant, aliases by target, and ledger entries are runs.
+The names of versions contain release and variant, and those of aliases the target. Each ledger
+entry is also shown as a run.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,199}")
 _MODEL_SOURCE = re.compile(r"models:/(m-[A-Za-z0-9]+)")
 _PAGE = 1000
 _RUN_TAG_LIMIT = 5000
-"""Characters of the value of a run's tag."""
+"""Maximum number of characters in the value of a run's tag."""
 _EXISTS = "RESOURCE_ALREADY_EXISTS"
 _GONE = ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND", "INVALID_STATE")
 """Error codes for a run or model that was already deleted."""
@@ -91,9 +92,9 @@ class MlflowRegistry:
 
     Args:
         tracking_uri: a tracking server's URL, or the URL of the database behind one.
-        artifact_root: location of files if the database is used directly (a folder or `s3://…`), by
-            default beside a SQLite database. A tracking server decides the location itself.
-        public_url: address of MLflow's pages for people, if it differs from `tracking_uri`.
+        artifact_root: location of files if the database is used directly (a folder or `s3://…`).
+            The default is a folder beside the SQLite database. A tracking server has its own.
+        public_url: address of MLflow's web pages, if it differs from `tracking_uri`.
     """
 
     def __init__(
@@ -123,11 +124,10 @@ class MlflowRegistry:
             relocate_artifacts(path, Path(self._artifact_root))
 
     def publish(self, publication: Publication) -> Mapping[str, str]:
-        """Register one version per variant, if it is new; return versions by variant.
+        """Register one version per new variant; return the versions of all variants.
 
         After a crash, the next call completes the versions. The content of an existing version does
-        not change. Its decisions, evidence and description are replaced by those of this
-        publication.
+        not change, but the publication replaces its decisions, evidence and description.
         """
         model, about = _valid_name(publication.model), publication.about
         for record in publication.variants:
@@ -149,7 +149,7 @@ class MlflowRegistry:
                 elif about not in ("", description) and (
                     not description or description.endswith(KEPT)
                 ):
-                    # A description that a person has written is kept.
+                    # A description that a user wrote does not end with KEPT; it is not replaced.
                     client.update_registered_model(model, about)
             return publisher.publish()
 
@@ -208,7 +208,8 @@ class MlflowRegistry:
             alias for alias, number in self.aliases(model).items() if number == version
         ):
             raise RefusedError(
-                f"alias {pointing[0]} points to it", where=f"{model} version {version}"
+                f"alias {pointing[0]} points to this version",
+                where=f"{model} version {version}",
             )
         try:
             entry = self._version(model, version)
@@ -223,7 +224,7 @@ class MlflowRegistry:
             client.delete_model_version(entry.name, str(entry.version))
 
     def aliases(self, model: str) -> Mapping[str, str]:
-        """Return version by alias; empty if the model does not exist."""
+        """Return the version of each alias; empty if the model does not exist."""
         with self._mlflow.session(f"model {model}") as client:
             models = client.search_registered_models(
                 f"name = '{_valid_name(model)}'", max_results=1
@@ -235,7 +236,10 @@ class MlflowRegistry:
             }
 
     def all_aliases(self) -> Mapping[str, Mapping[str, str]]:
-        """Return version by alias of every model, in one request per 1,000 models."""
+        """Return the aliases of every model with their versions.
+
+        One request reads 1,000 models.
+        """
         with self._mlflow.session("all models") as client:
             models = read_pages(
                 lambda token: client.search_registered_models(max_results=_PAGE, page_token=token)
@@ -294,7 +298,10 @@ class MlflowRegistry:
             )
 
     def document(self, record: VersionRecord, name: str) -> bytes:
-        """Return an evidence document by its path. Callers verify its signed digest."""
+        """Return the evidence document with this path.
+
+        The caller must verify the signed digest of the document.
+        """
         where = f"{record.model} version {record.version}"
         run_id = self._version(record.model, record.version).run_id
         with self._mlflow.session(where) as client, Scratch() as aside:
@@ -320,7 +327,10 @@ class MlflowRegistry:
             )
 
     def where(self, model: str) -> str:
-        """Return the page of the model, or the command that opens MLflow on this database."""
+        """Return the URL of the model's page.
+
+        For a database without `public_url`, return the command that starts MLflow's server.
+        """
         if pages := self._pages():
             return f"{pages}/#/models/{quote(model, safe='')}"
         path = self._mlflow.sqlite_path()
@@ -330,8 +340,8 @@ class MlflowRegistry:
             "--host": "127.0.0.1",
             "--port": "5000",
         }
-        # The command belongs to this environment. Its short name is returned if the shell finds the
-        # same command by this name.
+        # The command must be the one of this Python environment. The short name is enough if the
+        # shell finds this command first.
         installed = Path(sys.executable).parent / "mlflow"
         program = (
             str(installed)
@@ -343,7 +353,7 @@ class MlflowRegistry:
         )
 
     def page(self, model: str, version: str, name: str) -> str:
-        """Return the address of a document.
+        """Return the URL of an evidence document.
 
         The result is empty for a database without `public_url`.
         """
@@ -372,7 +382,7 @@ class MlflowRegistry:
                 if error.error_code != _EXISTS or experiment is None:
                     raise
         if experiment.lifecycle_stage != "active":
-            remedy = f"mlflow experiments restore --experiment-id {experiment.experiment_id}"
+            remedy = f"Run mlflow experiments restore --experiment-id {experiment.experiment_id}"
             raise UserError(
                 "the experiment was deleted in MLflow", where=f"experiment {name}", remedy=remedy
             )
@@ -409,15 +419,15 @@ def _valid_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise UserError(
             f"{name!r} is not a valid name of a registered model or variant",
-            why="letters, digits, dots, dashes, underscores and spaces, at most 200",
+            why="a name has at most 200 letters, digits, dots, dashes, underscores and spaces",
         )
     return name
 
 
 def _show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model: str) -> None:
-    """Write the entry as a run of `releases/<endpoint>`, with the time of the entry.
+    """Write the entry as a run of experiment `releases/<endpoint>`.
 
-    If an earlier attempt only started the run, the run is completed.
+    The run has the time of the entry. If an earlier attempt only started the run, it is completed.
     """
     runs = client.search_runs([experiment], f"tags.sequence = '{entry.sequence}'", max_results=1)
     if runs and runs[0].info.status != "RUNNING":
@@ -461,9 +471,9 @@ def _show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model
 
 
 def _describe_action(body: Intent | RollbackRequested) -> tuple[str, dict[str, str]]:
-    """Return the title of an action, and its tags with a version for each role.
+    """Return the title of a begun or requested action, and its tags.
 
-    The action was begun or requested.
+    The tags name a version for each role.
     """
     title: str = body.action.kind.value
     roles = body.action.roles

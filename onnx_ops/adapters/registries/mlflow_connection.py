@@ -58,7 +58,7 @@ _ARTIFACT_SCHEMES = frozenset(
 )
 """Schemes of the storage to which MLflow can write a version.
 
-Other schemes, such as `http`, can name any host.
+Other schemes, such as `http`, could make onnx-ops send requests to any host.
 """
 
 _ENVIRONMENT: Mapping[str, str] = {
@@ -69,9 +69,10 @@ _ENVIRONMENT: Mapping[str, str] = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
-"""Variables that MLflow reads on use, and their values.
+"""Environment variables that MLflow reads on use, and their values.
 
-Values that the user has set are kept. MLflow's defaults wait minutes for a dead server.
+Values that the user has set are not changed. With its defaults, MLflow would wait minutes for a
+server that does not respond.
 """
 
 _MODULES = (
@@ -104,7 +105,7 @@ class MlflowConnection:
 
     @property
     def is_database(self) -> bool:
-        """Return whether the database is used directly."""
+        """Return whether the URI is that of a database, used without a server."""
         return self._kind in _DATABASES
 
     @cached_property
@@ -117,7 +118,7 @@ class MlflowConnection:
         return urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}"))
 
     def sqlite_path(self) -> Path | None:
-        """Return the file of a SQLite database."""
+        """Return the path of a SQLite database; None for other URIs."""
         if self._kind != "sqlite":
             return None
         return Path(unquote(urlsplit(self.uri).path.removeprefix("/"))).absolute()
@@ -129,11 +130,12 @@ class MlflowConnection:
         Raises:
             ServiceUnavailableError: MLflow does not answer, or cannot process the request now.
             NotFoundError: there is no such resource.
-            RefusedError: it is not permitted.
+            RefusedError: the user does not have the permission.
             UserError: a name or value is invalid.
             MissingPackageError: the driver of the database is not installed.
         """
-        # MLflow would retry a request, so a separate request first checks that the server answers.
+        # MLflow retries failed requests for a long time, so a short request first checks that the
+        # server answers.
         if not self.is_database:
             self.statuses("/health", 1)
         elif (host := urlsplit(self.uri).hostname) and (
@@ -158,7 +160,10 @@ class MlflowConnection:
 
     @contextmanager
     def as_default(self) -> Iterator[None]:
-        """Set MLflow's process-wide default URI, which is read when a version is created."""
+        """Set MLflow's process-wide default URI within the context.
+
+        MLflow reads this URI when it creates or downloads a version.
+        """
         if not self.is_database:
             yield
             return
@@ -170,7 +175,7 @@ class MlflowConnection:
             try:
                 yield
             finally:
-                # This also resets MLflow's variable, which the user's environment can have set.
+                # This also unsets the environment variable, which is restored to the user's value.
                 mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
                 if before is not None:
                     os.environ["MLFLOW_TRACKING_URI"] = before
@@ -185,12 +190,15 @@ class MlflowConnection:
         import_mlflow()
         import mlflow
 
-        # Every error is raised as an exception here. MLflow would print its traceback in addition.
+        # Errors are raised as exceptions. Without these levels, MLflow also logs their tracebacks.
         logging.getLogger(mlflow.__name__).setLevel(logging.WARNING)
         logging.getLogger("mlflow.store").setLevel(logging.CRITICAL)
 
     def statuses(self, path: str, count: int) -> list[int]:
-        """Return the HTTP statuses of concurrent requests, which reach several workers."""
+        """Return the HTTP statuses of `count` concurrent requests.
+
+        Concurrent requests reach several workers of the server.
+        """
         self._import()
         from mlflow.exceptions import MlflowException
         from mlflow.utils.credentials import get_default_host_creds
@@ -198,8 +206,8 @@ class MlflowConnection:
 
         options: dict[str, Any] = {"max_retries": 0, "timeout": _PROBE_S, "raise_on_status": False}
         try:
-            # This is MLflow's own request function, so proxies, certificates and credentials are
-            # those of later calls.
+            # MLflow's own request function uses the same proxies, certificates and credentials as
+            # later calls.
             credentials = get_default_host_creds(self.uri)  # type: ignore[no-untyped-call]
             with ThreadPoolExecutor(count) as pool:
                 answers = [
@@ -217,10 +225,10 @@ class MlflowConnection:
             return NotFoundError("MLflow has no such resource", where=where, why=text)
         if code == "PERMISSION_DENIED":
             return RefusedError(
-                "MLflow refused",
+                "MLflow refused the request",
                 where=where,
                 why=text,
-                remedy="Ask an administrator of this MLflow",
+                remedy="Ask an administrator of this MLflow server for the permission",
             )
         if code in ("INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS"):
             return UserError("MLflow rejected the request", where=where, why=text)
@@ -237,14 +245,14 @@ class MlflowConnection:
         remedy = (
             "Check that the database is reachable and writable"
             if self.is_database
-            else "Start it or check its URL"
+            else "Start the server or check its URL"
         )
         return ServiceUnavailableError(
             "MLflow does not answer", where=self.shown, why=self._clean(why), remedy=remedy
         )
 
     def _clean(self, text: str) -> str:
-        """Return a text as one line without the password."""
+        """Return the first line of a text without the password of the URI."""
         password = urlsplit(self.uri).password
         for secret in {password, unquote(password)} if password else ():
             text = text.replace(secret, "***")
@@ -253,7 +261,7 @@ class MlflowConnection:
 
 
 def import_mlflow() -> None:
-    """Import what a session needs, with the settings that MLflow reads on import."""
+    """Import MLflow's modules, with the settings that MLflow reads on import."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name in _MODULES:
@@ -261,9 +269,9 @@ def import_mlflow() -> None:
 
 
 def read_pages(read: Callable[[str | None], Any]) -> Iterator[Any]:
-    """Yield the entries of all pages.
+    """Yield the entries of all pages of a listing.
 
-    `read` takes the token of a page, None for the first page.
+    `read` returns the page with the given token; None is the token of the first page.
     """
     token: str | None = None
     while True:
@@ -332,7 +340,7 @@ class ArtifactDownload:
     def verify(self, path: Path, digest: Digest) -> None:
         """Raise DigestMismatchError if a downloaded file differs from the registered file."""
         if digest_file(path) != digest:
-            what = f"{path.name} differs from what was registered"
+            what = f"{path.name} differs from the registered file"
             raise DigestMismatchError(what, where=self._where, remedy=_ARTIFACT_REMEDY)
 
     @contextmanager
@@ -366,13 +374,16 @@ def _get_scheme(location: str) -> str:
 
 
 class MlflowModels:
-    """Any `models:/NAME/VERSION` or `models:/NAME@ALIAS` of MLflow, read only."""
+    """Read-only access to MLflow's models by URI.
+
+    A URI is `models:/NAME/VERSION` or `models:/NAME@ALIAS`.
+    """
 
     def __init__(self, tracking_uri: str) -> None:
         self._mlflow = MlflowConnection(tracking_uri)
 
     def fingerprint(self, uri: str) -> str:
-        """Return the version and the location of its files, neither of which ever changes."""
+        """Return the version and the location of its files; both never change."""
         name, version, source = self._version(uri)
         return f"{name}/{version} {source}"
 

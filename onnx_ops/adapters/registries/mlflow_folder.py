@@ -1,7 +1,4 @@
-"""The folder of a LoggedModel.
-
-The folder contains ONNX files, and the files that MLflow needs to load them.
-"""
+"""Folder of a LoggedModel: the ONNX files and the files that MLflow needs to load them."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ _OWN = frozenset(
 
 
 def is_safe_name(name: str) -> bool:
-    """Return whether a file with that name stays in its folder on every system."""
+    """Return whether a file name stays within its folder on every operating system."""
     parts = name.split("/")
     return bool(name) and not any(
         part in ("", ".", "..")
@@ -58,7 +55,7 @@ def validate_record(record: VariantRecord) -> None:
         UserError: a file name is not safe, or is reserved by MLflow; or there is not exactly one
             ONNX file.
         RefusedError: the model's weights are not all among the files.
-        DigestMismatchError: a file is not what the manifest declares.
+        DigestMismatchError: the manifest does not match the files.
     """
     where = f"variant {record.variant}"
     for name in (*record.files, *record.evidence):
@@ -66,32 +63,39 @@ def validate_record(record: VariantRecord) -> None:
             raise UserError(
                 f"{name!r} cannot be the name of an artifact",
                 where=where,
-                why="it must stay in its folder",
+                why="it must be a relative path within the folder of the artifacts",
             )
     if reserved := sorted(set(record.files) & _OWN):
         raise UserError(f"{reserved[0]} is a name that MLflow reserves", where=where)
     # Weights outside the files of the version could not be verified.
     external = list_external_names(record.files[find_model_file(record.files)])
     if outside := sorted({PurePosixPath(name).as_posix() for name in external} - set(record.files)):
-        what = f"its external data {outside[0]!r} is not among the files of the version"
-        raise RefusedError(what, where=where, remedy="Export the model with its weights beside it.")
+        what = f"external data {outside[0]!r} of the model is not among the files of the version"
+        remedy = "Export the model with its weights in the same folder."
+        raise RefusedError(what, where=where, remedy=remedy)
     if set(record.files) != set(record.manifest.files):
-        raise DigestMismatchError("the manifest names other files than those given", where=where)
+        raise DigestMismatchError("the manifest lists other files than the record", where=where)
     for name, path in record.files.items():
         if digest_file(path) != record.manifest[name]:
             raise DigestMismatchError(
                 f"{name} does not match the manifest",
                 where=where,
-                remedy="Run the pipeline again; the stage is executed again",
+                remedy="Run the pipeline again; it repeats the stage",
             )
 
 
 def find_model_file(names: Iterable[str]) -> str:
-    """Return the ONNX file among the model's files; the others hold its external data."""
+    """Return the ONNX file among the model's files.
+
+    The other files contain external data of the model.
+
+    Raises:
+        UserError: there is not exactly one ONNX file.
+    """
     models = sorted(name for name in names if PurePosixPath(name).suffix == ".onnx")
     if len(models) != 1:
         raise UserError(
-            "a version holds exactly one .onnx file, "
+            "a version must have exactly one .onnx file, "
             f"not {len(models)}: {', '.join(models) or 'none'}"
         )
     return models[0]
@@ -122,7 +126,7 @@ def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: 
     signature = _build_signature(folder / data)
     example = None
     if record.example and signature is not None:
-        # MLflow has two examples: arrays for its loader, and a request for its server.
+        # MLflow stores two examples: arrays for its loader, and a request for its server.
         (folder / _EXAMPLE).write_text(json.dumps(json.loads(record.example)["inputs"]))
         (folder / _SERVING_EXAMPLE).write_bytes(record.example)
         example = {"artifact_path": _EXAMPLE, "serving_input_path": _SERVING_EXAMPLE}
@@ -156,14 +160,14 @@ def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: 
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as it is stored and digested."""
+    """Return the canonical JSON of the manifest, from which its digest is computed."""
     return canonical_json(dict(manifest.files))
 
 
 def _build_signature(path: Path) -> ModelSignature | None:
-    """Return inputs and outputs as MLflow describes them.
+    """Return MLflow's signature of the model's inputs and outputs.
 
-    The result is None if MLflow cannot describe one of them.
+    The result is None if MLflow cannot describe one of the inputs or outputs.
     """
     from mlflow.models import ModelSignature
 

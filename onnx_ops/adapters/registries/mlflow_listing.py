@@ -1,8 +1,8 @@
 """Versions of a model, read from MLflow's database or server without MLflow.
 
-Importing MLflow takes longer than reading the versions. This module is for runs that only confirm
-what is registered. If a database, a certificate, an authentication or a table differs from what
-this module supports, MLflow must read the versions.
+Importing MLflow takes longer than reading the versions. This module is for runs that only check
+which versions are registered. MLflow must read the versions if this module does not support the
+database, its tables, the certificate or the authentication.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onnx_ops.adapters.http_json import request_json
 from onnx_ops.errors import OnnxOpsError
 
 VersionTags = tuple[str, int, Mapping[str, str]]
-"""Version, creation time in milliseconds since the epoch, and tags."""
+"""Version number, creation time in milliseconds since the Unix epoch, and tags."""
 
 _ONLY_MLFLOW = (
     "MLFLOW_TRACKING_AUTH",
@@ -47,7 +47,9 @@ def list_version_tags(uri: str, database: Path | None, model: str) -> list[Versi
     """Return the versions of a model with their tags; None if MLflow must read them.
 
     Args:
-        database: the file of a SQLite database; None for a server.
+        uri: address of the tracking server or database.
+        database: path of a SQLite database; None for other databases and servers.
+        model: name of the registered model.
     """
     if any(os.environ.get(name) for name in _ONLY_MLFLOW):
         return None
@@ -102,7 +104,7 @@ def _read_server(uri: str, model: str) -> list[VersionTags] | None:
             TypeError,
             ValueError,
         ):
-            # The answer is not a document of MLflow.
+            # The server did not return MLflow's JSON, so MLflow itself must report the error.
             return None
         if not token:
             return sorted(listed, key=lambda entry: int(entry[0]))
@@ -114,7 +116,7 @@ def _read_entry(entry: Mapping[str, Any]) -> VersionTags:
 
 
 def _authorize() -> dict[str, str]:
-    """Return the header with the credentials in MLflow's variables."""
+    """Return the header with the credentials from MLflow's environment variables."""
     if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
         return {"Authorization": f"Bearer {token}"}
     name, password = (

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
 DESCRIPTION_LIMIT = 5000
-"""Characters of a description; PostgreSQL refuses more."""
+"""Maximum number of characters of a description; PostgreSQL refuses more."""
 
 _KIND = "onnx_ops.kind"
 _BATCH = 100
@@ -52,10 +52,10 @@ T = TypeVar("T")
 
 
 class ReleasePublisher:
-    """Publisher of one publication.
+    """Publisher of one release in MLflow.
 
-    The experiment and the registered model exist, and the records have been checked. `pages` is the
-    address of MLflow's UI; it is empty if links can only be relative to the UI.
+    The experiment and the registered model must exist, and the records must be valid. `pages` is
+    the URL of MLflow's UI; it is empty if links can only be relative to the UI.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class ReleasePublisher:
     def _find_version(self, record: VariantRecord) -> ModelVersion | None:
         """Return the version of this release, variant and content.
 
-        After a race of two publishers the lower version number counts. The higher version is
-        deleted unless it has an alias. A variant that was built from the same export with other
-        quantization settings is another version.
+        If two publishers have created the same version at the same time, the lower version number
+        is used, and the higher version is deleted unless it has an alias. The same variant with
+        other files, for example after a change of quantization settings, is a different version.
         """
         name = self._publication.model
         versions = sorted(
@@ -137,14 +137,14 @@ class ReleasePublisher:
         )
         for duplicate in versions[1:]:
             number = str(duplicate.version)
-            # The other publisher can have deleted its version already.
+            # The other publisher may already have deleted this version.
             with suppress_codes("RESOURCE_DOES_NOT_EXIST"):
                 if not self._client.get_model_version(name, number).aliases:
                     self._client.delete_model_version(name, number)
         return versions[0] if versions else None
 
     def _create(self, record: VariantRecord, parent_id: str) -> str:
-        # An attempt that ended before its version was created may have uploaded the whole model.
+        # A killed attempt may have uploaded the whole model before it created the version.
         models = self._models(
             f"tags.{VARIANT} = '{record.variant}' and tags.`{DIGEST}` = "
             f"'{record.manifest.digest()}'"
@@ -220,8 +220,8 @@ class ReleasePublisher:
             self._upload_evidence(run_id, record)
             run = self._client.get_run(run_id)
             if run.data.metrics != dict(record.metrics):
-                # The timestamp is one millisecond after the present values, since MLflow stores one
-                # value for a name and a time.
+                # MLflow stores one value per metric and timestamp. The new timestamp is one
+                # millisecond later, so the new values do not collide with the present values.
                 model_id = str(entry.source).removeprefix("models:/")
                 times = [
                     metric.timestamp
@@ -231,7 +231,7 @@ class ReleasePublisher:
                     run_id, model_id, record, max(times, default=run.info.start_time) + 1
                 )
         for target in record.decisions:
-            # A signature of an earlier decision is not valid for the present decision.
+            # A signature of an earlier decision does not match the present decision.
             if target not in record.signed and f"{DECISION}{target}" in entry.tags:
                 self._client.delete_model_version_tag(name, version, f"{DECISION}{target}")
         if entry.description != description:
@@ -242,7 +242,7 @@ class ReleasePublisher:
     def _models(self, *conditions: str) -> Iterator[LoggedModel]:
         """Yield this release's models of any status.
 
-        The status is not part of the query, since PostgreSQL refuses MLflow's comparison of it.
+        The query does not contain the status, since MLflow's query for it fails on PostgreSQL.
         """
         query = " and ".join(
             [f"tags.{RELEASE} = '{self._publication.lineage.release}'", *conditions]
@@ -268,7 +268,7 @@ class ReleasePublisher:
             try:
                 self._client.set_terminated(run_id, "FAILED")
             except Exception as second:
-                error.add_note(f"and its run could not be marked as failed: {second}")
+                error.add_note(f"the run {run_id} could not be marked as failed: {second}")
             raise
         self._client.set_terminated(run_id, "FINISHED")
 
@@ -285,9 +285,9 @@ class ReleasePublisher:
     def _log_metrics(
         self, run_id: str, model_id: str, record: VariantRecord, timestamp: int
     ) -> None:
-        """Log the data sets of the run, and the metrics of the run and the model.
+        """Log the run's data sets, and the metrics of both the run and the model.
 
-        Without the model's id, only the first model of a run would get the metrics.
+        Without the model's id, MLflow would attach the metrics only to the first model of a run.
         """
         from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
         from mlflow.exceptions import MlflowException
@@ -297,7 +297,7 @@ class ReleasePublisher:
         for name, digest in sorted(lineage.data.items()):
             origin = dict(lineage.origins.get(name, {}))
             kind = origin.pop("kind", None)
-            # MLflow limits the length of a digest. The tags `data.<name>` hold the whole digest.
+            # MLflow limits the length of a digest. The tags `data.<name>` have the whole digest.
             dataset = Dataset(
                 name=name,
                 digest=hex_digits(digest)[:36],

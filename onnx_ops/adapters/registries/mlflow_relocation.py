@@ -31,11 +31,11 @@ _LOCATIONS = (
 
 
 def relocate_artifacts(database: Path, root: Path) -> tuple[str, ...]:
-    """Change all locations of a SQLite database to the current root.
+    """Change all locations in a database to the current root; return the former roots.
 
-    Return the former roots. A location shows that the root was moved only if its experiment has a
-    folder below the current root. A file that is not a database of MLflow is left unchanged, and
-    its first use raises the error.
+    The root of a location is a former root if the location's experiment has a folder below the
+    current root. A file that is not a database of MLflow is not changed; MLflow raises an error
+    when it opens this file.
 
     Raises:
         ServiceUnavailableError: the database cannot be changed now.
@@ -67,16 +67,17 @@ def _change(
         connection.execute("COMMIT")
     except sqlite3.Error as error:
         raise ServiceUnavailableError(
-            "the database cannot be changed, so the artifacts of a moved project are not found",
+            "the database cannot be changed, so it still has the artifact locations from before "
+            "the project was moved",
             where=str(database),
             why=str(error),
-            remedy="Make its folder writable, and try again.",
+            remedy="Make the database and its folder writable, and try again.",
         ) from error
-    _log.info("artifacts moved to %s from %s", root, ", ".join(former))
+    _log.info("changed the artifact locations to %s from %s", root, ", ".join(former))
 
 
 def _list_former_roots(connection: sqlite3.Connection, root: Path) -> tuple[str, ...]:
-    """Return other roots of experiments whose folder is below this root."""
+    """Return the former roots of experiments whose folders are below the current root."""
     tables = connection.execute(
         "SELECT count(*) FROM sqlite_master WHERE name = 'experiments'"
     ).fetchone()

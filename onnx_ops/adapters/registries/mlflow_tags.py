@@ -1,4 +1,4 @@
-"""The tags of a version: its identity and its decisions."""
+"""Tags of a version in MLflow: its identity and its decisions."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from onnx_ops.domain.release import VariantRecord, VersionRecord
 from onnx_ops.errors import CorruptStateError, UserError
 
 VARIANT, GATE, GIT_SHA, DATA_REV, RELEASE = "variant", "gate.", "git.sha", "data.rev", "release"
-"""Tags for people, in the order in which MLflow's list of versions shows them.
+"""Tags for users, in the order in which MLflow's list of versions shows them.
 
-The list shows tags in the order in which they were set.
+MLflow's list shows tags in the order in which they were set.
 """
 
 _HIDDEN = "mlflow.onnx_ops."
 """Prefix of tags that MLflow's UI hides (see its `isUserFacingTag`).
 
-The UI hides tags that begin with `mlflow.`, so users cannot delete digests and signatures there by
-accident. MLflow's API returns hidden tags like other tags.
+The UI hides tags that begin with `mlflow.`, so users cannot delete digests and signatures by
+accident in the UI. MLflow's API returns hidden tags like other tags.
 """
 
 DIGEST, EVIDENCE_DIGEST, DECISION = f"{_HIDDEN}digest", f"{_HIDDEN}evidence", f"{_HIDDEN}decision."
@@ -29,15 +29,15 @@ MLMODEL_DIGEST = f"{_HIDDEN}mlmodel"
 """Tag with the digest of the LoggedModel."""
 
 TAG_LIMIT = 65_535
-"""Bytes of a tag's value: MySQL's TEXT, the smallest of MLflow's databases."""
+"""Maximum size of a tag's value in bytes: that of MySQL's TEXT, the smallest limit."""
 
 
 def build_decision_tags(record: VariantRecord) -> dict[str, str]:
     """Return the tags that change when a release is judged again.
 
     Raises:
-        UserError: a signed decision exceeds the length of a tag. The decision cannot be cut, since
-            its signature would no longer match.
+        UserError: a signed decision exceeds the maximum size of a tag. The decision cannot be cut,
+            since its signature would no longer match.
     """
     tags = {
         f"{GATE}{target}": decision.verdict.value for target, decision in record.decisions.items()
@@ -48,7 +48,7 @@ def build_decision_tags(record: VariantRecord) -> dict[str, str]:
             raise UserError(
                 "the signed decision is too long for a tag of MLflow",
                 where=f"variant {record.variant} on {target}",
-                why=f"{len(text)} bytes of at most {TAG_LIMIT}",
+                why=f"it has {len(text)} bytes, and the limit is {TAG_LIMIT}",
                 remedy="Use fewer gates for this target",
             )
         tags[f"{DECISION}{target}"] = text.decode()
@@ -72,7 +72,10 @@ def read_record(model: str, version: str, tags: Mapping[str, str]) -> VersionRec
 
 
 def read_decisions(tags: Mapping[str, str]) -> dict[str, SignedDecision]:
-    """Return the readable decisions by target. Callers verify their signatures."""
+    """Return the readable decisions by target.
+
+    The caller must verify the signatures of the decisions.
+    """
     decisions = {}
     for key, value in sorted(tags.items()):
         target = key.removeprefix(DECISION)

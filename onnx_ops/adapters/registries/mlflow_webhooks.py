@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 TEST_DELIVERIES = 4
 
 _READS = 8
-"""Concurrent requests for the list of webhooks.
+"""Number of concurrent requests for the list of webhooks.
 
-Workers of a server without a common key fail some of them.
+Some of these requests fail if the workers of MLflow's server have different encryption keys.
 """
 
 KEY_REMEDY = (
@@ -42,24 +42,21 @@ _HINTS = (
     ),
     (
         "connection refused",
-        "Nothing listens there: start `onnx-ops reconcile --watch --listen HOST:PORT`.",
+        "No process listens there: start `onnx-ops reconcile --watch --listen HOST:PORT`.",
     ),
     ("resolve", "MLflow's server cannot resolve the host name."),
     ("certificate", "MLflow's server does not trust the receiver's certificate."),
     ("timed out", "The receiver cannot be reached from MLflow's server."),
-    ("500 error", f"If it answers other requests: {KEY_REMEDY}"),
+    ("500 error", f"If MLflow's server answers other requests: {KEY_REMEDY}"),
 )
-"""Remedies for an administrator of the server, by a part of MLflow's message.
-
-The parts are in lower case.
-"""
+"""Remedies for the server's administrator, by a lowercase part of MLflow's message."""
 
 _SERVER_ERROR = 500
 _STATUS_HINTS = {
-    401: "The receiver has another secret: `onnx-ops webhooks install --url URL` where its secret "
-    "is.",
+    401: "The receiver has a different secret: run `onnx-ops webhooks install --url URL` on the "
+    "receiver's machine.",
     400: "The clocks of MLflow's server and of the receiver differ by minutes.",
-    404: "Another program listens there, or the path is wrong: it ends in /webhooks/mlflow.",
+    404: "Another program listens at the address, or the path does not end in /webhooks/mlflow.",
 }
 
 
@@ -87,7 +84,10 @@ class WebhookReport:
 
 
 class MlflowWebhooks:
-    """The webhook with one name. Projects that share an MLflow need different names."""
+    """Manager of the project's webhook in MLflow, which is identified by its name.
+
+    Projects that share an MLflow server need different names.
+    """
 
     def __init__(self, tracking_uri: str, name: str = "onnx-ops") -> None:
         self._mlflow = MlflowConnection(tracking_uri)
@@ -96,7 +96,7 @@ class MlflowWebhooks:
             raise UserError(
                 "webhooks need an MLflow server",
                 where=self._mlflow.shown,
-                why="a database sends none",
+                why="a database sends no webhooks",
                 remedy="Set tracking_uri to http://HOST:PORT; "
                 "without webhooks the reconciler polls.",
             )
@@ -132,22 +132,21 @@ class MlflowWebhooks:
         return report if report.ok else self.install(report.url, secret)
 
     def check(self) -> WebhookReport:
-        """Compare and test the webhook without changing it."""
+        """Compare the webhook with its expected state and test it, without changes."""
         with self._session() as client:
             webhooks = self._webhooks(client)
             if not webhooks:
                 raise NotFoundError(
                     "no webhook is installed",
                     where=f"{self._mlflow.shown}, {self._name}",
-                    remedy="`onnx-ops webhooks install --url URL`; "
-                    "without one the reconciler polls.",
+                    remedy="Run `onnx-ops webhooks install --url URL`; "
+                    "without a webhook the reconciler polls.",
                 )
             url = webhooks[0].url
             if faults := _find_faults(webhooks[0], url):
-                remedy = f"onnx-ops webhooks install --url {url}"
-                return WebhookReport(
-                    name=self._name, url=url, problem=f"wrong: {', '.join(faults)}", remedy=remedy
-                )
+                remedy = f"Run onnx-ops webhooks install --url {url}"
+                problem = f"wrong settings: {', '.join(faults)}"
+                return WebhookReport(name=self._name, url=url, problem=problem, remedy=remedy)
             return self._test(client, ())
 
     def remove(self) -> bool:
@@ -178,9 +177,8 @@ class MlflowWebhooks:
                 text = message.replace("\\", "")
                 reason, remedy = quoted(text.rpartition("(Caused by ")[2]), _hint(message)
                 if status is not None:
-                    reason = (
-                        f"the receiver answered {status} {quoted(text) if text.strip() else ''}"
-                    ).rstrip()
+                    details = quoted(text) if text.strip() else ""
+                    reason = f"the receiver returned status {status} {details}".rstrip()
                     remedy = _STATUS_HINTS.get(status, "")
                 problem = f"a test delivery failed: {reason}"
                 return replace(
@@ -196,7 +194,7 @@ class MlflowWebhooks:
 
     @contextmanager
     def _session(self) -> Iterator[MlflowClient]:
-        """Provide a client whose errors have the remedy for the server's administrator."""
+        """Provide a client and add a remedy for the server's administrator to its errors."""
         try:
             with self._mlflow.session(f"webhook {self._name}") as client:
                 yield client
@@ -214,9 +212,9 @@ class MlflowWebhooks:
 
 
 def _find_faults(webhook: Webhook, url: str) -> tuple[str, ...]:
-    """Return the webhook's faults.
+    """Return the names of the webhook's wrong settings.
 
-    The secret cannot be read from MLflow, so a test delivery shows whether it is right.
+    The secret cannot be read from MLflow, so only a test delivery shows whether it is right.
     """
     faults = {
         "url": webhook.url != url,

@@ -32,13 +32,13 @@ from onnx_ops.scratch import Scratch
 
 CHILD = "onnx_ops.adapters.runtimes.cold_start"
 TIMEOUT_S = 600.0
-"""Seconds after which a process is considered to hang."""
+"""Seconds after which a process is stopped."""
 
 
 def collect_starts(
     models: Sequence[Path], schedule: StartSchedule, measure: Callable[[Path], tuple[int, int, int]]
 ) -> StartSamples:
-    """Measure a start of each model in every round, in random order."""
+    """Measure one cold start of each model in every round, in random order."""
     import numpy as np
 
     order = np.random.default_rng(schedule.seed)
@@ -55,8 +55,8 @@ def measure_start(
     """Load a model in a fresh process, and answer one request `requests` times.
 
     Returns:
-        Nanoseconds to build the session and of the first inference, and peak bytes, as in
-        `ports.StartSamples`.
+        Nanoseconds to build the session, nanoseconds of the first inference, and peak bytes, as
+        in `ports.StartSamples`.
     """
     check_machine(target)
     loaded = prepare_model_file(model, target)
@@ -98,7 +98,7 @@ UNKNOWN = -1
 
 def main() -> None:
     """Serve one request of `measure_start` in the fresh process."""
-    # Output of libraries goes to standard error, so that only the answer is on standard output.
+    # Libraries must not print to standard output, since it contains the answer.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def measure_in_this_process(request: dict[str, Any]) -> dict[str, Any]:
-    """Measure nanoseconds of load and first inference, and bytes added."""
+    """Measure the load and the first inference in ns, and the added memory in bytes."""
     model, target = Path(request["model"]), codec.from_json(request["target"], Target)
     check_machine(target)  # imports the runtime
     resident, mark = mark_memory()
@@ -132,12 +132,12 @@ def measure_in_this_process(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def mark_memory() -> tuple[int, int]:
-    """Reset the peak of memory; return resident bytes and this peak.
+    """Reset the peak memory of this process; return resident bytes and peak bytes.
 
-    Without /proc, both are the peak until now.
+    Without /proc, both values are the peak until now.
     """
-    # If the reset is not allowed, the peak can belong to the imports. `compute_added_memory`
-    # detects this case.
+    # If the system does not permit the reset, the peak can be that of the imports.
+    # `compute_added_memory` detects this case.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     status = _status()
@@ -153,7 +153,7 @@ def compute_added_memory(resident: int, mark: int) -> int:
 
 
 def _status() -> dict[str, int]:
-    """Return the memory of this process in bytes, by the names in /proc/self/status.
+    """Return the memory values of /proc/self/status in bytes, by their names.
 
     The result is empty if this file does not exist.
     """
@@ -166,7 +166,7 @@ def _status() -> dict[str, int]:
 
 
 def _highest() -> int:
-    """Return the peak of getrusage in bytes.
+    """Return the peak memory from getrusage in bytes.
 
     The value is only a fallback, since on Linux it can be the peak of the parent process.
     """

@@ -14,7 +14,7 @@ from onnx_ops.domain.target import SPEED_FLAGS, HardwareFingerprint
 
 
 def read_hardware(runtime: str, runtime_version: str) -> HardwareFingerprint:
-    """Return the hardware and runtime that measurements are bound to."""
+    """Return the hardware and runtime for which measurements are valid."""
     model, flags = _cpu()
     accelerators, driver = _accelerators()
     return HardwareFingerprint(
@@ -69,7 +69,7 @@ def _cpu() -> tuple[str, frozenset[str]]:
 def _accelerators() -> tuple[tuple[str, ...], str]:
     """Return the names of NVIDIA's GPUs, and the version of the driver.
 
-    The GPUs are in the order of their places on the bus. Both are read from /proc, without a tool.
+    The GPUs are in the order of their PCI addresses. Names and version are read from /proc.
     """
     names = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):

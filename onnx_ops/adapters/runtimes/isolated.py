@@ -1,4 +1,4 @@
-"""Another build of ONNX Runtime in an isolated environment.
+"""Runtime that uses another build of ONNX Runtime in an isolated environment.
 
 The module contains both sides of the process boundary.
 """
@@ -38,17 +38,17 @@ _BUILD = re.compile(
 class IsolatedRuntimes:
     """Caller of methods of OnnxRuntime in the isolated environments of targets.
 
-    Later calls reuse the process. A new process is started if the process has ended or the target
-    changes.
+    The first call starts a process in the environment, and later calls reuse it. A new process is
+    started if the process has ended or the target changes.
     """
 
     python: Callable[[Environment], Path]
-    """Returns the interpreter of an environment, which is created if missing."""
+    """Function that returns the interpreter of an environment, creating it if needed."""
 
     held: RetainedProcess = field(default_factory=RetainedProcess)
 
     def call(self, method: str, target: Target, **arguments: object) -> Any:
-        """Return the method's result.
+        """Call a method of OnnxRuntime in the target's environment; return its result.
 
         Values of this package's types are returned as plain JSON values.
         """
@@ -72,7 +72,7 @@ def read_runtime_build(target: Target) -> tuple[str, str]:
         if build := _BUILD.fullmatch(requirement.replace(" ", "").partition(";")[0]):
             return build["name"], build["version"]
     raise UserError(
-        "its environment does not name the build of ONNX Runtime to measure",
+        "the environment does not name the build of ONNX Runtime to measure",
         where=f"target {target.name}: env.requirements",
         remedy="Name exactly one version, such as `onnxruntime-openvino==1.24.1`.",
     )
@@ -89,8 +89,7 @@ class _InnerRuntime(OnnxRuntime):
 
 
 def run_runtime() -> None:
-    """Serve the runtime of the environment."""
-    # Fresh processes need the path of visible packages, which an isolated interpreter does not pass
-    # on.
+    """Serve calls of OnnxRuntime's methods in the process of the environment."""
+    # An isolated interpreter does not pass the path of visible packages to the processes it starts.
     os.environ["PYTHONPATH"] = sys.argv[1]
     serve(_InnerRuntime(), "benchmark")

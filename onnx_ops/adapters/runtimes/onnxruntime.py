@@ -46,17 +46,17 @@ _PROBE_LOOPS = 100
 _T = TypeVar("_T")
 
 Timed = Callable[[], tuple[int, bool]]
-"""Function that runs once and returns the duration in nanoseconds.
+"""Function that runs a model once and returns the duration in nanoseconds.
 
-The second value states whether its thread lost its core.
+The second value states whether the thread was preempted during the run.
 """
 
 
 class OnnxRuntime(Runtime):
-    """Runtime in this process. Every call builds the sessions that it needs."""
+    """ONNX Runtime in this process. Every call builds the sessions that it needs."""
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
-        """Return the hardware and runtime that measurements on the target are bound to."""
+        """Return the hardware and runtime for which measurements on the target are valid."""
         return fingerprint_target(target)
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
@@ -192,14 +192,17 @@ class OnnxRuntime(Runtime):
 def _fresh(models: Sequence[Path], order: Generator, make: Callable[[Path], _T]) -> list[_T]:
     """Build and warm up a session of each model, in random order.
 
-    The order is random since the memory layout affects the latency of a session.
+    The order is random, since a session's latency depends on where its memory is allocated.
     """
     built = {int(turn): make(models[turn]) for turn in order.permutation(len(models))}
     return [built[turn] for turn in range(len(models))]
 
 
 def _block(timed: Timed, runs: int) -> list[tuple[int, bool, int]]:
-    """Return each run with the longer of the probes directly before and after the run."""
+    """Return the duration of each run, whether it was preempted, and its probe in ns.
+
+    The probe is the longer of the two probes directly before and after the run.
+    """
     samples, before = [], _probe()
     for _ in range(runs):
         spent, lost = timed()
@@ -210,7 +213,7 @@ def _block(timed: Timed, runs: int) -> list[tuple[int, bool, int]]:
 
 
 def _probe() -> int:
-    """Measure a probe in this thread: nanoseconds of about two microseconds of work."""
+    """Time one probe in this thread in nanoseconds; it takes about two microseconds."""
     clock = time.perf_counter_ns
     begun = clock()
     for _ in range(_PROBE_LOOPS):
@@ -219,7 +222,7 @@ def _probe() -> int:
 
 
 def _clock_step() -> float:
-    """Return the shortest step of the clock in nanoseconds, from a thousand readings."""
+    """Return the smallest step of the clock in nanoseconds, from 1,000 measurements."""
     clock = time.perf_counter_ns
     steps = (second - first for first, second in ((clock(), clock()) for _ in range(1000)))
     return float(min(step for step in steps if step > 0))
@@ -247,7 +250,7 @@ def _timed(session: Any, feed: Tensors) -> Timed:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Prevent garbage collection and reporting of warnings during a timed run."""
+    """Prevent garbage collection during timed runs."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -260,17 +263,17 @@ def _undisturbed() -> Iterator[None]:
 def run_load_window(
     call: Callable[[], object], pool: Executor, concurrency: int, requests: int
 ) -> int:
-    """Answer `requests` requests, `concurrency` of them at any moment.
+    """Make `requests` calls on `concurrency` threads of `pool` and time them all.
 
-    The threads of `pool` take the requests as they become free. At least `concurrency` threads must
-    be free.
+    Each thread makes its next call when the previous call has returned. At least `concurrency`
+    threads of the pool must be free.
 
     Returns:
-        Nanoseconds from the moment that all threads are ready to the last answer.
+        Nanoseconds from the moment at which all threads are ready to the end of the last call.
 
     Raises:
         MeasurementError: the threads could not be started.
-        Exception: the first that `call` raised; the other threads end after their current request.
+        Exception: `call` raised an exception; the other threads end after their current call.
     """
     waiting = deque(range(requests))
     clock = time.perf_counter_ns

@@ -32,35 +32,35 @@ _LEVELS = {
 }
 _EXTERNAL_WEIGHTS = "session.optimized_model_external_initializers_file_name"
 _LARGE = 1 << 30
-"""Bytes of a model file whose rewritten graph can exceed one protobuf."""
+"""Size in bytes above which the optimized model could exceed protobuf's limit of 2 GiB."""
 
 _REMEDIES = {
-    "Failed to construct locale": "Install that locale (Debian: locales, and locale-gen), "
+    "Failed to construct locale": "Install that locale (Debian: package locales and locale-gen), "
     "or export with `locale: C`.",
-    "Got invalid dimensions": "Supply rows of the shape that the model takes.",
-    "Failed to load library": "Install what the library needs; `ldd` shows what is missing.",
+    "Got invalid dimensions": "Supply rows of the shape that the model expects.",
+    "Failed to load library": "Install the dependencies of the library; `ldd` lists those missing.",
     "is not a registered function/op": "Export with another opset, "
-    "or give the target the operators: custom_ops.",
+    "or add the operators to the target's `custom_ops`.",
     "NOT_IMPLEMENTED": "This build has no kernel for that operator and these types: "
-    "export with other ones.",
+    "export with other operators or types.",
 }
-"""Remedy of an error, by a part of its text."""
+"""Remedy of each error of ONNX Runtime, by a part of the error's text."""
 
 _ANY_REMEDY = (
-    "This is the message of ONNX Runtime. To see what the file contains: onnx-ops inspect {model}."
+    "The cause is quoted from ONNX Runtime. To inspect the model file: onnx-ops inspect {model}."
 )
 
 _QUIET = 4
 """Log level for fatal messages only.
 
-Errors are also raised, and a warning would look like a warning of onnx-ops.
+Errors are raised as exceptions, and a warning would look like a warning of onnx-ops.
 """
 
 
 def fingerprint_target(target: Target) -> HardwareFingerprint:
-    """Return the hardware and runtime to which measurements on a target are bound.
+    """Return the hardware and runtime for which measurements on a target are valid.
 
-    The target's plug-ins are part of the runtime.
+    The versions of the target's plug-ins are part of the runtime.
     """
     versions = [plugins.version(DISTRIBUTION)]
     for package in (provider.package for provider in target.providers if provider.package):
@@ -72,15 +72,15 @@ def fingerprint_target(target: Target) -> HardwareFingerprint:
 
 
 def check_machine(target: Target) -> None:
-    """Check that this machine has the target's providers; load its plug-ins.
+    """Check that this machine has the target's providers; load the target's plug-ins.
 
     Raises:
         MeasurementError: the machine lacks an execution provider, its package or its device, or the
-            target is not measured here.
+            target's runtime is in an isolated environment.
     """
     if target.env is not None and target.env.isolated:
         raise MeasurementError(
-            "its runtime build is installed in a separate environment, not here",
+            "the target's build of ONNX Runtime is installed in a separate environment, not here",
             where=f"target {target.name}",
         )
     build = list_providers()
@@ -91,35 +91,38 @@ def check_machine(target: Target) -> None:
     ]
     if missing:
         remedy = PROVIDER_PACKAGES.get(
-            missing[0], "Measure this target where its provider is installed."
+            missing[0], "Measure this target on a machine where its provider is installed."
         )
         what = f"execution provider {missing[0]} is not in this build of ONNX Runtime"
         raise MeasurementError(
-            what, where=f"target {target.name}", why=f"it has {', '.join(build)}", remedy=remedy
+            what,
+            where=f"target {target.name}",
+            why=f"the build has {', '.join(build)}",
+            remedy=remedy,
         )
     for provider in target.providers:
         if provider.package:
             register_plugin(provider, target)
             if not any(device.ep_name == provider.name for device in _ort().get_ep_devices()):
-                remedy = "Measure this target where its hardware is; it is not measured here."
-                what = f"{provider.name} finds no device here"
+                remedy = "Measure this target on a machine that has its hardware."
+                what = f"{provider.name} found no device on this machine"
                 raise MeasurementError(what, where=f"target {target.name}", remedy=remedy)
 
 
 def build_session(
     model: Path, target: Target, *, record_assignment: bool = False, write_to: Path | None = None
 ) -> Any:
-    """Build a session as the target describes it.
+    """Build a session with the target's providers and settings.
 
-    If the target has an `ort_format`, the converted file is loaded, unless the caller requests more
-    than running the model. With `record_assignment`, the session records which provider runs which
-    node. With `write_to`, the graph is written to this file after the runtime's own optimizations.
+    If the target has an `ort_format`, the session loads the converted file, unless
+    `record_assignment` or `write_to` is set. With `record_assignment`, the session records which
+    provider runs which node. With `write_to`, the runtime writes its optimized graph to this file.
 
     Raises:
-        MeasurementError: the machine lacks something, or the runtime refuses the model or a
-            setting.
+        MeasurementError: the machine lacks a requirement of the target, or the runtime refuses the
+            model or a setting.
         NotFoundError: a library of custom operators is missing.
-        DigestMismatchError: a library of custom operators is another one than the declared one.
+        DigestMismatchError: a library of custom operators differs from the declared library.
     """
     check_machine(target)
     check_libraries(target.custom_ops, f"target {target.name}")
@@ -145,7 +148,7 @@ def build_session(
             (provider, resolve_provider_options(provider, loaded, fingerprint))
             for provider in target.providers
         ]
-        # ONNX Runtime's fallback would print messages, and measure another provider than the
+        # With its fallback, ONNX Runtime would print messages and run another provider than the
         # requested one.
         if not any(provider.package for provider in target.providers):
             providers = [(provider.name, dict(values)) for provider, values in wanted]
@@ -160,7 +163,7 @@ def build_session(
 def convert_runtime_errors(model: Path) -> Iterator[None]:
     """Convert exceptions of the runtime to MeasurementError.
 
-    The exceptions have no common base.
+    The runtime's exceptions have no common base class.
     """
     try:
         yield
@@ -171,7 +174,7 @@ def convert_runtime_errors(model: Path) -> Iterator[None]:
             error, ValueError | RuntimeError
         ):
             raise
-        # Lines that only reset colours are left out.
+        # Lines that contain only an ANSI color reset are left out.
         why = quoted(" ".join(part for part in str(error).splitlines() if part.strip(" \x1b[m")))
         remedy = next((remedy for part, remedy in _REMEDIES.items() if part in why), _ANY_REMEDY)
         raise MeasurementError(
@@ -185,10 +188,11 @@ def convert_runtime_errors(model: Path) -> Iterator[None]:
 def _write_optimized(options: Any, model: Path, target: Path) -> None:
     """Make the runtime write its optimized graph to a file.
 
-    Large weights are written beside it.
+    Large weights are written to a second file in the same folder.
     """
     options.optimized_model_filepath = str(target)
-    # File names of external weights are relative to the folder of the model, which changes.
+    # External weights are named relative to the model's folder. The new model has another folder,
+    # so its weights are written there too.
     if model.stat().st_size > _LARGE or list_external_names(model):
         options.add_session_config_entry(_EXTERNAL_WEIGHTS, f"{target.name}.data")
 
@@ -196,10 +200,10 @@ def _write_optimized(options: Any, model: Path, target: Path) -> None:
 def _add_providers(
     ort: Any, options: Any, wanted: Iterable[tuple[Provider, Mapping[str, str]]]
 ) -> None:
-    """Add providers in their order; some of them are plug-ins.
+    """Add providers, including plug-ins, in their order.
 
-    ONNX Runtime 1.31 silently ignores plug-ins in a session's `providers`. Plug-ins are only added
-    by devices.
+    ONNX Runtime 1.31 silently ignores plug-ins in a session's `providers`. A plug-in must be added
+    through its devices.
     """
     for provider, values in wanted:
         if provider.package:
@@ -254,15 +258,16 @@ def register_plugin(provider: Provider, target: Target) -> None:
     try:
         library = Path(importlib.import_module(provider.package).get_library_path())
     except ModuleNotFoundError as error:
-        remedy = f"pip install {provider.package.replace('_', '-')} where the target's hardware is."
+        package = provider.package.replace("_", "-")
+        remedy = f"Run pip install {package} on a machine with the target's hardware."
         raise MeasurementError(
             f"package {provider.package} is not installed", where=where, remedy=remedy
         ) from error
     except AttributeError as error:
         raise MeasurementError(
-            f"package {provider.package} brings no execution provider",
+            f"package {provider.package} contains no execution provider",
             where=where,
-            why="it has no get_library_path(), which packages of plug-ins have",
+            why="the package has no function get_library_path(), which plug-ins need",
         ) from error
     if provider.name in _PLUGGED:
         return

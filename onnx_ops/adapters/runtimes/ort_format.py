@@ -1,6 +1,6 @@
-"""`.ort` files, which ONNX Runtime's builds for phones load instead of ONNX.
+"""`.ort` files, which ONNX Runtime's builds for phones load instead of ONNX files.
 
-ONNX Runtime's own converter writes them.
+ONNX Runtime's own converter writes the `.ort` files.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from onnx_ops.scratch import Scratch
 
 MODEL = "model.ort"
 OPERATORS = "required_operators_and_types.config"
-"""File with the operators that a build of ONNX Runtime needs to load the model.
+"""Name of the file with the operators that a build of ONNX Runtime needs for the model.
 
 The build option `--include_ops_by_config` takes this file.
 """
 USABILITY = "usability.txt"
-"""File that shows how much of the model NNAPI and CoreML would run, with reasons."""
+"""Name of the report on how much of the model NNAPI and CoreML would run, and why."""
 
 REPLAYED = "session.enable_saved_runtime_optimizations"
 """Session config entry that applies the optimizations that were saved in the file."""
@@ -38,9 +38,9 @@ _LEVELS = {"disabled": "disable", "basic": "basic", "extended": "extended", "all
 
 
 def prepare_model_file(model: Path, target: Target) -> Path:
-    """Return the file that runs on the target: the model, or its `.ort` file.
+    """Return the file that the target loads: the model, or its `.ort` file.
 
-    The `.ort` file is made once per process.
+    The `.ort` file is made only once in a process.
     """
     if target.ort_format is None or model.suffix == ".ort":
         return model
@@ -57,7 +57,8 @@ def prepare_model_file(model: Path, target: Target) -> Path:
         return folder / MODEL
     where = f"target {target.name}: ort_format"
     if len(target.custom_ops) > 1:
-        raise MeasurementError("the converter takes one library of custom operators", where=where)
+        what = "the converter supports only one library of custom operators"
+        raise MeasurementError(what, where=where)
     check_libraries(target.custom_ops, f"target {target.name}")
     library = Path(target.custom_ops[0].path) if target.custom_ops else None
     level = _LEVELS[target.session.graph_level]
@@ -75,7 +76,7 @@ def prepare_model_file(model: Path, target: Target) -> Path:
 
 
 def write_package(model: Path, target: Target, folder: Path) -> None:
-    """Write the files that a device needs: `MODEL`, `OPERATORS`, `USABILITY`."""
+    """Copy the files for a device to a folder: `MODEL`, `OPERATORS`, `USABILITY`."""
     source = prepare_model_file(model, target).parent
     for name in (MODEL, OPERATORS, USABILITY):
         shutil.copyfile(source / name, folder / name)
@@ -88,9 +89,9 @@ def _scratch() -> Scratch:
 
 
 def _convert(model: Path, folder: Path, form: OrtFormat, level: str, library: Path | None) -> None:
-    """Convert a model; this runs in a forked process.
+    """Convert a model to the ORT format. This function runs in a forked process.
 
-    The converter prints messages, and reads its level from an environment variable.
+    The converter prints messages, and reads the optimization level from an environment variable.
     """
     tool = importlib.import_module("onnxruntime.tools.convert_onnx_models_to_ort")
     os.environ["ORT_CONVERT_ONNX_MODELS_TO_ORT_OPTIMIZATION_LEVEL"] = level
@@ -105,7 +106,7 @@ def _convert(model: Path, folder: Path, form: OrtFormat, level: str, library: Pa
             enable_type_reduction=True,
         )
         (made,), (config,) = list(Path(scratch).glob("*.ort")), list(Path(scratch).glob("*.config"))
-        # Comments hold paths of this machine, and would make the package differ on each machine.
+        # Comments contain paths of this machine, so the package would differ on each machine.
         lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
         (folder / OPERATORS).write_text(
             "".join(line for line in lines if not line.startswith("#")), encoding="utf-8"

@@ -1,6 +1,7 @@
-"""Placement of ONNX Runtime by target.
+"""Runtimes that run ONNX Runtime where the target requires it.
 
-ONNX Runtime runs in this process, in a crash guard, or in an isolated environment.
+ONNX Runtime runs in this process, in a forked process that guards against crashes, or in an
+isolated environment.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _T = TypeVar("_T")
 
 
 def _place(method: Callable[..., Any]) -> Any:
-    """Return a method that calls the method of OnnxRuntime where the target places it."""
+    """Return a method that calls `method` here or in a target's isolated environment."""
     signature, hints = inspect.signature(method), get_type_hints(method)
 
     @functools.wraps(method)
@@ -66,13 +67,13 @@ def _place(method: Callable[..., Any]) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class TargetedRuntime(Runtime):
-    """Runtime that runs ONNX Runtime where each target places it."""
+    """Runtime that runs ONNX Runtime here or in a target's isolated environment."""
 
     tools = ("onnxruntime",)
 
     here: OnnxRuntime = field(default_factory=OnnxRuntime)
     folder: Path | None = None
-    """Folder of environments; None without environments."""
+    """Folder of isolated environments; None if targets cannot have an environment."""
 
     elsewhere: IsolatedRuntimes | None = None
 
@@ -81,7 +82,7 @@ class TargetedRuntime(Runtime):
         return TargetedRuntime(here=self.here, folder=folder)
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
-        """Return the hardware and runtime that measurements on the target are bound to."""
+        """Return the hardware and runtime for which measurements on the target are valid."""
         if not _is_isolated(target):
             return self.here.fingerprint(target)
         from onnx_ops.adapters.runtimes.isolated import read_runtime_build
@@ -99,15 +100,20 @@ class TargetedRuntime(Runtime):
     starts = _place(OnnxRuntime.starts)
 
     def isolated(self, target: Target) -> IsolatedRuntimes:
-        """Return the runtimes of isolated environments for this target."""
+        """Return the caller of runtimes in isolated environments.
+
+        Raises:
+            UserError: there is no folder for the target's environment.
+        """
         if self.elsewhere is None:
-            # Most runs have no such target, and do not need the code that starts processes.
+            # Most runs have no isolated target, so they do not import the code for processes.
             from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
             from onnx_ops.adapters.runtimes.isolated import IsolatedRuntimes
 
             if self.folder is None:
                 raise UserError(
-                    "there is no folder for its environment here",
+                    "the target needs an isolated environment, and this command has no folder for "
+                    "environments",
                     where=f"target {target.name}: env",
                 )
             self.elsewhere = IsolatedRuntimes(
@@ -123,17 +129,17 @@ def _is_isolated(target: Target) -> bool:
         and (target.env.requirements or target.env.python)
     ):
         raise UserError(
-            "`isolated: false` runs in this installation, which is never changed",
+            "`isolated: false` uses this Python installation, in which onnx-ops installs nothing",
             where=f"target {target.name}: env",
-            remedy="Leave out `requirements` and `python`, or `isolated`.",
+            remedy="Leave out `requirements` and `python`, or leave out `isolated`.",
         )
     return target.env is not None and target.env.isolated
 
 
 class GuardedRuntime(OnnxRuntime):
-    """Runtime in a separate process, limited to `timeout` seconds per call.
+    """Runtime in forked processes, with at most `timeout` seconds per call.
 
-    Only timed calls run in this process, and only after one run in a separate process.
+    Only timed calls run in this process. Before that, a forked process has run the model once.
     """
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_S) -> None:
@@ -144,7 +150,7 @@ class GuardedRuntime(OnnxRuntime):
         self._facts: dict[tuple[str, int, Digest], RuntimeFacts] = {}
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
-        """Report the providers of a session in a forked process, and which nodes they run.
+        """Build a session in a forked process; report its providers and their nodes.
 
         The facts of an unchanged file are cached, since a verdict requests them several times.
         """
@@ -161,7 +167,7 @@ class GuardedRuntime(OnnxRuntime):
         self, model: Path, target: Target, batches: tuple[Tensors, ...]
     ) -> tuple[Mapping[str, Array], ...]:
         """Run each batch in a forked process and return its outputs by name."""
-        loaded = prepare_model_file(model, target)  # a guarded process must not start another
+        loaded = prepare_model_file(model, target)  # a forked process must not fork again
         answers = self._guard(OnnxRuntime().run, loaded, target, batches)
         self._ran.add((model, target.name))
         return answers
@@ -208,16 +214,16 @@ class GuardedRuntime(OnnxRuntime):
                 "or set a lower `graph_level` in the target."
             )
             if crash.timed_out:
-                what, remedy = "ONNX Runtime hangs", "Give it more time: --timeout."
+                what, remedy = "ONNX Runtime did not finish in time", "Raise --timeout."
             raise MeasurementError(
                 what, where=model.name, why=crash.reason, remedy=remedy
             ) from None
 
 
 def guard_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
-    """Return the runtime with a crash guard around runs in this process.
+    """Return a runtime that runs models in a forked process instead of this process.
 
-    A call is limited to `timeout` seconds.
+    A crash ends only the forked process. A call is limited to `timeout` seconds.
     """
     guarded = GuardedRuntime(timeout or DEFAULT_TIMEOUT_S)
     if isinstance(runtime, TargetedRuntime) and type(runtime.here) is OnnxRuntime:

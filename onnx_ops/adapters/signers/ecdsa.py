@@ -20,17 +20,17 @@ def read_key(path: Path) -> EcdsaSigner:
     Raises:
         NotFoundError: the file does not exist.
         RefusedError: other users can read the file.
-        UserError: the file does not hold a private key of ECDSA P-256.
+        UserError: the file does not contain a private key of ECDSA P-256.
     """
     try:
-        remedy = f"chmod 600 {path}; and create a new key if others had access to this one"
+        remedy = f"Run chmod 600 {path}; create a new key if other users had access to this key"
         pem = read_private(path, "the signing key", remedy=remedy).encode()
     except OSError as error:
         raise NotFoundError(
             "the signing key cannot be read",
             where=str(path),
             why=error.strerror or "",
-            remedy="Create one with `onnx-ops init`, or name the right file in the settings",
+            remedy="Create a key with `onnx-ops init`, or set the right file in the settings",
         ) from error
     return EcdsaSigner(pem, str(path))
 
@@ -87,8 +87,8 @@ class EcdsaSigner:
 def create_key(path: Path) -> EcdsaSigner:
     """Create a private key at `path` (mode 0600), with the public key beside it.
 
-    If the key exists, it is used unchanged. So two processes that start at the same time use the
-    same key.
+    If the key exists, it is used unchanged. Two processes that start at the same time therefore use
+    the same key.
     """
     from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat

@@ -16,10 +16,10 @@ from onnx_ops.scratch import write_durably
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownKey:
-    """One public key.
+    """Public key of this machine or in the folder of trusted keys.
 
-    `signs` shows whether this machine signs with it now. `roles` are the roles for which it is
-    trusted.
+    `signs` states whether this machine signs with the key now. `roles` are the roles for which the
+    key is trusted.
     """
 
     key: Digest
@@ -39,7 +39,7 @@ class Keyring:
     The file of the signing key can be missing.
 
     Args:
-        remote: signs instead of the file.
+        remote: signer that is used instead of the file.
     """
 
     def __init__(self, signing: Path, trusted: Path, remote: Signer | None = None) -> None:
@@ -86,9 +86,9 @@ class Keyring:
         path = path or self._signing
         if path.exists():
             raise UserError(
-                "there is a key already",
+                "a key already exists at this path",
                 where=str(path),
-                remedy="Replace it with `onnx-ops keys rotate`.",
+                remedy="Replace the key with `onnx-ops keys rotate`.",
             )
         signer = create_key(path)
         if path == self._signing:
@@ -99,10 +99,11 @@ class Keyring:
         """Trust a public key for a role; return the key in base64 of DER, by digest.
 
         Raises:
-            UserError: the file does not hold a public key of ECDSA P-256.
+            NotFoundError: the file does not exist.
+            UserError: the file does not contain a public key of ECDSA P-256.
         """
         if not path.is_file():
-            remedy = f"Give the owner's NAME{PUBLIC_SUFFIX}."
+            remedy = f"Name the file NAME{PUBLIC_SUFFIX} that the key's owner sent."
             raise NotFoundError("there is no such file", where=str(path), remedy=remedy)
         keys, trusted = TrustedKeys(path).public(), TrustedKeys(self._trusted, role=role).public()
         (digest,) = keys
@@ -125,10 +126,10 @@ class Keyring:
         """
         if self._remote is not None:
             remedy = (
-                "Create a new key there, change the setting `signer`, and trust the public key "
-                "(`onnx-ops keys public`)."
+                "Create a new key in the service, change the setting `signer`, and trust the "
+                "public key (`onnx-ops keys public`)."
             )
-            what = "onnx-ops cannot replace a signing key that is not in its file"
+            what = "onnx-ops cannot replace a signing key of another service"
             raise UserError(what, where="signer", remedy=remedy)
         old = read_key(self._signing)
         following = self._signing.with_name(f"{self._signing.stem}.next.pem")
@@ -141,14 +142,20 @@ class Keyring:
         return old.key, new.key
 
     def find(self, text: str) -> KnownKey:
-        """Return the trusted key whose digest begins with `text`."""
+        """Return the trusted key whose digest begins with `text`.
+
+        Raises:
+            UserError: several keys begin with `text`.
+            NotFoundError: no trusted key begins with `text`.
+        """
         prefix = hex_digits(Digest(text.lower()))
         trusted = [known for known in self.list_keys() if known.trusted]
         matches = [
             known for known in trusted if prefix and hex_digits(known.key).startswith(prefix)
         ]
         if len(matches) > 1:
-            raise UserError(f"several keys begin with {text}", remedy="Write more of its digits.")
+            what = f"several keys begin with {text}"
+            raise UserError(what, remedy="Write more digits of the key.")
         if not matches:
             names = ", ".join(short_digest(known.key) for known in trusted) or "none"
             raise NotFoundError(
@@ -159,7 +166,7 @@ class Keyring:
         return matches[0]
 
     def require_retirable(self, known: KnownKey) -> None:
-        """Raise RefusedError if this machine signs with a key."""
+        """Raise RefusedError if the key is this machine's signing key."""
         if known.signs:
             what = f"this machine signs with key {short_digest(known.key)}"
             raise RefusedError(
@@ -169,7 +176,7 @@ class Keyring:
             )
 
     def retire(self, known: KnownKey) -> tuple[Path, ...]:
-        """Stop trusting a key; return the files that remain as a record."""
+        """Stop trusting a key; return its renamed files, which remain as a record."""
         self.require_retirable(known)
         return tuple(
             path.replace(path.with_name(path.name.removesuffix(PUBLIC_SUFFIX) + RETIRED_SUFFIX))

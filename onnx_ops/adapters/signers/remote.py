@@ -27,28 +27,28 @@ _API = "api-version=7.4"
 _VAULTS = (".vault.azure.net", ".vault.azure.cn", ".vault.usgovcloudapi.net")
 _FORMS = (
     "env:VARIABLE, awskms:KEY (its ID, ARN or alias/NAME) "
-    "and azurekv:https://VAULT.vault.azure.net/keys/NAME"
+    "or azurekv:https://VAULT.vault.azure.net/keys/NAME"
 )
 
 
 def open_signer(text: str) -> Signer:
-    """Return the signer that a setting names.
+    """Return the signer that the setting `signer` names.
 
     Raises:
-        UserError: the setting has another form, or the key is not of ECDSA P-256.
-        NotFoundError: the variable is not set.
-        OnnxOpsError: the service does not answer, or refuses.
+        UserError: the setting is malformed, or the key is not an ECDSA P-256 key.
+        NotFoundError: the environment variable is not set.
+        OnnxOpsError: the service does not answer, or refuses the request.
     """
     kind, _, name = text.partition(":")
     if kind not in _KINDS or not name:
-        raise UserError(f"{text!r} names no signer", where="signer", remedy=f"Its forms: {_FORMS}.")
+        raise UserError(f"{text!r} names no signer", where="signer", remedy=f"Write {_FORMS}.")
     return _KINDS[kind](name)
 
 
 def read_variable(name: str) -> EcdsaSigner:
-    """Return the signer of the PEM text in an environment variable."""
+    """Return the signer with the PEM key from an environment variable."""
     if not (text := os.environ.get(name)):
-        remedy = "Pass the secret with the PEM text of the private key in it."
+        remedy = "Set the variable to the PEM text of the private key."
         raise NotFoundError(f"variable {name} is not set", where="signer", remedy=remedy)
     return EcdsaSigner(text.encode(), f"variable {name}")
 
@@ -77,7 +77,7 @@ class _RemoteSigner:
 
 
 class KmsSigner(_RemoteSigner):
-    """Signer with a key of AWS KMS of the spec ECC_NIST_P256.
+    """Signer with a key in AWS KMS, of key spec ECC_NIST_P256.
 
     Args:
         name: ID, ARN or alias of the key.
@@ -118,9 +118,9 @@ class KmsSigner(_RemoteSigner):
 
 
 class KeyVaultSigner(_RemoteSigner):
-    """Signer with a key of Azure Key Vault on the curve P-256.
+    """Signer with a key in Azure Key Vault on the curve P-256.
 
-    It uses the version of the key that is current when the key is opened.
+    The signer always uses the key version that was current at its first use.
 
     Args:
         url: `https://VAULT.vault.azure.net/keys/NAME`, with or without a version.
@@ -130,11 +130,11 @@ class KeyVaultSigner(_RemoteSigner):
     def __init__(self, url: str, fetch: Callable[[str], str] = fetch_token) -> None:
         host = require_https(url, "the address of the key")
         service = next((suffix for suffix in _VAULTS if host.endswith(suffix)), "")
-        is_here = urlsplit(url).scheme == "http"  # allowed only on this machine
+        is_here = urlsplit(url).scheme == "http"  # require_https permits http only for localhost
         if not service and not is_here:
             # The token must not be sent to a service other than Key Vault.
             raise UserError(
-                f"{host} is not a vault of Azure", where="signer", remedy=f"Its forms: {_FORMS}."
+                f"{host} is no host of Azure Key Vault", where="signer", remedy=f"Write {_FORMS}."
             )
         super().__init__(f"Azure Key Vault {host}")
         self._url, self._host = url, host
@@ -181,7 +181,7 @@ class KeyVaultSigner(_RemoteSigner):
         answer = self._request("POST", f"{place}/sign", {"alg": "ES256", "value": digest})
         raw = _decode(str(answer.get("value", ""))) if isinstance(answer, dict) else b""
         if len(raw) != 64:
-            raise CorruptStateError("the vault's answer is not a signature", where=self._where)
+            raise CorruptStateError("the vault's response is not a signature", where=self._where)
         r, s = (int.from_bytes(half, "big") for half in (raw[:32], raw[32:]))
         return base64.b64encode(encode_dss_signature(r, s)).decode("ascii")
 

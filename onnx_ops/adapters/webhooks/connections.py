@@ -1,8 +1,8 @@
 """Limits of the connections of the webhook receiver.
 
 Clients that connect and send nothing, or only a part of a request, must not block deliveries.
-Beyond `limit_concurrency`, uvicorn only refuses further connections. For the head of the first
-request on a connection, uvicorn waits without a limit.
+uvicorn's own `limit_concurrency` only refuses further connections, and uvicorn waits without a
+limit for the head of the first request on a connection.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ MAX_CONNECTIONS = 64
 MAX_FROM_SOURCE = 32
 """Maximum number of connections from one address.
 
-Beyond this number or the total number, the oldest connection that waits for its client is closed.
+Beyond this number or MAX_CONNECTIONS, the oldest connection that waits for its client is closed.
 """
 HEAD_S = 5.0
 """Seconds within which a client must send the head of a request.
 
-The time begins with the connection or with the last response.
+The time starts when the connection is opened, and again after each response.
 """
 MAX_HEAD_BYTES = 1 << 14
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection of uvicorn within these limits."""
+    """Connection of uvicorn within the limits of this module."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start a connection.
+        """Start a connection, and enforce the limits.
 
-        If a limit is exceeded, close the connection that has waited longest.
+        If a limit is exceeded, the oldest connection that waits for its client is closed.
         """
         super().connection_made(transport)
         self.opened_at = self.loop.time()

@@ -39,17 +39,17 @@ PATH = "/webhooks/mlflow"
 VARIABLE = "ONNX_OPS_WEBHOOK_SECRET"
 _SHORTEST_SECRET = 16
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Content type of metrics."""
+"""Content type of metrics in Prometheus' text format."""
 _TIMEOUT_S = 10.0
-"""Seconds to receive a body, and to stop the server."""
+"""Maximum time in seconds to receive a body, and to stop the server."""
 
 
 class WebhookReceiver:
     """HTTP server that listens while this context manager is open.
 
-    Port 0 is any free port. A delivery calls `wake` with the name of its model, or `refused` with
-    the reason of its rejection. `secret` is shared with MLflow, and `clock` determines the age of a
-    delivery. `metrics` returns `/metrics` in Prometheus' text format.
+    Port 0 selects a free port. For each valid delivery, the receiver calls `wake` with the model's
+    name; for each rejected delivery, it calls `refused` with the reason. `secret` is shared with
+    MLflow, and `clock` determines the age of a delivery. `metrics` returns the text for `/metrics`.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class WebhookReceiver:
                 (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
             )
         except OSError as error:
-            remedy = "Give another address with --listen HOST:PORT."
+            remedy = "Choose another address with --listen HOST:PORT."
             raise ServiceUnavailableError(
-                "cannot listen",
+                "the webhook receiver cannot listen on this address",
                 where=f"{host}:{port}",
                 why=error.strerror or str(error),
                 remedy=remedy,
@@ -131,8 +131,8 @@ class WebhookReceiver:
             return Response(status_code=400)
         except OnnxOpsError as error:
             self._refused(error.what)
-            # The status is always 4xx. MLflow would retry after other statuses, and the receiver
-            # would refuse the same delivery again.
+            # The status is always 4xx. After other statuses, MLflow would retry the delivery, which
+            # the receiver would refuse again.
             status = {TooLargeError: 413, InvalidSignatureError: 401}.get(type(error), 400)
             return PlainTextResponse(error.what, status_code=status)
         if self._recent.add(delivery.id):
@@ -140,7 +140,10 @@ class WebhookReceiver:
         return Response(status_code=204)
 
     def _show_metrics(self, _: Request) -> Response:
-        """Return metrics. Starlette runs this on a thread, since the ledger can be remote."""
+        """Return the metrics.
+
+        The method is not async, so Starlette runs it on a thread: reading a remote ledger blocks.
+        """
         try:
             return Response(self._metrics(), media_type=CONTENT_TYPE)
         except OnnxOpsError as error:
@@ -148,11 +151,11 @@ class WebhookReceiver:
 
 
 async def _read_body(request: Request) -> bytes:
-    """Read a body.
+    """Read the body of a delivery.
 
     Raises:
-        TooLargeError: the body is too large; this is raised before all of it is read.
-        UserError: the body does not arrive in time.
+        TooLargeError: the body exceeds MAX_BODY_BYTES; the rest is not read.
+        UserError: the body does not arrive within the time limit.
     """
     body = bytearray()
     try:
@@ -167,21 +170,22 @@ async def _read_body(request: Request) -> bytes:
 
 
 def read_secret(path: Path, environ: Mapping[str, str]) -> str:
-    """Return the secret from the environment, or from the file if none is set."""
+    """Return the webhook secret from the environment or, if it is not set, the file."""
     secret, where = environ.get(VARIABLE), VARIABLE
     if secret is None:
         remedy = (
-            f"Delete it, and run `onnx-ops webhooks install` for a new one; or chmod 600 {path}."
+            "Delete this file, and create a new secret with `onnx-ops webhooks install`; or run "
+            f"chmod 600 {path}."
         )
         try:
             secret, where = read_private(path, "the webhook secret", remedy=remedy), str(path)
         except FileNotFoundError as error:
-            remedy = f"`onnx-ops webhooks install --url URL` creates one; or set {VARIABLE}."
+            remedy = f"Run `onnx-ops webhooks install --url URL` to create one, or set {VARIABLE}."
             raise NotFoundError(
                 "there is no webhook secret", where=str(path), remedy=remedy
             ) from error
     if len(secret) < _SHORTEST_SECRET:
-        remedy = "Generate one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        remedy = "Generate a secret: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         raise UserError(
             f"the webhook secret is shorter than {_SHORTEST_SECRET} characters",
             where=where,
@@ -191,7 +195,10 @@ def read_secret(path: Path, environ: Mapping[str, str]) -> str:
 
 
 def make_secret(path: Path, environ: Mapping[str, str]) -> str:
-    """Return the secret. If none exists, create its file, once for all processes."""
+    """Return the webhook secret; create the file if there is no secret.
+
+    Concurrent processes get the same secret.
+    """
     if VARIABLE not in environ and not path.exists():
         create_file(path, f"{secrets.token_urlsafe(32)}\n".encode())
     return read_secret(path, environ)

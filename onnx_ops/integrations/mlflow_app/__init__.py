@@ -1,10 +1,10 @@
-"""The MLflow app that refuses changes without a signed decision that allows them.
+"""MLflow app that refuses changes without a signed decision that allows them.
 
-It runs inside `mlflow server --app-name onnx-ops`, and checks changes from the UI and the API.
+The app runs inside `mlflow server --app-name onnx-ops`, and checks changes from the UI and the API.
 
 MLflow looks up `create_app` before it starts its workers, and again in each worker. A worker that
-cannot start is restarted forever, so a wrong configuration must end the first look-up, with one
-message.
+cannot start is restarted forever. An invalid configuration must therefore end the process at the
+first look-up, with one message.
 """
 
 from __future__ import annotations

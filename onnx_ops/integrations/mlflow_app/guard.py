@@ -60,8 +60,8 @@ _REASON = re.compile(rf"{re.escape(OVERRIDE_TAG_PREFIX)}({NAME_PATTERN})")
 class Configuration:
     """Settings of the server's operator.
 
-    `keys` are the trusted keys, None if no folder is named; `signer` signs overrides, None if
-    overrides are refused.
+    `keys` are the trusted keys, or None if no folder is configured. `signer` signs overrides; if it
+    is None, overrides are refused.
     """
 
     keys: TrustedKeys | None = None
@@ -133,8 +133,8 @@ class Guard:
         with _prefix_refusals(done):
             if target.name != alias:
                 raise RefusedError(
-                    f"write it {target.name}",
-                    remedy="Some databases hold both spellings for one alias.",
+                    f"the alias must be spelled {target.name}",
+                    remedy="Some databases treat both spellings as the same alias.",
                 )
             if record is None:
                 raise RefusedError(
@@ -204,7 +204,8 @@ class Guard:
         if stored is not None and aliases and self._versions.registered_here(stored.model):
             with _prefix_refusals(f"version {stored.version} of {stored.model} was not deleted"):
                 raise RefusedError(
-                    f"it has {', '.join(aliases)}", remedy="Move them to another version first."
+                    f"it has {', '.join(aliases)}",
+                    remedy="Move these aliases to another version first.",
                 )
 
     def delete_model(self, model: str) -> None:
@@ -239,9 +240,9 @@ class Guard:
         )
 
     def _permit(self, user: str, model: str, alias: str, done: str) -> None:
-        """Check whether the policy permits the change; call this after all other checks.
+        """Check whether the policy permits the user to move or delete an alias.
 
-        An alias that no rule of the policy names cannot be moved.
+        If a policy is configured, it refuses a guarded alias that none of its rules covers.
         """
         located, target = self._configuration.policy, guarded(alias)
         if located is None:
@@ -256,7 +257,7 @@ class Guard:
                 )
             if index is not None and not is_among(user, users := located.policy.rules[index].users):
                 rule = (
-                    f"{located.places[index]} lets only {', '.join(users)} move "
+                    f"{located.places[index]} permits only {', '.join(users)} to move "
                     f"{located.policy.rules[index].aliases}"
                 )
                 raise RefusedError(
@@ -269,8 +270,8 @@ class Guard:
         keys = self._configuration.keys
         if keys is None or not keys.keys():
             raise RefusedError(
-                "this server trusts no keys, so it can verify no decision",
-                remedy=f"Its operator names the folder of public keys in {TRUSTED_KEYS}.",
+                "this server trusts no keys, so it cannot verify decisions",
+                remedy=f"Ask its operator to set {TRUSTED_KEYS} to a folder of public keys.",
             )
         try:
             require_passing_decision(
@@ -282,7 +283,7 @@ class Guard:
         except RefusedError as error:
             champion = alias_of("champion", target.target)
             if target.role == PREVIOUS and champion in stored.aliases:
-                return  # this version serves now, and will be replaced next
+                return  # the serving version becomes the previous one, whatever its decision is
             if read_override(record, target.target, keys) is not None:
                 return
             judged = error.why != "" and not isinstance(error, InvalidSignatureError)
@@ -297,26 +298,27 @@ class Guard:
         )
 
     def _no_older_decision(self, record: VersionRecord, key: str, value: str) -> None:
-        """Refuse to replace a valid decision, except by a later valid decision."""
+        """Refuse to replace a valid decision by an invalid or an older one."""
         target = folded(key).removeprefix(DECISION)
         if key != f"{DECISION}{target}":
             raise RefusedError(
-                f"write it {DECISION}{target}",
-                remedy="Some databases hold both spellings for one tag.",
+                f"the tag must be spelled {DECISION}{target}",
+                remedy="Some databases treat both spellings as the same tag.",
             )
         keys, new = self._configuration.keys, read_decisions({key: value}).get(target)
         if keys is None or not self._counts(record, target):
             return
         if new is None or not is_valid_for(new, record, target, keys):
             raise RefusedError(
-                "the stored record is validly signed, and this one is not about this version and "
-                "target"
+                "the stored decision is valid, and the new value is not a valid decision about "
+                "this version and target"
             )
         if new.record.sequence < record.decisions[target].record.sequence:
             raise RefusedError(
                 "the version has a later decision",
-                why=f"it was made {record.decisions[target].record.decided_at}, "
-                f"this one {new.record.decided_at}",
+                why="the stored decision was made at "
+                f"{record.decisions[target].record.decided_at}, "
+                f"the new one at {new.record.decided_at}",
                 remedy="Judge again with `onnx-ops run FILE --no-cache gate`.",
             )
 
@@ -332,13 +334,13 @@ class Guard:
         if signer is None:
             raise RefusedError(
                 "this server signs no overrides",
-                remedy=f"Its operator names a key in {OVERRIDE_KEY}.",
+                remedy=f"Ask its operator to set {OVERRIDE_KEY} to the file of a key.",
             )
         if not reason.strip():
             raise RefusedError("an override needs a reason", remedy="Write it as the tag's value.")
         if len(reason) > MAX_REASON_LENGTH:
             raise RefusedError(
-                f"the reason has {len(reason)} characters, of at most {MAX_REASON_LENGTH}"
+                f"the reason has {len(reason)} characters; at most {MAX_REASON_LENGTH} are allowed"
             )
         about = build_override(record, target, keys, reason=reason, by=user, now=self._clock.now())
         envelope = sign_record(about, signer).envelope
@@ -351,15 +353,18 @@ class Guard:
             return "Or promote a version that passed."
         if is_among(user, located.policy.overrides):
             return (
-                f"Or override it: set tag {override_reason_tag(target)} with the reason, "
-                "then this alias again."
+                f"Or override the decision: set tag {override_reason_tag(target)} to the reason, "
+                "then set this alias again."
             )
-        return f"Or ask {' or '.join(located.policy.overrides)} to override it, with a reason."
+        return (
+            f"Or ask {' or '.join(located.policy.overrides)} to override the decision "
+            "with a reason."
+        )
 
     def _permit_override(self, user: str, key: str) -> str:
         """Return the target of a reason tag that the user is allowed to set and delete.
 
-        The signed record stays when the tag is deleted.
+        If a user deletes the tag, the tag with the signed record remains.
 
         Raises:
             RefusedError: the user is not allowed to override, or the tag is not a reason tag.
@@ -368,23 +373,25 @@ class Guard:
         if located is None:
             raise RefusedError(
                 "no promotion policy names users who can override",
-                remedy=f"Its operator names one in {POLICY}.",
+                remedy=f"Ask the operator of the server to set {POLICY} to a policy file.",
             )
         users = located.policy.overrides
         if not is_among(user, users):
-            lets = f"lets only {', '.join(users)} override" if users else "lets no user override"
-            raise RefusedError(f"{located.overrides_at} {lets}, and you are {user or 'not known'}")
+            lets = f"only {', '.join(users)} to override" if users else "no user to override"
+            raise RefusedError(
+                f"{located.overrides_at} permits {lets}, and you are {user or 'not known'}"
+            )
         if (match := _REASON.fullmatch(key)) is None:
-            remedy = f"The reason of an override is {override_reason_tag('TARGET')}."
-            raise RefusedError("only the server itself writes it", remedy=remedy)
+            remedy = f"Write the reason of an override to tag {override_reason_tag('TARGET')}."
+            raise RefusedError("only the server writes this tag", remedy=remedy)
         return match[1]
 
 
 @contextmanager
 def _prefix_refusals(done: str) -> Iterator[None]:
-    """Put the refused change in front of the reason of a refusal in the block.
+    """Put `done` before the message of every error that the block raises.
 
-    A change that cannot be checked is refused.
+    Every error refuses the change, also if it could not be checked.
     """
     try:
         yield
@@ -416,7 +423,7 @@ class GuardedAlias:
 
 
 def guarded(alias: str) -> GuardedAlias | None:
-    """Return the target's alias that this name stands for; None for any other alias.
+    """Return the guarded alias that a name is a spelling of; None for any other alias.
 
     Names are compared without case and accents: a database can treat the name and the alias as
     equal although their spelling differs.

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def create_app() -> FastAPI | Flask:
     """Return MLflow's application with the guard.
 
-    The application has basic-auth if the environment configures it. As in MLflow itself, it is a
-    Flask application under WSGI servers. Under uvicorn it is a FastAPI application around the Flask
-    application.
+    The application uses MLflow's basic-auth if the environment configures it. As in MLflow itself,
+    it is a Flask application under WSGI servers. Under uvicorn, it is a FastAPI application around
+    the Flask application.
     """
     from mlflow.environment_variables import _MLFLOW_SGI_NAME
     from mlflow.server import app
@@ -36,20 +36,21 @@ def create_app() -> FastAPI | Flask:
     else:
         on_asgi = _MLFLOW_SGI_NAME.get() == "uvicorn"  # type: ignore[no-untyped-call]
         served = create_fastapi_app(app) if on_asgi else app
-    # After basic-auth, whose own hook has identified the user by then.
+    # Hooks run in the order of installation, and the guard needs the user that the hook of
+    # basic-auth identifies.
     install(app, Guard(configuration, ServerStore(), SystemClock()))
     return served
 
 
 def refuse_to_start_wrong() -> None:
-    """Exit with the reason if the application could not be created."""
+    """Exit with the reason if the configuration of the application is invalid."""
     from mlflow.exceptions import MlflowException
 
     try:
         if read_configuration(os.environ).basic_auth:
             from mlflow.server import auth
 
-            # As MLflow does before it starts workers: check the secret, make the first user.
+            # MLflow also checks the secret and creates the first user before it starts workers.
             auth.get_flask_server_secret_key()
             auth.bootstrap_admin_user()
     except (OnnxOpsError, MlflowException) as error:
@@ -77,14 +78,14 @@ CHECKS: Mapping[str, Check] = {
     "_delete_registered_model": lambda guard, _, message: guard.delete_model(message.name),
     "_rename_registered_model": lambda guard, _, message: guard.rename_model(message.name),
 }
-"""The check of a request by the name of MLflow's handler."""
+"""Checks of requests, by the name of MLflow's handler."""
 
 
 def install(app: Flask, guard: Guard) -> None:
     """Make the guard check every request of the application.
 
     Raises:
-        UserError: this MLflow has other handlers, which the guard would not check.
+        UserError: this MLflow lacks a handler that the guard checks.
     """
     from mlflow.exceptions import MlflowException
     from mlflow.protos import databricks_pb2, model_registry_pb2
@@ -93,8 +94,8 @@ def install(app: Flask, guard: Guard) -> None:
     missing = sorted(name for name in CHECKS if name not in app.view_functions)
     if missing or not hasattr(handlers, "_get_request_message"):
         raise UserError(
-            "this MLflow is not one that the plugin can guard",
-            why=f"it has no {', '.join(missing) or '_get_request_message'}",
+            "the plugin cannot guard this version of MLflow",
+            why=f"it lacks {', '.join(missing) or '_get_request_message'}",
             remedy="Install mlflow>=3.17,<4 as onnx-ops requires.",
         )
 
@@ -105,10 +106,10 @@ def install(app: Flask, guard: Guard) -> None:
         handler = request.endpoint or ""
         if (check := CHECKS.get(handler)) is None:
             return
-        # For example `SetModelVersionTag`.
+        # The request's message is named after the handler, such as `SetModelVersionTag`.
         kind = getattr(model_registry_pb2, handler.title().replace("_", ""))
         message = handlers._get_request_message(kind())  # type: ignore[no-untyped-call] # noqa: SLF001 (see above)
-        # The user that basic-auth, or what replaces it, has identified.
+        # basic-auth, or an application that replaces it, has set this variable.
         user = str(g.get("mlflow_authenticated_user", ""))
         try:
             check(guard, user, message)

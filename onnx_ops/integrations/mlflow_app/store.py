@@ -1,6 +1,6 @@
-"""The server's own store, read in process.
+"""Access to the model registry of the MLflow server in this process.
 
-The store returns the current state, independent of the request.
+The values are those in the registry, not those in the request.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ServerStore:
     def find(self, model: str, version: str) -> StoredVersion | None:
         """Return a version with its tags; None if it does not exist.
 
-        If the version does not exist, MLflow's handler of the request reports this.
+        The guard need not report a missing version, since MLflow's handler of the request does.
         """
         stored = _unless_absent(lambda: _store().get_model_version(model, version))
         if stored is None:
@@ -101,9 +101,9 @@ def _store() -> Any:
 
 
 def _unless_absent(ask: Any) -> Any:
-    """Return the answer, or None if the server has no such entry.
+    """Return the result of a call, or None if the server has no such entry.
 
-    The result is also None if the name is invalid.
+    The result is also None if a name is invalid.
     """
     from mlflow.exceptions import MlflowException
 

@@ -51,7 +51,7 @@ def describe_far_answers(runtime: Runtime, source: Path, variant: Path, rows: Te
             count = sum(len(one) for one, _ in pairs)
             return (
                 f"output {name} is far from the source's: {distance} on {count} rows; "
-                "it can hardly pass a metric"
+                "the variant can hardly pass a gate on a metric"
             )
     return ""
 

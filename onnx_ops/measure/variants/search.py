@@ -185,7 +185,7 @@ def _make_record(context: SearchContext, state: SearchState, stop: StopSearch) -
 
 
 def describe_trial(trial: Trial, metric: str) -> str:
-    """Describe a trial in a line."""
+    """Describe a trial in one line."""
     if trial.failure:
         return f"{trial.label}: {trial.failure}"
     times = ", ".join(

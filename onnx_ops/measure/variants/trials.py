@@ -67,10 +67,10 @@ _RUNS_P99 = 300
 class SearchContext:
     """The inputs of a search.
 
-    The export has a separate folder; `folder` receives the built models. Recipes depend on the
-    kinds of machine. The metric is measured on the rows of `tuning_data`; `lower` is True if lower
-    values are better. Activation ranges come from `calibration`. `batch` is the number of rows of
-    one timed request.
+    `source` is the export; `folder` receives the built models. `machines` holds the arithmetic of
+    the target machines, on which recipes depend. The metric is measured on the rows of
+    `tuning_data`; `lower` is True if lower values are better. Activation ranges come from
+    `calibration`. `batch` is the number of rows of one timed request.
     """
 
     project: Context
@@ -279,7 +279,8 @@ class TrialRunner:
 def _read_drop(metrics: TaskMetrics, *, lower: bool) -> float | None:
     """Return the loss relative to fp32; None if it was not measured.
 
-    The loss is a share of rows, or is computed from the score.
+    For a metric that counts rows, the loss is a share of rows. For another metric, it is the change
+    of the score: relative if lower is better, otherwise absolute.
     """
     for counts in metrics.counts:
         if counts.against == EXPORT:

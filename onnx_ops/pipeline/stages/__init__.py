@@ -1,6 +1,6 @@
-"""The stages of a pipeline: one module each, with `execute`.
+"""Stages of a pipeline: one module for each kind, with the function `execute`.
 
-The module `quantize` calibrates, too.
+The module `quantize` also contains the calibration stage.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Execute = Callable[[Stage, Digest, Mapping[str, Manifest], Context], Manifest]
 def execute(
     stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
 ) -> Manifest:
-    """Execute a stage. Promotion and deployment are release operations instead."""
-    # Imported by name, so that a stage loads only what it needs.
+    """Execute a stage of any kind except promotion and deployment."""
+    # The module is imported here, so that a stage loads only the packages that it needs.
     name = "quantize" if stage.kind is StageKind.CALIBRATE else stage.kind.value
     run: Execute = importlib.import_module(f"onnx_ops.pipeline.stages.{name}").execute
     return run(stage, key, inputs, context)

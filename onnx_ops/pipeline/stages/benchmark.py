@@ -89,7 +89,8 @@ def execute(
         export = checkout_files(store, inputs["export"], MODEL, folder / "export") / MODEL_FILE
         baselines = _choose_baselines(None if is_export else export, champion, manifest)
         check_compatibility(candidate, target, stage.id)
-        # The same rows give the same intervals, however they are scored.
+        # The seed depends only on the model, the rows and the target, so that the intervals are the
+        # same with and without shards.
         seed = int(digest_json([manifest.digest(), rows.digest(), stage.target])[-8:], 16)
         known, scored_on = _read_known(stage, inputs, context)
         scorer = ScoringRequest(
@@ -191,7 +192,7 @@ def execute(
 def _make_package(
     runtime: Runtime, model: Path, target: Target, folder: Path, context: Context
 ) -> dict[str, Digest]:
-    """Return the files of a target with its own model format."""
+    """Return the files of the package for a target whose model format is not ONNX."""
     if target.ort_format is None:
         return {}
     folder.mkdir()
@@ -202,9 +203,9 @@ def _make_package(
 def _choose_baselines(
     export: Path | None, champion: Champion | None, manifest: Manifest
 ) -> dict[str, Path]:
-    """Return the models to compare with, by name.
+    """Return the models with which the variant is compared, by name.
 
-    The champion, which counts most, comes last.
+    The last baseline is the primary one; it is the champion if there is one.
     """
     baselines = {} if export is None else {EXPORT: export}
     if champion and champion.manifest != manifest.digest():
@@ -226,7 +227,7 @@ def _read_champion_facts(champion: Champion) -> ChampionFacts:
 def _count_bytes(files: Mapping[str, Digest], context: Context) -> int:
     """Return the size of the model in bytes.
 
-    Operator libraries and descriptions of a package are left out.
+    The size does not include operator libraries and the descriptions of a package.
     """
     packaged = {name: digest for name, digest in files.items() if name.endswith(".ort")}
     own = packaged or {
@@ -260,10 +261,10 @@ def _read_known(
 def _measure_metrics(
     scorer: ScoringRequest, export: Path | None, stage: Stage, context: Context
 ) -> TaskMetrics:
-    """Measure the task metrics of the variant.
+    """Measure the task metrics of the variant, alone and in pairs with its baselines.
 
-    The variant is measured alone, and on the same rows as its baselines. `export` is the file from
-    which the variant was made; None if the variant is the export itself.
+    All models are measured on the same rows. `export` is the file from which the variant was made;
+    it is None if the variant is the export itself.
     """
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
@@ -276,7 +277,8 @@ def _measure_metrics(
         scorer = replace(scorer, functions=functions)
         metrics = measure_metrics(scorer, definitions)
         failed = explain_unscored(hints.get("judged", ()), metrics.scores)
-        if failed and export is not None:  # if the export can be scored, the pipeline file is right
+        # If the export can be scored, the cause is the variant and not the pipeline file.
+        if failed and export is not None:
             again = [one for one in definitions if one.label in failed]
             scores = measure_metrics(
                 replace(scorer, models={CANDIDATE: export}, known={}), again

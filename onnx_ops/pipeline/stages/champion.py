@@ -1,4 +1,4 @@
-"""The champion of a target, which a release is compared with."""
+"""Find the champion of a target, with which a release is compared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Champion:
 
 
 def find_champion(context: Context, model: str, target: str) -> Champion | None:
-    """Find the champion of a target, or None."""
+    """Return the champion of a target, or None."""
     if not model:
         return None
     registry = context.registry()
@@ -42,8 +42,8 @@ def find_champion(context: Context, model: str, target: str) -> Champion | None:
 def attach_champion(stage: Stage, context: Context) -> Stage:
     """Return the benchmark stage with its champion as a hint, unless it has one.
 
-    Its process then needs no registry client. The baseline is not part of the key, so it is passed
-    as a hint.
+    The process of the stage then needs no registry client. The champion is a hint, since it is not
+    part of the key.
     """
     settings: Mapping[str, Any] = stage.settings
     if HINT in stage.hints:
@@ -53,7 +53,7 @@ def attach_champion(stage: Stage, context: Context) -> Stage:
 
 
 def read_champion(stage: Stage, context: Context) -> Champion | None:
-    """Return the champion of the stage's hint, or else of the registry."""
+    """Return the champion from the stage's hint; without a hint, from the registry."""
     settings: Mapping[str, Any] = stage.settings
     if HINT not in stage.hints:
         return find_champion(context, settings["model"], str(stage.target))

@@ -1,4 +1,4 @@
-"""Data: arrays from a source, under the names that the model uses."""
+"""Data stage: load arrays from a source, with the names that the model uses."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from onnx_ops.measure.files import put_dataset
 from onnx_ops.ports import Context, Dataset
 
 Location = tuple[str | int, ...]
-"""Keys and indices that lead to a value of the section."""
+"""Path of keys and indices to a value of the section."""
 
 LocatedError = tuple[Location, UserError]
 
 _MATRIX = "*"
-"""Stands for all columns of numbers, in place of an array's name."""
+"""Value of an input that consists of all columns of numbers instead of one array."""
 
 
 def get_source_name(section: DataSection) -> str:
@@ -50,7 +50,7 @@ def execute(
         raise ConflictError(
             "the data was changed after the run was planned",
             where=stage.id,
-            remedy="Run again. In DVC, name a tag or a commit as `rev`: it does not move.",
+            remedy="Run again. In DVC, set `rev` to a tag or a commit, which does not change.",
         )
     return put_dataset(context.store, build_dataset(arrays, section, stage.id))
 
@@ -59,7 +59,7 @@ def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -
     """Build the data set that a section defines from the arrays of its source."""
     for _, problem in find_data_problems(arrays, section, where):
         raise problem
-    # This needs numpy, which planning does not.
+    # The import loads numpy, which planning does not need.
     from onnx_ops.statistics.grouping import find_group_columns, number_groups
 
     chosen = _select_columns(arrays, section) if _uses_all_columns(section) else []
@@ -86,7 +86,7 @@ def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -
 def _make_inputs(
     arrays: Mapping[str, Any], section: DataSection, chosen: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the arrays by input; without named inputs, each chosen column is one."""
+    """Return the arrays by input; by default, each chosen column is an input."""
     if not section.inputs:
         return {name: arrays[name] for name in chosen}
     if chosen:
@@ -151,32 +151,32 @@ def _list_required_arrays(section: DataSection) -> list[tuple[Location, str]]:
 
 
 def _find_group_problems(name: str, array: Any, where: str) -> Iterator[LocatedError]:
-    """Yield why an array does not hold one group per row."""
-    from onnx_ops.statistics.grouping import number_groups  # needs numpy, which planning does not
+    """Yield a problem if an array does not have one group per row."""
+    from onnx_ops.statistics.grouping import number_groups  # loads numpy, which planning omits
 
     if number_groups(array) is None:
         text = (
             "the group must be one value per row, none of them missing; "
-            f"it is {array.dtype} {tuple(array.shape)}"
+            f"its type is {array.dtype} and its shape {tuple(array.shape)}"
         )
         remedy = "Name an array such as the id of the patient or the customer."
         yield ("group",), UserError(text, where=f"{where}: group {name!r}", remedy=remedy)
 
 
 def _find_value_problems(section: DataSection, where: str) -> Iterator[LocatedError]:
-    """Yield values that are not arrays of one type, or belong to inputs with rows."""
+    """Yield a problem for each value of mixed types or for an input with rows."""
     import numpy as np
 
     for name, value in _get_values(section).items():
         if name in section.inputs:
-            text = f"{name!r} is among the inputs with rows and among the values"
+            text = f"{name!r} is named in both 'inputs' and 'values'"
             yield (
                 ("values", name),
-                UserError(text, where=where, remedy="Leave it out of one of them."),
+                UserError(text, where=where, remedy="Remove it from one of the two."),
             )
         try:
             kind = np.asarray(value).dtype.kind
-        except ValueError:  # lists of different lengths
+        except ValueError:  # the value has lists of different lengths
             kind = "O"
         if kind not in "biufU":
             text = f"the value of {name!r} is not a number, a boolean, or a list of them"
@@ -189,9 +189,10 @@ def _find_value_problems(section: DataSection, where: str) -> Iterator[LocatedEr
 def _find_row_problems(
     arrays: Mapping[str, Any], keys: Collection[str], where: str
 ) -> Iterator[LocatedError]:
-    """Yield why arrays do not hold the same number of rows.
+    """Yield a problem if the arrays do not have the same number of rows.
 
-    Only a model can state which axis holds the rows.
+    Only the model defines the axis of the rows. The arrays are therefore accepted if any choice of
+    axes gives them the same number of rows.
     """
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     shapes = {name: array.shape for name, array in arrays.items() if name not in keys}
@@ -217,12 +218,12 @@ def _get_values(section: DataSection) -> Mapping[str, Json]:
 
 
 def _list_named_values(section: DataSection) -> dict[str, str]:
-    """Return the arrays of the source that are values, by input."""
+    """Return the names of the source's arrays that are values, by input."""
     return {name: value for name, value in _get_values(section).items() if isinstance(value, str)}
 
 
 def _read_values(arrays: Mapping[str, Any], section: DataSection) -> dict[str, Any]:
-    """Return the values as arrays; a fraction is float32, as is usual in frameworks."""
+    """Return the values as arrays; float64 becomes float32, as is usual in frameworks."""
     import numpy as np
 
     values = {
@@ -240,7 +241,7 @@ def _uses_all_columns(section: DataSection) -> bool:
 
 
 def _select_columns(arrays: Mapping[str, Any], section: DataSection) -> list[str]:
-    """Return the names of the arrays that become inputs without being named."""
+    """Return the names of the columns: those of `columns`, or else all unnamed arrays."""
     columns = None if isinstance(section, SklearnData) else section.columns
     if columns is not None:
         return list(columns)
@@ -252,22 +253,22 @@ def _select_columns(arrays: Mapping[str, Any], section: DataSection) -> list[str
 def _find_matrix_problems(
     columns: Mapping[str, Any], section: DataSection, where: str
 ) -> Iterator[LocatedError]:
-    """Yield why the columns do not fit into the matrix.
-
-    The reasons are given for each input that is the matrix.
-    """
+    """Yield a problem for each matrix input if the columns do not fit into a matrix."""
     for name, array in section.inputs.items():
         if array == _MATRIX and (problem := _find_matrix_problem(columns, where)):
             yield ("inputs", name), problem
 
 
 def describe_text_cell(column: Any) -> str:
-    """Describe the cell that makes a column of numbers text; empty if none does."""
+    """Describe the text cell in a column whose other cells are mostly numbers.
+
+    The result is empty if there is no such cell.
+    """
     if column.dtype.kind not in "UO" or column.ndim != 2:
         return ""
     cell = find_text_among_numbers(column[:, 0].tolist())
     return (
-        f"row {cell[0]} holds {textwrap.shorten(cell[1], 60)!r}, and most others hold numbers"
+        f"row {cell[0]} has {textwrap.shorten(cell[1], 60)!r}, and most other rows have numbers"
         if cell
         else ""
     )
@@ -278,10 +279,10 @@ def _find_matrix_problem(columns: Mapping[str, Any], where: str) -> UserError | 
         if array.dtype.kind not in "fiub" or array.ndim > 2:
             return UserError(
                 f"column {name!r} does not fit into a matrix of numbers: "
-                f"it is {array.dtype} {tuple(array.shape)}",
+                f"its type is {array.dtype} and its shape {tuple(array.shape)}",
                 where=where,
                 why=describe_text_cell(array),
-                remedy="Choose the columns (`columns: [age, income]`), or leave out `inputs`: "
-                "one input per column.",
+                remedy="Choose the columns (`columns: [age, income]`), or leave out `inputs`, "
+                "so that each column is an input.",
             )
     return None if columns else UserError("there is no column for the matrix", where=where)

@@ -1,4 +1,4 @@
-"""Export: the trained model as ONNX, with the source's outputs."""
+"""Export stage: write the model as ONNX, with the outputs of the source model."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from onnx_ops.pipeline.stage_settings import get_exporter, read_operators, read_
 from onnx_ops.ports import Context, Dataset
 from onnx_ops.scratch import Scratch
 
-AXES_REMEDY = "Name the axis of its rows as of the others: export.dynamic: {INPUT: {1: batch}}."
+AXES_REMEDY = "Name the axis of the rows as in other inputs: export.dynamic: {INPUT: {1: batch}}."
 """Remedy for rows that are not on the declared axis."""
 
 
 def execute(
     stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
 ) -> Manifest:
-    """Export the model; the key of the stage is the release."""
+    """Export the model; the key of the stage is the id of the release."""
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Export, where=stage.id)
     exporter = get_exporter(stage, context, section.framework)
@@ -61,7 +61,7 @@ def execute(
         pipeline=settings["pipeline"],
         release=key,
         git_sha=str(stage.hints.get("commit", ""))
-        or context.git_sha(),  # the hint is of the requesting machine
+        or context.git_sha(),  # a worker's checkout can differ from the requesting machine's
         data={
             name.removeprefix("data/"): m.digest()
             for name, m in inputs.items()
@@ -135,13 +135,13 @@ def require_loadable(
     context: Context,
     *,
     written: str = "exported",
-    remedy: str = "Look for the layer or column that the reason names; "
-    "another opset may help, too.",
+    remedy: str = "Change the layer or column that the reason names, or try another opset.",
 ) -> None:
-    """Load the file as validation will, in a process that may crash.
+    """Load the file as validation does, in a separate process that can crash.
 
     Args:
-        written: how the file was written, for the message.
+        written: word for how the file was written, for the message.
+        remedy: remedy of the error.
 
     Raises:
         MeasurementError: the runtime cannot load it; the reason names the node.
@@ -161,7 +161,7 @@ def require_loadable(
 def _find_axes(section: Export, dataset: Dataset, trained: Path) -> dict[str, int]:
     """Return the axis of the rows of each input.
 
-    The axes come from an existing ONNX file, or from the free axes that the section declares.
+    The axes are read from an existing ONNX file, or from the free axes that the section declares.
     """
     if section.framework == "onnx":
         return find_row_axes(

@@ -1,4 +1,4 @@
-"""Gate: judge evidence, and sign the decision if there is a key."""
+"""Gate stage: judge evidence, and sign the decision if there is a key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from onnx_ops.statistics.variants.choice import choose_scheduling
 def execute(
     stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
 ) -> Manifest:
-    """Judge the evidence, and store the gates for judging it again."""
+    """Judge the evidence; store the decision, and the gates for a later judgement."""
     settings: Mapping[str, Any] = stage.settings
     source = inputs[f"benchmark/{stage.variant}@{stage.target}"]["evidence.json"]
     evidence = codec.loads(context.store.read(source), Evidence, where=stage.id)

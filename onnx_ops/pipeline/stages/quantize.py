@@ -1,7 +1,7 @@
-"""The stages that quantize and calibrate.
+"""Quantization and calibration stages.
 
-The first derives a variant, and measures its quantization error. The second reads ranges from a
-part of the rows.
+A quantization stage derives a variant, and measures its quantization error. A calibration stage
+computes ranges from a part of the rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from onnx_ops.scratch import Scratch
 def execute(
     stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
 ) -> Manifest:
-    """Derive a variant, or take the one that the search found."""
+    """Derive a variant, or copy the variant that the search found for a role."""
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
     calibrate = section.calibrate
@@ -50,7 +50,7 @@ def execute(
     with Scratch() as folder:
         request, dataset = _build_request(stage, inputs, context, folder)
         source = request.source
-        if "search" in settings:  # the search has found the variant of this role
+        if "search" in settings:  # the variant is a result of the search
             manifest, role = inputs[settings["search"]], settings["role"]
             trial = codec.loads(context.store.read(manifest[f"{role}/trial.json"]), Trial)
             record = codec.loads(context.store.read(manifest[SEARCH_FILE]), SearchRecord)
@@ -100,14 +100,14 @@ _LOAD_REMEDY = "Exclude the layer that the reason names (`exclude: [NAME]`), or 
 def _runs_on_cpu(settings: Mapping[str, Any]) -> bool:
     """Return whether a target of the variant is a CPU.
 
-    A model that only accelerators can load is loaded where it is measured.
+    A model that only accelerators can load is not loaded here, but when it is measured.
     """
     machines = settings.get("machines", ())
     return not machines or any(machine["family"] != "accelerator" for machine in machines)
 
 
 def _calibrate(stage: Stage, inputs: Mapping[str, Manifest], context: Context) -> Manifest:
-    """Store the ranges of a shard of the batches; nothing if it has none."""
+    """Store the ranges of one shard of the batches; an empty shard has no ranges."""
     settings: Mapping[str, Any] = stage.settings
     with Scratch() as folder:
         request, _ = _build_request(stage, inputs, context, folder)
@@ -120,9 +120,9 @@ def _calibrate(stage: Stage, inputs: Mapping[str, Manifest], context: Context) -
 def _build_request(
     stage: Stage, inputs: Mapping[str, Manifest], context: Context, folder: Path
 ) -> tuple[OptimizeRequest, Dataset | None]:
-    """Return the request to the optimizer, and the whole calibration set.
+    """Return the request for the optimizer, and the whole calibration set.
 
-    The source of the request is in `folder`.
+    The source model of the request is written to `folder`.
     """
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
@@ -146,9 +146,9 @@ def _build_request(
 
 
 def _select_unseen(dataset: Dataset, calibrated: int) -> Tensors:
-    """Return rows of the calibration set that are not scored rows.
+    """Return rows of the calibration set for measuring the quantization error.
 
-    Rows from which no range was computed come first.
+    Rows that were not used for calibration come first.
     """
     count = len(dataset)
     order = [*range(min(calibrated, count), count), *range(min(calibrated, count))]

@@ -1,4 +1,4 @@
-"""Register: publish the variants, and choose one for each target."""
+"""Register stage: publish the variants, and choose one for each target."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from onnx_ops.statistics.probes import REAL
 from onnx_ops.statistics.variants.choice import choose
 
 REPORT = "report.html"
-"""Path of the release report among the evidence of each version."""
+"""Path of the release report in the artifacts of each version."""
 
 
 PROVENANCE, BASE = "provenance", "base"
-"""Hints that are not part of the stage's key.
+"""Names of hints, which are not part of the stage's key.
 
-They hold metadata of the pipeline file, author and time of the release, and the recorded release of
-the base branch.
+`PROVENANCE` has metadata of the pipeline file, the author and the time of the release. `BASE` has
+the recorded release of the base branch.
 """
 
 _MOST_BYTES = 1 << 20
@@ -126,7 +126,7 @@ def execute(
 
 
 def read_decisions(inputs: Mapping[str, Manifest], context: Context) -> tuple[Decision, ...]:
-    """Return the decisions among the results of stages, in the order of the pipeline."""
+    """Return the decisions of the gate stages, in the order of the pipeline."""
     return tuple(
         codec.loads(context.store.read(manifest["decision.json"]), Decision)
         for name, manifest in inputs.items()
@@ -137,7 +137,7 @@ def read_decisions(inputs: Mapping[str, Manifest], context: Context) -> tuple[De
 def choose_variants(
     policies: Mapping[str, TargetObjective], decisions: tuple[Decision, ...]
 ) -> tuple[Choice, ...]:
-    """Choose the variant of each target; a target without any measurement is an ERROR."""
+    """Choose the variant of each target; the verdict without measurements is ERROR."""
     choices, reason = [], "nothing could be measured"
     for target, policy in policies.items():
         choice = Choice(
@@ -162,7 +162,8 @@ def _store_report(
 ) -> Digest:
     """Store one page about the whole release.
 
-    All versions of the release share the page. Their numbers are not known yet.
+    All versions of the release share the page. It does not name their numbers, which the registry
+    assigns later.
     """
     stored = [m["evidence.json"] for name, m in inputs.items() if name.startswith("benchmark/")]
     evidence = {digest: codec.loads(context.store.read(digest), Evidence) for digest in stored}
@@ -241,7 +242,8 @@ def _make_variant_record(
 def build_request_example(export: Manifest, store: Store) -> bytes:
     """Return an example request as JSON: one row, or a fixed batch.
 
-    Empty where no row can be written as JSON (NaN, bytes), or a request is larger than 1 MiB.
+    The text is empty if no row can be written as JSON (NaN, bytes), or if the request would be
+    larger than 1 MiB.
     """
     real = next(
         (group for group in get_reference(store, export["reference.npz"]) if group.name == REAL),

@@ -1,6 +1,6 @@
-"""Score: read one variant's answers to a part of the rows.
+"""Score stage: compute one variant's answers to a part of the rows.
 
-The answers are stored in the terms of the metrics.
+The stage stores the values that the metrics read from the answers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PREDICTIONS, _ARRAYS = "predictions.json", "predictions.npz"
 def execute(
     stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
 ) -> Manifest:
-    """Store what the metrics read from the answers to a shard of the batches."""
+    """Store the values that the metrics read from the answers to one shard of batches."""
     settings: Mapping[str, Any] = stage.settings
     target = codec.from_json(stage.hints["target"], Target, where=stage.id)
     data = get_dataset(context.store, inputs[f"data/{settings['data']}"], inputs["export"]).head(
@@ -93,11 +93,14 @@ def read_shards(
 
 
 def check_compatibility(model: Path, target: Target, where: str) -> None:
-    """Check the file's versions first: a runtime's own message is unclear or missing."""
+    """Raise UserError if the target does not support the file's versions or operators.
+
+    The error of the runtime itself is unclear or missing.
+    """
     if reason := explain_incompatibility(model, target):
         remedy = (
-            "Export what all targets accept, give the target its custom_ops, "
-            f"or leave {target.name} out."
+            "Export with versions that all targets accept, add custom_ops to the target, "
+            f"or leave out {target.name}."
         )
         raise UserError(reason, where=where, remedy=remedy)
 
@@ -105,7 +108,7 @@ def check_compatibility(model: Path, target: Target, where: str) -> None:
 def _put(store: Store, predictions: ModelPredictions) -> dict[str, Digest]:
     """Store predictions.
 
-    Arrays are stored under the labels of their metrics, and errors as documents.
+    Arrays are stored by the label of their metric, and errors as JSON documents.
     """
     entries: dict[str, Mapping[str, object]] = {}
     arrays = {}

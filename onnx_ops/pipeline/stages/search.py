@@ -1,4 +1,4 @@
-"""Search: find variants by trying recipes and exclusions under a budget."""
+"""Search stage: find variants by trying recipes and exclusions within a budget."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from onnx_ops.scratch import Scratch
 def execute(
     stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
 ) -> Manifest:
-    """Store the models of the filled roles and the record of the search."""
+    """Search for variants; store the model of each role, and the record of the search."""
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
     section = codec.from_json(settings["section"], Quantize, where=stage.id)

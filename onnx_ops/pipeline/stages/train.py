@@ -1,4 +1,4 @@
-"""Train: call the training function, or take an existing model."""
+"""Train stage: call the training function, or copy an existing model."""
 
 from __future__ import annotations
 
@@ -78,16 +78,17 @@ def _save(exporter: Exporter, model: object, folder: Path) -> None:
     """Write the model that the training function returned.
 
     Raises:
-        UserError: the model holds an object that pickle cannot write, such as a lambda or an
+        UserError: the model contains an object that pickle cannot write, such as a lambda or an
             instance of a local class.
     """
     try:
         exporter.save(model, folder)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:  # pickle raises any of these
+    # pickle raises each of these for objects that it cannot write.
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError(
             f"the returned {type(model).__name__} cannot be saved",
             where="train.run",
             why=describe_error(error),
-            remedy="Define its classes and functions at the top level of a module, "
+            remedy="Define the model's classes and functions at the top level of a module, "
             "without lambdas and open files.",
         ) from error

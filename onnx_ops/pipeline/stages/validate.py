@@ -1,4 +1,4 @@
-"""Validate: compare the export with its source."""
+"""Validate stage: compare the export with its source."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def execute(
 ) -> Manifest:
     """Measure the parity of the export with its source.
 
-    The node of a failure is located, trees are compared, and inputs without effect are found.
+    The stage also compares trees and finds inputs without effect. If the parity fails, it locates
+    the first node that differs.
     """
     export = inputs["export"]
     target = replace(REFERENCE_TARGET, custom_ops=read_reference_operators(stage))
@@ -57,7 +58,7 @@ def execute(
             source = _LazySource(stage, inputs["train"], context, folder / "trained", layout)
             trees = source.trees(path)
         except (MeasurementError, UserError) as error:
-            measured = (make_mismatch("*", "load", f"it does not run: {error}"),)
+            measured = (make_mismatch("*", "load", f"the export does not run: {error}"),)
         else:
             unused = find_unused_inputs(runtime, path, target, reference)
             if worst := find_worst(measured):
@@ -79,7 +80,7 @@ def execute(
 class _LazySource:
     """The source model, loaded only when needed.
 
-    Most exports need only the stored answers of the source model.
+    For most exports, the stored answers of the source model are sufficient.
     """
 
     stage: Stage
@@ -89,22 +90,23 @@ class _LazySource:
     layout: RowLayout
 
     def tracer(self, samples: Tensors) -> Tracer | None:
-        """Return the tracer of the source's intermediate values, or None.
+        """Return the tracer of the source's intermediate values.
 
-        The exporter must be able to trace.
+        The result is None if the exporter cannot trace.
         """
         section = self._section()
         exporter = get_exporter(self.stage, self.context, section.framework)
         if not isinstance(exporter, TracingExporter):
             return None
         with self._loaded(exporter) as model:
-            # The export has succeeded: a model without names has a declared order.
+            # `ordered` can be true because the export has succeeded: it fails if the inputs have
+            # neither names nor a declared order.
             path = self.folder / MODEL_FILE
             request = build_export_request(section, samples, self.layout, path, ordered=True)
             return self._arranged(exporter.tracer(model, request))
 
     def _arranged(self, tracer: Tracer) -> Tracer:
-        """Return a tracer that takes and returns rows on axis 0."""
+        """Return a tracer whose inputs and values have their rows on axis 0."""
 
         def trace(inputs: Tensors, names: Collection[str]) -> tuple[Tensors, Tensors | None]:
             single, double = tracer(self.layout.arrange(inputs), names)

@@ -160,7 +160,7 @@ def test_grpc_port_survives_worker_kill_and_refuses_second_server(
         with pytest.raises(MeasurementError, match=f"127.0.0.1:{port}: the port cannot be used"):
             second.start()
         server.kill()
-        server.start()  # it takes over from the worker that still answers
+        server.start()  # the new server takes over from the worker that still answers
         assert until(lambda: _infer(connect(port))).model_version == "1"
 
 

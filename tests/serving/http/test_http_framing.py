@@ -78,7 +78,7 @@ class Client:
             packets = [bytes([byte]) for packet in packets for byte in packet]
         for packet in packets:
             self._socket.sendall(packet)
-            # Packets shall arrive separately, but nothing depends on it.
+            # The pause usually separates the packets; the result does not depend on it.
             time.sleep(0 if len(packet) == 1 else 0.002)
 
     def answer(self) -> tuple[int, bytes]:

@@ -408,7 +408,9 @@ def test_half_closed_connection_receives_answers_and_is_closed(worker: Worker, d
     assert statuses[:1] == [200] if len(data) >= len(GOOD) else 200 not in statuses
 
 
-def test_connection_limit_closes_idle_connections_and_keeps_busy_ones(tmp_path: Path) -> None:
+def test_connection_limit_when_reached_closes_idle_and_keeps_busy_connections(
+    tmp_path: Path,
+) -> None:
     with Worker(
         state_of(scaled(tmp_path, "blue"), blue=100), bounds={"max_connections": 5}
     ).running() as worker:

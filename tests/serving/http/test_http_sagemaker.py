@@ -68,7 +68,7 @@ def report(worker: Worker, **subject: str) -> Mapping[str, int]:
     return counts
 
 
-def test_users_of_attributes_get_the_version_that_their_header_selects(worker: Worker) -> None:
+def test_user_in_attributes_gets_same_version_as_user_header(worker: Worker) -> None:
     answered = {}
     for user in USERS:
         status, attributes, _ = invoke(worker, CustomAttributes=f"user={quote(user)}")
@@ -86,31 +86,31 @@ def test_pin_of_attributes_selects_deployment(worker: Worker, name: str) -> None
         assert invoke(worker, CustomAttributes=text)[1]["deployment"] == name
 
 
-def test_feedback_of_user_by_token_of_attributes_counts_once(worker: Worker) -> None:
+def test_feedback_of_user_by_token_in_attributes_is_counted_once(worker: Worker) -> None:
     _, attributes, _ = invoke(worker, CustomAttributes="user=anna")
     assert report(worker, token=attributes["token"]) == {"counted": 1, "unknown": 0}
     assert report(worker, token=attributes["token"]) == {"counted": 0, "unknown": 1}
 
 
-def test_feedback_with_charset_counts(worker: Worker) -> None:
+def test_feedback_with_charset_in_content_type_is_counted(worker: Worker) -> None:
     invoke(worker, InferenceId="order-9")
     body = json.dumps({"feedback": [{"request_id": "order-9", "success": True}]}).encode()
     status, _, answer = invoke(worker, body, f"{FEEDBACK_TYPE.decode()}; charset=utf-8")
     assert (status, json.loads(answer)) == (200, {"counted": 1, "unknown": 0})
 
 
-def test_feedback_by_inference_id_counts(worker: Worker) -> None:
+def test_feedback_by_inference_id_is_counted(worker: Worker) -> None:
     status, attributes, _ = invoke(worker, InferenceId="order-7")
     assert (status, attributes) == (200, {})
     assert report(worker, request_id="order-7") == {"counted": 1, "unknown": 0}
     assert report(worker, request_id="order-8") == {"counted": 0, "unknown": 1}
 
 
-def test_invocation_without_attributes_answers_without_them(worker: Worker) -> None:
+def test_invocation_without_attributes_returns_no_attributes(worker: Worker) -> None:
     assert invoke(worker)[:2] == (200, {})
 
 
-def test_queued_invocation_answers_with_attributes(blue: Deployment) -> None:
+def test_queued_invocation_with_attributes_returns_attributes(blue: Deployment) -> None:
     gate = Gate()
     with Worker(state_of(blue, blue=100), wrap=gate.wrap, slow=True).running() as worker:
         gate.open.set()
@@ -140,7 +140,7 @@ def test_unreadable_attributes_raise_error_with_reason(
     status, _, body = invoke(worker, CustomAttributes=text)
     assert status in (400, 404)
     assert reason in json.dumps(json.loads(body), ensure_ascii=False)
-    # Slot 0 has the requests that reach no deployment.
+    # Slot 0 counts the requests that reach no deployment.
     assert worker.shared.sum_slot(0)[get_column(status)] == 1
 
 

@@ -186,7 +186,7 @@ def _damaged(draw: random.Random, body: bytes, length: int | None) -> tuple[byte
         else:
             start = draw.randrange(len(data) + 1)
             data[at:at] = data[start : start + draw.randrange(1, 60)]
-        # Keep the intended boundary.
+        # Usually move the boundary after the JSON header along with the change.
         if length and at < length and draw.random() < 0.8:
             length = max(0, length + len(data) - before)
     if length is not None and draw.random() < 0.1:

@@ -114,7 +114,7 @@ def test_prepare_loads_missing_deployments_and_keeps_previous_revision(
     server.publish(4, state_of(blue, blue=100))  # a rollback needs no load
     assert server.loads.names == ["blue", "green"]
     assert server.deployments.get_current().deployments["blue"].deployment == blue
-    server.publish(5, state_of(blue, blue=100))  # green was in none of the last two tables
+    server.publish(5, state_of(blue, blue=100))  # neither of the last two tables names green
     assert server.deployments.release() == []
     server.deployments.get_current()
     assert [r.deployment.name for r in server.deployments.release()] == ["green"]

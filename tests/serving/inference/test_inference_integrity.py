@@ -157,7 +157,7 @@ def test_load_after_replacement_between_check_and_session_loads_verified_files(
 
     monkeypatch.setattr(models, "open_session", replace_and_open)
     assert run(deployment, tmp_path / "copies") == APPROVED
-    assert run(deployment, tmp_path / "copies") == APPROVED  # from the copy
+    assert run(deployment, tmp_path / "copies") == APPROVED  # loaded from the private copy
     with pytest.raises(DigestMismatchError):
         run(deployment, tmp_path / "no-copies")
 
@@ -195,7 +195,7 @@ def test_fetch_of_pipe_without_writer_raises_digest_mismatch_error(
     deployment = shared.deploy()
     (shared.folder / "weights.bin").unlink()
     os.mkfifo(shared.folder / "weights.bin")
-    # It becomes a pipe after this check.
+    # Simulate that the file becomes a pipe after this check.
     monkeypatch.setattr(Path, "is_file", lambda path: path.exists())
     with pytest.raises(DigestMismatchError):
         ModelCopies(tmp_path / "copies").fetch(deployment)

@@ -132,7 +132,7 @@ def predictions(call: InferenceRequest, arrays: list[np.ndarray[Any, Any]]) -> A
 
 
 def test_predictions_are_returned_by_name_or_as_records() -> None:
-    # This is the runtime's own type for int64.
+    # ONNX Runtime returns int64 tensors with the type `longlong`.
     values: list[np.ndarray[Any, Any]] = [
         np.array([1, 0], np.longlong),
         np.array([[0.1, 0.75], [np.nan, 0.5]], np.float32),

@@ -380,7 +380,7 @@ def test_packed_cache_entry_is_built_once_and_returns_same_bits(
     assert {path.name: path.stat().st_mtime_ns for path in entry.iterdir()} == made
 
 
-def test_workers_wait_for_the_one_that_makes_an_entry(
+def test_packed_cache_while_other_worker_builds_entry_waits(
     network: Deployment, cache: PackedModelCache, tmp_path: Path
 ) -> None:
     answer(network, cache)

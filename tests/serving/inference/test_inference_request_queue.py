@@ -330,7 +330,8 @@ def test_worker_threads_while_isolating_start_all_waiting_batches_of_next_queue(
         other.put(item)
     assert not second.begun.acquire(timeout=0.05)
     first.gate.set()
-    second.wait(second.begun, 3)  # it begins immediately, though only one thread has become free
+    # All three batches of the next queue begin, though only one thread has become free.
+    second.wait(second.begun, 3)
     second.gate.set()
     second.wait(second.ended, 3)
     assert len(second.threads) == 3

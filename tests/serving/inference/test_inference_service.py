@@ -387,7 +387,7 @@ def test_model_after_long_run_on_event_loop_moves_to_thread(
     with Worker(
         state_of(deploy_loop(tmp_path / "loop"), blue=100), run_timeout=0.2
     ).running() as worker:
-        for _ in range(3):  # the third request is bound to its memory
+        for _ in range(3):  # the third request uses bound memory
             assert status(worker.send(post(INFER, loop_body(2)))) == 200
         assert worker.shared.sum_slot(1)[metrics.RUN_NANOSECONDS] == 0  # no run on a thread
         assert status(worker.send(post(INFER, loop_body(FOREVER)))) == 504
@@ -462,7 +462,7 @@ def test_mirrored_requests_beyond_shadow_queue_are_dropped_and_counted(
         mirrored(blue, green), wrap=only("green", gate.wrap), shadow_queue=8
     ).running() as worker:
         sent = 0
-        # The socket and the process hold some.
+        # The socket and the shadow process take some requests from the queue.
         while not worker.shared.sum_slot(2)[metrics.SHADOW_DROPPED]:
             assert status(worker.send(REQUEST)) == 200
             sent += 1

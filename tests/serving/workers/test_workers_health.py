@@ -184,7 +184,8 @@ def test_request_of_dead_worker_counts_as_error_unless_selected(cell: int, error
     worker, draw = CellCounter(site.shared, 1), TrafficRouter.from_table(revision.table).draw
     worker.count(draw, NEW, KEYLESS_CELL, 200, 0.0)
     site.die(NEW, cell=cell)
-    for _ in range(2):  # only the next worker counts it
+    # The next worker counts the lost request, and later workers do not count it again.
+    for _ in range(2):
         CellCounter(site.shared, 1)
     _, found = decode_cells(counts.collect(watch).tables[-1].cells["new"])
     assert found[0, [CELL_REQUESTS, CELL_ERRORS]].tolist() == [1 + errors, errors]

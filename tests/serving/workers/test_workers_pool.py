@@ -65,7 +65,7 @@ def test_publication_to_several_workers_under_load_leaves_no_stale_response(
     assert len(seen.records.by_deployment()) > 10, (
         "too few publications were seen by a request to prove anything"
     )
-    # Shift each publication so that it returned before it began; the check must find that.
+    # If each publication had returned a second before it began, the check must find stale answers.
     early = tuple(
         replace(p, returned_ns=p.begun_ns - 10**9, begun_ns=p.begun_ns - 10**9)
         for p in seen.publications

@@ -206,7 +206,7 @@ def test_shadow_that_cannot_be_loaded_is_reported_as_failed(
         )
         assert shadow_processes(server) == []
         assert (counts(server).shadow_answered, counts(server).shadow_failed) == (0, 0)
-        # The workers have loaded it.
+        # The workers, unlike the shadow process, have loaded green.
         assert server.who_answers({"azureml-model-deployment": "green"}) == "green"
         assert server.publish(mirrored(blue), 3).status == 200
         assert server.admin("GET").json()["failed"] == {}

@@ -173,7 +173,7 @@ def test_publish_during_cold_start_waits_for_its_end_before_trial_load(
         try:
             await asyncio.sleep(3600)
         finally:
-            await asyncio.sleep(0.05)  # wait until its process has ended
+            await asyncio.sleep(0.05)  # the time in which its process ends
             ended.append("cold start")
 
     async def try_load(*_: object, **__: object) -> None:

@@ -318,7 +318,7 @@ def test_publish_of_deployment_and_shadow_checks_their_total_memory(
     first = large(tmp_path / "first", 64 * MIB)
     second = replace(large(tmp_path / "second", 64 * MIB), name="second", version="3")
     state = mirrored(first, second)
-    # It is enough for both models in the worker, but not for the shadow process as well.
+    # This memory is enough for both models in the worker, but not for the shadow process as well.
     set_available(memory_root, 210 * MIB)
     answer = server.publish(state, 2)
     assert answer.status == 422

@@ -168,8 +168,8 @@ def stale(records: Records, publications: Sequence[Publication]) -> Column:
         rows = np.flatnonzero((records.deployment == index) & ~allowed)
         if not len(holds) or not len(rows):
             continue
-        # Both begins and ends ascend. Of the publications that began before the answer, the last
-        # one also ends last.
+        # The times in `begun` and in `ends` both ascend. Of the publications that began before the
+        # answer, the last one also ends last.
         last = np.searchsorted(begun[holds], records.done_ns[rows], side="right") - 1
         allowed[rows] = (last >= 0) & (ends[holds[last]] >= records.sent_ns[rows])
     return np.flatnonzero(~allowed)

@@ -1,6 +1,6 @@
 """ONNX Runtime for JavaScript, in Node or in a page of a headless browser.
 
-In Node, it runs natively or as WebAssembly.
+In Node, ONNX Runtime runs natively or as WebAssembly.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ WEB = "onnxruntime-web@1.30.0"
 DRIVER = "playwright-core@1.65.1"
 
 DEFAULT_TIMEOUT_S = 900.0
-"""Seconds for an answer if `env.timeout` is not set."""
+"""Maximum time of a call in seconds if `env.timeout` is not set."""
 
 
 @dataclass(slots=True, kw_only=True)
 class NodeRuntime(Runtime):
     """Runtime that measures models in a Node.js process.
 
-    Later calls reuse the process. A new process is started if the process has ended or the target
-    changes.
+    The first call starts the process, and later calls reuse it. A new process is started if the
+    process has ended or the target changes.
     """
 
     kind: ClassVar[str] = "node"
     folder: Path | None = None
-    """Folder of packages; a temporary one by default."""
+    """Folder of npm packages; a temporary folder by default."""
 
     _held: RetainedProcess = field(default_factory=RetainedProcess)
     _temporary: Scratch | None = None
@@ -234,17 +234,17 @@ class NodeRuntime(Runtime):
             return own
         if not target.env.isolated or target.env.python or target.env.memory:
             raise UserError(
-                "JavaScript packages have a separate folder, need no Python, "
-                "and have no memory limit",
+                "the environment of a JavaScript runtime is always separate, has no Python "
+                "and no memory limit",
                 where=f"target {target.name}: env",
                 remedy="Leave out `isolated`, `python` and `memory`.",
             )
         requirements = target.env.requirements or own
         if self._library(target) not in parse_pins(requirements):
             raise UserError(
-                f"its environment lacks {self._library(target)}",
+                f"the environment lacks {self._library(target)}",
                 where=f"target {target.name}: env.requirements",
-                remedy=f"Name its version, such as `{own[0]}`.",
+                remedy=f"Add the package with its version, such as `{own[0]}`.",
             )
         return requirements
 
@@ -252,7 +252,7 @@ class NodeRuntime(Runtime):
         return next(iter(parse_pins(self._defaults(target))))
 
     def _defaults(self, target: Target) -> tuple[str, ...]:
-        """Return the default packages, the library first."""
+        """Return the default npm packages: ONNX Runtime first, then further packages."""
         return (WEB,) if target.providers[0].name == "wasm" else (NATIVE,)
 
     def _engine(self) -> str:
@@ -283,9 +283,9 @@ class BrowserRuntime(NodeRuntime):
 
 
 def _orders(draw: Generator, models: int, rounds: int, blocks: int) -> list[dict[str, Any]]:
-    """Return the orders of models for every round.
+    """Return random orders of the models for every round.
 
-    One order is for building sessions, and each block has an order.
+    A round has one order for building the sessions, and one order for each block.
     """
     return [
         {
@@ -306,13 +306,14 @@ def _loaded(model: Path, target: Target) -> dict[str, Any]:
 
 
 def _model(path: Path) -> dict[str, Any]:
-    """Describe a model and its weight files, which WebAssembly must be given.
+    """Return the paths of a model and its weight files.
 
-    Files outside the model's folder are left out.
+    WebAssembly cannot open weight files, so the worker passes them to it. Files outside the model's
+    folder are left out.
     """
     place = path.resolve()
     names: tuple[str, ...] = ()
-    with contextlib.suppress(UserError):  # a `.ort` file, or a broken file that the runtime reports
+    with contextlib.suppress(UserError):  # `.ort`, or a broken file that the runtime will report
         names = list_external_names(place)
     files = {name: (place.parent / name).resolve() for name in names}
     inside = {
@@ -337,16 +338,20 @@ _REMEDIES = {
 
 
 def find_program(names: Sequence[str]) -> str | None:
-    """Return the first of the programs that is on the path; None without one."""
+    """Return the path of the first of these programs on PATH; None if all are missing."""
     return next((place for name in names if (place := shutil.which(name))), None)
 
 
 def require_program(names: Sequence[str], target: str) -> str:
-    """Return the path of the first of the programs that is on the path."""
+    """Return the path of the first of these programs on PATH.
+
+    Raises:
+        MeasurementError: all of the programs are missing.
+    """
     place = find_program(names)
     if place is None:
         raise MeasurementError(
-            f"there is no {names[0]} on this machine",
+            f"{names[0]} is not installed on this machine",
             where=f"target {target}",
             remedy=_REMEDIES[names[0]],
         )
@@ -405,7 +410,7 @@ _TYPES = {
     "uint64": "<u8",
     "uint8": "u1",
 }
-"""NumPy layouts by the names of types that JavaScript and NumPy share."""
+"""NumPy dtypes with little-endian layout, by the names of types in JavaScript."""
 
 
 def write_tensors(tensors: Tensors, stem: Path) -> list[dict[str, Any]]:
@@ -424,7 +429,7 @@ def write_tensors(tensors: Tensors, stem: Path) -> list[dict[str, Any]]:
             file.write_bytes(array.astype(_TYPES[kind]).tobytes())
         else:
             raise MeasurementError(
-                f"input {name} is of type {kind}, which tensors of JavaScript cannot hold"
+                f"input {name} is of type {kind}, which JavaScript's tensors do not support"
             )
         entries.append({"name": name, "type": kind, "dims": list(array.shape), "file": str(file)})
     return entries
