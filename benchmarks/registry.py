@@ -45,10 +45,10 @@ from onnx_ops.testing.fakes import FakeWorld, make_ledger_keys
 from tests.support.mlflow_server import mlflow_server
 
 FEW, ALIAS, TARGET = 100, "champion-cpu-1t", "cpu-1t"
-WARM_UP, PER_MODEL = 3, "the same, one query for each model"
+WARM_UP, PER_MODEL = 3, "query of the registry, one request for each model"
 CALLS: Mapping[str, Callable[[Context, WatchLoop], object]] = {
     "idle pass over all endpoints": lambda context, watcher: watcher.reconcile_all(),
-    "of it, the query of the registry": lambda context, watcher: read_registry(context),
+    "query of the registry in an idle pass": lambda context, watcher: read_registry(context),
     PER_MODEL: lambda context, watcher: [
         context.registry().aliases(name.removeprefix("endpoint-"))
         for name in context.ledger.endpoints()
@@ -86,7 +86,7 @@ def main() -> int:
             is_met &= all(few.requests[call] == many.requests[call] for call in CALLS)
     head = (
         "database",
-        "what",
+        "operation",
         f"requests, {FEW} versions",
         f"requests, {options.versions:,} versions",
         "time ratio",

@@ -22,7 +22,7 @@ VALUES = "values.npz"
 """In the export's manifest: inputs that are the same for all rows, if any."""
 
 FRACTIONS = "fractions.json"
-"""In the training's manifest: names of columns that were float32 in a training data set."""
+"""In the training's manifest: names of the training data's float32 columns."""
 
 FEATURES = "features.json"
 """In the manifests of training and export: names of the columns of each matrix.
@@ -37,10 +37,10 @@ RANGES = "ranges"
 """In the manifest of a calibration: the optimizer's file with activation ranges."""
 
 _TEXTS, _ENDS = "//texts/", "//ends/"
-"""Prefixes of the names of the two arrays that store texts: bytes, and end offsets."""
+"""Prefixes of the names of two arrays that store texts: bytes, and end offsets."""
 
 PACKAGE = "package/"
-"""Prefix of the model in the target's own format, in the manifest of its benchmark."""
+"""In the manifest of a benchmark: prefix of the model in the target's own format."""
 
 TRAINED = "trained/"
 """Prefix of the trained model's files in a manifest."""

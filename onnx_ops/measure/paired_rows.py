@@ -31,7 +31,7 @@ _RIGHT, _ERROR, _GROUP, _ROWS = "right/", "error/", "rows.group", "rows.digest"
 def extract_rows(
     definition: MetricDefinition, label: Array | None, answers: Array
 ) -> dict[str, Array]:
-    """Return the arrays to store for one metric, computed from the candidate's answers."""
+    """Return the arrays to store for one metric, from the candidate's answers."""
     match definition.method:
         case CountedRows():
             return {f"{_RIGHT}{definition.label}": answers.astype(np.bool_)}

@@ -287,7 +287,7 @@ def _make_comparable(
     label: Array | None,
     predictions: Mapping[str, Prediction | OnnxOpsError],
 ) -> tuple[Array | None, Mapping[str, Array], list[ScoreComparison]]:
-    """Return the label, answers by model, and entries for models that cannot be scored."""
+    """Return the label, answers by model, and entries for models without a score."""
     try:
         label, positive = _read_label(definition, label)
     except UserError as error:

@@ -64,7 +64,7 @@ With enough requests for each thread, the last requests of a window have little 
 CLIENTS = 32
 """Number of clients of a busy server; each client waits for its answer."""
 _WAY_S, _TURNS = 0.1, 3
-"""Seconds of a window of one configuration, and number of sessions of each configuration.
+"""Seconds of a window, and number of sessions, of each configuration.
 
 The seconds are for sequential requests.
 """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 USER_KEY_HEADER = "x-user-key"
 """Header with the key of a user.
 
-While the split or its epoch lasts, one deployment answers all requests with the same value.
+One deployment answers all requests with the same key until the split or its epoch ends.
 """
 REQUEST_ID_HEADER = "x-request-id"
 """Header with the id of a request, which is copied to the response."""
@@ -36,13 +36,13 @@ PIN_HEADERS = ("x-amzn-sagemaker-target-variant", "azureml-model-deployment")
 DEPLOYMENT_HEADER = "x-onnx-ops-deployment"
 """Header with the name of the deployment that answered."""
 FEEDBACK_HEADER = "x-onnx-ops-feedback"
-"""Header with the feedback token, which any server of the endpoint can count."""
+"""Header with the feedback token, which every server of the endpoint accepts."""
 VARIANT_HEADER = "x-amzn-invoked-production-variant"
 """Header with the name of the deployment that answered, as in SageMaker."""
 BINARY_LENGTH_HEADER = "inference-header-content-length"
 """Header with the number of bytes of JSON at the start of a body.
 
-It belongs to the binary form of the Open Inference Protocol.
+The header belongs to the binary form of the Open Inference Protocol.
 """
 
 STATE_PATH = "/admin/state"
@@ -51,9 +51,9 @@ TABLE_PATH = "/admin/table"
 LEASE_PATH = "/admin/lease"
 
 FAILURE_STATUSES = frozenset({"422", "429", "500", "503", "504", "other"})
-"""Statuses that count against the deployment.
+"""Statuses of requests that are counted as errors of the deployment.
 
-Its model failed on inputs that fit its signature, was not loaded, or answered too late. Queue
+The model failed on inputs that fit its signature, was not loaded, or answered too late. Queue
 overflow (429) and timeouts (504) can be counted without bias, because the requests of all
 deployments are served in the order of arrival.
 """
@@ -63,20 +63,20 @@ REJECTION_STATUSES = frozenset({"400", "404", "413", "415"})
 USER_CELLS = 16_000
 """Number of cells into which users are grouped, by a hash of their key.
 
-Each percent of traffic has 160 cells, so every weight is met exactly.
+Each percent of traffic has 160 cells, so cells represent every weight exactly.
 """
 KEYLESS_CELL = USER_CELLS
 """The cell of requests without a user key."""
 CELLS = USER_CELLS + 1
 CELL_REQUESTS, CELL_ERRORS, CELL_REFUSED, CELL_FEEDBACK, CELL_SUCCESSES, CELL_LATENCIES = range(6)
-"""Fields of the counts of a cell.
+"""Indexes of the fields in the counts of a cell.
 
 The fields from `CELL_LATENCIES` on count requests by the number of thresholds that they exceed.
 """
 MAX_USER_THRESHOLDS = 24
 """Largest number of latency thresholds of a deployment.
 
-The thresholds are quantiles of its latencies, and four quantiles multiplied by allowed slow-downs.
+These are the 20 `LATENCY_PLACES`, and four percentiles that single guardrails compare.
 """
 CELL_FIELDS = CELL_LATENCIES + MAX_USER_THRESHOLDS + 1
 _CELL_BYTES = 2 + 4 * CELL_FIELDS
@@ -86,10 +86,10 @@ _CELL_BYTES = 2 + 4 * CELL_FIELDS
 class AdminState:
     """Response to GET and PUT of the state; the state is None before a publication.
 
-    `failed` holds deployments that could not be loaded again, with the reason. `out_of_service`
-    holds deployments that ended workers. They get no requests until the next publication.
-    `counting_failure` is the reason why a rollout currently gets no evidence; empty if nothing
-    failed. `memory` is None if it cannot be read.
+    `failed` contains deployments that could not be loaded after a restart, with the reason.
+    `out_of_service` contains deployments that crashed or blocked workers, with the reason. They get
+    no requests until the next publication. `counting_failure` is the reason why a rollout currently
+    gets no evidence; empty if nothing failed. `memory` is None if it cannot be read.
     """
 
     state: EndpointState | None
@@ -105,8 +105,8 @@ class Lease:
 
     `until_ns` is the end of the lease in nanoseconds since boot (CLOCK_BOOTTIME); 0 ends the lease.
     `serving_until_ns` is the end of the lease that a table with `RoutingTable.is_leased` needs for
-    any request. `lapsed` counts requests since the start of the server that the fallback answered,
-    or that were refused, because the server had no lease.
+    any request. `lapsed` counts requests of this start of the server that were passed to the
+    fallback or refused, because the server had no lease.
     """
 
     until_ns: int
@@ -119,13 +119,14 @@ class DeploymentCounts:
     """Counts of one deployment, summed over all workers.
 
     Attributes:
-        statuses: requests that are evidence about the deployment, by HTTP status; `other` for any
-            status that is not listed. Shadow requests are excluded.
-        unjudged: all other requests by status. A client has selected the deployment, or every
+        statuses: requests that are evidence about the deployment, by HTTP status; `other` stands
+            for statuses without a counter. Shadow requests are excluded.
+        unjudged: all other requests by HTTP status. A client has selected the deployment, or every
             version with traffic refuses the request.
         latency: histogram of the time from the last byte of a request to its response. It has one
             bucket more than `Counts.bounds_s`.
-        service: the same histogram without the time in the queue, for requests that ran alone.
+        service: histogram of the same time minus the time in the queue. It contains only requests
+            that did not run in a batch with others.
         shadow_answered: mirrored requests that the shadow deployment answered.
         shadow_differing: mirrored requests whose responses differ.
         shadow_failed: mirrored requests that failed.
@@ -192,21 +193,21 @@ class Counts:
     """Response to GET and POST of the counts.
 
     Attributes:
-        origin: identifies the server and its start. Another value means that all counts were reset.
+        origin: id of the server's start. A different id means that all counts were reset.
         at: seconds since the epoch, on the server's clock.
         bounds_s: upper bounds of the latency histograms in seconds.
         deployments: counts of each deployment since it was first published.
         tables: counts by generation of the table, the current one last.
         epochs: closed epochs in ascending order. Their counts do not change any more.
         open_epoch: counts of the current epoch so far.
-        closed_through: number up to which no epoch is counted any more; 0 if the split has no
-            epochs.
-        cold_s: seconds of loads in fresh processes, by deployment. They are measured if a
-            deployment of a user counts request gets neither traffic nor mirrored requests.
+        closed_through: number of the last epoch whose counts are final, like those of all epochs
+            before it; 0 if the split has no epochs.
+        cold_s: times in seconds of loads in fresh processes, by deployment. They are measured if a
+            deployment of a `UserCountsRequest` gets neither traffic nor mirrored requests.
         failure: why evidence is currently missing, such as an error at the change of an epoch;
             empty if nothing failed.
         uptimes: uptimes by table, from the follower of a replica. Servers leave this field empty.
-        is_final: whether the follower has ended, so that these are the last counts of its start.
+        is_final: whether the follower has ended, so that these counts do not change any more.
         server: name of the replica, from the name of its report. Servers leave this field empty.
     """
 
@@ -229,18 +230,20 @@ def encode_cells(cells: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) ->
     """Serialize the counts of some cells.
 
     Args:
-        cells: their numbers in ascending order, shape (n,).
-        counts: shape (n, `CELL_FIELDS`).
+        cells: numbers of the cells in ascending order, shape (n,).
+        counts: counts of these cells, shape (n, `CELL_FIELDS`).
     """
     data = cells.astype("<u2").tobytes() + counts.astype("<u4").T.tobytes()
     return base64.b64encode(zlib.compress(data, 1)).decode()
 
 
 def decode_cells(text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the arguments of `encode_cells`. Raises ValueError or zlib.error.
+    """Parse a text of `encode_cells`; return the cells and their counts.
 
     A user can send requests to several servers. Therefore add the counts of all servers before you
     compare users.
+
+    Raises ValueError or zlib.error.
     """
     import numpy as np
 
@@ -264,7 +267,7 @@ def error_to_bytes(error: OnnxOpsError) -> bytes:
 def error_from_bytes(data: bytes) -> OnnxOpsError:
     """Parse an error response of the server.
 
-    Any other body gives a ServiceUnavailableError.
+    For any other body, return a ServiceUnavailableError.
     """
     try:
         document = json.loads(data)

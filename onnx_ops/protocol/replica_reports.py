@@ -22,7 +22,7 @@ STATUS_FOLDER, COUNTS_FOLDER, EPOCHS_FOLDER = "status", "counts", "epochs"
 REPORT_S = 5.0
 """Seconds between two reports of a replica."""
 SILENT_S = 20.0
-"""Seconds without a report after which a replica is silent."""
+"""Seconds without a report after which a replica is regarded as silent."""
 MAX_REPORT_BYTES = 8 << 20
 
 _LARGEST_COUNT = 1 << 48
@@ -38,8 +38,8 @@ class ReplicaStatus:
     """Status of a replica, as the replica reports it.
 
     Attributes:
-        replica: name of the replica, which is the same after a restart on the same folder.
-        start: random number of this start.
+        replica: name of the replica, which is the same after a restart with the same folder.
+        start: random id of this start of the replica.
         endpoint: the endpoint whose tables it follows.
         adopted: number of the table that it serves; None before the first table.
         loaded: deployments of that table that it has loaded.
@@ -85,7 +85,7 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ReportSource:
-    """One start of one replica. Within a start, the counts never decrease."""
+    """One start of one replica. The counts of a start never decrease."""
 
     replica: str
     start: str
@@ -116,9 +116,9 @@ class ReportSource:
 
 
 def has_possible_counts(counts: Counts) -> bool:
-    """Return whether a server can have counted these numbers.
+    """Return whether a server can have reported these counts.
 
-    They must not be negative, or too large for sums of 64 bits.
+    Each number must be between 0 and `_LARGEST_COUNT`. The counts by cell must be decodable.
     """
     opened = {} if counts.open_epoch is None else counts.open_epoch.cells
     if not all(map(has_possible_cells, (opened, *(table.cells for table in counts.tables)))):
@@ -174,7 +174,7 @@ def parse_epoch_name(name: str) -> tuple[int, int, ReportSource] | None:
 
 
 def check_replica_name(name: str) -> str:
-    """Return the name of a replica after a check.
+    """Return the name of a replica if it is valid.
 
     Raises:
         UserError: the name cannot be part of a report's name.
@@ -182,6 +182,6 @@ def check_replica_name(name: str) -> str:
     if not _REPLICA.fullmatch(name):
         raise UserError(
             f"{name[:80]!r} cannot be the name of a replica",
-            remedy="Use letters, digits and hyphens, at most 63.",
+            remedy="Use at most 63 letters, digits and hyphens; do not begin with a hyphen.",
         )
     return name

@@ -51,7 +51,7 @@ _NAME = re.compile(r"(\d{8})-([01])\.json")
 class TableNumber:
     """Number of a table: the sequence number of the ledger's entry, and a phase.
 
-    Phase 0 is a table with which replicas only load models.
+    With a table of phase 0, replicas load new models before these models get traffic.
     """
 
     sequence: int
@@ -128,9 +128,9 @@ StoredTable: TypeAlias = ReplicaTable | WayBack
 
 
 def encode_table(table: StoredTable, signer: Signer | None) -> bytes:
-    """Return the object of a table.
+    """Serialize a table.
 
-    The object consists of a line of JSON and, with a signer, a line of DSSE signatures.
+    The result is a line of JSON and, with a signer, a line of DSSE signatures.
     """
     kind = "table" if isinstance(table, ReplicaTable) else "way back"
     line = codec.dumps({"kind": kind, "content": codec.to_json(table)})
@@ -142,7 +142,7 @@ def encode_table(table: StoredTable, signer: Signer | None) -> bytes:
 def decode_table(
     data: bytes, number: TableNumber, endpoint: str, verifier: Verifier | None
 ) -> StoredTable:
-    """Return the table of an object. Without a verifier, signatures are not checked.
+    """Parse the object of a table. Without a verifier, signatures are not checked.
 
     Raises:
         CorruptStateError: the object is not a table of this endpoint with this number.
@@ -151,7 +151,7 @@ def decode_table(
     where = number.name
     if len(data) > MAX_TABLE_BYTES:
         raise CorruptStateError(
-            f"it has {len(data)} bytes; the limit of a table is {MAX_TABLE_BYTES}", where=where
+            f"the table has {len(data)} bytes; the limit is {MAX_TABLE_BYTES}", where=where
         )
     line, _, rest = data.partition(b"\n")
     document = codec.loads(line, dict[str, Any], where=where)
@@ -162,17 +162,22 @@ def decode_table(
     else:
         table = codec.from_json(content, WayBack, where=where)
     if table.number != number:
-        raise CorruptStateError(f"it is table {table.number}", where=where)
+        raise CorruptStateError(f"the object contains table {table.number}", where=where)
     if table.endpoint != endpoint:
         raise CorruptStateError(
-            f"it is a table of endpoint '{table.endpoint[:80]}', not of {endpoint}", where=where
+            f"the table is that of endpoint '{table.endpoint[:80]}', not of {endpoint}",
+            where=where,
         )
     if isinstance(table, WayBack):
         if table.to >= number:
-            raise CorruptStateError("it returns to itself or to a later table", where=where)
+            raise CorruptStateError(
+                "the rollback table refers to itself or to a later table", where=where
+            )
         return table
     if table.table.state.generation != number.generation:
-        raise CorruptStateError("its state has another generation", where=where)
+        raise CorruptStateError(
+            "the generation of the state does not match the table's number", where=where
+        )
     if verifier is not None:
         signatures = codec.loads(rest, tuple[EnvelopeSignature, ...], where=where) if rest else ()
         verify_bytes(PAYLOAD_TYPE, line, signatures, verifier)
@@ -224,14 +229,14 @@ def find_newest(
         names: names of the objects in the folder of the tables.
         read: reads an object, as `read_stored` does. It raises an OnnxOpsError for an invalid
             object.
-        above: number of a known table. Objects with lower numbers are not read.
+        above: number of a known table. Only objects with higher numbers are read.
     """
     skipped: dict[str, str] = {}
     numbers: list[TableNumber] = []
     for name in names:
         number = TableNumber.parse(name)
         if number is None:
-            skipped[name] = "its name is not the number of a table"
+            skipped[name] = "the object's name is not the number of a table"
         elif above is None or number > above:
             numbers.append(number)
     for number in sorted(numbers, reverse=True):
@@ -250,7 +255,7 @@ def require_table(table: StoredTable) -> ReplicaTable:
     """
     if not isinstance(table, ReplicaTable):
         raise CorruptStateError(
-            "a rollback table returns to another rollback table", where=table.number.name
+            "a rollback table refers to another rollback table", where=table.number.name
         )
     return table
 
@@ -293,7 +298,7 @@ def plan_tables(
     new_key: str = "",
     is_leased: bool = False,
 ) -> tuple[ReplicaTable | None, ReplicaTable]:
-    """Return the table that loads new models, if needed, and the table of the state.
+    """Return the table that loads new models, and the table of the state.
 
     Before a model gets its first traffic, all replicas must load it while the traffic stays
     unchanged. The first table causes this load. It is None if no model must be loaded first.
@@ -340,7 +345,7 @@ def _plan_load(
 
     Its traffic is the traffic of the previous table. The result is None if no new model gets
     traffic. It is also None if a deployment with traffic gets other files, because the previous
-    traffic is then not continued.
+    traffic cannot continue in that case.
     """
     old, served = before.table.state, before.table.state.split
     new = [d for d in state.deployments if d not in old.deployments]
@@ -371,8 +376,9 @@ def list_receivers(state: EndpointState) -> set[str]:
 def _choose_fallback(state: EndpointState, served: str | None) -> str:
     """Return the deployment that needs no lease.
 
-    The result is empty unless another deployment gets requests or copies too. It is the deployment
-    that needed no lease before, or otherwise the last listed one with traffic.
+    This is the previous such deployment (`served`) if it still gets traffic, otherwise the last
+    listed deployment with traffic. The result is empty if no other deployment gets requests or
+    copies.
     """
     serving = [d.name for d in state.deployments if state.split.weights.get(d.name)]
     chosen = served if served in serving else serving[-1]

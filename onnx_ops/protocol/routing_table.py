@@ -59,9 +59,9 @@ class RoutingTable:
 
     def __post_init__(self) -> None:
         if sorted(self.layout) != sorted(d.name for d in self.state.deployments):
-            raise ValueError(f"the layout {list(self.layout)} does not name the deployments")
+            raise ValueError(f"the layout {list(self.layout)} differs from the deployments' names")
         if self.fallback and self.fallback not in self.layout:
-            raise ValueError(f"{self.fallback!r} is none of the deployments")
+            raise ValueError(f"the fallback {self.fallback!r} is not a deployment of the table")
         if self.feedback_key and not _FEEDBACK_KEY.fullmatch(self.feedback_key):
             raise ValueError(f"the feedback key is not {2 * FEEDBACK_KEY_BYTES} hexadecimal digits")
 
@@ -76,9 +76,9 @@ class RoutingTable:
         return newest, next(d.manifest for d in self.state.deployments if d.name == newest)
 
     def compute_split_digest(self) -> str:
-        """Return a digest of what decides which deployment answers a user.
+        """Return a digest of the settings that assign users to deployments.
 
-        Generation and epoch also decide this, but are not part of the digest.
+        Generation and epoch also affect the assignment, but are not part of the digest.
         """
         parts = (*self.get_experiment(), *self.list_slots(), repr(self.state.split.epoch_s))
         return short_digest(digest_bytes("\0".join(parts).encode()))
@@ -117,7 +117,7 @@ def decode_table(data: bytes, *, where: str = "") -> RoutingTable:
     except ValueError as error:
         raise CorruptStateError("the table is not JSON", where=where, why=str(error)) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise CorruptStateError("not a table of an endpoint", where=where)
+        raise CorruptStateError("the document is not the table of an endpoint", where=where)
     if document.get("version") != VERSION:
         raise CorruptStateError(
             f"table version {document.get('version')!r} is not supported", where=where

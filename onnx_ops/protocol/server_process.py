@@ -24,7 +24,7 @@ from onnx_ops.domain.target import Target
 SERVER_FILE = "server.json"
 """File with the `ServerRecord` of the running server.
 
-The file is written when the server can answer.
+The file is written when the server can answer requests.
 """
 LOCK_FILE = "server.lock"
 """File that the server locks (flock) while it runs.
@@ -39,9 +39,9 @@ WORKERS_FOLDER = "workers"
 The file holds the start time of that process.
 """
 HANDOVER_SOCKET = "handover.sock"
-"""Unix socket over which workers send their listening sockets.
+"""Unix socket over which workers without a supervisor pass on their listening sockets.
 
-Workers without a supervisor send them to the next supervisor.
+The next supervisor receives the listening sockets.
 """
 AUDIT_FILE = "audit.jsonl"
 """Audit trail: one line per requested change and one per result."""
@@ -51,9 +51,9 @@ FINAL_COUNTS_FILE = "counts.json"
 
 # Files and environment of a cloud container.
 DEPLOYMENT_FILE = "deployment.json"
-"""File of a container with the deployment, without a location."""
+"""File in a container that describes the deployment, without its location."""
 MODEL_FOLDER = "model"
-"""Folder beside `DEPLOYMENT_FILE` with the files of the version and nothing else."""
+"""Folder beside `DEPLOYMENT_FILE`; it contains exactly the files of the version."""
 CONTAINER_PROVIDERS = (CPU,)
 """Execution providers of the build of ONNX Runtime in the image."""
 OPTION_PREFIX = "ONNX_OPS_SERVE_"
@@ -84,14 +84,17 @@ class ContainerOptions:
         Unit("s"),
         Ge(0.001),
         Le(3600),
-        doc("Longest time in the queue, unless x-request-timeout-ms is shorter; then 504."),
+        doc(
+            "Longest time in the queue, after which a request gets a 504; "
+            "x-request-timeout-ms can shorten it."
+        ),
     ] = 30.0
     run_timeout: Annotated[
         float,
         Unit("s"),
         Ge(0.001),
         Le(3600),
-        doc("Longest run of a model, which is ended then; the request gets a 504."),
+        doc("Longest run of a model; a longer run is ended, and its request gets a 504."),
     ] = 30.0
     max_body: Annotated[
         int,
@@ -127,7 +130,10 @@ class ContainerOptions:
         int,
         Unit("B"),
         Ge(0),
-        doc("Smallest model that is cached optimized and packed for this processor; 0 B: none."),
+        doc(
+            "Smallest size of a model that is cached in optimized form, packed for this "
+            "processor; 0 B: no model."
+        ),
     ] = 4 << 20
     allowed_hosts: Annotated[
         str, doc("Accepted Host headers besides those of loopback, separated by commas; `*`: any.")
@@ -139,9 +145,9 @@ class ContainerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions(ContainerOptions):
-    """Options of `onnx-ops serve`.
+    """Options of an endpoint server.
 
-    In a container, the entrypoint sets the options of this class.
+    The settings of cloud endpoints contain only `ContainerOptions`.
     """
 
     grpc_port: Annotated[
@@ -186,14 +192,14 @@ def explain_unservable(target: Target, available: Collection[str]) -> str:
     The result is empty if the server can run them.
     """
     if target.runtime != "onnxruntime":
-        return f"it measures with runtime '{target.runtime}', and the server runs 'onnxruntime'"
+        return f"the target uses runtime '{target.runtime}', but the server runs 'onnxruntime'"
     if target.env is not None and target.env.isolated:
-        return "its runtime has an isolated environment, but that of the server does not"
+        return "the target's runtime has an isolated environment, but the server's does not"
     if target.ort_format is not None:
-        return "it runs .ort files, and the server .onnx files"
+        return "the target runs .ort files, but the server runs .onnx files"
     for provider in target.providers:
         if provider.package:
-            return f"the server does not load plug-ins such as {provider.package}"
+            return f"the server does not load execution provider plug-ins ({provider.package})"
         if provider.name not in available:
             return (
                 f"the server's build of ONNX Runtime has no {provider.name}; "
@@ -203,7 +209,7 @@ def explain_unservable(target: Target, available: Collection[str]) -> str:
 
 
 def read_start_time(pid: int) -> str | None:
-    """Return when a process started, in clock ticks since boot; None if it ended.
+    """Return the start time of a process in clock ticks since boot; None if it ended.
 
     The process id and the start time together identify a process, because the system reuses process
     ids. If the first thread of a process has ended, the process still runs until its last thread
@@ -247,7 +253,7 @@ class LocalHost:
 
 
 def _started(process: int) -> str:
-    """Return when a process started, in clock ticks since boot.
+    """Return the start time of a process in clock ticks since boot.
 
     The result is empty if the process does not run, and `unknown` if the time cannot be read.
     """
@@ -294,6 +300,7 @@ def signal_worker(pid: int, folder: Path, number: signal.Signals) -> None:
         contextlib.suppress(ProcessLookupError),
         open(os.pidfd_open(pid), "rb", buffering=0) as handle,
     ):
-        # This is checked while the handle is open, so that the process id cannot be reused.
+        # The check runs while the handle is open, so the process id cannot be reused before the
+        # signal.
         if pid in list_workers(folder):
             signal.pidfd_send_signal(handle.fileno(), number)

@@ -27,7 +27,7 @@ ALIAS_EVENTS = ("model_version_alias.created", "model_version_alias.deleted")
 TOLERANCE_S = 300.0
 """Largest accepted age of a delivery in seconds.
 
-A delivery whose time is further in the future is also refused.
+A delivery from more than this time in the future is also refused.
 """
 
 MAX_BODY_BYTES = 256 * 1024
@@ -89,7 +89,7 @@ def verify_delivery(
 
 
 class RecentDeliveryIds:
-    """The ids of the last deliveries; it stores at most `limit` ids."""
+    """The ids of the last `limit` deliveries."""
 
     def __init__(self, limit: int = 10_000) -> None:
         self._ids: OrderedDict[str, None] = OrderedDict()

@@ -39,7 +39,7 @@ APART = (
     "the two values overlap."
 )
 Pairs = Callable[[Evidence, Evidence], Sequence[PairedCounts | ScoreComparison]]
-"""Function that compares the answers of two runs to the same rows, metric by metric."""
+"""Function that compares the answers of two runs to the same rows, by metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,8 +166,7 @@ def parity_figure(
         f"n = {n} rows per output. Dashed line: "
         f"limit {'none' if limit is None else number(limit) + '×'}. "
         "Errors are maxima over the rows and have no interval. "
-        "A dot at the left edge shows no difference."
-        + _describe_columns(known, limit),
+        "A dot at the left edge shows no difference." + _describe_columns(known, limit),
     )
 
 

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 
 STYLE = (Path(__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
-"""The style sheet of the reports and their plots, for light and dark, wide and narrow pages."""
+"""The style sheet of the reports and their plots."""
 
 WIDTH = 480.0
 """Width of every plot in user units; the page scales the plot."""

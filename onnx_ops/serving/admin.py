@@ -59,7 +59,7 @@ def read_token(folder: Path) -> str:
         raise RefusedError(
             "the admin token is empty",
             where=str(path),
-            remedy="Delete the file; a new one is made.",
+            remedy="Delete the file; the server creates a new token.",
         )
     return token
 
@@ -68,7 +68,7 @@ def read_token(folder: Path) -> str:
 class AdminOperations:
     """The operations behind the admin routes.
 
-    `publish` takes the client's name in the audit trail.
+    The second argument of `publish` is the client's name in the audit trail.
     """
 
     report_state: Callable[[], AdminState]
@@ -105,7 +105,7 @@ class AdminApp(HttpApp):
         body: bytes,
         deliver: Callable[[RawResponse], None],
     ) -> RawResponse | PendingResponse:
-        """Return what `HttpApp.respond` returns, or an error to unauthorized clients."""
+        """Respond as `HttpApp` does, but return status 401 to unauthorized clients."""
         given = head.get(b"authorization", b"")
         if self._expected is not None and not hmac.compare_digest(given, self._expected):
             return build_error(
@@ -114,7 +114,7 @@ class AdminApp(HttpApp):
         return super().respond(handler, head, body, deliver)
 
     def get_state(self, _head: RequestHead, _body: bytes) -> RawResponse:
-        """Return the published state, and the memory that a further deployment could use."""
+        """Return the published state, and the server's used and available memory."""
         return _build_response(codec.dumps(self._operations.report_state()))
 
     def get_counts(self, _head: RequestHead, _body: bytes) -> RawResponse:
@@ -122,7 +122,7 @@ class AdminApp(HttpApp):
         return _build_response(codec.dumps(self._operations.collect_counts(None)))
 
     def post_counts(self, _head: RequestHead, body: bytes) -> RawResponse:
-        """Return the counts; for two deployments also by user."""
+        """Return the counts, including counts by user of the requested deployments."""
         try:
             message = codec.loads(body, UserCountsRequest)
             if any(
@@ -130,7 +130,8 @@ class AdminApp(HttpApp):
                 for s in message.limits_s.values()
             ):
                 raise UserError(
-                    f"limits_s must ascend, at most {MAX_USER_THRESHOLDS} per deployment"
+                    "limits_s must be ascending, with at most "
+                    f"{MAX_USER_THRESHOLDS} thresholds per deployment"
                 )
         except (CorruptStateError, UserError) as error:
             return _build_response(error_to_bytes(error), 400)
@@ -145,7 +146,7 @@ class AdminApp(HttpApp):
         return await self._publish(head, state)
 
     async def put_table(self, head: RequestHead, body: bytes) -> RawResponse:
-        """Publish a routing table; answer as `put_state` does.
+        """Publish a routing table; respond as `put_state` does.
 
         All servers of an endpoint share the layout of the table.
         """
@@ -217,7 +218,7 @@ class AuditTrail:
             )
             try:
                 if os.write(handle, data) != len(data):
-                    raise OSError("the line was written in part")
+                    raise OSError("only a part of the line was written")
                 os.fsync(handle)
             finally:
                 os.close(handle)

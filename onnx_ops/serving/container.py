@@ -41,7 +41,7 @@ _REPLICA_VARIABLES = {
     "address": "ONNX_OPS_ADDRESS",
     "image": "ONNX_OPS_IMAGE",
 }
-"""Flags of the follower, and the variables that set them."""
+"""Flags of the follower, with the environment variables that set them."""
 _ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 (the container's own network; the cloud calls from outside)
 _MAX_DEPTH = 3
 """Levels of folders that are searched for the model.
@@ -93,7 +93,7 @@ def _make_folder(environment: Mapping[str, str]) -> Path:
 
 
 def _list_flags(folder: Path, environment: Mapping[str, str]) -> list[str]:
-    """Return the command line of the server, from the container's variables."""
+    """Return the server's arguments, from the container's environment variables."""
     names = [
         name for name, _, _, _ in list_options() if f"{OPTION_PREFIX}{name.upper()}" in environment
     ]
@@ -114,7 +114,10 @@ def _follow(folder: Path, environment: Mapping[str, str]) -> NoReturn:
     """
     given = {flag: environment.get(name, "") for flag, name in _REPLICA_VARIABLES.items()}
     if not given["reports"]:
-        raise UserError("a replica needs a place for its reports", remedy="Set ONNX_OPS_REPORTS.")
+        raise UserError(
+            "ONNX_OPS_FOLLOW is set without ONNX_OPS_REPORTS",
+            remedy="Set ONNX_OPS_REPORTS to the URL for the replica's reports.",
+        )
     own = [f"--{flag}={value}" for flag, value in given.items()]
     command = [
         sys.executable,

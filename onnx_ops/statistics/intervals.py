@@ -4,7 +4,7 @@
 (`replicate`, `bca_interval`) draws the same rows or groups for all models, so that variation common
 to the models cancels out. A statistic is a function of weights, the number of times that each row
 is drawn. It can therefore be computed for many resamples in one step. `ratio_interval` is for the
-ratio of two sums of losses on the same rows. It is valid where few rows carry most of the loss.
+ratio of two sums of losses on the same rows. It is valid where few rows have most of the loss.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ instead of 5 %.
 """
 
 _UNDEFINED_SHARE = 0.01
-"""Share of undefined resamples above which no interval is returned, as it would be biased."""
+"""Share of undefined resamples above which no interval is returned.
+
+The interval would be biased.
+"""
 
 Losses: TypeAlias = npt.NDArray[np.float64]
 
@@ -64,7 +67,10 @@ The value was chosen by simulation.
 """
 
 _CUT = 0.9
-"""Quantile of |u| below which losses on the harmless side are cut (see `ratio_interval`)."""
+"""Quantile of |u| that limits losses on the harmless side.
+
+See `ratio_interval`.
+"""
 
 _FAR, _HALVINGS = 2.0**60, 20
 """Limits of the search for the ends of an interval.
@@ -127,7 +133,7 @@ def tango_interval(
     too narrow there.
 
     Args:
-        n: number of rows, at least one; a fraction where grouped rows count as fewer rows.
+        n: number of rows, at least one; a fraction where grouped rows are worth fewer rows.
         only_baseline: rows that only the baseline got right.
         only_candidate: rows that only the candidate got right.
 
@@ -271,7 +277,7 @@ def bca_interval(replicates: Replicates) -> Interval | None:
     times the nominal size. The acceleration is that of the jackknife over groups of rows, which has
     the same expectation as the jackknife over single rows. The levels are those of Student's t. Its
     degrees of freedom are the effective number of rows (Satterthwaite 1946, Biometrics Bulletin
-    2:110-114). For example, if ten rows carry a change, its spread is an estimate from ten
+    2:110-114). For example, if ten rows cause a change, its spread is an estimate from ten
     values.
     """
     values = replicates.resampled[np.isfinite(replicates.resampled)]
@@ -317,9 +323,9 @@ def ratio_interval(mine: Losses, theirs: Losses, unseen: float) -> Interval:
     a row that is missing from the sample is in no resample.
 
     Each side of the interval has a correction for skew and heavy tails. On the dangerous side,
-    `unseen` additional rows as bad as the worst row are assumed. On the harmless side, low values of `u`
-    are raised to a cut-off. If the mean is still below zero, it is also below zero without the
-    cut-off. `benchmarks/truth/losses.py` measures the error rates.
+    `unseen` additional rows as bad as the worst row are assumed. On the harmless side, low values
+    of `u` are raised to a cut-off. If the mean is still below zero, it is also below zero without
+    the cut-off. `benchmarks/truth/losses.py` measures the error rates.
 
     Args:
         mine: losses of shape (rows,), one per row or summed by group, of any sign.
@@ -367,7 +373,8 @@ def _find_least_distance(beyond: Callable[[float], bool], step: float) -> float:
 def find_carrying_rows(losses: Losses, enough: float) -> npt.NDArray[np.bool_]:
     """Return a mask of the heaviest rows; the loss of the others is evenly spread.
 
-    A loss is evenly spread if its effective number of rows is at least `enough`. No row is True if the loss of all rows is evenly spread. All rows are True if no part of the rows has an evenly
+    A loss is evenly spread if its effective number of rows is at least `enough`. No row is True if
+    the loss of all rows is evenly spread. All rows are True if no part of the rows has an evenly
     spread loss.
     """
     order = np.argsort(-losses, kind="stable")
@@ -382,7 +389,7 @@ def find_carrying_rows(losses: Losses, enough: float) -> npt.NDArray[np.bool_]:
 
 
 def find_heavy_rows(losses: Losses) -> tuple[float, tuple[int, ...]]:
-    """Return the effective number of rows, and the heaviest rows with half of the loss."""
+    """Return the effective number of rows, and the worst rows with half of the loss."""
     total, squares = float(losses.sum()), float(np.square(losses).sum())
     if squares <= 0:
         return float(len(losses)), ()

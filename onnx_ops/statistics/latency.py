@@ -31,7 +31,7 @@ ALPHA = 0.05
 """One-sided error rate of a comparison over all looks."""
 
 _SHARE, _LATE_SHARE = 5, 8
-"""Divisors of `ALPHA` that give the error rate of a look before and after a full run.
+"""Divisors of `ALPHA` for the error rate of a look before and after a full run.
 
 The rate of a look is `ALPHA` / `_SHARE`, and `ALPHA` / `_LATE_SHARE` from a full run on. The errors
 of different looks are correlated, since they share samples. Looks before a full run also allow for
@@ -84,8 +84,8 @@ _TICK_NS = 1.0
 class Comparison(Interval):
     """Ratio of the latencies of B and A in `n` session pairs, with one-sided bounds.
 
-    The bounds are 0 and infinity if a single pair was measured. `rest` is the factor by which the pairs
-    that a full run still lacks may move the bounds; it is 1 after a full run.
+    The bounds are 0 and infinity if a single pair was measured. `rest` is the factor by which the
+    missing pairs of a full run may move the bounds; it is 1 after a full run.
     """
 
     verdict: Verdict
@@ -163,9 +163,9 @@ def session_interval(
     """Return the log ratio over session pairs with its bounds.
 
     The blocks of a session pair share the memory layout and core of its sessions. A pair therefore
-    contributes one value, the median of its blocks. If blocks were independent samples, one bound in
-    five would be wrong instead of one in twenty. Below six pairs, the signed-rank distribution
-    cannot reach the error rate of a look, and Student's interval is used instead.
+    contributes one value, the median of its blocks. If blocks were used as independent samples, one
+    bound in five would be wrong instead of one in twenty. Below six pairs, the signed-rank
+    distribution cannot reach the error rate of a look, and Student's interval is used instead.
 
     Returns:
         (estimate, low, high) of log(B / A); the bounds of a single pair are infinite.
@@ -187,9 +187,9 @@ def run_interval(log_ratios: Sequence[Sequence[float]]) -> tuple[float, float, f
     """Return the `session_interval` of one look, widened for correlated pairs.
 
     With a correlation r of neighbours, n pairs are equivalent to n (1 - r) / (1 + r) independent
-    pairs. The interval is wider by the square root of this ratio, and by the wider Student distribution of
-    fewer pairs. The estimate of r has no small-sample bias (Marriott and Pope 1954, Biometrika
-    41:390).
+    pairs. The interval is therefore wider by the square root of (1 + r) / (1 - r), and by the wider
+    Student distribution of fewer pairs. The estimate of r has no small-sample bias (Marriott and
+    Pope 1954, Biometrika 41:390).
     """
     values = _take_medians(log_ratios)
     alpha = ALPHA / (_SHARE if len(values) < FULL_RUN else _LATE_SHARE)
@@ -447,8 +447,8 @@ def compute_block_logs(
     Medians are of the runs that were not preempted, or of all runs if every run of a block was
     preempted. One run that was not preempted is more exact than ten preempted ones. With runs of 2
     ms and three threads per core, pairs varied by 6.7 %. They varied by 9.4 % where at least three
-    runs without preemption were required. If a probe was timed around each run, the part of the run time that it
-    explains is subtracted first (`_explain_by_probe`).
+    runs without preemption were required. If a probe was timed around each run, the part of the run
+    time that the probe explains is subtracted first (`_explain_by_probe`).
 
     Args:
         nanoseconds: shape (rounds, blocks, models, runs).

@@ -24,7 +24,10 @@ The largest error of millions of columns is far above the usual one.
 """
 
 TOLERANCE_FACTOR = 10.0
-"""Ratio of error to noise that rounding can explain: the default limit of the parity gate."""
+"""Ratio of error to noise that rounding can explain.
+
+It is the default limit of the parity gate.
+"""
 
 _BFLOAT16_EPSILON = 2.0**-7
 _SINGLE_EPSILON = 2.0**-23
@@ -200,7 +203,7 @@ def _find_decades(scales: Floats) -> Floats:
 
 
 def _share_largest(places: Floats, of_values: Floats, values: Floats) -> Floats:
-    """Return for each place the largest value at the same place."""
+    """Return, for each decade in `places`, the largest value of that decade."""
     distinct, where = np.unique(np.concatenate([places, of_values]), return_inverse=True)
     largest = np.zeros(len(distinct))
     np.maximum.at(largest, where[len(places) :], values)
@@ -229,8 +232,8 @@ def report_columns(
 ) -> ParityMeasurement:
     """Return the measurement of the column with the largest ratio of error to noise.
 
-    On real rows, it lists the columns with the most noise for their scale: only large errors are
-    visible there.
+    On real rows, it lists the columns with the most noise for their scale. Only large errors are
+    detected in these columns.
     """
     ratios = np.array(
         [compute_ratio(float(e), float(n)) for e, n in zip(errors, noises, strict=True)]

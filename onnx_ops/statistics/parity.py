@@ -63,10 +63,10 @@ def measure_output(
     - gap = max |single - double| over the columns whose largest answers have the same decimal
       exponent.
 
-    Only values that are finite in all three answers are compared. A value is a mismatch if it is
-    NaN, infinite or finite in the export, and of another kind in every answer of the source. eps is
-    that of float32, or of the output if it is coarser. Without a floor, the term 2 eps max |double|
-    is that of the whole output.
+    Only values that are finite in all three answers are compared. The kind of a
+    value is finite, infinite (with its sign) or NaN. A value is a mismatch if its kind differs from
+    that in every answer of the source. eps is that of float32, or of the output if it is coarser.
+    Without a floor, the term 2 eps max |double| is that of the whole output.
 
     With one answer only, the noise is the larger of the floor and (rtol |answer| + atol max
     |answer|) / 10. Here rtol is 1e-3 (float16 5e-3, bfloat16 3e-2) and atol is rtol / 100. The
@@ -82,8 +82,7 @@ def measure_output(
         onnx: the export's answer; axis 0 is the batch.
         epsilon: spacing of the floats that the export computes in, if coarser than that of its
             outputs.
-        known: the columns of real rows, for a group with too few rows to show the noise of its
-            columns.
+        known: noise of the columns on real rows, for a group with too few rows to estimate it.
 
     Raises:
         MeasurementError: there is no answer, or the two answers have different shapes.
@@ -354,8 +353,8 @@ def _are_rows_of(rows: Sequence[Array], together: Array) -> bool:
 def measure_noise(single: Tensors | None, double: Tensors | None) -> dict[str, float]:
     """Return the source's rounding noise by float output.
 
-    Empty if one of the two is missing. The noise is that of parity: max(max |single - double|, 2
-    eps max |double|).
+    The result is empty if one of the two answers is missing. The noise is that of parity: max(max
+    |single - double|, 2 eps max |double|).
     """
     if single is None or double is None:
         return {}

@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 MARGIN = 0.5
-"""Share of its width that is added to each end of a range of real numbers.
+"""Share of the width of a range of real numbers that is added to each of its ends.
 
 Rows are only a sample of what callers send.
 """
@@ -45,7 +45,10 @@ RANGE = "range"
 """Name of the group of rows that are generated within the domain."""
 
 MIN_NOISE_ROWS = 32
-"""Number of rows below which the largest rounding error is no fair sample of the noise."""
+"""Minimum number of rows for an estimate of the noise.
+
+With fewer rows, the largest rounding error is not a fair sample.
+"""
 
 BATCH_SIZES = (1, 2, 3, 17, 64, 257)
 
@@ -53,7 +56,7 @@ _RANGE_ROWS = 3 * MIN_NOISE_ROWS
 _FACTORS = {"x10": 10.0, "x1e3": 1e3, "x1e5": 1e5, "x1e-8": 1e-8, "negatives": -1.0}
 
 Axes = Mapping[str, Sequence[tuple[str, int]]]
-"""Positions (input, axis) of each free axis by its symbol, without the batch axis 0."""
+"""Positions (input, axis) of each free axis by symbol, without the batch axis 0."""
 
 _GROUP_BYTES = 1 << 26
 
@@ -417,7 +420,7 @@ def _draw_numbers(chosen: Array, domain: InputDomain, draw: np.random.Generator)
         ends = np.where(row % 2, low.reshape(-1)[place], high.reshape(-1)[place])
         spikes[row, place] = ends
     made[third : 2 * third] = spikes.reshape(made[third : 2 * third].shape)
-    # whole numbers from end to end, with as many different ones as fit
+    # The rows cover the whole range, so that every index is tested if there is room.
     if chosen.dtype.kind in "iu":
         swept = made[2 * third :].shape
         count, width = int(np.prod(swept)), high - low + 1

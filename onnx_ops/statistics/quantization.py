@@ -18,7 +18,10 @@ TINY = 1e-30
 """Magnitude below which a value need not fit into a range."""
 
 _SPACINGS = 4
-"""Tolerance at the middle of a step, in spacings of the value's type (float32 or float16)."""
+"""Tolerance at the middle of a step, in spacings of the value's type.
+
+The type is float32 or float16.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,9 +53,10 @@ class ActivationStatistics:
         """Add the values of one run.
 
         Args:
-            original: the float export's value of that name, or None.
-            meant: that value after the float export's ReLU or Clip that the range replaces, or
-                None.
+            written: the activation before its quantization.
+            read: the activation after its dequantization.
+            original: the activation in the float export, or None.
+            meant: `original` after the ReLU or Clip that the range replaces, or None.
         """
         before, after = written.astype(np.float64), read.astype(np.float64)
         exact = _read_comparable(original, written)
@@ -112,7 +116,7 @@ class ActivationStatistics:
 
 
 def _read_comparable(values: Array | None, written: Array) -> npt.NDArray[np.float64] | None:
-    """Return the float export's values if they have the shape of the written ones."""
+    """Return the float export's values; None if their shape is not that of `written`."""
     return (
         values.astype(np.float64) if values is not None and values.shape == written.shape else None
     )

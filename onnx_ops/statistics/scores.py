@@ -1,11 +1,11 @@
 """Scores of several models by one task metric, with intervals.
 
 If a metric is a mean loss, its intervals are of ratios of losses. Other metrics use the paired
-bootstrap over rows. If the data names groups, groups take the place of rows.
+bootstrap over rows. If the data has groups, groups are drawn instead of rows.
 
-The bootstrap does not see kinds of rows that are missing from the sample. The interval of a metric
-with a range therefore includes their possible effect: even if none of n rows is wrong, up to 3/n of
-all rows can be (at 5 % error), and each can change the metric by its largest step.
+The bootstrap ignores kinds of rows that are missing from the sample. The interval of a metric with
+a range therefore includes their possible effect. Even if none of n rows is wrong, up to 3/n of all
+rows can be wrong (at 5 % error), and each can change the metric by its largest step.
 
 If two models have equal answers to every row, the change is exactly 0 for any metric
 (`_find_equal`). If only the scores of the rows are equal, and the metric has no range, the change
@@ -42,14 +42,20 @@ CustomMetric: TypeAlias = Callable[[Array, Array], float]
 """A function of predictions and labels."""
 
 _NAMED = 10
-"""Maximum number of rows that are named as those that carry an error."""
+"""Maximum number of rows that are named because they account for an error."""
 
 CANDIDATE = ""
-"""Key of the candidate among the models; other keys are those of `ScoreComparison.against`."""
+"""Key of the candidate among the models.
+
+Other keys are those of `ScoreComparison.against`.
+"""
 
 _NO_SPREAD = "every row has the same score: an interval cannot be estimated"
 _NO_ERROR = "{name} has no error, so a change is no share of it"
-_SAME_SCORES = "the answers differ, but every row scores as with {name}: no interval for the change"
+_SAME_SCORES = (
+    "the answers differ from those of {name}, but the scores of all rows are equal: "
+    "the change has no interval"
+)
 
 FEW_ROWS = 20
 """Number of rows or groups below which an interval has no meaningful level."""
@@ -61,7 +67,7 @@ It is the upper 95 % bound of a Poisson count of 0.
 """
 
 _FEW_EFFECTIVE = 10
-"""Minimum effective number of rows that must carry the losses of two models.
+"""Minimum effective number of rows for the losses of two models.
 
 At most a fifth of all rows is required. The number was chosen by simulation. Among models that
 differ little, as many pass with 20 to 2,000 rows as without this rule.
@@ -70,8 +76,8 @@ differ little, as many pass with 20 to 2,000 rows as without this rule.
 _UNSEEN_LOSSES = 4
 """Number of rows that may be missing by chance, for the mean loss of one model.
 
-It corresponds to `UNSEEN_ROWS`, but the missing rows may be worse than any observed row. Chosen by
-simulation.
+It corresponds to `UNSEEN_ROWS`, but the missing rows may be worse than any observed row. The number
+was chosen by simulation.
 """
 
 
@@ -425,10 +431,10 @@ def _explain_undefined_mean(
 
 
 def _count_effective_units(method: MeanLoss, sums: Array, share: Array) -> float:
-    """Return how many equally bad units carry the losses.
+    """Return the effective number of units that account for the losses.
 
-    An explained share is a loss divided by the variance of the label. If fewer units carry this
-    variance, their number is returned.
+    An explained share is a loss divided by the variance of the label. If fewer units account
+    for this variance, their number is returned.
     """
     of_losses = find_heavy_rows(sums)[0]
     return min(of_losses, find_heavy_rows(share)[0]) if method.explained else of_losses
@@ -475,10 +481,10 @@ def _compare_two_losses(
 def _compare_rest(
     method: MeanLoss, entry: ScoreComparison, sums: tuple[Array, Array], label: Array, units: Array
 ) -> ScoreComparison:
-    """Compare two models without the few rows (or groups) that carry the losses.
+    """Compare two models without the few rows (or groups) that account for the losses.
 
-    The entry is unchanged if the losses are evenly spread. For an explained share, the labels'
-    variance counts as a loss, since the metric depends on it as much.
+    The entry is unchanged if the losses are evenly spread. For an explained share, the variance of
+    the labels is treated like a loss, since the metric depends on both.
     """
     if entry.difference is None and entry.ratio is None:
         return entry
@@ -540,7 +546,7 @@ def _find_problem(
             definition, n, broken=f"the model answers with NaN or infinity on {odd} of {n} rows"
         )
     if not _is_finite(label):
-        return make_unscored(definition, n, failed="the labels hold NaN or infinity")
+        return make_unscored(definition, n, failed="the labels contain NaN or infinity")
     if n < FEW_ROWS:
         return make_unscored(
             definition, n, undefined=f"{n} rows are too few for an interval, which needs {FEW_ROWS}"

@@ -56,7 +56,10 @@ always include one that does.
 """
 
 _BEYOND = 10.0
-"""Ratio of error to noise above which a row differs: the default limit of the parity gate."""
+"""Ratio of error to noise above which a row differs.
+
+It is the default limit of the parity gate.
+"""
 
 SHOWN = 20
 """Maximum number of differences that are reported one by one."""
@@ -102,8 +105,8 @@ def compute_envelope(answers: Sequence[Tensors], wide: Sequence[Tensors] = ()) -
     """Return the bounds of several answers to the same rows, by output.
 
     Args:
-        wide: answers to copies that differ by up to `INNER_JITTER`. Floats in them are used where
-            they jump.
+        wide: answers to copies that differ by up to `INNER_JITTER`. They widen the bounds of
+            floats only where the answers jump.
 
     Returns:
         Floats: (2, n, …), the smallest and largest answer. Other types: (k, n, …), the distinct
@@ -118,10 +121,10 @@ def compute_envelope(answers: Sequence[Tensors], wide: Sequence[Tensors] = ()) -
                 np.stack([a.min(axis=0), a.max(axis=0)]).astype(np.float64)
                 for a in (stacked, every)
             )
-            with np.errstate(over="ignore", invalid="ignore"):  # infinite answers
+            with np.errstate(over="ignore", invalid="ignore"):  # infinite answers overflow
                 followed = INNER_JITTER / JITTER * (near[1] - near[0])
                 jumps = reach[1] - reach[0] > 4 * followed
-                # An exchanged answer has also followed the change of the inputs.
+                # The change of the inputs also moves answers that are exchanged.
                 reach += np.stack([-followed, followed])
             bounds[name] = np.where(jumps, reach, near)
         else:

@@ -142,7 +142,7 @@ def test_model_copies_fetch_of_undeclared_library_raises_refused_error(
     with (
         contextlib.nullcontext()
         if declared
-        else pytest.raises(RefusedError, match="not one that target cpu declares")
+        else pytest.raises(RefusedError, match="target cpu does not declare the library")
     ):
         ModelCopies(tmp_path / "copies", trust).fetch(deployment)
 

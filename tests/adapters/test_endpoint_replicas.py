@@ -256,7 +256,7 @@ class TestWithoutAuthority:
         until(lambda: len(serving.status().skipped) == 2)
         skipped = serving.status().skipped
         assert "not trusted" in skipped["00000009-1.json"]
-        assert "it is table" in skipped["00000010-1.json"]
+        assert "the object contains table" in skipped["00000010-1.json"]
         assert serving.adopted() == TableNumber(2)
         observed = serving.observed()
         assert observed.generation == 2

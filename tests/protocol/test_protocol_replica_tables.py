@@ -165,8 +165,8 @@ def test_decode_table_of_signed_table_returns_equal_table(
 @pytest.mark.parametrize(
     ("number", "endpoint", "what"),
     [
-        (TableNumber(6), ENDPOINT, "it is table"),
-        (TableNumber(5), "letters", "it is a table of endpoint"),
+        (TableNumber(6), ENDPOINT, "the object contains table"),
+        (TableNumber(5), "letters", "the table is that of endpoint"),
     ],
 )
 def test_decode_table_of_other_number_or_endpoint_raises_corrupt_state_error(

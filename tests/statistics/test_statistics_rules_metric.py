@@ -220,7 +220,8 @@ def test_metric_gate_with_single_heavy_row_describes_it_in_singular() -> None:
     few = entry("rmse", ratio=interval(1.001), carrying=1, rest=1.2, heavy=(17,))
     (result,) = judged(MetricGate(name="rmse", max_increase=0.05), evidence(few))
     assert result.reason.endswith(
-        "1 of 1000 rows carries it, and in the others it changes by +20%: check row 17"
+        "1 of 1000 rows accounts for the change, and the change in the other rows is +20%: "
+        "check row 17"
     )
 
 

@@ -3,8 +3,8 @@
 The module also translates the messages to the binary form of HTTP.
 
 The descriptors are built from the table below, because generated code must match the installed
-version of protobuf. Generated code also registers names in the default pool. A client in the same
-process, such as Triton's, registers the same names.
+version of protobuf. Generated code also registers names in the default pool. They would conflict
+with the names of a client in the same process, such as Triton's.
 
 - https://github.com/kserve/open-inference-protocol
   (specification/protocol/open_inference_grpc.proto)
@@ -43,7 +43,7 @@ METHODS: Mapping[str, tuple[str, str]] = {
     },
     STREAM: ("ModelInferRequest", f"{STREAM}Response"),
 }
-"""Request and response by method."""
+"""Names of the request and response messages by method."""
 
 _PARAMETERS = "map parameters"
 _MESSAGES: Mapping[str, tuple[str, ...]] = {
@@ -139,9 +139,9 @@ _CONTENTS: Mapping[str, tuple[str, str]] = {
     "FP64": ("fp64_contents", "float64"),
     "BYTES": ("bytes_contents", "object"),
 }
-"""Field of the typed contents, and numpy's type, by datatype."""
+"""Field of the typed contents, and numpy's type of an element, by datatype."""
 _WIDE: Mapping[str, str] = {"int_contents": "int32", "uint_contents": "uint32"}
-"""Numpy's type of the typed contents that smaller datatypes share."""
+"""Numpy's types of the fields that datatypes with fewer bits share."""
 _MAX_TEXTS = 1 << 16
 """Maximum number of elements in typed contents of BYTES.
 
@@ -228,7 +228,7 @@ def decode_request(data: bytes) -> Any:
 
 
 def _list_fields(data: bytes, place: int, end: int, limit: int) -> list[tuple[int, int, int]]:
-    """Yield number, start and end of each field between two offsets of a message.
+    """Return number, start and end of each field between two offsets of a message.
 
     Raises DecodeError, IndexError or TooLargeError.
 
@@ -267,10 +267,10 @@ def _read_varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 def encode_request(message: Any) -> tuple[bytes, int]:
-    """Return a ModelInferRequest in the binary form of HTTP, and its JSON's length.
+    """Return a ModelInferRequest in the binary form of HTTP, and its header length.
 
-    All outputs are requested in the binary form. Raises UserError if the tensors and their data do
-    not match.
+    The header length is the number of bytes of JSON at the start. All outputs are requested in the
+    binary form. Raises UserError if the tensors and their data do not match.
     """
     inputs, data = message.inputs, message.raw_input_contents
     if not data:
@@ -322,7 +322,7 @@ def _encode_contents(tensor: Any) -> bytes:
         raise UserError(
             f"tensor {shorten(tensor.name)} of {shorten(tensor.datatype)} has no "
             "raw_input_contents",
-            remedy=f"Typed contents are those of {', '.join(_CONTENTS)}.",
+            remedy=f"Send raw_input_contents: only {', '.join(_CONTENTS)} have typed contents.",
         )
     field, dtype = _CONTENTS[tensor.datatype]
     if unexpected := [

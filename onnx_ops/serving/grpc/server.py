@@ -2,8 +2,8 @@
 
 The server takes the same requests as the HTTP listener, and the same service answers them. Each
 message is converted to a request in the binary form of HTTP, and the response is converted to a
-message. So the rules for tensors, errors and counts are implemented once. gRPC metadata is used in
-place of HTTP headers.
+message. So the rules for tensors, errors and counts are implemented once. gRPC metadata replaces
+the HTTP headers.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ _MAX_TIMEOUT_MS = 10**9 - 1
 _MAX_STREAMED = 64
 """Maximum number of requests of one stream that are answered at the same time.
 
-The number is that of a full batch.
+A full batch has the same number of requests.
 """
 _HEALTH_PAUSE_S = 1.0
 _DRAIN_PAUSE_S = 0.05
 _DRAIN_IDLE_S = 1.0
-"""Seconds in which a draining server sends the last responses.
+"""Seconds that a draining server waits after its last request in progress.
 
-A stream without a request for this time is ended.
+Streams that are still open after this time are ended.
 """
 
 for _file in (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
@@ -338,7 +338,7 @@ class ReadinessServicer(health.aio.HealthServicer):  # type: ignore[misc]
             try:
                 await self.refresh()
             except Exception:  # otherwise clients would never receive a later status
-                _log.exception("the health could not be refreshed")
+                _log.exception("the health status could not be refreshed")
             await asyncio.sleep(_HEALTH_PAUSE_S)
 
 

@@ -1,4 +1,4 @@
-"""Routes of the public listener: Open Inference v2, MLflow's scoring protocol."""
+"""Routes of the public listener: Open Inference v2 and MLflow's scoring protocol."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class HttpApp:
 
     Args:
         routes: handlers of the fixed paths, by method.
-        service: answers inference requests; None if the listener has none.
+        service: answers inference requests; None if the listener accepts no such requests.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class PublicApp(HttpApp):
         return read_by(lambda head, _: get(model, number, head))
 
     async def get_start_page(self, _head: RequestHead, _body: bytes) -> RawResponse:
-        """Return the start page: what the endpoint serves, and links to the other pages."""
+        """Return the start page with the served versions and links to other pages."""
         snapshot, shared = self._deployments.get_published(), self._deployments.shared
         served = (
             []
@@ -344,7 +344,7 @@ class PublicApp(HttpApp):
         """Count feedback; return the number of `counted` and of `unknown` entries.
 
         The content type must be JSON. Browsers send JSON to another site only with that site's
-        permission, and this server does not give it
+        permission, which this server does not grant
         (https://fetch.spec.whatwg.org/#cors-safelisted-request-header).
         """
         if _read_content_type(head) not in (b"application/json", FEEDBACK_TYPE):

@@ -24,12 +24,12 @@ _LINGER_S = 2.0
 _SLOW_S = 5.0
 """Seconds after which an arriving request is slow.
 
-If a worker has no room for a new connection, it closes a slow one long before the usual timeout.
+A worker that has reached its connection limit closes the connection of a slow request early.
 """
 _DRAIN_IDLE_S = 1.0
 """Seconds without a request after which a draining server closes a connection."""
 _MAX_BODIES = 8
-"""Request bodies of the largest size that may be in memory at the same time."""
+"""Number of request bodies of the largest size that can be in memory together."""
 
 IDLE, READING, ANSWERING, REJECTED = range(4)
 """Stages of a connection.
@@ -47,9 +47,9 @@ _MAX_KNOWN_HOSTS = 64
 
 @dataclass(frozen=True, slots=True)
 class HostPolicy:
-    """Allowed Host headers, with port or for any port, and Origin headers; None: any.
+    """Allowed Host headers and Origin headers; None allows any value.
 
-    The policy protects a server on loopback from DNS rebinding. In this attack, a web page makes
+    A host without a port is allowed with every port. The policy protects a server on loopback from DNS rebinding. In this attack, a web page makes
     its own host name resolve to 127.0.0.1. The page cannot change the Host header of its requests
     (docs/serving.md, "Web pages").
     """
@@ -90,7 +90,7 @@ class HostPolicy:
                 raise _build_refusal(
                     "Origin",
                     origin,
-                    "a web page sent it, and any page can send such requests",
+                    "a web page sent the request, and any page can send such requests",
                     "origins",
                 )
         if len(self.known) < _MAX_KNOWN_HOSTS:
@@ -133,11 +133,11 @@ class ConnectionLimits:
     """Limits and clock of all connections of one worker (see `ServerOptions`).
 
     Attributes:
-        now: a clock that advances a few times a second. Reading the system's clock for every
-            request would cost more.
+        now: monotonic time in seconds, updated a few times a second. Reading the system's clock
+            for every request would take longer.
         open: the connections that were admitted.
-        body_bytes: size of all request bodies in memory, as they were received.
-        max_body_bytes: budget of received and decompressed bodies together.
+        body_bytes: bytes of all request bodies in memory, before decompression.
+        max_body_bytes: maximum bytes of received and decompressed bodies together.
         inflated: budget of decompressed bodies.
         date_line: the header line with the date, which all responses share.
     """

@@ -22,20 +22,20 @@ Schema = dict[str, Any]
 _ERRORS = {
     "400": "The request does not fit the model; the message names the tensor.",
     "403": "The Host or Origin header is not allowed.",
-    "404": "No such model, version or deployment.",
+    "404": "The model, version or deployment does not exist.",
     "413": "The body is larger than the server's limit.",
     "415": "The content encoding or the content type of the body is not supported.",
-    "422": "The inputs fit the signature, but the model rejects them. An invocation gets a 500.",
+    "422": "The inputs fit the signature, but the model rejects them. Invocations get a 500.",
     "429": "The queue of the server is full.",
     "500": "The model failed on these inputs.",
     "503": "Nothing is published yet, or the deployment is not loaded.",
-    "504": "The request was queued past its deadline.",
+    "504": "The request was queued past its deadline, or its run took too long.",
 }
 _INFERENCE_ERRORS = ("400", "404", "413", "415", "422", "429", "500", "503", "504")
 _TEXT: Schema = {"type": "string"}
 _TOKEN: Schema = {"type": "string", "pattern": "^[A-Za-z0-9-]{1,64}$"}
 _ATTRIBUTES: Schema = {"type": "string", "pattern": "^(user|pin)=[A-Za-z0-9-]{1,64}$"}
-"""Custom attributes of SageMaker; both can be given, separated by a semicolon."""
+"""One custom attribute of SageMaker. The server accepts both, separated by `;`."""
 _INTEGER: Schema = {"type": "integer"}
 _BOOLEAN: Schema = {"type": "boolean"}
 _BINARY: Schema = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
@@ -148,8 +148,8 @@ def _build_inference(
 ) -> Schema:
     """Return parameters, body and responses of an inference operation."""
     texts = {
-        messages.USER_KEY_HEADER: "Requests with the same key go to one deployment, "
-        "in a canary step for an epoch.",
+        messages.USER_KEY_HEADER: "One deployment answers all requests with the same key, "
+        "in a canary step until the epoch ends.",
         messages.REQUEST_ID_HEADER: "Copied to the response.",
         **dict.fromkeys(messages.PIN_HEADERS, "Selects a deployment by name."),
     }
@@ -158,7 +158,7 @@ def _build_inference(
     responses["200"]["content"].update(_BINARY)
     responses["200"]["headers"] = {
         messages.FEEDBACK_HEADER: {
-            "description": "Token for feedback, of replicas.",
+            "description": "Token for feedback; only replicas send it.",
             "schema": _TEXT,
         }
     }
@@ -170,7 +170,7 @@ def _build_inference(
         ],
         "requestBody": {
             "required": True,
-            "description": "It may be compressed, with Content-Encoding: gzip or deflate.",
+            "description": "The body can be compressed, with Content-Encoding: gzip or deflate.",
             "content": content,
         },
         "responses": responses,
@@ -214,7 +214,7 @@ def _build_schemas(signatures: Collection[ModelSignature]) -> Schema:
         version=_TEXT,
         execution_count={
             **_INTEGER,
-            "description": "Runs of the model; fewer than requests if they were batched.",
+            "description": "Runs of the model; a batch of requests is one run.",
         },
         inference_stats=_object(success=duration, fail=duration),
     )
@@ -298,7 +298,10 @@ def _build_schemas(signatures: Collection[ModelSignature]) -> Schema:
 
 
 def _build_tensor(spec: TensorSpec, *, nested: bool) -> Schema:
-    """Return the schema of a tensor: nested data; in responses, values can be null."""
+    """Return the schema of a tensor of a request (`nested`) or of a response.
+
+    Data of requests can be nested. Floating-point values of responses can be null.
+    """
     rank = len(spec.shape)
     dims = [{"const": d} if isinstance(d, int) else {**_INTEGER, "minimum": 0} for d in spec.shape]
     shape: Schema = {"type": "array", "minItems": rank, "maxItems": rank}
@@ -316,7 +319,7 @@ def _build_tensor(spec: TensorSpec, *, nested: bool) -> Schema:
         element = {**_INTEGER, "minimum": low, "maximum": high}
     flat = _list(element)
     data = (
-        {"description": "Flat, or nested like the shape.", "anyOf": [flat, _list(_list({}))]}
+        {"description": "Flat list, or nested lists.", "anyOf": [flat, _list(_list({}))]}
         if nested
         else flat
     )

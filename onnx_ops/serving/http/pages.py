@@ -180,7 +180,7 @@ def list_served(
     """Return the versions of a routing table, the one with the most traffic first.
 
     Args:
-        read_counts: returns the numbers of a slot of the shared metrics.
+        read_counts: returns the counters of a slot of the shared metrics, by column.
         out_of_service: bit mask of the slots that get no requests.
     """
     split, served = snapshot.table.state.split, []
@@ -219,7 +219,7 @@ def _describe_state(loaded: LoadedDeployment | None, failure: str, out_of_servic
 
 
 def _count_statuses(counts: Sequence[int], first: int) -> int:
-    """Return the number of answers with a status from `first` to `first` + 99."""
+    """Return the number of responses with a status from `first` to `first` + 99."""
     return sum(counts[get_column(status)] for status in STATUSES if first <= status < first + 100)
 
 

@@ -57,7 +57,7 @@ _LARGE_BODY = 1 << 16
 The parser would copy each part of the body.
 """
 _ALIGNMENT = 8
-"""Alignment in bytes of the tensor after a header.
+"""Alignment in bytes of the first tensor after the JSON of a binary body.
 
 ONNX Runtime requires aligned elements.
 """
@@ -65,7 +65,8 @@ _BINARY_LENGTH = BINARY_LENGTH_HEADER.encode()
 _MIN_COMPRESSED = 1 << 14
 """Size in bytes from which a response is compressed for clients that accept it.
 
-Compression runs on a thread and takes about 0.2 ms. Smaller responses would not save that time.
+Compression runs on a thread and takes about 0.2 ms. For smaller responses, it would cost more time
+than it saves.
 Many clients accept compression by default.
 """
 _UNIQUE_HEADERS = (b"host", b"origin")
@@ -89,7 +90,7 @@ _STATUS_LINE = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
 _METHOD = b":method"
-"""Key of the method in a head, if it is HEAD."""
+"""Key of the method in a request head; only HEAD requests have it."""
 _BETWEEN, _IN_HEAD, _IN_BODY = range(3)
 """Positions of the parser.
 
@@ -97,7 +98,7 @@ They are plain integers, because reading the member of an enumeration takes long
 """
 
 Answer = InferenceRoute | Handler | RawResponse
-"""What answers a request.
+"""Route or handler of a request, or its error response.
 
 A RawResponse is an error that does not depend on the body.
 """
@@ -106,7 +107,7 @@ Body = RequestBody | bytearray
 
 
 class RequestRejectedError(Exception):
-    """Raised inside the parser to stop it and to send this status and message."""
+    """Error that stops the parser, with the status and message of the response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -122,11 +123,11 @@ class HttpProtocol(TimedConnection):
         self._deployments = None if app.service is None else app.service.deployments
         self._limits = limits
         self._hosts = hosts
-        # A length with fewer digits is within the limit
+        # A content length with fewer digits is always within the limit.
         self._safe_digits = len(str(limits.max_body))
         self.stage = IDLE
         self.since = limits.now
-        # The message that is being parsed
+        # State of the message that the parser reads
         self._place = _BETWEEN
         self._packet_bytes = 0
         self._head_bytes = 0
@@ -135,12 +136,12 @@ class HttpProtocol(TimedConnection):
         self._repeated = b""
         self._body: bytes | bytearray | memoryview = b""
         self._answer: Answer | None = None
-        """What answers the current request; None after a head that was already answered."""
+        """Route or handler of the current request; None if its head was answered."""
         self._keep_alive = self._is_sized = True
         self._upgrade_offered = self._must_continue = False
         self._discarded_bytes = 0
         self._reader: LargeBodyReader | None = None
-        # Responses
+        # State of the responses
         self._pending: PendingRequest | PendingResponse | None = None
         self._pending_keep_alive = True
         self._held_bytes = 0
@@ -151,7 +152,7 @@ class HttpProtocol(TimedConnection):
     def _reset_parser(self) -> None:
         """Replace the parser by a new one, which expects the start of a message."""
         self._parser = httptools.HttpRequestParser(self)
-        # The parser then ignores data after `Connection: close` and raises no error.
+        # With this option, the parser ignores data after `Connection: close` without an error.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._feed = self._parser.feed_data
 
@@ -176,7 +177,7 @@ class HttpProtocol(TimedConnection):
         self._backlog.clear()
         self.stage = REJECTED
         self._reader = None
-        del self._parser, self._feed  # these two refer to this object, as the reader does
+        del self._parser, self._feed  # the parser refers to this object: a reference cycle
 
     def pause_writing(self) -> None:
         """Stop answering requests until the client has read enough."""
@@ -209,8 +210,8 @@ class HttpProtocol(TimedConnection):
                     break
                 except httptools.HttpParserUpgrade as upgrade:
                     rest = memoryview(rest)[upgrade.args[0] :]
-                # After the exception handler, which would otherwise replace the context of an error
-                # below.
+                # This code is outside of the exception handler. Inside it, errors would get the
+                # exception as their context.
                 self._upgrade_offered = False
                 version = self._parser.get_http_version().encode()
                 start = b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, version)
@@ -311,7 +312,7 @@ class HttpProtocol(TimedConnection):
         elif name in _UNIQUE_HEADERS:
             self._repeated = name
         else:
-            # The entry only makes the size of the header count. No header can have this name.
+            # The entry only adds to the size of the head. No header can have this name.
             head[b":%d" % len(head)] = name + value
 
     def on_headers_complete(self) -> None:
@@ -331,7 +332,7 @@ class HttpProtocol(TimedConnection):
             and b"content-encoding" not in head
             and not self._repeated
             and self._parser.get_method() == b"POST"
-            and self._parser.should_keep_alive()  # if the header is missing, true only in HTTP/1.1
+            and self._parser.should_keep_alive()  # without the header, true only for HTTP/1.1
             and self._head_bytes + self._packet_bytes <= _MAX_HEAD_BYTES
         ):
             self._answer = answer
@@ -342,8 +343,8 @@ class HttpProtocol(TimedConnection):
         self._head_bytes = 0
 
     def _check_head(self, head: dict[bytes, bytes], length: bytes | None) -> None:
-        """Return what answers a request with this head. Raises RequestRejectedError."""
-        # Includes bytes that do not belong to the head
+        """Check a head, and find its answer. Raises RequestRejectedError."""
+        # The size can include bytes after the head, so the second condition measures only the head.
         size = self._head_bytes + self._packet_bytes
         if (
             size > _MAX_HEAD_BYTES
@@ -381,7 +382,7 @@ class HttpProtocol(TimedConnection):
     def _find_answer(
         self, method: bytes, head: dict[bytes, bytes], length: bytes | None, *, expects: bool
     ) -> None:
-        """Return what answers a request; send a response that does not need the body."""
+        """Find the answer to a request; send an error that does not need the body."""
         answer = self._app.find(method, self._url)
         coding = head.get(b"content-encoding", b"identity").strip().lower()
         if method == b"HEAD":
@@ -535,8 +536,8 @@ class HttpProtocol(TimedConnection):
     def _end(self, *, linger: bool = False) -> None:
         """End the connection after the last response.
 
-        With `linger`, end it only after the client had time to read the response. If the connection
-        of a client that still sends was closed immediately, the client would lose the response.
+        With `linger`, end it only after the client had time to read the response. A client that
+        still sends would lose the response if the server closed the connection immediately.
         """
         self.stage = REJECTED
         self.since = self._limits.now
@@ -640,9 +641,10 @@ class LargeBodyReader(asyncio.BufferedProtocol):
     Received bytes are written into the memory of the body without a copy.
 
     Args:
-        size: size of the body in bytes; `start` holds the first of them.
-        header_length: value of the header with the length of the JSON before a tensor. The tensor
-            is aligned.
+        size: size of the body in bytes.
+        start: first bytes of the body, which were already received.
+        header_length: value of the header with the length of the JSON before the first tensor,
+            which is aligned in memory.
     """
 
     def __init__(
@@ -654,7 +656,7 @@ class LargeBodyReader(asyncio.BufferedProtocol):
             if header_length.isdigit() and len(header_length) < 16
             else 0
         )
-        # The memory is not initialized, unlike that of a bytearray.
+        # Unlike a bytearray, the array is not filled with zeros first, which saves time.
         self._body = np.empty(lead + size, np.uint8).data[lead:]
         self._body[: len(start)] = start
         self._size = len(start)
@@ -664,7 +666,7 @@ class LargeBodyReader(asyncio.BufferedProtocol):
         return self._body[self._size :]
 
     def buffer_updated(self, size: int) -> None:
-        """Count the received bytes; when the body is complete, pass it on."""
+        """Count the received bytes, and report them to the connection."""
         self._size += size
         self._connection.body_received(self._body.toreadonly(), self._size)
 

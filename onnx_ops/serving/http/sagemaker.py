@@ -42,11 +42,11 @@ def read_attributes(head: RequestHead) -> RequestHead:
     visible ASCII.
 
     Raises:
-        UserError: an attribute is unknown or given twice, or all are too long together.
+        UserError: an attribute is unknown or given twice, or the header is too long.
     """
     text = head.get(CUSTOM_ATTRIBUTES, b"").decode("latin-1")
     if len(text) > _MAX_BYTES:
-        raise _refuse(f"they are longer than {_MAX_BYTES} characters")
+        raise _refuse(f"the header has more than {_MAX_BYTES} characters")
     headers: dict[bytes, bytes] = {}
     if (inference_id := head.get(INFERENCE_ID)) is not None:
         headers[_REQUEST_ID] = inference_id
@@ -72,5 +72,5 @@ def add_attributes(response: RawResponse) -> RawResponse:
 
 
 def _refuse(why: str) -> UserError:
-    remedy = "For example: user=anna;pin=digits-cnn-2. Or send none."
+    remedy = "Send attributes such as user=anna;pin=digits-cnn-2, or none."
     return UserError("the custom attributes cannot be read", why=why, remedy=remedy)

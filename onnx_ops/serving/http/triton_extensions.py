@@ -56,15 +56,15 @@ def build_config(loaded: LoadedDeployment) -> Mapping[str, object]:
 def build_statistics(
     model: str, version: str, rows: Iterable[Sequence[int]]
 ) -> Mapping[str, object]:
-    """Return the statistics of a version from the numbers of its slots.
+    """Return the statistics of a version from the counters of its slots.
 
-    Triton's other fields are left out. They need the rows of requests, the times of their parts,
+    Triton's other fields are omitted. They need the rows of requests, the times of their parts,
     and the time of the last request, which are not recorded.
     """
     row = [sum(column) for column in zip(*rows, strict=True)]
     successes = row[get_column(200)]
     failed_ns = row[FAILED_NANOSECONDS]
-    # The result can be below 0, because workers write the numbers while they are read.
+    # The difference can be below 0, because workers write the counters while this code reads them.
     success_ns = max(0, get_request_latency(row).nanoseconds - failed_ns)
     return {
         "name": model,
@@ -92,7 +92,11 @@ def list_models(
         if loaded is not None and not is_out:
             models.setdefault(deployment.version, {**index, "state": "READY"})
         elif not only_ready:
-            reason = "it is out of service" if is_out else snapshot.failed.get(deployment.name, "")
+            reason = (
+                "the deployment is out of service"
+                if is_out
+                else snapshot.failed.get(deployment.name, "")
+            )
             models.setdefault(
                 deployment.version, {**index, "state": "UNAVAILABLE", "reason": reason}
             )

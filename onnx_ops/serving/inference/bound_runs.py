@@ -25,7 +25,7 @@ from onnx_ops.serving.inference.tensors import RequestBody, may_contain_literals
 _MAX_TEXTS = 256
 _MAX_TEXT_BYTES = 8192
 _MAX_TENSOR_BYTES = 1 << 16
-"""Size in bytes above which a tensor gets no dedicated memory."""
+"""Largest size in bytes of all tensors of a request that get dedicated memory."""
 _DATA = b'"data":'
 
 Bind = Callable[[InferenceRequest, Sequence[Array]], "BoundRun | None"]
@@ -119,7 +119,7 @@ class BoundRun:
         return True
 
     def load_binary(self, body: RequestBody, at: int) -> None:
-        """Copy the bytes after a header into the input."""
+        """Copy the tensor data that begins at an offset of a body into the inputs."""
         for memory in self._memory:
             end = at + len(memory)
             memory[:] = body[at:end]
@@ -138,7 +138,7 @@ class BoundRuns:
         """Hashes of texts that arrived once."""
 
     def load(self, body: RequestBody, header_length: int | None) -> BoundRun | None:
-        """Return the run of a known text, loaded with this body's data; None if unknown."""
+        """Return the bound run for a body, loaded with its data; None if none fits."""
         if header_length is not None:
             run = self._known.get(bytes(body[:header_length]))
             if run is None or not run.is_fit or len(body) - header_length != run.size:
@@ -188,7 +188,7 @@ class BoundRuns:
             self._known = {}
         if header_length is None:
             is_known = self._is_data(*around, request)
-        else:  # otherwise some of the data is in the header
+        else:  # if the sizes differ, some of the data is in the header
             is_known = (
                 sum(array.nbytes for array in request.feed.values()) == len(body) - header_length
             )

@@ -148,8 +148,8 @@ class CellCounter:
     def count_feedback(self, draw: CellDraw, slot: int, cell: int, success: bool) -> None:
         """Count an entry of feedback.
 
-        In a split with epochs, the epoch of the answer can already be closed when the feedback
-        arrives.
+        Call this only for splits without epochs. Otherwise, the epoch of the response can already
+        be closed when the feedback arrives.
         """
         block = self._block
         if block is None or block.draw is not draw or block.watch != self._header[WATCH]:
@@ -179,7 +179,7 @@ class CellCounter:
             _count(last, (side[0] + cell - 1) * CELL_NUMBERS, side[1], 500, 0.0)
 
     def _open_block(self, draw: CellDraw) -> _OpenBlock:
-        """Return the block of a draw after making it the current block.
+        """Make the block of a draw the current block, and return it.
 
         If the previous worker had begun this block, its counts continue.
         """
@@ -211,7 +211,7 @@ def _count(
     counts = memory.counts
     if not counts[at + _LISTED]:
         _list_cell(memory, at)
-    counts[at] += 1  # CELL_REQUESTS
+    counts[at] += 1  # CELL_REQUESTS is 0
     if status != 200:
         column = get_column(status)
         if column in _FAILURES:
@@ -232,7 +232,7 @@ def _list_cell(memory: CellBlock, at: int) -> None:
 def _read_sides(header: memoryview) -> dict[int, tuple[int, Sequence[float]]]:
     """Return the watched deployments by slot.
 
-    Each of them has its first cell, and its thresholds in seconds.
+    The values are the number of the deployment's first cell, and its thresholds in seconds.
     """
     sides: dict[int, tuple[int, Sequence[float]]] = {}
     for side in range(2):
@@ -262,16 +262,16 @@ def _reset(memory: CellBlock) -> None:
 
 
 def _take_over(memory: CellBlock) -> None:
-    """Count the requests that a worker had not answered when it died, as errors.
+    """Count as errors the requests that a worker had not answered when it died.
 
-    The connections of its clients were closed.
+    The death of the worker closed the connections of its clients.
     """
     listed, counts = _view(memory)
     lost = counts[listed, _IN_PROGRESS]
     counts[listed, CELL_REQUESTS] += lost
     counts[listed, CELL_ERRORS] += lost
     counts[listed, _IN_PROGRESS] = 0
-    counts[listed, _LISTED] = 1  # the worker died between the two steps of `_list_cell`
+    counts[listed, _LISTED] = 1  # the worker can have died between two steps of `_list_cell`
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,7 +22,7 @@ CODINGS: Mapping[bytes, int] = {
 }
 """zlib's `wbits` by content coding.
 
-`deflate` is the zlib format (RFC 1950), not the bare stream.
+`deflate` is the zlib format (RFC 1950), not a raw deflate stream.
 """
 
 _LEVEL = 1
@@ -41,7 +41,10 @@ After each step, zlib copies the bytes that it has not consumed.
 _PIECE_BYTES = 1 << 20
 
 Charge = Callable[[int], None]
-"""Charges bytes to a budget. Raises ServiceUnavailableError if it is exhausted."""
+"""Function that charges bytes to a budget.
+
+It raises ServiceUnavailableError if the budget is exhausted.
+"""
 
 
 class InflateBudget:
@@ -65,7 +68,7 @@ class InflateBudget:
             with self._lock:
                 if self.bytes + size > self._max_bytes:
                     raise ServiceUnavailableError(
-                        "the server is inflating too many bytes at the same time"
+                        "the server is decompressing too many bytes at the same time"
                     )
                 self.bytes += size
             charged += size
@@ -103,10 +106,10 @@ def inflate(
                 size += len(pieces[-1])
                 if size > max_bytes:
                     # Otherwise, the frames of an error would refer to the pieces, which would stay
-                    # in memory
+                    # in memory.
                     pieces.clear()
                     raise TooLargeError(
-                        f"the body must not be larger than {max_bytes} bytes when it is inflated"
+                        f"the body must not be larger than {max_bytes} bytes after decompression"
                     )
                 charge(len(pieces[-1]))
     except zlib.error as error:
@@ -115,7 +118,7 @@ def inflate(
         pieces.clear()
         raise
     if not stream.eof:
-        raise UserError(f"the body ends before its {coding.decode()} stream does")
+        raise UserError(f"the body ends before the end of its {coding.decode()} stream")
     if unused := len(stream.unused_data) + len(body) - place:
         raise UserError(f"{unused} bytes follow after the {coding.decode()} stream of the body")
     return b"".join(pieces)

@@ -41,12 +41,12 @@ _log = logging.getLogger(__name__)
 
 _BINARY_LENGTH = BINARY_LENGTH_HEADER.encode()
 _MAX_INLINE_TEXT = 1 << 16
-"""Length from which a text is read on a thread.
+"""Length in bytes above which the text of a body is read on a thread.
 
-On the event loop, reading it would delay other requests.
+Reading a longer text on the event loop would delay other requests.
 """
 _MAX_INLINE_BODY = 1 << 20
-"""Size from which a body in the binary form is read on a thread.
+"""Size in bytes above which a body in the binary form is read on a thread.
 
 Only the header of such a body is text.
 """
@@ -58,7 +58,7 @@ them could exhaust the memory.
 """
 
 Run = Callable[..., Sequence[Array]]
-"""Function that returns outputs by name for a feed.
+"""Function that returns the requested outputs for a feed.
 
 Runs on a thread pass the options of a `RunMonitor`.
 """
@@ -71,7 +71,7 @@ class DeployedModel:
     It decodes requests, runs the model, and encodes responses.
 
     Args:
-        run: returns outputs by name for a feed; thread-safe.
+        run: returns the requested outputs for a feed; thread-safe.
         max_body: maximum size of a decompressed body in bytes.
     """
 
@@ -112,9 +112,8 @@ class DeployedModel:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-# The shape of an output can depend on the data, and the model can reject the request.
 class LoadedDeployment(DeployedModel):
-    """A loaded deployment of a worker, with everything that answering clients needs.
+    """A loaded deployment of a worker, with its counters, queue and bound runs.
 
     Args:
         bound_runs: bound runs of requests that run inline.
@@ -124,7 +123,7 @@ class LoadedDeployment(DeployedModel):
         options: options of runs on the event loop.
         is_unbounded: whether the inputs decide how often a part of the model runs.
         must_queue: whether no request runs on the event loop.
-        release_memory: returns memory that large requests have needed to the system.
+        release_memory: returns to the system the memory that only large requests needed.
         size_bytes: size of the model's files.
         warm_up: number of the next requests whose latency is not compared.
     """
@@ -177,6 +176,7 @@ class LoadedDeployment(DeployedModel):
                 self.latency.observe(time.perf_counter() - started_at)
                 return bound.build_response() or self.encode(bound.request, bound.outputs)
             except BOUND_ERRORS:
+                # The shape of an output can depend on the data, or the model rejects the request.
                 pass
         request = read_infer(body, length, self.signature)
         started_at = time.perf_counter()
@@ -192,7 +192,7 @@ class LoadedDeployment(DeployedModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceRoute:
-    """What the path of a request selects, and the content coding of its body.
+    """Model and version that a path selects, and the content coding of the body.
 
     Without a model, the path selects any model.
     """
@@ -252,14 +252,14 @@ class TableRevision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSnapshot:
-    """One revision of the table, with everything that answering a request needs.
+    """One revision of the table, as a worker has loaded it.
 
     Attributes:
         deployments: loaded deployments by name.
         failed: deployments that could not be loaded after a restart, with the reason.
-        routes: paths of inference as bytes.
+        routes: routes of inference requests by path.
         shadow: deployments with the percentage of requests that are mirrored to them.
-        tokens: seals the tokens of answers; None if the table has no key.
+        tokens: seals the tokens of responses; None if the table has no key.
         split_number: number of the revision's split.
         loaded_at: Unix time at which this worker had loaded the table.
     """
@@ -302,14 +302,16 @@ class TableSnapshot:
         for deployment in self.table.state.deployments:
             if deployment.version == version:
                 return self.get_deployment(deployment.name)
-        raise NotFoundError(f"model {self.model!r} has no version {version!r} here")
+        raise NotFoundError(
+            f"this endpoint does not serve version {version!r} of model {self.model!r}"
+        )
 
     def get_leader(self, previous: LatencyEstimator) -> LatencyEstimator:
-        """Return the latency of the leading deployment, which decides where models run.
+        """Return the latency of the leader, which decides where models run.
 
         The leader stays the same while it gets traffic, which is until a rollout ends. Otherwise,
-        the deployment with the most traffic becomes the leader, and the oldest of several with
-        equal traffic.
+        the deployment with the most traffic becomes the leader. If several deployments have equal
+        traffic, this is the oldest of them.
         """
         weights = self.table.state.split.weights
         serving = {
@@ -321,9 +323,10 @@ class TableSnapshot:
         return serving[max(names, key=weights.__getitem__)] if names else previous
 
     def queue_unbounded(self) -> None:
-        """Run no request on the event loop if one deployment with traffic must be queued.
+        """Queue all requests if a deployment with traffic is unbounded.
 
-        This makes all deployments run in the same way.
+        All deployments then run in the same way. Requests to unbounded deployments are always
+        queued (see `LoadedDeployment.is_unbounded`).
         """
         serving = [
             loaded
@@ -335,9 +338,9 @@ class TableSnapshot:
             loaded.must_queue = loaded.is_unbounded or must_queue
 
     def is_warm(self) -> bool:
-        """Return whether latency is compared from now on.
+        """Return whether every deployment with traffic has completed its warm-up.
 
-        The latency of every deployment with traffic must be comparable.
+        Latencies are compared only after that.
         """
         serving = [
             self.deployments[name] for name in set(self.router.slots) if name in self.deployments
@@ -364,11 +367,11 @@ class PendingRequest:
         draw: the assignment of users that selected the deployment; None if the client selected it.
         cell: the user's cell, or `KEYLESS_CELL`.
         place: where the request is counted as in progress, if it is counted by user.
-        is_judged: whether its result counts for or against its version.
+        is_judged: whether its result is evidence about its version.
         comparable: whether its latency can be compared with other deployments (see
             `TrafficRouter`).
         queue_seconds: time in the queue.
-        service_seconds: run time, if the request ran alone.
+        service_seconds: run time; 0 if the request ran in a batch with others.
         abandoned: whether the client has disconnected.
     """
 
@@ -392,9 +395,9 @@ class PendingRequest:
 
 
 Load = Callable[[Deployment, MetricsRow, bool], LoadedDeployment]
-"""Function that loads a deployment, which counts in a row.
+"""Function that loads a deployment with the row of its counters.
 
-The memory of a control replica is not shared with the first copy.
+The last argument is True for a control replica, whose memory is not shared with the first copy.
 """
 
 
@@ -435,7 +438,7 @@ class LoadedDeployments:
         revision = self._header[0]
         if snapshot is None or snapshot.revision != revision:
             if revision == 0:
-                raise ServiceUnavailableError("no deployment is published here yet")
+                raise ServiceUnavailableError("no deployment is published to this endpoint yet")
             if revision not in self._prepared:
                 raise ServiceUnavailableError(
                     f"revision {revision} was published before this worker had prepared it"
@@ -453,7 +456,7 @@ class LoadedDeployments:
 
     @property
     def last(self) -> TableSnapshot | None:
-        """The snapshot that answered last, for threads other than the event loop's."""
+        """The last used snapshot, for threads that must not switch to another one."""
         return self._snapshot
 
     def get_published(self) -> TableSnapshot | None:
@@ -562,8 +565,8 @@ class LoadedDeployments:
     ) -> ControlReplica | None:
         """Return the control replica; None if it is not needed or cannot be loaded.
 
-        It is needed for two deployments with different traffic shares, if the model is not too
-        large.
+        A control replica is needed if two deployments have different traffic shares, and the model
+        has at most `_MAX_REPLICA_BYTES`.
         """
         shares = sorted(
             (weight, name) for name, weight in table.state.split.weights.items() if weight

@@ -1,4 +1,4 @@
-"""Feedback that clients send about the deployment that sent the response."""
+"""Feedback of clients on responses, counted for the deployments that responded."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _SUBJECTS = ("token", "request_id", "key", "deployment")
 class _Subject:
     """The deployment and the user's cell that an entry of feedback refers to.
 
-    Feedback on an answer under an earlier split is no evidence (`is_judged`). Feedback that arrives
-    soon is often better than feedback that arrives late. A candidate that has just started has only
-    early feedback, and would therefore win against a version with both kinds.
+    Feedback on a response under an earlier split is no evidence (`is_judged`). Early feedback is
+    often more positive than late feedback. A candidate that has just started has only early
+    feedback, so it would win against a version with both kinds.
     """
 
     slot: int
@@ -43,15 +43,15 @@ class _Subject:
 
 
 class FeedbackCounter:
-    """Counts feedback that clients send, for the deployment that sent the response.
+    """Counts feedback of clients for the deployment that sent the response.
 
     Each worker stores its last request ids in memory that all workers read. The entry of a request
     is one number, at the index that the hash of the id selects. It consists of 36 bits of the hash,
     the last 8 bits of the split's number, 14 bits of the user's cell, and 6 bits of the slot. A
-    later request can overwrite the entry; the feedback is then unknown. Each id is counted once.
-    Feedback by key refers to the last answer to the user's cell.
+    later request can overwrite the entry; feedback on the earlier request is then unknown. Each id
+    is counted once. Feedback by key refers to the last response to the user's cell.
 
-    Any server of the endpoint can count the token of an answer (see `FeedbackTokens`), and each
+    Any server of the endpoint accepts the token of a response (see `FeedbackTokens`), and each
     server counts a token once. All workers store the stamps of counted tokens in the same memory.
     """
 
@@ -69,8 +69,8 @@ class FeedbackCounter:
         """Store which deployment answered a request, by request id and by user's cell.
 
         In the entry of a cell, the split and the epoch are the highest bits. So the highest entry
-        of all workers belongs to the latest answer. Every request calls this method, so one call
-        writes both entries.
+        of all workers belongs to the latest response. One call writes both entries, because the
+        method is called for every request.
         """
         if cell != KEYLESS_CELL:
             self._answers[cell] = (split << _EPOCH_BITS | epoch) << _SLOT_BITS | slot
@@ -104,8 +104,9 @@ class FeedbackCounter:
     def _count_cell(self, subject: _Subject, success: bool) -> None:
         """Count feedback by user.
 
-        Feedback counts only if the present split has assigned the user. In a split with epochs, no
-        feedback is counted by user, because an epoch is closed before its feedback arrives.
+        Feedback is counted only if the current split assigns the user to the same deployment. In a
+        split with epochs, no feedback is counted by user, because an epoch is closed before its
+        feedback arrives.
         """
         try:
             snapshot = self._deployments.get_current()
@@ -172,8 +173,8 @@ class FeedbackCounter:
     def _find_answer(self, key: bytes) -> _Subject | None:
         """Return which deployment answered a user's cell last.
 
-        If this server has not answered the cell, and users do not change with the epoch, return the
-        deployment that would answer. In that case, the split of the answer is unknown.
+        If this server has not answered the cell, return the deployment that would answer it, or
+        None in a split with epochs. In that case, the split of the response is unknown.
         """
         snapshot = self._deployments.get_current()
         cell = snapshot.router.get_cell(key)
@@ -211,15 +212,15 @@ def _read_entries(body: bytes) -> list[dict[str, Any]]:
         else [document]
     )
     if not isinstance(entries, list) or len(entries) > MAX_FEEDBACK:
-        raise UserError(f"feedback must be a list of at most {MAX_FEEDBACK}")
+        raise UserError(f"feedback must be a list of at most {MAX_FEEDBACK} entries")
     for place, entry in enumerate(entries):
         names = [name for name in _SUBJECTS if isinstance(entry, dict) and name in entry]
         has_subject = len(names) == 1 and isinstance(entry[names[0]], str)
         if not has_subject or not isinstance(entry.get("success"), bool):
             raise UserError(
-                f"feedback {place} must hold `success` (true or false) "
+                f"feedback entry {place} must have `success` (true or false) "
                 f"and one of {', '.join(_SUBJECTS)} (text)",
-                remedy='For example: {"feedback": [{"request_id": "a1", "success": true}]}',
+                remedy='Send, for example: {"feedback": [{"request_id": "a1", "success": true}]}',
             )
     return entries
 

@@ -1,4 +1,4 @@
-"""Tokens of answers, with which feedback identifies the deployment that answered.
+"""Tokens of responses, with which feedback identifies the deployment that answered.
 
 Any server of the endpoint can count the feedback.
 """
@@ -32,7 +32,7 @@ class FeedbackToken:
             worker.
         deployment: name of the deployment that answered.
         cell: the user's cell, or `KEYLESS_CELL`.
-        is_current: whether the answer was sent under the present split.
+        is_current: whether the response was sent under the current split.
     """
 
     stamp: int
@@ -44,11 +44,11 @@ class FeedbackToken:
 class FeedbackTokens:
     """Seals and opens tokens under a routing table that has a feedback key.
 
-    A token is a nonce and a content, sealed with AES-GCM (NIST SP 800-38D), in base64url. So
-    clients can neither read nor change it. The nonce is a random prefix of this object and an
-    increasing stamp, so it never repeats. The content is a digest of the deployment's name and
-    files, a digest of the split, and the user's cell. All servers of an endpoint share these
-    values, unlike slots. Sealing takes 1 µs (`benchmarks.count_cost`).
+    A token is a nonce and a payload, sealed with AES-GCM (NIST SP 800-38D), in base64url. So
+    clients can neither read nor change the payload. The nonce is a random prefix of this object and
+    an increasing stamp, so it never repeats. The payload consists of a digest of the deployment's
+    name and files, a digest of the split, and the user's cell. All servers of an endpoint share
+    these values, unlike slots. Sealing takes 1 µs (`benchmarks.count_cost`).
     """
 
     def __init__(self, table: RoutingTable) -> None:
@@ -67,18 +67,18 @@ class FeedbackTokens:
         self._last = 0
 
     def seal(self, deployment: str, cell: int) -> bytes:
-        """Return the token of an answer."""
+        """Return the token of a response of a deployment to a user's cell."""
         self._last = stamp = max(time.time_ns(), self._last + 1)
         nonce = _NONCE.pack(self._prefix, stamp)
         content = _CONTENT.pack(self._marks[deployment], self._split, cell)
         return urlsafe_b64encode(nonce + self._cipher.encrypt(nonce, content, None))
 
     def seal_line(self, deployment: str, cell: int) -> bytes:
-        """Return the header line with the token of an answer."""
+        """Return the header line with the token of a response (see `seal`)."""
         return _LINE % self.seal(deployment, cell)
 
     def open(self, text: str) -> FeedbackToken | None:
-        """Return the content of a token; None for an invalid token.
+        """Return the parsed payload of a token; None for an invalid token.
 
         A token is invalid if it belongs to another endpoint, was changed, or names a deployment
         that no longer exists.

@@ -79,7 +79,7 @@ class TrustPolicy:
                 f"not {requested.model} on"
                 f" {requested.target}",
                 where=deployment.name,
-                remedy="Deploy it to another endpoint, or delete this one first.",
+                remedy="Deploy the model to another endpoint, or delete this endpoint first.",
             )
         return record
 
@@ -105,8 +105,8 @@ class ModelCopies:
     the manifest, and only the copy is opened. Only the server's user may write in the folder of the
     copies.
 
-    A copy needs the disk space of the model. It is hashed at each load, and a damaged copy is made
-    again.
+    A copy needs the disk space of the model. It is hashed at each load, and a damaged copy is
+    replaced.
     """
 
     def __init__(self, folder: Path, trust: TrustPolicy | None = None) -> None:
@@ -137,7 +137,7 @@ class ModelCopies:
                     "the copy of the model's files cannot be written",
                     where=str(self._folder),
                     why=str(error),
-                    remedy="Free disk space; the endpoint serves what it served before.",
+                    remedy="Free disk space; the endpoint still serves its previous state.",
                 ) from error
             where, why = deployment.location, str(error)
             raise InfrastructureError(
@@ -149,8 +149,8 @@ class ModelCopies:
     def retain(self, deployments: Iterable[Deployment]) -> None:
         """Delete all copies except those of these deployments and a few unused ones.
 
-        The last used of the unused copies remain. A process that has opened a deleted file can
-        still read it.
+        The most recently used of the unused copies remain. A process that has opened a deleted file
+        can still read it.
         """
         needed = {hex_digits(deployment.manifest) for deployment in deployments}
         try:
@@ -182,7 +182,7 @@ class ModelCopies:
             if not source.is_dir():
                 raise NotFoundError("the model folder does not exist", where=str(source))
             temporary = copy.with_name(f"{TEMPORARY}{copy.name}")
-            # The unfinished copy of a process that was killed
+            # The folder can contain the unfinished copy of a process that was killed.
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(mode=0o700)
             try:
@@ -192,7 +192,8 @@ class ModelCopies:
                         f"digest mismatch: the manifest of {deployment.name} is "
                         f"{short_digest(deployment.manifest)}",
                         where=str(source),
-                        why=f"the files in the folder have {short_digest(manifest.digest())}",
+                        why="the manifest of the files in the folder is "
+                        f"{short_digest(manifest.digest())}",
                         remedy="Fetch the version again; its files were changed after they were "
                         "registered.",
                     )
@@ -260,8 +261,7 @@ def _verify_libraries(deployment: Deployment, manifest: Manifest, record: Record
             )
         if record is not None and manifest[library] not in record.custom_ops:
             raise RefusedError(
-                f"the library of operators {library} is not one that target {record.target} "
-                "declares",
+                f"target {record.target} does not declare the library of operators {library}",
                 where=deployment.name,
                 remedy="Declare it in the target's `custom_ops`, and run the pipeline again.",
             )

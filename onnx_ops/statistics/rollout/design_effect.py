@@ -29,11 +29,14 @@ from onnx_ops.statistics.rollout.evidence import Array
 MIN_INTERVALS = 3
 """Minimum number of intervals of a step whose source counts no units."""
 _FEW = 2.0
-"""Factor for few intervals: a dispersion from n intervals is multiplied by 1 + 2 / n."""
+"""Correction for few intervals.
+
+A dispersion from n intervals is multiplied by 1 + 2 / n.
+"""
 OUTAGE_SHARE = 0.3
 """Share of an interval's requests that a future outage may fail.
 
-For a service level, an interval counts as at most 1 / 0.3 independent requests.
+For a service level, an interval is worth at most 1 / 0.3 independent requests.
 """
 
 
@@ -61,10 +64,11 @@ def compute_block_effect(blocks: Sequence[UserBlocks]) -> float:
 
 
 def count_effective_users(blocks: UserBlocks) -> float:
-    """Return how many equally active users the requests of one version are worth.
+    """Return the effective number of users behind the requests of one version.
 
-    The number is (sum of n)^2 / sum of n^2 over blocks with n requests (Kish), at most
-    `USER_BLOCKS` for requests with a key. Each request without a key counts as one user.
+    As many equally active users would be worth the same. The number is (sum of n)^2 / sum of n^2
+    over blocks with n requests (Kish), at most `USER_BLOCKS` for requests with a key. Each request
+    without a key is one user.
     """
     n = np.array(blocks.requests, dtype=np.float64)
     squares = (n[:-1] ** 2).sum() + n[-1:].sum()
@@ -139,8 +143,9 @@ def estimate_error_effect(table: npt.ArrayLike) -> Array:
     """Return the design effect of the candidate's errors, at least 1.
 
     The effect is used for service levels. It is the index of dispersion of the errors over
-    intervals, of the candidate or of both versions, whichever is larger. An outage may still come.
-    The requests of an interval therefore count as at most 1 / `OUTAGE_SHARE` independent requests.
+    intervals, of the candidate or of both versions, whichever is larger. An outage may still
+    occur. The requests of an interval are therefore worth at most 1 / `OUTAGE_SHARE` independent
+    requests.
 
     Args:
         table: as in `estimate_dispersion`.

@@ -40,13 +40,13 @@ Array: TypeAlias = npt.NDArray[np.float64]
 Counts: TypeAlias = npt.NDArray[np.int64]
 
 GRID = np.geomspace(1.25, 12.0, 24)
-"""Odds ratios that a guardrail looks for, as multiples of the tolerated one.
+"""Odds ratios that a guardrail tests for, as multiples of the tolerated ratio.
 
 They have equal weights. A wider grid would waste weight, since ratios above 12 are detected within
 a few events.
 """
 FINE_GRID = np.geomspace(1.02, 5.0, 24)
-"""Odds ratios that success metrics look for; they include small differences."""
+"""Odds ratios that success metrics test for; they include small differences."""
 
 _CELLS = 1 << 20
 """Maximum number of array elements in memory at the same time."""
@@ -78,8 +78,8 @@ def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> 
         odds_ratios: (m,) positive.
 
     Returns:
-        (..., m): log P(k | odds ratio) - log P(k | 1) for each interval. Zero where only one
-        outcome was possible, as without events or with requests on one side only.
+        (..., m): log P(k | odds ratio) - log P(k | 1) for each interval. The value is 0 where
+        only one outcome was possible, as without events or with requests on one side only.
     """
     counts = np.asarray(table, dtype=np.int64)
     logs = np.log(np.asarray(odds_ratios, dtype=np.float64))
@@ -174,11 +174,11 @@ def measure_evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0
 
 
 def bound_odds_ratio(table: npt.ArrayLike, effect: float = 1.0) -> tuple[float, float]:
-    """Return 95 % bounds of the odds ratio that hold at all times together.
+    """Return 95 % bounds of the odds ratio that are jointly valid at all times.
 
     They enclose the odds ratios that a mixture over all ratios does not exclude by 20:1, widened to
-    the next points of the grid. A bound of 0.01 stands for all smaller ratios, and 100 for all
-    larger ones.
+    the next points of the grid. A bound of 0.01 represents all smaller ratios, and 100
+    represents all larger ratios.
     """
     summed = _summed(table, _CONFIDENCE_GRID) / effect
     included = np.flatnonzero(log_mean_exp(summed) - summed < math.log(1 / RISK))

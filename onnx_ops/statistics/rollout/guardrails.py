@@ -46,7 +46,7 @@ MISMATCH_LIMIT = 3.0
 A correct split reaches it with a probability of at most 0.1 %.
 """
 MISMATCH_TOLERANCE = 0.1
-"""Tolerated deviation of the candidate's share of requests, as a share of its weight.
+"""Tolerated deviation of the candidate's share of requests, relative to its weight.
 
 Users are not equally active.
 """
@@ -56,20 +56,23 @@ BREAKER_SHARE = 0.5
 BREAKER_TIMES = 5
 """Conditions of a gross failure.
 
-Of at least 20 requests, at least half failed, and at least five times the stable version's share.
-In an A/B test, the number of requests is divided by their design effect: twenty requests of one
-user count as one.
+There were at least 20 requests, and at least half of them failed. Their share is at least five
+times the stable version's share. In an A/B test, the number of requests is divided by their design
+effect: twenty requests of one user are worth one request.
 """
 BREAKER_LIMIT = 3.0
-"""log10 of the evidence of a gross failure by units, which is also evaluated within epochs."""
+"""log10 of the evidence of a gross failure by units.
+
+It is also evaluated within epochs.
+"""
 ENDS_LIMIT = 3.0
-"""log10 of the evidence for servers that end, which is evaluated after each end."""
+"""log10 of the evidence that servers end too often, evaluated after each end."""
 REFUSED_REQUESTS = 200
 REFUSED_SHARE = 0.1
 """Conditions of a candidate that refuses too many requests.
 
-Of at least 200 requests, at least a tenth was refused, and at least five times the stable version's
-share.
+There were at least 200 requests, and at least a tenth of them was refused. Their share is at least
+five times the stable version's share.
 """
 
 
@@ -107,7 +110,8 @@ def fix_thresholds(
         **{name: share for name, share in LATENCY_PLACES.items() if name in max_increases},
     }
     stable: dict[str, float] = {}
-    for name, share in shares.items():  # the share of slower requests has the closest log odds
+    # The share of requests above the chosen bound has the closest log odds.
+    for name, share in shares.items():
         wanted = _log_odds(1 - share)
         stable[name] = bounds_s[
             min(range(len(over)), key=lambda index: abs(_log_odds(over[index]) - wanted))
@@ -136,22 +140,22 @@ def _log_odds(share: float) -> float:
 def evaluate_cold_start(
     rail: Guardrail, candidate_s: Sequence[float], stable_s: Sequence[float], limit: float
 ) -> GuardrailResult:
-    """Return whether the candidate takes longer to start than the stable version.
+    """Evaluate whether the candidate takes longer to start than the stable version.
 
-    This is evaluated once, before any traffic. The loads of both versions alternate. A single test
-    needs no e-process: its p-value is below 1 / L with a probability of at most 1 / L, like
-    anytime-valid evidence that reaches L. The test therefore shares the family-wise error rate with
-    the other guardrails.
+    The guardrail is evaluated once, before any traffic. The loads of both versions alternate. A
+    single test needs no e-process: its p-value is below 1 / L with a probability of at most 1 / L,
+    like anytime-valid evidence that reaches L. The test therefore shares the family-wise error rate
+    with the other guardrails.
 
     Args:
-        rail: if it has a fixed `max`, the candidate is compared with it instead.
+        rail: if it has a fixed `max`, the candidate is compared with this limit instead.
         limit: log10 of the evidence at which the guardrail fires.
     """
     loads = min(len(candidate_s), len(stable_s))
     if loads < COLD_START_SAMPLES:
         p, rule = 1.0, "not measured yet"
     elif rail.max is not None:
-        # Exact sign test of the hypothesis "half of the loads take no longer".
+        # Exact sign test of the hypothesis "half of the loads take at most `max`".
         above, n = sum(each > rail.max for each in candidate_s), len(candidate_s)
         p = float(sum(math.comb(n, k) for k in range(above, n + 1)) / 2**n)
         rule = f"candidate {_range(candidate_s)}, at most {rail.max:g} s"
@@ -186,7 +190,7 @@ def _range(loads_s: Sequence[float]) -> str:
 def count_slower_intervals(
     intervals: Sequence[ObservationInterval], name: GuardrailName
 ) -> tuple[int, int]:
-    """Return the number of intervals in which the candidate was slower, and of all.
+    """Return the numbers of intervals with a slower candidate, and of all intervals.
 
     This weaker rule is for sources that report percentiles of each interval, but do not count
     requests above a threshold. An interval is a sign against the candidate if its percentile is

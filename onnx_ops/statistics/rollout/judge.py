@@ -42,7 +42,7 @@ def analyze(
 ) -> AnalysisResult | None:
     """Judge the counts of the rollout in progress.
 
-    Return None if the counts are of another candidate or step, or missing.
+    Return None if the counts are missing, or are those of another candidate or step.
     """
     if observations is None or roles.candidate is None or not policy.is_analyzed:
         return None
@@ -416,7 +416,7 @@ def _explain_uncertified(
 def _find_mismatch(
     observations: Observations, canary: int, requests: int, step: PlannedStep
 ) -> str:
-    """Return why the traffic split is not the requested one; empty if it can be."""
+    """Return evidence of a wrong traffic split as a text; empty without evidence."""
     if not 0 < step.percent < 100:
         return ""
     noun, effect = "requests", 1.0
@@ -555,8 +555,8 @@ def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iter
         rate = policy.shadow.max_differing
         needed = max(policy.shadow.min_requests, ev.compute_clean_requests(rate))
         yield (
-            f"shadow: to show that less than {100 * rate:g}% of answers differ takes {needed:,} "
-            "equal answers"
+            f"shadow: {needed:,} equal answers are needed to show that less than {100 * rate:g}% "
+            "of answers differ"
         )
     for step in policy.planned():
         if policy.slo and step.kind in ("canary", "ab_test"):
@@ -565,10 +565,10 @@ def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iter
             in_all = math.ceil(100 * max(clean, step.minimum) / step.percent)
             intervals = _compute_fewest_intervals(rate)
             yield (
-                f"step {step.percent}%: to show an error rate below {100 * rate:g}% takes "
-                f"{clean:,} error-free requests to the candidate in at least {intervals:,} "
-                f"intervals of a minute; with min_requests {step.minimum:,} that is about "
-                f"{in_all:,} in total"
+                f"step {step.percent}%: {clean:,} error-free requests to the candidate in at "
+                f"least {intervals:,} intervals of a minute are needed to show an error rate below "
+                f"{100 * rate:g}%; with min_requests {step.minimum:,}, these are about "
+                f"{in_all:,} requests in total"
             )
     if (
         any(rail.name != "errors" for rail in policy.guardrails)

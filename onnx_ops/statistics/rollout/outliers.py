@@ -3,9 +3,8 @@
 Such a server is a broken machine, or reports invented counts. Each server is compared with the rest
 in both directions, by the evidence of `evidence` against an odds ratio of at most
 `TOLERATED_RATIO`. Each generation of the routing table is an interval, so that servers are compared
-over the same time as far as the counts show it. Requests are treated as independent. One user whose
-requests all reach one server can therefore make this server an outlier, and the result is only a
-hint.
+over similar periods. Requests are treated as independent. One user whose requests all reach one
+server can therefore make this server an outlier, and the result is only a hint.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from onnx_ops.statistics.rollout.evidence import (
 )
 
 TOLERATED_RATIO = 2.0
-"""Odds ratio up to which servers count as alike, since machines and their clients differ."""
+"""Odds ratio up to which servers are treated as equal, since machines differ."""
 OUTLIER_LIMIT = 6.0
 """log10 of the evidence for one comparison.
 
@@ -43,7 +42,10 @@ If more servers differ, there is no common share to compare with.
 
 _PLACES: tuple[Literal["errors", "slow"], ...] = ("errors", "slow")
 _MAX_REQUESTS = 1 << 40
-"""Maximum count of one server; larger counts are scaled down so that sums fit into 64 bits."""
+"""Maximum count of one server.
+
+Larger counts are scaled down, so that sums fit into 64 bits.
+"""
 _SIDE_BAD, _SIDE_REQUESTS = 2_048, 1 << 29
 """Maximum counts of one side of a comparison; larger counts are scaled down.
 
@@ -133,9 +135,9 @@ def _select(
 ) -> Iterator[tuple[str, tuple[int, int], tuple[int, int], float]]:
     """Yield the servers that differ most from the rest.
 
-    Each server has its counts, the counts of the others, and the evidence. Servers with a higher
-    share come first, since a broken server makes the others look too good. A yielded server is
-    removed from the comparison of the remaining ones.
+    A tuple has the server, its counts, the counts of the others, and the evidence. Servers with a
+    higher share come first, since a broken server makes the others seem too good. A yielded server
+    is removed from the comparison of the remaining ones.
     """
     left = np.arange(len(servers))
     while len(left) > max(1, len(servers) - MAX_OUTLIERS):
@@ -189,9 +191,9 @@ def _measure(mine: _Counts, others: _Counts) -> Array:
 def _can_be_higher(mine: _Counts, others: _Counts) -> npt.NDArray[np.bool_]:
     """Return for which servers the evidence can reach the limit.
 
-    This is far cheaper than computing the evidence. If no odds ratio is above the tolerated one,
-    the likelihood favours none of the alternatives. Each bad request multiplies the evidence by at
-    most the largest alternative.
+    This check is far cheaper than computing the evidence. If no odds ratio is above the tolerated
+    one, the likelihood favours none of the alternatives. Each bad request multiplies the evidence
+    by at most the largest alternative.
     """
     bad, requests = np.moveaxis(mine.astype(np.float64), -1, 0)
     others_bad, others_requests = np.moveaxis(others.astype(np.float64), -1, 0)

@@ -3,9 +3,9 @@
 It is valid at the end of every epoch. In a canary step, a coin decides which version serves a unit:
 a cell of users in one epoch, or a request without a key. Only the coin is assumed to be random;
 users, bursts, outages and drift may have any form. A unit has a badness y in [0, 1], the share of
-its requests that were events. Under the null hypothesis, no unit is made worse by the candidate
-than tau times: y1 <= tau * y0, where y1 is its badness under the candidate and y0 under the stable
-version.
+its requests that were events. Under the null hypothesis, the candidate makes no unit more than tau
+times as bad: y1 <= tau * y0, where y1 is the unit's badness under the candidate and y0 under the
+stable version.
 
 With the candidate's share p, the coin Z (1: candidate), an increasing score h with h(0) = 0, and a
 fixed center m,
@@ -39,7 +39,7 @@ from onnx_ops.statistics.rollout.evidence import Array, Counts, log_mean_exp
 from onnx_ops.statistics.rollout.guardrails import MISMATCH_LIMIT, compute_mismatch_evidence
 
 RATIOS = (1.2, 1.5, 2.0, 3.0, 5.0, 8.0, 15.0, 40.0, 200.0)
-"""Ratios of event rates that the gamblers expect, as multiples of the tolerated ratio."""
+"""Ratios of event rates that the gamblers expect, relative to the tolerated ratio."""
 CLIPS = (1.0, 0.25, 0.0)
 """Scores h(y) = min(1, y / clip) of the gamblers.
 
@@ -78,8 +78,8 @@ def make_log_factors(percent: int, tolerated: float, centers: tuple[float, ...])
     for clip in CLIPS:
         score = np.minimum(1.0, _EDGES / clip) if clip else (_EDGES > 0).astype(np.float64)
         for center in centers:
-            # Up to this limit, two factors stay positive: of the stable version's worst unit, and
-            # of the candidate's best unit.
+            # Up to this limit, two factors stay positive: that of the stable version's worst unit,
+            # and that of the candidate's best unit.
             limit = min(1 / (p * (1 - center)), 1 / ((1 - p) * center) if center else math.inf)
             for ratio in RATIOS:
                 # Kelly's bet if the candidate has `ratio` times as many events as the stable

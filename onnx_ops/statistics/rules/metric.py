@@ -42,15 +42,15 @@ Results of older evidence have no p-values.
 """
 
 _EVEN_ROWS = 75
-"""Minimum effective number of rows (or groups) for a PASS of an absolute error limit.
+"""Minimum effective number of rows or groups for a PASS of an absolute error limit.
 
-Chosen by simulation.
+The number was chosen by simulation.
 """
 
 _CONCENTRATED = 1 / 8
-"""Share of equally bad rows below which the rows that carry the error are named.
+"""Effective share of rows below which the rows with most of the error are named.
 
-The share is about 1/3 for normal errors.
+The share is about 1/3 for normally distributed errors.
 """
 
 
@@ -69,7 +69,7 @@ class MetricLimit:
 
     @property
     def of_change(self) -> bool:
-        """Return whether the limit is one of a change."""
+        """Return whether the limit applies to the change from another model."""
         return self.kind in ("max_drop", "max_increase")
 
     @property
@@ -220,7 +220,7 @@ def _judge_missing_change(
 ) -> GateResult:
     """Return a result for a value that cannot be compared with the baseline's.
 
-    It states the reason, if it is known.
+    The result contains the reason, if it is known.
     """
     unscored = next(
         (e for e in entries if isinstance(e, ScoreComparison) and e.candidate is None), None
@@ -278,7 +278,7 @@ def _judge(name: str, limit: MetricLimit, entry: _Entry) -> GateResult:
 
 
 def _is_uneven(entry: _Entry) -> bool:
-    """Return whether so few rows carry the error that an unseen row may be as bad."""
+    """Return whether so few rows have the error that an unseen row may be as bad."""
     return (
         isinstance(entry, ScoreComparison)
         and entry.effective is not None
@@ -287,10 +287,9 @@ def _is_uneven(entry: _Entry) -> bool:
 
 
 def _rests_on_few(limit: MetricLimit, entry: _Entry) -> bool:
-    """Return whether the limit is met only by the few rows that carry the losses.
+    """Return whether a few rows account for the losses, and the others miss the limit.
 
-    The result is True if few rows carry the losses of both models, and the other rows do not meet
-    the limit.
+    The losses of both models are considered.
     """
     if not isinstance(entry, ScoreComparison) or not entry.carrying:
         return False
@@ -299,7 +298,7 @@ def _rests_on_few(limit: MetricLimit, entry: _Entry) -> bool:
 
 
 def _get_rest(limit: MetricLimit, entry: ScoreComparison) -> float | None:
-    """Return the limited change, over the rows that do not carry the losses."""
+    """Return the limited change over the rows without the largest losses."""
     if entry.rest is None:
         return None
     return entry.rest - 1 if limit.kind == "max_increase" else entry.rest
@@ -354,10 +353,10 @@ def _find_problem(entry: _Entry) -> str:
 def _find_count_problem(counts: PairedCounts) -> str:
     parts = (counts.both, counts.only_baseline, counts.only_candidate)
     if counts.equal and any(parts[1:]):
-        return "it calls two models equal that are right on different rows"
+        return "two models are marked as equal, but are right on different rows"
     if not (1 <= counts.change_effect < math.inf and 1 <= counts.value_effect < math.inf):
-        return "its design effect is below 1 or not finite"
-    return "its counts do not add up" if min(parts) < 0 or sum(parts) > counts.n else ""
+        return "the design effect is below 1 or not finite"
+    return "the counts do not add up" if min(parts) < 0 or sum(parts) > counts.n else ""
 
 
 def _find_score_problem(score: ScoreComparison) -> str:
@@ -365,7 +364,7 @@ def _find_score_problem(score: ScoreComparison) -> str:
     if not all(i.is_finite for i in intervals):
         return "a value is not a number"
     if score.n < 1 or not all(i.low <= i.estimate <= i.high for i in intervals):
-        return "it has no rows, or its interval does not contain its estimate"
+        return "there are no rows, or an interval does not contain its estimate"
     return ""
 
 
@@ -417,7 +416,7 @@ def _explain_indecision(limit: MetricLimit, entry: _Entry, interval: Interval) -
 
 
 def _explain_few_rows(limit: MetricLimit, entry: ScoreComparison) -> str:
-    """Return how many rows carry the error and which they are, if they are few.
+    """Return a text on the rows that account for the error, if they are few.
 
     Otherwise, the text is empty.
     """
@@ -425,19 +424,20 @@ def _explain_few_rows(limit: MetricLimit, entry: ScoreComparison) -> str:
     if limit.of_change and _rests_on_few(limit, entry):
         rest = _get_rest(limit, entry)
         others = (
-            "the others have no error"
+            f"the other {kind} have no error"
             if rest is None
-            else f"in the others it changes by {limit.format(rest)}"
+            else f"the change in the other {kind} is {limit.format(rest)}"
         )
-        verb = "carries" if entry.carrying == 1 else "carry"
+        verb = "accounts" if entry.carrying == 1 else "account"
         return (
-            f"; {entry.carrying} of {units} {kind} {verb} it, and {others}{_name_heavy_rows(entry)}"
+            f"; {entry.carrying} of {units} {kind} {verb} for the change, and {others}"
+            f"{_name_heavy_rows(entry)}"
         )
     if entry.effective is None or not entry.heavy:
         return ""
     if entry.effective < _CONCENTRATED * units or (not limit.of_change and _is_uneven(entry)):
         return (
-            f"; few rows carry the error (equivalent to {entry.effective:.0f} of {units} "
+            f"; few rows account for the error (equivalent to {entry.effective:.0f} of {units} "
             f"{kind}){_name_heavy_rows(entry)}"
         )
     return ""

@@ -38,10 +38,10 @@ from onnx_ops.statistics.rules.parity_rules import (
 )
 
 COMPENSATED = 0.95
-"""Relative squared error below which a weight counts as moved on purpose.
+"""Relative squared error up to which a weight is treated as moved on purpose.
 
 It is the squared error of a layer's answers, divided by that of plain rounding. GPTQ-like rounding
-gave .02 to .73 in 25 layers, and faults of the same size gave .99 and more:
+gave 0.02 to 0.73 in 25 layers, and faults of the same size gave 0.99 and more:
 `benchmarks.truth.quantization`.
 """
 
@@ -52,7 +52,7 @@ It limits errors that real rows do not show, from inputs that are 0 in all rows.
 """
 
 NEARLY_ROUNDED = (0.65, 1.15)
-"""Maximum steps and relative squared error of a weight that counts as rounded.
+"""Maximum steps and relative squared error of a weight that is treated as rounded.
 
 The squared error is relative to that of plain rounding. Such a weight has a scale that was chosen
 by another criterion, as in k-quants. A level that is off by one is up to 1.5 steps away; planted
@@ -65,7 +65,7 @@ SATURATION_WARNING = 0.03
 _NAMED = 3
 
 _RARE = 0.01
-"""Share of differing rows in the advice on a slow source."""
+"""Share of differing rows whose detection the advice on a slow source describes."""
 
 
 @judge_gate.register
@@ -148,7 +148,7 @@ def _verdict(
 
 
 def _describe_limit(m: ParityMeasurement, gate: ParityGate) -> str:
-    """Describe the limit, and the smallest visible error of the worst column."""
+    """Describe the limit, and the smallest detectable error of the worst column."""
     if m.mismatch or (m.noise == 0 and m.error > 0):
         return ""
     limit = f", limit {gate.noise_factor:.4g}x"
@@ -156,8 +156,8 @@ def _describe_limit(m: ParityMeasurement, gate: ParityGate) -> str:
         return limit
     smallest = m.noise * gate.noise_factor
     return (
-        f"{limit}, smallest visible error {as_percent(smallest / m.scale)} of the largest answer "
-        f"{m.scale:.3g}"
+        f"{limit}, smallest detectable error {as_percent(smallest / m.scale)} of the largest "
+        f"answer {m.scale:.3g}"
     )
 
 

@@ -61,7 +61,7 @@ def _judge_ratio(
     noisy = explain_withheld_verdict(measured.log_ratios, measured.self_log_ratios, max_regression)
     limit = f"{1 + max_regression:.4g}x"
     reason = _describe_ratio(measured, comparison, limit)
-    # Add how many pairs, or which other limit, would decide.
+    # An undecided result shows how many pairs, or which other limit, would decide.
     if comparison.verdict is Verdict.INCONCLUSIVE:
         needed = estimate_pairs_needed(measured.log_ratios, max_regression)
         if needed is None:
@@ -216,7 +216,7 @@ def _judge_quantile(name: str, share: float, limit_s: float, evidence: Evidence)
 
 @judge_gate.register
 def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge throughput by the time per request, of which higher values are worse."""
+    """Judge throughput by the time per request; higher values are worse."""
     figure = throughput_metric_name(gate.concurrency)
     yield from _judge_regression("throughput", figure, gate.max_regression, evidence)
     if gate.min is not None:

@@ -34,14 +34,14 @@ few rows differently, each of which is a further chance to pass (`benchmarks/tru
 """
 
 _SURELY_WORSE = 0.95
-"""Maximum p-value of a variant that counts in the correction for several variants.
+"""Maximum p-value of a variant that the correction for several variants includes.
 
 Variants with larger p-values cannot be chosen by mistake. The level is reduced by the same factor:
 Zhao, Small and Su 2019, Journal of the American Statistical Association 114:1291-1304.
 """
 
 _AS_FAST = 0.9
-"""Share of the highest rate from which on a configuration counts as equally fast."""
+"""Share of the highest rate from which a configuration is treated as equally fast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +194,12 @@ def _describe_tie(chosen: _Candidate, others: Sequence[_Candidate]) -> str:
 
 
 def _correct_for_family(decisions: Sequence[Decision]) -> tuple[list[Decision], dict[str, float]]:
-    """Return the decisions that are valid as one of several, and levels of the others.
+    """Return the decisions that are valid after the correction, and levels by variant.
 
-    The levels are those that passing variants do not reach. If six variants are exactly at the
-    limit, one passes by chance in a quarter of all releases. The p-values of the variants are
-    therefore compared with the levels of Holm 1979 (Scandinavian Journal of Statistics 6:65-70).
+    A variant with a level passed its gates, but its p-value is above this level. If six variants
+    are exactly at the limit, one passes by chance in a quarter of all releases. The p-values of the
+    variants are therefore compared with the levels of Holm 1979 (Scandinavian Journal of Statistics
+    6:65-70).
     """
     p_values = _collect_family(decisions)
     family = sorted(
@@ -280,8 +281,8 @@ def _describe_undecided(undecided: Mapping[str, float]) -> str:
     passes = "passes" if len(undecided) == 1 else "pass"
     return (
         f"{', '.join(undecided)} {passes} the metric gate alone, "
-        "but one of so many variants passes by chance too often (p ≤ "
-        f"{min(undecided.values()):.2g} is required): more rows decide it"
+        "but not with the correction for several variants (p ≤ "
+        f"{min(undecided.values()):.2g} is required): measure more rows"
     )
 
 
@@ -328,10 +329,7 @@ def _describe_choice(
         return f"{name} passes; {policy.objective} was not measured{alone}"
     match policy.objective:
         case "size":
-            return (
-                f"{name} passes, and of what passes it is the smallest, "
-                f"{chosen.bytes / 1e3:.4g} kB{alone}"
-            )
+            return f"{name} is the smallest variant that passes, {chosen.bytes / 1e3:.4g} kB{alone}"
         case "accuracy":
             return f"{name} passes {_describe_accuracy(chosen)}{alone}"
         case "cost":

@@ -72,7 +72,7 @@ class SearchState:
 
     @property
     def seconds(self) -> float:
-        """Return the time spent so far."""
+        """Return the time spent so far in seconds."""
         return sum(t.seconds for t in self.trials) + sum(s.seconds for s in self.sensitivities)
 
 
@@ -171,7 +171,7 @@ def compute_time_ratio(trial: Trial) -> float:
 
 
 def _is_surely_slower(trial: Trial, than: float) -> bool:
-    """Return whether a trial is slower than `than` times fp32 on every target.
+    """Return whether a trial takes over `than` times fp32's time on every target.
 
     The whole interval of each target must be above `than`.
     """

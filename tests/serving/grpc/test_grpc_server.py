@@ -101,7 +101,7 @@ def test_grpc_infer_with_user_key_selects_same_deployment_as_http(
             "no model is named 'z'; this endpoint serves 'm'",
         ),
         ({"model_name": ""}, Code.NOT_FOUND, 404, "no model is named ''; this endpoint serves 'm'"),
-        ({"model_version": "9"}, Code.NOT_FOUND, 404, "model 'm' has no version '9' here"),
+        ({"model_version": "9"}, Code.NOT_FOUND, 404, "does not serve version '9' of model 'm'"),
         (
             {"inputs": [{**X, "shape": [1, 3]}]},
             Code.INVALID_ARGUMENT,
@@ -218,7 +218,7 @@ def test_grpc_server_before_first_publication_is_not_ready(
     with pytest.raises(grpc.RpcError) as caught:
         client.call("ModelInfer", **INPUT)
     assert caught.value.code() is Code.UNAVAILABLE
-    assert caught.value.details() == "no deployment is published here yet"
+    assert caught.value.details() == "no deployment is published to this endpoint yet"
 
 
 def test_grpc_and_http_requests_share_one_queue(

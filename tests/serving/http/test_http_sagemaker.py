@@ -130,7 +130,7 @@ def test_failed_invocation_names_deployment_in_attributes(worker: Worker) -> Non
         ("c000b4f9-df62", "'c000b4f9-df62' is neither user=… nor pin=…"),
         ("user=", "'user=' is neither user=… nor pin=…"),
         ("user=a;user=b", "user is given twice"),
-        ("user=" + "a" * 1020, "they are longer than 1024 characters"),
+        ("user=" + "a" * 1020, "the header has more than 1024 characters"),
         ("pin=red", "no deployment is named 'red'"),
     ],
 )
