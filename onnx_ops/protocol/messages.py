@@ -181,8 +181,8 @@ class EpochCounts:
 class UserCountsRequest:
     """Body of a POST to the counts: count the requests of two deployments by user.
 
-    `limits_s` holds ascending latency thresholds by deployment, at most `MAX_USER_THRESHOLDS` each.
-    If the thresholds have changed, the counts by user are reset.
+    `limits_s` contains ascending latency thresholds in seconds by deployment, at most
+    `MAX_USER_THRESHOLDS` each. If the thresholds have changed, the counts by user are reset.
     """
 
     limits_s: Mapping[str, tuple[float, ...]]

@@ -376,9 +376,9 @@ def list_receivers(state: EndpointState) -> set[str]:
 def _choose_fallback(state: EndpointState, served: str | None) -> str:
     """Return the deployment that needs no lease.
 
-    This is the previous such deployment (`served`) if it still gets traffic, otherwise the last
-    listed deployment with traffic. The result is empty if no other deployment gets requests or
-    copies.
+    The deployment that needed no lease before (`served`) is returned if it still gets traffic.
+    Otherwise, the last listed deployment with traffic is returned. The result is empty if no other
+    deployment gets requests or copies.
     """
     serving = [d.name for d in state.deployments if state.split.weights.get(d.name)]
     chosen = served if served in serving else serving[-1]

@@ -38,7 +38,7 @@ _FEEDBACK_KEY = re.compile(f"[0-9a-f]{{{2 * FEEDBACK_KEY_BYTES}}}")
 class RoutingTable:
     """One published state of an endpoint.
 
-    `layout` holds the deployments' names, the newest first. It depends on when a deployment was
+    `layout` lists the deployments' names, the newest first. It depends on when a deployment was
     added and never on weights. Therefore a change of weights moves as few users as possible to
     another deployment.
 

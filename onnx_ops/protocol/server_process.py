@@ -29,19 +29,19 @@ The file is written when the server can answer requests.
 LOCK_FILE = "server.lock"
 """File that the server locks (flock) while it runs.
 
-The file holds the server's process id.
+The file contains the server's process id.
 """
 TOKEN_FILE = "token"  # noqa: S105 (the name of the file)
 """File with the bearer token of the admin listener. Only its owner can read it."""
 WORKERS_FOLDER = "workers"
 """Folder with one file per live worker, named after its process id.
 
-The file holds the start time of that process.
+The file contains the start time of that process.
 """
 HANDOVER_SOCKET = "handover.sock"
-"""Unix socket over which workers without a supervisor pass on their listening sockets.
+"""Unix socket over which workers without a supervisor pass on their sockets.
 
-The next supervisor receives the listening sockets.
+The next supervisor receives the listening sockets from them.
 """
 AUDIT_FILE = "audit.jsonl"
 """Audit trail: one line per requested change and one per result."""

@@ -4,7 +4,8 @@ The memory is anonymous and allocated before the first fork. So it needs no file
 worker. Each number has 8 bytes, is aligned, and has exactly one writer. Only the counted tokens
 have several writers. A reader sees the old value or the new value of a number.
 
-    header:      published revision; its epoch; the watch of a rollout (see `cell_counts`); spare
+    header:      published revision; its epoch; the watch of a rollout (see `cell_counts`);
+        deployments out of service; leases
     processes:   one per worker, `PROCESS_NUMBERS` each: its heartbeat, and what it runs (see
         `worker_health`)
     labels:      one text per slot, written by the supervisor
@@ -12,7 +13,7 @@ have several writers. A reader sees the old value or the new value of a number.
         each
     request ids: which deployment answered a request id, `REQUEST_IDS` per worker (see `feedback`)
     answers:     which deployment answered a cell of users last, per worker (see `feedback`)
-    tokens:      which tokens of answers were counted, shared by all workers (see `feedback`)
+    tokens:      which tokens of responses were counted, shared by all workers (see `feedback`)
     exemplars:   the last traced request of each shown latency bucket, per worker and slot
     cells:       counts by cell of users, `BLOCKS` per worker (see `cell_counts`)
 
@@ -40,7 +41,7 @@ from onnx_ops.protocol.messages import CELL_FIELDS, CELLS, USER_CELLS
 from onnx_ops.protocol.routing_table import RoutingTable
 
 SLOTS = 64
-"""Number of deployments with separate metrics.
+"""Number of slots. Each deployment with separate metrics has one slot.
 
 Deployments of the current table and of the previous table always have a slot.
 """
@@ -55,7 +56,7 @@ The epoch is written before the revision.
 WATCH = 2
 """Index in the header: the number of the watch.
 
-For each of two deployments, the next fields hold its slot, and its thresholds as indices into
+For each of two deployments, the next fields are its slot, and its thresholds as indices into
 `BOUNDS_S`.
 """
 OUT_OF_SERVICE = 60
@@ -91,8 +92,8 @@ These requests were passed to the fallback or refused, because the server had no
 INLINE_RUN, HUNG_RUN, LOST_RUN = 2, 4, 6
 """Indices in a worker's state: recorded runs.
 
-In order: the run on its event loop; the run that did not end; and the run on the event loop of the
-worker's predecessor when the predecessor died.
+`INLINE_RUN` is the run on the worker's event loop, and `HUNG_RUN` is a run that did not end.
+`LOST_RUN` is the run on the event loop of the worker's predecessor when the predecessor died.
 """
 RUN_SLOT, RUN_CELL = 0, 1
 """Numbers of a recorded run: its slot, and the user's cell plus 1.
@@ -144,7 +145,7 @@ STATUSES = (200, 400, 404, 408, 413, 415, 422, 429, 431, 499, 500, 503, 504)
 STEPS = 16
 """Latency buckets per factor of two.
 
-A step of 4.4 % lets a rollout detect a difference of 20 %.
+With a step of 4.4 %, a rollout can detect a difference of 20 %.
 """
 BOUNDS_S = tuple(1e-5 * 2 ** (k / STEPS) for k in range(21 * STEPS + STEPS // 2 + 1))
 """Upper bounds of the latency histograms in seconds: 10 µs to 30 s."""
@@ -155,10 +156,10 @@ TOKEN_BUCKETS, BUCKET_TOKENS = 32_749, 8
 The number of buckets is a prime, so the stamps of any clock are spread over all buckets.
 """
 WARM_UP_REQUESTS = 64
-"""First requests to a deployment, whose latency is not compared.
+"""Number of first requests to a deployment that are not compared by latency.
 
-During these requests, caches and memory are still cold. The workers divide this number, but each
-has at least `MIN_WARM_UP_REQUESTS`.
+During these requests, caches and memory are still cold. The number is divided by the number of
+workers, but each worker uses at least `MIN_WARM_UP_REQUESTS`.
 """
 MIN_WARM_UP_REQUESTS = 16
 
@@ -179,7 +180,7 @@ SHADOW_SENT, SHADOW_DROPPED, SHADOW_DONE, SHADOW_FAILED = (IN_PROGRESS + k for k
 LOADS, LOAD_FAILURES, LOAD_NANOSECONDS = (SHADOW_FAILED + k for k in range(1, 4))
 CONNECTIONS, CONNECTIONS_REFUSED, LOG_DROPPED = (LOAD_NANOSECONDS + k for k in range(1, 4))
 SHADOW_DIFFERING, FEEDBACK, SUCCESSES, UNKNOWN_FEEDBACK = (LOG_DROPPED + k for k in range(1, 5))
-# The part of INLINE_NANOSECONDS and QUEUED_NANOSECONDS of requests without status 200.
+# Time of requests without status 200. INLINE_NANOSECONDS and QUEUED_NANOSECONDS include it.
 FAILED_NANOSECONDS = UNKNOWN_FEEDBACK + 1
 SHADOW_RESTARTS = FAILED_NANOSECONDS + 1
 EPOCH_FAILURES = SHADOW_RESTARTS + 1
@@ -203,7 +204,7 @@ _SHOWN_BOUNDS = BOUNDS_S[::_SHOWN_STEPS]
 Dashboards need no finer steps, and the page has an eighth of the lines.
 """
 _TRACE_PARENT = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-"""https://www.w3.org/TR/trace-context/#traceparent-header"""
+"""Header with a trace: https://www.w3.org/TR/trace-context/#traceparent-header"""
 _TRACE_PARENT_BYTES = 55
 _EXEMPLAR = struct.Struct(f"={_TRACE_PARENT_BYTES}sdd")
 """Trace context, latency in seconds, and time in seconds since the epoch."""
@@ -362,7 +363,7 @@ class SharedMetrics:
         return Exemplars(self._exemplars[worker * size : (worker + 1) * size])
 
     def get_answers(self, worker: int) -> MetricsRow:
-        """Return a worker's entries for the last answer to each cell of users."""
+        """Return a worker's entries for the last response to each cell of users."""
         return self._answers[worker * USER_CELLS : (worker + 1) * USER_CELLS]
 
     def get_cell_block(self, worker: int, place: int) -> CellBlock:
@@ -399,7 +400,7 @@ class SharedMetrics:
         text = bytes(self._labels[slot * _LABEL_BYTES : (slot + 1) * _LABEL_BYTES]).rstrip(b"\0")
         try:
             return dict(json.loads(text)) if text else None
-        except ValueError:  # the supervisor is writing it
+        except ValueError:  # the supervisor is writing the labels
             return None
 
     def set_labels(self, slot: int, labels: Mapping[str, str]) -> None:
@@ -422,7 +423,7 @@ class SlotAllocator:
         wanted = table.state.deployments
         in_use = {*wanted, *(previous.state.deployments if previous else ())}
         if len(in_use) >= SLOTS:
-            raise UserError(f"an endpoint holds at most {SLOTS // 2 - 1} deployments")
+            raise UserError(f"an endpoint can have at most {SLOTS // 2 - 1} deployments")
         for deployment in wanted:
             if len(json.dumps(_get_labels(deployment))) > _LABEL_BYTES:
                 raise UserError(f"the names of deployment {deployment.name[:40]!r} are too long")
@@ -437,7 +438,7 @@ class SlotAllocator:
                 )
                 self._shared.reset_slot(slot)
                 self._shared.set_labels(slot, _get_labels(deployment))
-            # Moved to the end: the first slots were assigned longest ago
+            # The entry moves to the end, so that the first entries are the oldest.
             self._slots[deployment] = slot
         return {d.name: self._slots[d] for d in wanted}
 
@@ -498,7 +499,7 @@ class LatencyHistogram:
 
 
 def get_request_latency(row: Sequence[int]) -> LatencyHistogram:
-    """Return the time from the last byte of a request to its response."""
+    """Return the histogram of the time from a request's last byte to its response."""
     buckets = zip(
         row[INLINE_BUCKETS:QUEUED_BUCKETS], row[QUEUED_BUCKETS:SERVICE_BUCKETS], strict=True
     )
@@ -508,7 +509,7 @@ def get_request_latency(row: Sequence[int]) -> LatencyHistogram:
 
 
 def get_service_latency(row: Sequence[int]) -> LatencyHistogram:
-    """Return the latencies of comparable requests without their time in the queue."""
+    """Return the histogram of latencies without queue time, of comparable requests."""
     buckets = zip(
         row[INLINE_BUCKETS:QUEUED_BUCKETS], row[SERVICE_BUCKETS:INLINE_NANOSECONDS], strict=True
     )
@@ -536,7 +537,7 @@ _LabeledRow: TypeAlias = tuple[str, Sequence[int]]
 _FAMILIES = (
     (
         "model_runs_total",
-        "Runs of the model; fewer than requests if they were batched.",
+        "Runs of the model; a batch of requests is one run.",
         "counter",
         RUNS,
     ),
@@ -600,7 +601,7 @@ _SERVER_FAMILIES = (
     ("connections_refused_total", "Connections over the limit.", "counter", CONNECTIONS_REFUSED),
     (
         "request_log_dropped_total",
-        "Requests without a line or span: the buffer of the log was full.",
+        "Requests that were not logged, because the buffer of the log was full.",
         "counter",
         LOG_DROPPED,
     ),
@@ -612,7 +613,7 @@ _SERVER_FAMILIES = (
     ),
     (
         "worker_restarts_total",
-        "Workers that ended, whatever they ran, and were replaced.",
+        "Workers that ended for any reason and were replaced.",
         "counter",
         WORKER_RESTARTS,
     ),
@@ -674,7 +675,7 @@ class MetricsPage:
         )
         samples = [(labels, get_request_latency(row)) for labels, row in rows]
         yield from _render_histogram("request_duration_seconds", text, samples, exemplars)
-        text = "Time without queueing, of comparable requests."
+        text = "Latency of comparable requests, without their time in the queue."
         samples = [(labels, get_service_latency(row)) for labels, row in rows]
         yield from _render_histogram("service_duration_seconds", text, samples, {})
 
@@ -694,11 +695,11 @@ class MetricsPage:
         mask = self._shared.header[OUT_OF_SERVICE]
         out = [(labels, mask >> slot & 1) for slot, labels in slots.items()]
         yield from _render_family(
-            "out_of_service", "Whether the deployment gets no requests.", "gauge", out
+            "out_of_service", "1 if the deployment is out of service, else 0.", "gauge", out
         )
         loads = [(labels, row[LOAD_NANOSECONDS] / 1e9) for labels, row in rows]
         yield from _render_family(
-            "model_load_seconds_total", "Time to load, verify and warm up.", "counter", loads
+            "model_load_seconds_total", "Time of loads, with verification.", "counter", loads
         )
 
     def _render_server(self, unrouted: Sequence[int]) -> Iterator[str]:
@@ -707,7 +708,7 @@ class MetricsPage:
             yield from _render_family(name, text, kind, [(server, unrouted[column])])
         info = [(self._format_labels({"instance_id": self._shared.origin}), 1)]
         yield from _render_family(
-            "server_info", "Identifies the counters: another id after a restart.", "gauge", info
+            "server_info", "Id of the counters, which changes at a restart.", "gauge", info
         )
         yield from _render_family(
             "workers", "Worker processes.", "gauge", [(server, self._shared.workers)]

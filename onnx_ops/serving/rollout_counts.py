@@ -52,7 +52,7 @@ _MIN_KEPT = 60
 _SETTLE_S = 1.0
 """Seconds after an epoch in which requests on event loops can end.
 
-Queued requests are counted, so the wait for them ends when none is in progress.
+Queued requests are counted as in progress, so the wait for them ends when none is left.
 """
 
 
@@ -113,7 +113,7 @@ class RolloutCounts:
                 0  # without a rollout, requests are not counted by cell, which saves time
             )
         if self.epoch_s:
-            # Epoch 0 is reserved for splits without epochs
+            # Epoch 0 is reserved for splits without epochs.
             epoch = max(1, int(now // self.epoch_s))
             self._close_epochs(reused_by=epoch)
             self._shared.header[EPOCH] = epoch
@@ -183,7 +183,7 @@ class RolloutCounts:
         )
 
     def _set_watch(self, request: UserCountsRequest) -> None:
-        """Let the workers count two deployments by user. Idempotent."""
+        """Let the workers count two deployments by user; skip an unchanged request."""
         slots = {} if self._table is None else self._table.revision.slots
         names = sorted(request.limits_s)[:2]
         wanted: list[int] = []
@@ -252,8 +252,8 @@ class RolloutCounts:
     def _count_open_epoch(self) -> EpochCounts | None:
         """Return the counts of the current epoch so far; None if it will not be reported.
 
-        Requests in progress count as successes. If the server ended now, its counts would otherwise
-        include only requests with fast responses.
+        Requests in progress are counted as successes. If the server ended now, its counts would
+        otherwise include only requests with fast responses.
         """
         epoch = self._shared.header[EPOCH]
         if self._table is None or not self.epoch_s or epoch < self._first_counted:

@@ -113,9 +113,9 @@ def test_openapi_document_describes_served_model(steady: Server, server: Server)
         ("POST", INFER, b"{", {}, 400, "not JSON"),
         ("POST", INFER, b"[" + b"[]," * (1 << 20) + b"[]]", {}, 413, "binary form"),
         ("POST", INFER, b"x", {"content-encoding": "br"}, 415, "use gzip or deflate"),
-        ("POST", INFER, b"x", {"content-encoding": "gzip"}, 400, "ends before its gzip stream"),
+        ("POST", INFER, b"x", {"content-encoding": "gzip"}, 400, "the end of its gzip stream"),
         ("POST", "/v2/models/z/infer", {"inputs": [X]}, {}, 404, "no model is named 'z'"),
-        ("POST", "/v2/models/m/versions/9/infer", {"inputs": [X]}, {}, 404, "no version '9'"),
+        ("POST", "/v2/models/m/versions/9/infer", {"inputs": [X]}, {}, 404, "serve version '9'"),
         ("GET", "/v2/models/z", None, {}, 404, "no model is named 'z'"),
     ],
 )
@@ -212,7 +212,7 @@ def started(folder: Path, port: int = 0) -> tuple[int, str]:
 
 def test_second_server_in_same_folder_is_refused(server: Server) -> None:
     code, error = started(server.folder)
-    assert (code, "another server runs" in error) == (4, True)
+    assert (code, "another server uses" in error) == (4, True)
     assert server.record().pid == server.supervisor
     assert server.call("GET", "/v2/health/live").status == 200
     assert server.stop() == 0

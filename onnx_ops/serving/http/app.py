@@ -102,7 +102,7 @@ class HttpApp:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def find(self, method: bytes, url: bytes) -> InferenceRoute | Handler | RawResponse:
-        """Return what answers a request: a route, a handler, or an error response.
+        """Return the route, the handler or the error response for a request.
 
         Raises httptools.HttpParserInvalidURLError.
         """

@@ -199,7 +199,7 @@ def _respond(schema: Schema, *errors: str) -> Schema:
 
 
 def _list_errors(*statuses: str) -> Schema:
-    """Return the error responses of an operation, including those of all operations."""
+    """Return the error responses of an operation, including the common error 403."""
     return {status: {"$ref": f"#/components/responses/{status}"} for status in ("403", *statuses)}
 
 

@@ -226,7 +226,7 @@ def _count_statuses(counts: Sequence[int], first: int) -> int:
 def _describe_rollout(snapshot: TableSnapshot) -> str:
     """Return a description of the rollout's step, derived from the traffic shares.
 
-    Only the ledger holds the number and the verdict of the step.
+    Only the ledger contains the number and the verdict of the step.
     """
     newest, _ = snapshot.table.get_experiment()
     share = snapshot.table.state.split.weights.get(newest, 0)

@@ -159,7 +159,7 @@ class HttpProtocol(TimedConnection):
     # Events of the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start a connection, or reject it if the limits leave no room for it."""
+        """Start a connection, or reject it because of the connection limit."""
         self.transport = transport
         if not self._limits.admit(self):
             self._send(

@@ -2,8 +2,8 @@
 
 SageMaker passes `CustomAttributes` and `InferenceId` to a container, and drops the caller's other
 headers. Of the response's headers, only `CustomAttributes` reaches the caller. In a request, this
-header holds the user and the selected deployment: `user=anna;pin=digits-cnn-2`. In a response, it
-holds the deployment that answered and its feedback token: `deployment=digits-cnn-2;token=…`.
+header contains the user and the selected deployment: `user=anna;pin=digits-cnn-2`. In a response,
+it contains the deployment that answered and its feedback token: `deployment=digits-cnn-2;token=…`.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class BoundRun:
     def learn_response(self, response: RawResponse) -> None:
         """Learn the text before and after the data in the response.
 
-        The response holds the current outputs.
+        The response contains the current outputs.
         """
         if len(self.outputs) == 1:
             self._start, _, self._end = response.body.rpartition(self._encode())
@@ -200,7 +200,7 @@ class BoundRuns:
         """Return whether only the data of the only input is between two texts.
 
         The request is parsed again with other numbers at that position. If the input then has these
-        numbers, the position holds the input's data.
+        numbers, the position is that of the input's data.
         """
         if len(request.feed) != 1:
             return False

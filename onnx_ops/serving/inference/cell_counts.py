@@ -1,7 +1,7 @@
 """Counts by cell of users, which a worker writes and the supervisor reads.
 
 The analysis of a rollout sets a watch. The watch defines which two deployments are counted, and
-which latencies count as slow. A request counts in the epoch in which it was routed, regardless of
+which latencies are slow. A request is counted in the epoch in which it was routed, regardless of
 when it is answered. Each worker has a ring of memory blocks. A block belongs to one epoch of one
 generation of the routing table, under one watch. The tag of the block names all three. The next
 epoch that uses the same block resets it.

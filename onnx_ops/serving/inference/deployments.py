@@ -466,7 +466,7 @@ class LoadedDeployments:
     def restore(self, revision: TableRevision, refusal: str = "") -> Mapping[str, str]:
         """Load a table after a restart; return failed deployments with the reason.
 
-        If `refusal` holds a reason, no deployment is loaded.
+        If `refusal` states a reason, no deployment is loaded.
         """
         deployments: dict[str, LoadedDeployment] = {}
         listed = revision.table.state.deployments

@@ -158,8 +158,8 @@ class FeedbackCounter:
     def _admit(self, stamp: int) -> bool:
         """Return whether a token was not counted before, and record it.
 
-        A bucket holds the stamps of the last tokens. An older token is not counted, because it is
-        unknown whether it was counted before. If two workers get the same token within a
+        A bucket contains the stamps of the last tokens. An older token is not counted, because it
+        is unknown whether it was counted before. If two workers get the same token within a
         microsecond, both can count it.
         """
         bucket = self._shared.get_token_bucket(stamp)

@@ -1,4 +1,4 @@
-"""Tokens of responses, with which feedback identifies the deployment that answered.
+"""Tokens of responses, with which feedback identifies the deployment.
 
 Any server of the endpoint can count the feedback.
 """

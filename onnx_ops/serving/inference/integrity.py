@@ -37,7 +37,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MAX_UNUSED_COPIES = 2
 """Maximum number of copies that no deployment uses.
 
-Unused copies let a rollback to a previous version start without copying.
+With unused copies, a rollback to a previous version starts without copying.
 """
 
 

@@ -63,7 +63,7 @@ OneHotEncoder with `handle_unknown="error"` raises this error.
 """
 
 BOUND_ERRORS = (RuntimeError, *RUNTIME_ERRORS)
-"""Errors that a bound run can raise; the runtime does not always convert them."""
+"""Errors of bound runs; the runtime converts only some to its own types."""
 
 _LEVELS = {
     "disabled": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -136,7 +136,7 @@ def open_session(
         optimize: whether to optimize the graph; not needed for a file with an optimized graph.
         cache: value of `{cache}` in options of providers.
         entries: further configuration of the session. `optimized_model_filepath` is the path to
-            which the result is written.
+            which the optimized model is written.
 
     Raises:
         InfrastructureError: an execution provider is not available, or does not start.
@@ -208,8 +208,8 @@ def _build_provider_error(wanted: Sequence[str], why: str) -> InfrastructureErro
     return InfrastructureError(
         f"the model was measured on {wanted[0]}, which is not available here",
         why=why,
-        remedy="Serve it on a machine with that execution provider, or deploy what was measured on "
-        "another target.",
+        remedy="Serve the model on a machine with that execution provider, or deploy a version "
+        "that was measured on another target.",
     )
 
 
@@ -231,7 +231,7 @@ def _has_operator(path: Path, operators: Sequence[bytes]) -> bool:
 
 
 def measure_folder(folder: Path) -> int:
-    """Return the bytes of all files below a folder."""
+    """Return the total size in bytes of all files below a folder."""
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
@@ -254,7 +254,7 @@ class PackedModelCache:
     ) -> Any:
         """Open a session of a model from its entry; make the entry if needed.
 
-        See `open_session`.
+        See the function `open_session`.
         """
         execution = deployment.execution
         entry = self._folder / hex_digits(_compute_key(deployment, libraries))
@@ -294,7 +294,7 @@ class PackedModelCache:
 
     def _make_entry(self, path: Path, entry: Path, open_model: Callable[..., Any]) -> Any:
         temporary = entry.with_name(f".tmp-{entry.name}")
-        # The folder belongs to a process that was killed while it held the lock.
+        # An existing folder belongs to a process that was killed while it held the lock.
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(mode=0o700)
         try:
@@ -445,7 +445,7 @@ class LoadedModel:
     is_unbounded: bool = False
 
     def run(self, outputs: Sequence[str], feed: Tensors, options: Any = None) -> Sequence[Array]:
-        """Return the named outputs.
+        """Run the model, and return the named outputs.
 
         `options` are the options of a run on a thread (see `RunMonitor`).
 
@@ -473,7 +473,8 @@ class LoadedModel:
     def bind(self, request: InferenceRequest, arrays: Sequence[Array]) -> BoundRun | None:
         """Return a bound run for requests like this one; None if it cannot be bound.
 
-        `arrays` are the outputs of the request. A bound run that returns other bits is not used.
+        `arrays` are the outputs of the request. The result is also None if the bound run returns
+        other bits.
         """
         # `session.run_with_iobinding` first searches for a WebGPU graph, which takes ten times as
         # long as a small run. Therefore the function that it calls next is called directly.
@@ -501,7 +502,7 @@ class LoadedModel:
         return bound if same else None
 
     def _run_bfloat16(self, outputs: Sequence[str], feed: Tensors, options: Any) -> list[Array]:
-        """Run a model with bfloat16 tensors, which numpy holds as uint16."""
+        """Run a model with bfloat16 tensors, whose bits numpy stores as uint16."""
         values = {
             name: ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _BFLOAT16)
             if self.signature.inputs[name].dtype == "bfloat16"
@@ -524,8 +525,9 @@ class LoadedModel:
     def warm_up(self) -> float:
         """Run the model on zeros; return the seconds of the last run.
 
-        Every free dimension has size 1. The result is 0 if the model does not run on such sizes or
-        categories. A model for which only the batch size and numbers were assumed must run.
+        Every free dimension has size 1. The result is 0 if the model fails, and such a size or a
+        category was assumed. If only the batch size and numbers were assumed, a failure is an
+        error.
         """
         feed = self._build_least_feed()
         started_at = 0.0
@@ -543,7 +545,7 @@ class LoadedModel:
             if not is_guess:
                 where = self.deployment.name
                 raise InfrastructureError(
-                    "the model fails on zeros", where=where, why=error.why
+                    "the model failed on zeros", where=where, why=error.why
                 ) from error
             _log.warning(
                 "%s is not warm: it fails on zeros, empty texts and sizes of 1",

@@ -26,10 +26,10 @@ T = TypeVar("T")
 MAX_BATCH = 64
 """Maximum number of requests in one batch."""
 _SINGLE_EVERY = 16
-"""Every 16th batch of a queue holds only one request.
+"""Every 16th batch of a queue contains only one request.
 
-Versions are compared by requests that run alone. Under heavy load, no other request might run
-alone.
+Versions are compared by requests that run alone. Under heavy load, all other requests can run in
+batches.
 """
 _MAX_RETRY_S = 60
 _MIN_OVERDUE_S = 20e-3
@@ -50,9 +50,9 @@ _NO_STALL_S = 100e-3
 class LatencyEstimator:
     """Exponentially weighted mean of run times in seconds; each run has weight 1/8.
 
-    If the system suspends a run to run another process, a fast model looks slow. Therefore a slow
-    run of a fast model counts as at most 1 ms or four times the mean. So a single slow run does not
-    move the model off the event loop. Runs of more than 100 ms count in full.
+    If the system suspends a run to run another process, a fast model seems slow. Therefore a slow
+    run of a fast model enters the mean as at most 1 ms or four times the mean. So a single slow run
+    does not move the model off the event loop. Runs of more than 100 ms enter the mean unchanged.
     """
 
     seconds: float = 0.0
@@ -66,7 +66,7 @@ class LatencyEstimator:
         self.is_fast = self.seconds < INLINE_S
 
     def observe(self, seconds: float) -> None:
-        """Add the run time of a run."""
+        """Add the time of one run, in seconds, to the mean."""
         before = self.seconds
         if _FAR_SLOWER_S < seconds < _NO_STALL_S and before < _FAR_SLOWER_S:
             seconds = min(seconds, max(_FAR_SLOWER_S, _STALL_RATIO * before))
@@ -77,8 +77,8 @@ class LatencyEstimator:
         """Return whether the model should run on the event loop.
 
         The same model is about 50 µs slower on a thread. This alone would make two versions with
-        run times near the limit differ. Therefore the leader decides for all deployments.
-        Deployments that are far slower than a leader on the event loop can be are exceptions.
+        run times near the limit differ. Therefore the leader decides for all deployments. Only
+        another deployment with a mean of at least `_FAR_SLOWER_S` always runs on a thread.
         """
         return leader.is_fast and (leader is self or self.seconds < _FAR_SLOWER_S)
 
@@ -87,7 +87,7 @@ class LatencyEstimator:
 class _Batch:
     """Requests that a thread runs.
 
-    A batch that is `overdue` does not count for the thread limit.
+    An `overdue` batch is excluded from the limit of concurrent batches.
     """
 
     queue: RequestQueue[Any]
@@ -101,19 +101,19 @@ class WorkerThreads:
 
     See docs/adr/0008-endpoint-server.md.
 
-    Requests start in the order of their arrival, across all queues. If the queues took turns, the
-    version with most of the traffic would also have most of the waiting. A rollout would then
-    measure a difference between equal versions. For the same reason, queues have no separate
-    threads: a model was measured 45 % slower on one of two threads.
+    Requests start in the order of their arrival, across all queues. If the queues took turns,
+    requests to the version with most of the traffic would wait longer. A rollout would then measure
+    a difference between equal versions. For the same reason, queues have no separate threads: a
+    model was measured 45 % slower on one of two threads.
 
     A batch is overdue if it takes far longer than the batches of a waiting queue. Another batch
     then starts beside it. So a model that hangs does not delay other models.
 
     While `is_isolating`, only batches of one queue run at the same time, except beside overdue
-    batches. So the queue whose batch ends the process is known (see `worker_health`).
+    batches. So the death of the process can be charged to one queue (see `worker_health`).
 
     Args:
-        limit: number of batches at the same time, without overdue batches.
+        limit: maximum number of batches at the same time, not counting overdue batches.
         defer: calls a function at the end of the event loop's turn.
     """
 
@@ -195,7 +195,8 @@ class WorkerThreads:
                     )
                     if (batch := self._take_batch()) is None:
                         self._idle.append(started)
-                    # The other threads also wait until a batch of another queue ends.
+                    # Other threads, too, waited for the end of this batch if it was of another
+                    # queue.
                     elif self.is_isolating:
                         self._start_batches()
 
@@ -218,7 +219,7 @@ class WorkerThreads:
         return min(ready, key=lambda queue: queue.oldest, default=None)
 
     def _find_overdue(self) -> tuple[float, _Batch] | None:
-        """Return when a batch becomes overdue (`time.perf_counter`), and this batch."""
+        """Return when the next batch becomes overdue (`time.perf_counter`), and the batch."""
         queue = self._find_next_queue()
         if queue is None:
             return None
@@ -251,7 +252,7 @@ class RequestQueue(Generic[T]):
 
     Args:
         run: runs the items of a batch, on one of the threads. It must not raise.
-        limit: maximum number of items in all queues that wait for each other.
+        limit: maximum number of items, in all queues, that wait when a new one arrives.
         max_batch: maximum number of items in one batch.
         max_batches: maximum number of batches at the same time.
     """

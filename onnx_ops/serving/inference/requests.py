@@ -185,12 +185,14 @@ def _read_output_names(listed: Any, signature: ModelSignature) -> tuple[str, ...
         raise UserError("outputs must be a list of objects with a name")
     names = tuple(item["name"] for item in listed)
     if not all(name in signature.outputs for name in names) or len(set(names)) != len(names):
-        raise UserError(f"outputs must be some of {', '.join(signature.outputs)}, each once")
+        raise UserError(
+            f"outputs can contain only {', '.join(signature.outputs)}, each at most once"
+        )
     return names
 
 
 def _is_output_binary(item: dict[str, Any], *, default: bool) -> bool:
-    """Return whether a requested output is to be written in the binary form.
+    """Return whether the client requests an output in the binary form.
 
     Raises UserError for parameters that are not supported.
     """
@@ -314,7 +316,7 @@ def _build_request(
     for name in signature.binary_only:
         raise UserError(
             f"output {name!r} is BF16, which JSON cannot represent",
-            remedy="Use the binary form of v2.",
+            remedy="Use the binary form of Open Inference v2.",
         )
     feed: dict[str, Array] = {}
     for name, given in columns.items():

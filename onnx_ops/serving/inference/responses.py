@@ -26,7 +26,7 @@ from onnx_ops.serving.inference.requests import SAGEMAKER_TYPE
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature, ResponseFormat
 
 RequestHead = Mapping[bytes, bytes]
-"""Headers of a request by lower-case name; of several equal names, the first one."""
+"""Headers of a request by lower-case name; see `HttpProtocol.on_header`."""
 
 _INFER = ResponseFormat.INFER
 _JSON_LINE = b"content-type: application/json\r\n"
@@ -43,7 +43,10 @@ _MAX_ECHO_BYTES = 256
 
 
 class QueueFullError(ServiceUnavailableError):
-    """The queue of a request is full (429). `retry_after_s` is when to retry."""
+    """The queue for a request is full (429); the client can retry after a time.
+
+    `retry_after_s` is this time in seconds.
+    """
 
     def __init__(self, what: str, *, retry_after_s: int) -> None:
         super().__init__(what, remedy=f"Retry in {retry_after_s} s.")
@@ -57,7 +60,7 @@ class LeaseLapsedError(ServiceUnavailableError):
         self.retry_after_s = 5
         super().__init__(
             "the serving lease of this replica has expired",
-            why="it could not read its object store in time",
+            why="the replica could not read its object store in time",
             remedy=f"Retry in {self.retry_after_s} s, at another replica.",
         )
 
@@ -171,7 +174,7 @@ def encode_outputs(
         return _encode_predictions(request, arrays), _JSON_LINE
     writers = signature.writers
     if len(arrays) == 1 and not request.binary and request.request_id is None:
-        # This is the case for most requests
+        # Fast path: most requests have one output, and a response in JSON without an id.
         (name,), (array,) = request.outputs, arrays
         return b"".join(
             (signature.outputs_prefix, writers[name].write_json(array), b"]}")

@@ -1,4 +1,4 @@
-"""End runs of a model that exceed their time limit.
+"""Monitor that ends runs of a model at their time limits.
 
 ONNX Runtime checks the flag `terminate` of a run's options before each node, also inside loops. If
 a run does not end after the flag is set, a single node takes a long time. Such a run cannot be
@@ -37,8 +37,8 @@ _NEVER = float("inf")
 GiveUp = Callable[[int, int], None]
 """Function that is called for a run that does not end.
 
-The arguments are the slot of the run, and the user's cell plus 1 (see `RUN_CELL`). A cell of 0
-means that no user was given.
+The arguments are the slot of the run, and the user's cell plus 1 (see `RUN_CELL`). The second
+argument is 0 if a client has selected the deployment.
 """
 
 
@@ -63,8 +63,10 @@ class RunMonitor:
 
     Attributes:
         inline_since: start of the run on the event loop.
-        inline_options: options of the run on the event loop; None if no run is in progress. Both
-            are plain attributes, because a request sets them in 0.1 µs. A lock would take longer.
+        inline_options: options of the run on the event loop; None if no run is in progress.
+
+    `inline_since` and `inline_options` are plain attributes, because a request sets them in 0.1 µs.
+    A lock would take longer.
     """
 
     def __init__(
@@ -100,14 +102,15 @@ class RunMonitor:
         Args:
             deadline: time on the clock of `time.perf_counter`.
             slot: slot of the deployment.
-            cell: cell of the user. Both are recorded while the run is in progress.
+            cell: cell of the user plus 1; 0 if a client has selected the deployment. Slot and cell
+                are recorded while the run is in progress.
         """
         started_at = time.perf_counter()
         run = _LimitedRun(deadline, ort.RunOptions(), slot, cell)
         place = RUN_KINDS * slot + (ROUTED if cell else SELECTED)
         with self._changed:
             self._runs.append(run)
-            # Recorded before the run begins, because the run can end the process
+            # The run is counted before it begins, because it can end the process.
             self._thread_runs[place] += 1
             # The thread is woken only for an earlier deadline. Waking it for each run would take 20
             # µs.

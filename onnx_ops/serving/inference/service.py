@@ -1,4 +1,4 @@
-"""From a request to its response: select a deployment, run or queue, count, log."""
+"""Service that routes, runs, counts and logs inference requests."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _CLIENT_GONE = 499
 MAX_BATCH_ROWS = 1024
 """Maximum number of rows in one batch.
 
-So a request never waits for a run that is much longer than its own run.
+So a small request never waits for the run of a much larger batch.
 """
 _REST_S = 10.0
 """Seconds in which a deployment does not run on the event loop.
@@ -79,14 +79,17 @@ _NEVER = float("inf")
 
 Result = RawResponse | OnnxOpsError
 LimitRuns = Callable[[Sequence[PendingRequest]], AbstractContextManager[Any]]
-"""Function that limits the runs of some requests, with the options that it yields."""
+"""Function that returns a context for the runs of some requests.
+
+The context limits the time of the runs, and yields the run options for this.
+"""
 
 
 class InferenceService:
-    """Answers inference requests. Methods except `run_batch` need its event loop.
+    """Answers inference requests. Only `run_batch` is called outside the event loop.
 
-    Requests that reach no deployment are counted in `unrouted`. `deadline_s` is the longest time in
-    a queue, and `run_timeout_s` the longest time of a run.
+    Requests that reach no deployment are counted in slot 0. `deadline_s` is the longest time in a
+    queue, and `run_timeout_s` the longest time of a run.
     """
 
     def __init__(
@@ -127,8 +130,8 @@ class InferenceService:
     ) -> RawResponse | PendingRequest:
         """Return the response, or the queued request that calls `respond` with it.
 
-        The deployment is selected only here, after the request has arrived completely. So the
-        request uses a table that was published meanwhile.
+        The deployment is selected only here, after the request has arrived completely. So a table
+        that is published while a request arrives applies to this request.
         """
         started_at = time.perf_counter()
         snapshot: TableSnapshot | None = None
@@ -220,7 +223,7 @@ class InferenceService:
         return snapshot
 
     def has_serving_lease(self, ahead_s: float = 0.0) -> bool:
-        """Return whether the server can answer requests; a leased table needs a lease.
+        """Return whether the server's lease for a leased table is still valid.
 
         The lease must be valid now and in `ahead_s` seconds.
         """
@@ -231,7 +234,7 @@ class InferenceService:
     def _fall_back(self, snapshot: TableSnapshot) -> LoadedDeployment:
         """Return the deployment that answers without a lease.
 
-        The request does not count as routed by the split, so it is no evidence.
+        The split has not routed the request, so the request is no evidence.
         """
         self._process[LAPSED] += 1
         return snapshot.get_deployment(snapshot.router.fallback)
@@ -256,7 +259,7 @@ class InferenceService:
         head: RequestHead,
         body: RequestBody,
     ) -> bool:
-        """Return whether the error of a routed request counts against its version.
+        """Return whether the error of a routed request is evidence against its version.
 
         If every version with traffic refuses a request, its client is the cause. Otherwise, a
         client could decide a rollout by sending many such requests to one version. Therefore the
@@ -307,7 +310,7 @@ class InferenceService:
         """
         process, monitor = self._process, self.monitor
         process[INLINE_RUN + RUN_CELL] = drawn_cell
-        process[INLINE_RUN] = loaded.slot  # RUN_SLOT
+        process[INLINE_RUN] = loaded.slot  # RUN_SLOT is 0
         started_at = monitor.inline_since = time.perf_counter()
         monitor.inline_options = loaded.options
         try:
@@ -404,7 +407,7 @@ class InferenceService:
         try:
             self._loop.call_soon_threadsafe(self._deliver, results, runs)
         except RuntimeError:
-            # The event loop is closed, because the drain was too short for these requests
+            # The event loop is closed, because the drain was too short for these requests.
             _log.warning("%d responses were too late to be sent", len(results))
 
     def _limit_runs(self, requests: Sequence[PendingRequest]) -> AbstractContextManager[Any]:
@@ -470,7 +473,7 @@ class InferenceService:
 
         Args:
             service_s: seconds without the time in the queue; 0 if the latency is not comparable.
-            is_judged: whether the request counts for or against its version.
+            is_judged: whether the request is evidence about its version.
         """
         if loaded is None:
             count_request(self._unrouted, status, seconds)
@@ -500,9 +503,9 @@ class InferenceService:
         seconds: float,
         queue_s: float = 0.0,
     ) -> None:
-        """Mirror and log a request that is answered and counted; return its response.
+        """Mirror and log a request that is answered and counted.
 
-        The request is recorded for feedback, and the returned response has the feedback token.
+        The request is recorded for feedback, and its response gets the feedback token.
         """
         status = response.status
         if loaded is not None and snapshot is not None:
@@ -601,7 +604,10 @@ def _forget_frames(error: OnnxOpsError) -> OnnxOpsError:
 
 
 def group_requests(requests: Mapping[int, InferenceRequest], *, batchable: bool) -> list[list[int]]:
-    """Return groups of requests with equal outputs, types, and shapes except axis 0."""
+    """Group the positions of requests that can run in one batch.
+
+    The requests of a group have equal outputs, types, and shapes except axis 0.
+    """
     if not batchable:
         return [[position] for position in requests]
     groups: list[list[int]] = []
@@ -626,7 +632,7 @@ def _run_together(
     runs: list[tuple[float, int]],
     options: Any,
 ) -> list[tuple[Array, ...]] | None:
-    """Return outputs by request; None if the run fails or returns other rows.
+    """Return outputs by request; None if the run fails or the row counts differ.
 
     Raises RunTimeoutError.
     """

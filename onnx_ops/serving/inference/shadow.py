@@ -53,9 +53,9 @@ _SEND_PAUSE_S = 0.005
 Without this pause, each message would wake the shadow process.
 """
 _MAX_SEND_PAUSE_S = 0.08
-"""Longest pause in seconds.
+"""Longest pause in seconds between two attempts to send messages.
 
-While the process is busy, each attempt that sends nothing doubles the pause.
+While the shadow process is busy, each attempt that sends nothing doubles the pause.
 """
 _MAX_SENT_BYTES = 1 << 20
 """Maximum number of bytes that are sent in one step.
@@ -108,7 +108,7 @@ def encode_request(
 
 
 def take_requests(data: bytearray) -> Iterator[MirroredRequest]:
-    """Decode all complete messages at the start of `data`; finally remove them."""
+    """Yield the decoded complete messages at the start of `data`; then remove them."""
     place = 0
     while len(data) - place >= _PREFIX.size:
         *sizes, tolerance, invocation, coding = _PREFIX.unpack_from(data, place)
@@ -140,7 +140,7 @@ class ShadowQueue:
 
     Args:
         connect: opens a non-blocking connection to the shadow process of a slot. Raises OSError.
-        limit: maximum number of messages in one queue.
+        limit: maximum number of buffers in one queue. A message has one to three buffers.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class _ShadowLink:
             self._schedule()
 
     def _send(self) -> None:
-        """Send a part of the queue.
+        """Send the first messages of the queue, up to about `_MAX_SENT_BYTES`.
 
         Raises BlockingIOError, or OSError if the connection is lost.
         """
@@ -263,7 +263,7 @@ class _ShadowLink:
             self._socket.close()
             self._socket = None
         if self._sent_bytes or (self._buffers and not self._buffers[0][1]):
-            # A new connection cannot continue a message that was partly sent
+            # A new connection cannot continue a message that was partly sent.
             self._row[SHADOW_DROPPED] += 1
             starts = (
                 place for place, (_, is_first) in enumerate(self._buffers) if is_first and place

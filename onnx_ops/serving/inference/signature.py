@@ -16,9 +16,9 @@ from onnx_ops.serving.inference.tensors import DATATYPE_OF, TensorReader, join_t
 
 _NUMPY = orjson.OPT_SERIALIZE_NUMPY
 _PIECE = 1 << 14
-"""Elements that are written in one or two milliseconds.
+"""Number of elements of a piece, which is written in one or two milliseconds.
 
-Between such pieces, other requests can be answered.
+Between two pieces, other requests can be answered.
 """
 
 
@@ -35,8 +35,8 @@ class InferenceRequest:
     """One decoded request.
 
     Attributes:
-        feed: one array per input. A bfloat16 array holds its bits as uint16, and text is an array
-            of objects.
+        feed: one array per input. A bfloat16 array contains its bits as uint16, and text is an
+            array of objects.
         outputs: the requested outputs, in the order of the response.
         rows: length of axis 0, if that axis is free in every input of the feed and in every output,
             and has the same length in all inputs. Otherwise 0; such a request cannot be batched.
@@ -85,11 +85,11 @@ class TensorWriter:
         if array.shape != shape or not prefix:
             shape = array.shape
             prefix = b'%b%b,"data":' % (self._prefix, orjson.dumps(shape))
-            self._last = shape, prefix  # assigned together, because other threads read it
+            self._last = shape, prefix  # one assignment, because other threads read both values
         return b"".join((prefix, data, b"}"))
 
     def write_binary(self, array: Array) -> tuple[bytes, bytes]:
-        """Return the tensor without its data, and its data in the binary form."""
+        """Return the JSON of a tensor without data, and the data in the binary form."""
         data = (
             join_text(text.encode() for text in array.reshape(-1).tolist())
             if self._is_text
@@ -103,13 +103,13 @@ class TensorWriter:
                 orjson.dumps(shape),
                 size,
             )
-            # Assigned together, because other threads read it
+            # One assignment, because other threads read all three values
             self._last_binary = shape, size, item
         return item, data
 
 
 class ModelSignature:
-    """Inputs and outputs of a model, and what decoding of requests needs of them.
+    """Inputs and outputs of a model, with their readers and writers.
 
     Args:
         model: name of the model in every response.

@@ -1,8 +1,8 @@
 """Conversion of JSON and bytes to arrays of exactly the declared type.
 
 NumPy's type inference is not used, because it would turn text into numbers, null into NaN, and a
-boolean into 1. Small JSON bodies are parsed by orjson. In large bodies, simdjson leaves arrays of
-numbers unparsed until their type is known, so their elements never become Python objects.
+boolean into 1. Small JSON bodies are parsed by orjson. In large bodies, simdjson parses arrays of
+numbers only when their type is known, so their elements never become Python objects.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MAX_VALUES = 1 << 22
 A value of two bytes can take over a hundred bytes of memory.
 """
 MAX_CONTAINERS = 1 << 20
-"""Lists and objects in a JSON body."""
+"""Maximum number of lists and objects in a JSON body."""
 MAX_KEYS = 1 << 12
 """Maximum number of keys of one JSON object: columns of a record, or parameters.
 
@@ -82,12 +82,12 @@ _LOOKED_AT = 64
 _LOOKED_UP = 64
 """Maximum number of keys of an object that are looked up one by one.
 
-A lookup leaves arrays unparsed, but passes all previous keys of the object.
+A lookup does not parse arrays, but it scans all previous keys of the object.
 """
 _NOT_OF_NUMBERS = (b"{", b'"', b"l", b"r")
 """Bytes that no array of numbers contains.
 
-null, true and false contain one of the letters.
+Each of null, true and false contains one of the letters.
 """
 _WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
 _R, _L = b"rl"
@@ -96,7 +96,7 @@ _parsers: dict[int, simdjson.Parser] = {}
 _SMALL_LISTS = ("shape", "columns", "index", "parameters", "outputs")
 """Keys whose lists are always small."""
 _EMPTY_LIMIT = 1 << 16
-"""Largest product of the other dimensions of an empty tensor.
+"""Largest product of the nonzero dimensions of an empty tensor.
 
 A model can return arrays with this number of elements.
 """
@@ -162,7 +162,6 @@ class LazyArray:
         return self._array.as_list()
 
 
-# simdjson raises RuntimeError for an integer of more than 64 bits.
 class LargeArray(LazyArray):
     """The unparsed text of a rectangular array.
 
@@ -188,6 +187,7 @@ class LargeArray(LazyArray):
         except (
             TypeError,
             ValueError,
+            # simdjson raises RuntimeError for an integer of more than 64 bits.
             RuntimeError,
         ):
             return None
@@ -235,7 +235,7 @@ def _take_large_arrays(body: bytes) -> tuple[bytes, dict[str, LazyArray]]:
             place += 1
         depth = place - start
         if depth > _MAX_RANK:
-            # The array is no tensor, and measuring it would take time quadratic in its depth
+            # The array is no tensor, and measuring it would take time quadratic in its depth.
             continue
         end = body.find(b"]" * depth, place) + depth
         if end - start < _LARGE_ARRAY_BYTES or any(
@@ -272,7 +272,7 @@ def _measure(body: bytes, start: int, end: int, depth: int) -> tuple[int, ...]:
 
 
 def _count_letter(text: bytes, letter: str) -> int:
-    """Count a letter in pieces; `bytes.count` would block the interpreter."""
+    """Count a letter with NumPy, because `bytes.count` would block the interpreter."""
     return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord(letter)))
 
 
@@ -332,12 +332,12 @@ def may_contain_literals(text: bytes) -> bool:
 
 
 def to_plain(data: Any) -> Any:
-    """Return lists in place of a lazy array."""
+    """Return the nested lists of a lazy array; return all other data unchanged."""
     return data.to_lists() if isinstance(data, LazyArray) else data
 
 
 def release_parsers() -> None:
-    """Free the memory of the parsers of all threads that are not in use."""
+    """Free the memory of all cached parsers that are not in use."""
     _parsers.clear()
 
 
@@ -370,8 +370,8 @@ def _parse_lazily(body: bytes) -> Any:
 class _LazyWalk:
     """Converts a simdjson document.
 
-    `brackets` counts the lists of the document. `taken` holds the arrays that texts replace in the
-    document, by these texts.
+    `brackets` counts the lists of the document. `taken` contains the arrays that were replaced by
+    texts in the document. Its keys are these texts.
     """
 
     taken: dict[str, LazyArray]
@@ -383,8 +383,8 @@ class _LazyWalk:
             keys = list(value)
             if len(set(keys)) != len(keys) or any("\0" in name for name in keys):
                 raise ValueError(
-                    "simdjson takes the first of a repeated key, orjson the last; "
-                    "its keys end at NUL"
+                    "orjson must parse repeated keys, of which simdjson takes the first, "
+                    "and keys with NUL, where simdjson ends them"
                 )
             if len(keys) > _LOOKED_UP:
                 document = value.as_dict()
@@ -406,7 +406,7 @@ class _LazyWalk:
         return items
 
     def _measure(self, array: simdjson.Array) -> tuple[int, ...]:
-        """Return the shape. Raises ValueError if it is not rectangular."""
+        """Return the shape of an array; raise ValueError if it is not rectangular."""
         self.brackets += 1
         shape = [len(array)]
         level = [array]
@@ -475,7 +475,7 @@ class TensorReader:
         return UserError(f"tensor {self.name!r}{what}", remedy=remedy)
 
     def check_shape(self, given: object) -> tuple[tuple[int, ...], int]:
-        """Validate the shape of a request; return it as a tuple, with its number of elements.
+        """Validate the shape in a request; return it with its number of elements.
 
         Raises:
             UserError: the input does not accept the shape.
@@ -500,7 +500,9 @@ class TensorReader:
             or len(given) > _MAX_RANK
             or not all(type(d) is int and d >= 0 for d in given)
         ):
-            return self.error(f": shape must be a list of at most {_MAX_RANK} integers from 0")
+            return self.error(
+                f": shape must be a list of at most {_MAX_RANK} non-negative integers"
+            )
         return self.error(f" must have shape [{', '.join(map(str, self.spec.shape))}], not {given}")
 
     def read_json(
@@ -523,11 +525,12 @@ class TensorReader:
             last, pack = self._pack
             if last != count:
                 pack = struct.Struct(f"<{count}{self.code}").pack
-                self._pack = count, pack  # assigned together, because other threads read it
+                self._pack = count, pack  # one assignment, because other threads read both values
             try:
                 packed = pack(*flat)
             except (struct.error, OverflowError):
-                # Nested, of other types, or out of range: the code below distinguishes these cases
+                # The data is nested, of other types, or out of range. The code below distinguishes
+                # these cases.
                 pass
             else:
                 if not literals or bool not in set(map(type, flat)):
@@ -595,7 +598,7 @@ class TensorReader:
         ):
             raise self.error(": a byte of BOOL must be 0 or 1")
         array = np.ndarray(shape, self.dtype, body, start)
-        # ONNX Runtime requires aligned elements, so others are copied
+        # ONNX Runtime requires aligned elements, so unaligned arrays are copied.
         return array if array.flags.aligned else array.copy()
 
     def _split_text(self, body: RequestBody, start: int, size: int, count: int) -> list[str]:
@@ -680,7 +683,7 @@ class TensorReader:
         ]
 
     def check_column(self, data: Any) -> None:
-        """Raise UserError for the first value of a wrong type; the message has its row."""
+        """Raise UserError for the first value of a wrong type, with its row."""
         if type(data) is not list:
             return
         for row, item in enumerate(data, start=1):

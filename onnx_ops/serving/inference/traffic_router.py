@@ -25,7 +25,7 @@ _MASK = 0xFFFFFFFF
 class CellDraw:
     """The assignment of all cells of users to deployments, for one epoch.
 
-    Epoch 0 lasts as long as the split. `slots` holds, for each cell, an index into
+    Epoch 0 lasts as long as the split. `slots` has, for each cell, an index into
     `TrafficRouter.slots`. `is_timed` states whether latencies are counted by cell. They are counted
     for all requests of an epoch or for none, because the requests that are left out could otherwise
     all belong to one version.
@@ -52,9 +52,9 @@ class TrafficRouter:
     `fallback` answers all requests while the server has no lease. It is empty if no lease is
     needed. With `is_leased`, a server without a lease refuses all requests.
 
-    `draw` is the last assignment that was used. Latencies are compared only in `comparable` slots,
-    which are equally many for each of two deployments. Both deployments then get the same traffic
-    (see `ControlReplica`), and a timed request is equally likely for each.
+    `draw` is the last assignment that was used. Latencies are compared only in `comparable` slots.
+    Each of two deployments has the same number of these slots, so both get the same traffic in them
+    (see `ControlReplica`).
     """
 
     slots: tuple[str, ...]

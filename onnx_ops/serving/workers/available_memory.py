@@ -27,7 +27,8 @@ def read_available_bytes(root: Path | None = None) -> int | None:
 
     The result is None if the files cannot be read. It is the smallest of the available memory of
     the machine and the remaining memory of each control group (version 1 or 2). The page cache
-    counts as available, because the kernel frees it before it kills a process. Swap is not counted.
+    is regarded as available, because the kernel frees it before it kills a process. Swap is not
+    counted.
 
     Args:
         root: folder below which /proc and /sys are read.

@@ -41,7 +41,7 @@ HOST = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """Bytes of one kind of memory that new deployments need, beside what is in use.
+    """Bytes of one kind of memory that new deployments need, beside the used memory.
 
     Attributes:
         workers: number of worker processes, each of which loads all new deployments.
@@ -72,7 +72,7 @@ class MemoryNeed:
         )
 
     def fits(self, available_bytes: int) -> bool:
-        """Return whether the available bytes suffice. A need of 0 bytes always fits."""
+        """Return whether the available bytes suffice; True if workers need none."""
         return self.worker_bytes <= 0 or self.total_bytes <= available_bytes
 
 
@@ -119,7 +119,7 @@ class MemoryMeter:
             with suppress(OSError):
                 self.sample(pid)
             if self.has_exceeded:
-                # The process id is valid, because the process is reaped only after this task
+                # The process id is valid, because the process is reaped only after this task.
                 os.kill(pid, signal.SIGKILL)
                 return
             await asyncio.sleep(_SAMPLE_S)
@@ -169,8 +169,8 @@ def measure_memory(pid: int) -> tuple[int, int]:
 def estimate_restarts(pids: Collection[int], size: int, before_bytes: int) -> int:
     """Return the bytes that missing workers of a pool of this size will need.
 
-    The estimate for each is the median of the other workers. `before_bytes` is the private memory
-    of a worker at its start.
+    The estimate for each missing worker is the median memory of the running workers. `before_bytes`
+    is the private memory of a worker at its start.
     """
     used = _measure_workers(pids, before_bytes)
     return (size - len(used)) * statistics.median_low(used) if used else 0
@@ -179,8 +179,8 @@ def estimate_restarts(pids: Collection[int], size: int, before_bytes: int) -> in
 def measure_server_memory(pids: Collection[int]) -> ServerMemory | None:
     """Return the memory that running workers use, and the memory that is available.
 
-    The result is None if the files cannot be read. Call it in the process that has forked the
-    workers, because its private memory is what they started with.
+    The result is None if the memory cannot be read. Call the function in the process that has
+    forked the workers, because workers start with the private memory of that process.
     """
     available_bytes = read_available_bytes()
     used = _measure_workers(pids, measure_memory(os.getpid())[0])

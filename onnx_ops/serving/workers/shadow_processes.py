@@ -65,7 +65,7 @@ _READ_BYTES = 1 << 18
 _KILLED_S = 1.0
 """Seconds in which a killed process usually ends. A shutdown does not wait longer."""
 _STABLE_S = 60.0
-"""Seconds after which a process counts as stable.
+"""Seconds after which a process is regarded as stable.
 
 If a stable process dies, the next one starts without a pause.
 """
@@ -82,7 +82,7 @@ def run_shadow_process(
 ) -> None:
     """Run a shadow process until its supervisor ends, or closes `control`.
 
-    The supervisor has the other end of `control`. The process counts in `row`.
+    The supervisor has the other end of `control`. The counters of the process are in `row`.
     """
     _end_with_parent(supervisor)
     prefer_for_oom_kill()
@@ -136,7 +136,7 @@ def answer_mirrored_requests(
 ) -> None:
     """Run requests from connections of `listener`.
 
-    The coroutine returns when `control` is closed and all received requests have run.
+    The function returns when `control` is closed and all received requests have run.
     """
     listener.setblocking(False)
     timeout_s: float | None = None
@@ -204,7 +204,7 @@ class _Shadow:
 
         Requests to it are dropped.
         """
-        _log.error("the shadow %s has no process: %s", self.deployment.name, why)
+        _log.error("shadow deployment %s has no process: %s", self.deployment.name, why)
         self.failed = why
         self.close_listener()
 
@@ -284,7 +284,7 @@ class ShadowProcesses:
                 ready, status = await self._run(shadow, listener)
             except Exception as error:
                 _log.exception("shadow %s could not be run", shadow.deployment.name)
-                shadow.fail(f"it could not be run: {error}")
+                shadow.fail(f"the shadow process could not be run: {error}")
                 return
             finally:
                 was_running, shadow.row[IN_PROGRESS] = shadow.row[IN_PROGRESS], 0
@@ -297,7 +297,8 @@ class ShadowProcesses:
             load_deaths = 0 if ready is not None else load_deaths + 1
             if load_deaths >= MAX_LOAD_FAILURES:
                 shadow.fail(
-                    f"{load_deaths} processes ended before they had loaded it, the last with {why}"
+                    f"{load_deaths} shadow processes ended before the model was loaded, "
+                    f"the last with {why}"
                 )
                 return
             deaths = 1 if time.monotonic() - started_at > _STABLE_S else deaths + 1
@@ -330,7 +331,7 @@ class ShadowProcesses:
                 while await channel.receive() is not None:
                     pass
         finally:
-            # The process has closed its socket, which means that it ends, or it is no longer
+            # The process has closed its socket, so it is about to end, or the process is no longer
             # needed.
             shadow.control = None
             if not exit_status.done():  # otherwise another process can have its process id

@@ -98,7 +98,7 @@ Clients wait slightly longer for a publication.
 
 
 class TablePublisher:
-    """The published revision; all changes of it are made here."""
+    """Publisher of table revisions; only this class changes the published revision."""
 
     def __init__(self, tables: TableFile, shared: SharedMetrics) -> None:
         self._tables = tables
@@ -140,7 +140,7 @@ class TablePublisher:
             )
         if not state.is_equivalent(current):
             raise ConflictError(
-                f"generation {state.generation} is already published with another content",
+                f"generation {state.generation} is already published with different content",
                 remedy=remedy,
             )
         return self.current is not None and desired in (current, self.current.table)
@@ -278,7 +278,7 @@ class Supervisor:
         """Return whether the watched deployments get requests.
 
         If not, their cold starts are measured instead. Requests are counted by user as soon as the
-        candidate can get one.
+        candidate can get requests.
         """
         if (current := self._publisher.current) is None:
             return True
@@ -313,7 +313,7 @@ class Supervisor:
             self._failures.pop("a cold start could not be measured", None)
 
     def _start_epochs(self) -> None:
-        """Start to change the epochs of the published table."""
+        """Start the task that changes the epochs of the published table."""
         if self._epochs is not None:
             self._epochs.cancel()
         self._failures.clear()  # the failures belong to the previous table
@@ -355,8 +355,8 @@ class Supervisor:
     async def publish(self, desired: EndpointState | RoutingTable, actor: str) -> None:
         """Publish a state or a table.
 
-        After the return, every response is based on it or on a later one. If an error is raised,
-        nothing has changed.
+        After the method has returned, every response is based on this state or a later one. If an
+        error is raised, nothing has changed.
         """
         state = desired.state if isinstance(desired, RoutingTable) else desired
         async with self._publishing:
@@ -374,7 +374,7 @@ class Supervisor:
                 revision = self._publisher.build_revision(desired)
                 started_at = time.monotonic()
                 await self._try_new(state, before)
-                # Both steps share one limit.
+                # The trial load and the workers' loads share one time limit.
                 await self._pool.prepare(revision, _PREPARE_S - (time.monotonic() - started_at))
                 self._shadows.start(revision)
                 self._publisher.publish(revision)
@@ -384,7 +384,7 @@ class Supervisor:
                 if revision is not None:
                     await self._pool.finish(revision.number, is_published=False)
                 with contextlib.suppress(OnnxOpsError):
-                    # The first error is the one that is reported
+                    # Only the first error is reported to the client.
                     self._audit.record_result(actor, state, str(error))
                 raise
             self._previous = before
@@ -583,7 +583,7 @@ def _lock_folder(folder: Path) -> Iterator[None]:
                 break
             time.sleep(_LOCK_PAUSE_S)
         else:
-            raise ConflictError("another server runs on this folder", where=str(folder))
+            raise ConflictError("another server uses this folder", where=str(folder))
         stream.truncate(0)
         (folder / SERVER_FILE).unlink(missing_ok=True)
         (folder / FINAL_COUNTS_FILE).unlink(missing_ok=True)

@@ -141,8 +141,8 @@ def _build_needs(
 ) -> Mapping[str, MemoryNeed]:
     """Return the memory need of all workers and shadow processes, by kind of memory.
 
-    The GPU memory of a single one of several deployments is unknown. Therefore a shadow process
-    counts as all of them.
+    If several deployments were loaded, the GPU memory of each one is unknown. Therefore a shadow
+    process is assumed to need the GPU memory of all of them.
     """
     return {
         kind: MemoryNeed(
@@ -235,7 +235,7 @@ def _run_trial(
         others: number of other processes whose memory is allocated too. All processes share a limit
             that cannot be read.
     """
-    # The kernel enforces this limit even if the model hangs or the supervisor is gone.
+    # The kernel enforces this limit even if the model hangs or the supervisor has ended.
     signal.alarm(limit_s)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -319,10 +319,10 @@ def _measure_private_bytes() -> int:
 def _build_crash_error(
     code: int, text: str, deployments: Sequence[Deployment], limit_s: int
 ) -> InfrastructureError:
-    why = f"the process that loaded it before the workers ended with {describe_exit(code)}"
+    why = f"the trial process that loaded the model ended with {describe_exit(code)}"
     path = Path(deployments[0].location) / MODEL_FILE
     program = f"import onnxruntime; onnxruntime.InferenceSession({str(path)!r})"
-    remedy = f"Reproduce it, and publish a version that loads: python -c {shlex.quote(program)}"
+    remedy = f"Publish a version that loads. To reproduce it, run: python -c {shlex.quote(program)}"
     if code == -signal.SIGKILL:
         why += ", which the kernel sends when a memory limit is exceeded"
         remedy = _RAISE_LIMIT
@@ -339,7 +339,7 @@ def _build_limit_error(
     why = (
         f"it exceeds the memory limit: {limits}"
         if limits
-        else "the system has not enough memory for it"
+        else "the system does not have enough memory for it"
     )
     return _build_load_error(deployments, f"{why}; {text}" if text else why, _RAISE_LIMIT)
 

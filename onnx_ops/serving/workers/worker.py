@@ -113,7 +113,7 @@ class FinishRevision:
 class WorkerReady:
     """Message from a worker: it accepts connections.
 
-    `failed` holds the deployments that could not be loaded, with the reason.
+    `failed` contains the deployments that could not be loaded, with the reason.
     """
 
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class WorkerReady:
 class RevisionPrepared:
     """Message from a worker: it has prepared a revision, or failed to do so.
 
-    After a failure, `error` holds the reason (`error_to_bytes`).
+    After a failure, `error` contains the reason (`error_to_bytes`).
     """
 
     number: int
@@ -176,7 +176,7 @@ class ControlChannel:
 def load_deployment(
     deployment: Deployment, folder: Path, options: ServerOptions, *, control: bool = False
 ) -> LoadedModel:
-    """Return a deployment, loaded as a worker loads it. Raises OnnxOpsError."""
+    """Load the model of a deployment as a worker does. Raises OnnxOpsError."""
     entries = folder / (CONTROL_PACKED_FOLDER if control else PACKED_FOLDER)
     cache = PackedModelCache(entries, options.prepack or sys.maxsize)
     copies = ModelCopies(folder / COPIES_FOLDER, TrustPolicy.from_options(folder, options))
@@ -185,7 +185,7 @@ def load_deployment(
 
 @dataclass(eq=False, kw_only=True)
 class Worker:
-    """One worker process, with what it inherits from the supervisor.
+    """One worker process, with the objects that it inherits from the supervisor.
 
     `revision` is the revision that was published when the worker was forked. If `refusal` is not
     empty, the worker must not load this revision, and `refusal` states why.
@@ -331,7 +331,7 @@ class Worker:
         end_process(slot, cell)
 
     async def _follow(self, channel: ControlChannel, failed: Mapping[str, str]) -> None:
-        """Process the supervisor's messages; if it dies, wait for the next supervisor."""
+        """Process the supervisor's messages; after its death, wait for the next one."""
         try:
             await channel.send(WorkerReady(failed=failed))
             while (message := await channel.receive()) is not None:
@@ -347,7 +347,7 @@ class Worker:
             _log.exception("worker %d cannot follow its supervisor and ends", os.getpid())
             os._exit(1)
         _log.warning(
-            "the supervisor is gone; worker %d continues with the published deployments",
+            "the supervisor has ended; worker %d continues with the published deployments",
             os.getpid(),
         )
         self.listeners.handover.setblocking(False)

@@ -51,8 +51,8 @@ MIN_DEATHS = 3
 DEATH_RATIO = 5
 """Factor by which a deployment must end workers more often than the stable one.
 
-From this factor on, it is taken out of service. The deaths are compared per request. Requests that
-end a worker with every version are evidence against no version.
+Above this factor, the deployment is taken out of service. The deaths are compared per request.
+Requests that end a worker with every version are evidence against no version.
 """
 MIN_SHARED_DEATHS = 2
 """Deaths while several deployments ran, after which new workers run one at a time.
@@ -163,7 +163,7 @@ class WorkerHealth:
         charged = {slot: share for slot, share in share_death(suspects).items() if slot in names}
         for slot, share in charged.items():
             self._deaths[slot] = self._deaths.get(slot, Fraction()) + share
-        for slot in charged:  # after all are charged, because they are compared with each other
+        for slot in charged:  # after the charges of all, because deployments are compared by them
             self._take_out(slot, names[slot])
         self._shared_deaths += len(charged) > 1
         is_open = (

@@ -1,7 +1,7 @@
 """Return of memory to the system after large requests.
 
-ONNX Runtime's arena retains the memory that the largest run has needed. One request of 320 KB
-retained 1.6 GiB permanently; the model multiplies its input by the transpose of the input. malloc
+ONNX Runtime's arena retains the memory that the largest run has needed. A model that multiplies its
+input by the transpose of the input retained 1.6 GiB permanently after one request of 320 KB. malloc
 also retains memory, in smaller parts.
 """
 
@@ -97,5 +97,5 @@ class MemoryTrimmer:
 
 
 def read_resident_bytes() -> int:
-    """Return the resident memory of this process."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE

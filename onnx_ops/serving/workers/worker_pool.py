@@ -51,22 +51,22 @@ _CHECK_S = 0.5
 _STABLE_S = 60.0
 """Seconds that a worker must live to be replaced without a pause.
 
-A worker that was ended by a run is replaced immediately if it lived longer than this, otherwise
-after a pause.
+A worker that was ended by a run is replaced immediately if it lived longer than this. Otherwise,
+the pause grows with each such death.
 """
 _MAX_RUN_PAUSE_S = 2.0
 
 MAX_LOAD_FAILURES = 5
 """Number of deaths before readiness after which the published table is not loaded.
 
-The next worker then answers with 503, but another table can be published to it.
+The next worker then responds with 503, but another table can be published to it.
 """
 
 RunWorker = Callable[[int, socket.socket, str], None]
 """Function that runs a worker.
 
 Its arguments are the worker's number, its end of the control socket, and why it must not load the
-table.
+table. The last argument is empty if the worker can load the table.
 """
 
 
@@ -76,7 +76,7 @@ class WorkerProcess:
 
     `ready` is set when the process accepts connections.
 
-    `responses` holds the results of `PrepareRevision`, by number of the revision.
+    `responses` contains the results of `PrepareRevision`, by number of the revision.
     """
 
     number: int
@@ -170,9 +170,9 @@ class WorkerPool:
                     if not all(attempts.values()):
                         raise InfrastructureError(
                             "a worker process ended whenever it loaded the state",
-                            why="a trial process had loaded it before, "
+                            why="a trial process had loaded the state before, "
                             "so it conflicts with other models of the worker",
-                            remedy="See the server's log for how it ended, "
+                            remedy="See the server's log for how the worker ended, "
                             "and publish the previous state again.",
                         )
         except TimeoutError as error:
@@ -183,7 +183,7 @@ class WorkerPool:
             raise ServiceUnavailableError(
                 f"the workers did not load the state within {limit_s:.0f} s",
                 why="the machine is too busy, or a model takes too long",
-                remedy="Publish it again when the machine is less busy.",
+                remedy="Publish the state again when the machine is less busy.",
             ) from error
 
     async def finish(self, number: int, *, is_published: bool) -> None:
@@ -210,7 +210,7 @@ class WorkerPool:
             await asyncio.wait(exits)
 
     async def _prepare_worker(self, number: int, revision: TableRevision) -> int | None:
-        """Return the process that has prepared the revision; None if it died."""
+        """Return the id of the process that prepared the revision; None if it died."""
         async with self._changed:
             await self._changed.wait_for(lambda: number in self._workers)
         worker = self._workers[number]
@@ -234,7 +234,7 @@ class WorkerPool:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         must_not_load = self._load_failures[number] >= MAX_LOAD_FAILURES
-        refusal = "workers died repeatedly while loading it" if must_not_load else ""
+        refusal = "workers died repeatedly while loading the table" if must_not_load else ""
         pid = fork_child(
             partial(self._run, number, theirs, refusal), keep=(theirs.fileno(), *self._keep)
         )
@@ -288,8 +288,7 @@ class WorkerPool:
             await self._receive(worker, worker.channel)
         except Exception:  # without its messages, the worker would miss publications
             _log.exception("worker %d cannot be followed and is replaced", worker.pid)
-        # The worker has closed its socket, which means that it ends, or its messages cannot be
-        # read.
+        # The worker has closed its socket, so it is about to end, or its messages cannot be read.
         kill_process(worker.pid, signal.SIGKILL)
         _, status = os.waitpid(worker.pid, 0)
         worker.channel.close()

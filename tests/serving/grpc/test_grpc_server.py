@@ -125,7 +125,7 @@ def test_grpc_infer_with_user_key_selects_same_deployment_as_http(
             {"outputs": [{"name": "z"}]},
             Code.INVALID_ARGUMENT,
             400,
-            "outputs must be some of y, each once",
+            "outputs can contain only y, each at most once",
         ),
     ],
 )

@@ -81,7 +81,7 @@ def test_config_of_model_with_scalar_input_has_no_batch_size(
     ("path", "message"),
     [
         ("/v2/models/z", "no model is named 'z'"),
-        ("/v2/models/m/versions/9", "no version '9'"),
+        ("/v2/models/m/versions/9", "not serve version '9'"),
         ("/v2/models/z/versions/1", "no model is named 'z'"),
         ("/v2/models/%00%3Cb%3E", r"no model is named '\x00<b>'"),
     ],

@@ -191,7 +191,7 @@ def test_model_that_kills_its_shadow_process_is_counted_as_failing(
 
 @pytest.mark.parametrize(
     ("preamble", "why"),
-    [(FAILING_LOAD, "cannot be loaded here"), (DYING_LOAD, "ended before they had loaded it")],
+    [(FAILING_LOAD, "cannot be loaded here"), (DYING_LOAD, "ended before the model was loaded")],
 )
 def test_shadow_that_cannot_be_loaded_is_reported_as_failed(
     tmp_path: Path, blue: Deployment, green: Deployment, preamble: str, why: str
