@@ -214,17 +214,20 @@ class ObjectStore(ABC):
         """Copy an object to a local file; return False if the object does not exist."""
 
 
-def open_objects(url: str, *, deadline_s: float | None = None) -> ObjectStore:
+def open_objects(
+    url: str, *, deadline_s: float | None = None, options: Mapping[str, Any] | None = None
+) -> ObjectStore:
     """Return the objects under a local path or a URL such as `s3://bucket/prefix`.
 
     Args:
         deadline_s: seconds after which a remote request fails. A request that the store refuses
             fails immediately, so the caller must repeat requests. With None, the client of the
             store repeats requests, which can take a minute.
+        options: options of the file system of fsspec, such as `profile` of s3fs.
     """
     if "://" not in url or url.startswith("file://"):
         return LocalObjects(Path(urlsplit(url).path if url.startswith("file://") else url))
-    return FsspecObjects(url, deadline_s=deadline_s)
+    return FsspecObjects(url, deadline_s=deadline_s, options=options)
 
 
 def _stop_retries(file_system: Any) -> None:
@@ -339,10 +342,16 @@ class LocalObjects(ObjectStore):
 class FsspecObjects(ObjectStore):
     """Objects on a remote file system.
 
-    `create` sends `If-None-Match: *`. For `deadline_s`, see `open_objects`.
+    `create` sends `If-None-Match: *`. For the parameters, see `open_objects`.
     """
 
-    def __init__(self, url: str, *, deadline_s: float | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        deadline_s: float | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         import fsspec
 
         parts = urlsplit(url)
@@ -351,8 +360,10 @@ class FsspecObjects(ObjectStore):
         try:
             self._fs: Any
             # No listings are cached, since other processes write to the store too.
-            options = {} if deadline_s is None else _CLIENTS_WITHOUT_RETRIES.get(parts.scheme, {})
-            self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
+            retries = {} if deadline_s is None else _CLIENTS_WITHOUT_RETRIES.get(parts.scheme, {})
+            self._fs, self._root = fsspec.core.url_to_fs(
+                url, use_listings_cache=False, **retries, **(options or {})
+            )
         except ImportError as error:
             raise missing_package(imported(error), where=self.place, why=str(error)) from error
         self._has_folders = parts.scheme not in _WITHOUT_FOLDERS

@@ -244,7 +244,7 @@ def _metrics(config: EndpointConfig, provider: Callable[[str], EndpointProvider]
     settings = dict(config.metrics)
     name = settings.pop("source", None)
     if name is None:
-        return provider(config.provider).metrics()
+        return provider(config.provider).metrics(config.settings)
     source: MetricsSource = plugins.load("metrics", str(name), settings)
     return source
 

@@ -219,7 +219,7 @@ def list_capabilities(project: Project, entry: Deploy) -> frozenset[str]:
         return able
     # The endpoint itself supplies shadow copies, feedback and cold starts. Another metrics source
     # can report them only if the endpoint has these capabilities.
-    return (able - provider.metrics().capabilities()) | (
+    return (able - provider.metrics(entry.settings).capabilities()) | (
         offered - ({"shadow", "feedback", "cold_starts"} - able)
     )
 

@@ -325,8 +325,8 @@ class EndpointProvider(Plugin):
         """
 
     @abstractmethod
-    def metrics(self) -> MetricsSource:
-        """Return the default metrics source of this provider's endpoints."""
+    def metrics(self, settings: Mapping[str, Json] | None = None) -> MetricsSource:
+        """Return the default metrics source of an endpoint with these settings."""
 
     def list_orphans(
         self, config: EndpointConfig, needed: frozenset[Digest]

@@ -59,6 +59,12 @@ CONTAINER_PROVIDERS = (CPU,)
 OPTION_PREFIX = "ONNX_OPS_SERVE_"
 """Prefix of the environment variables that set server options."""
 TRUSTED_KEYS_VARIABLE = "ONNX_OPS_SERVE_TRUSTED_KEYS"
+FOLLOW_VARIABLE = "ONNX_OPS_FOLLOW"
+"""Variable with the URL of the tables that a container follows as a replica."""
+REPORTS_VARIABLE = "ONNX_OPS_REPORTS"
+"""Variable with the URL to which a replica writes its reports."""
+IMAGE_VARIABLE = "ONNX_OPS_IMAGE"
+"""Variable with the image that a replica reports as its own."""
 
 _START_FIELD = 21
 _STATE_FIELD = 2

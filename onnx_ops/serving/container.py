@@ -27,7 +27,14 @@ from onnx_ops.domain.artifact import MODEL_FILE, digest_bytes, digest_folder
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import InfrastructureError, NotFoundError, OnnxOpsError, UserError
 from onnx_ops.protocol.routing_table import TableFile, build_next_table
-from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER, OPTION_PREFIX
+from onnx_ops.protocol.server_process import (
+    DEPLOYMENT_FILE,
+    FOLLOW_VARIABLE,
+    IMAGE_VARIABLE,
+    MODEL_FOLDER,
+    OPTION_PREFIX,
+    REPORTS_VARIABLE,
+)
 from onnx_ops.serving import main as server
 from onnx_ops.serving.inference.integrity import COPIES_FOLDER, ModelCopies
 
@@ -35,11 +42,11 @@ _FOLDERS = ("ONNX_OPS_MODEL_DIR", "AZUREML_MODEL_DIR")
 _SAGEMAKER_FOLDER = "/opt/ml/model"
 _PORTS = ("ONNX_OPS_PORT", "SAGEMAKER_BIND_TO_PORT")
 _REPLICA_VARIABLES = {
-    "follow": "ONNX_OPS_FOLLOW",
-    "reports": "ONNX_OPS_REPORTS",
+    "follow": FOLLOW_VARIABLE,
+    "reports": REPORTS_VARIABLE,
     "replica": "ONNX_OPS_REPLICA",
     "address": "ONNX_OPS_ADDRESS",
-    "image": "ONNX_OPS_IMAGE",
+    "image": IMAGE_VARIABLE,
 }
 """Flags of the follower, with the environment variables that set them."""
 _ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 (the container's own network; the cloud calls from outside)
@@ -58,7 +65,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
                 f"unknown argument: {' '.join(arguments)}", remedy="Use no argument, or `serve`."
             )
         folder = _make_folder(environment)
-        if environment.get("ONNX_OPS_FOLLOW"):
+        if environment.get(FOLLOW_VARIABLE):
             _follow(folder, environment)
         deployment = find_deployment(
             Path(_get_first(environment, _FOLDERS) or _SAGEMAKER_FOLDER), environment

@@ -310,7 +310,7 @@ class EndpointProviderSuite:
         config: EndpointConfig,
         deployments: tuple[Deployment, Deployment],
     ) -> None:
-        if "sticky" not in provider.capabilities():
+        if "sticky" not in provider.capabilities(config.settings):
             return
         blue, green = deployments
         provider.apply(config, state_of(blue, blue=100), generation=1)
@@ -328,7 +328,7 @@ class EndpointProviderSuite:
         config: EndpointConfig,
         deployments: tuple[Deployment, Deployment],
     ) -> None:
-        if "epochs" not in provider.capabilities():
+        if "epochs" not in provider.capabilities(config.settings):
             return
         blue, green = deployments
         sticky = state_of(blue, green, blue=50, green=50)

@@ -235,7 +235,7 @@ class FakeProvider(EndpointProvider):
     def address(self, config: EndpointConfig) -> str | None:
         return f"memory:{config.endpoint}" if config.endpoint in self._states else None
 
-    def metrics(self) -> FakeMetrics:
+    def metrics(self, settings: Mapping[str, Json] | None = None) -> FakeMetrics:
         return self.counted
 
     def remove(self, config: EndpointConfig) -> None:

@@ -64,7 +64,10 @@ class TestAzureEndpoints(EndpointProviderSuite):
 
     @contextmanager
     def disturbed(self, fault: Disturbance, at: int = 0) -> Iterator[Sized]:
-        with patch.object(self.made, "_policy", HASTY), super().disturbed(fault, at) as asked:
+        with (
+            patch.object(self.made.native, "_policy", HASTY),
+            super().disturbed(fault, at) as asked,
+        ):
             yield asked
 
     @pytest.fixture
@@ -83,7 +86,7 @@ class TestAzureEndpoints(EndpointProviderSuite):
 
 
 def test_azureml_capabilities_include_split_and_quantiles(world: World) -> None:
-    assert world.provider.capabilities() == {"split", "quantiles"}
+    assert world.provider.capabilities({"traffic": "native"}) == {"split", "quantiles"}
 
 
 def test_azureml_container_without_trusted_signature_loads_no_model(

@@ -103,8 +103,10 @@ def test_sagemaker_validate_settings_accepts_valid_values() -> None:
 
 def test_sagemaker_capabilities_depend_on_strategy() -> None:
     provider = SageMakerEndpoints()
-    assert provider.capabilities() == {"split", "quantiles"}
-    assert provider.capabilities({"strategy": "guarded"}) == {"guarded", "quantiles"}
+    native = {"traffic": "native"}
+    assert provider.capabilities(native) == {"split", "quantiles"}
+    assert provider.capabilities({**native, "strategy": "guarded"}) == {"guarded", "quantiles"}
+    assert provider.capabilities() >= {"split", "sticky", "epochs", "shadow", "feedback"}
 
 
 @pytest.mark.parametrize("variable", IDENTITIES)

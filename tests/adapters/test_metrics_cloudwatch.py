@@ -16,6 +16,7 @@ from onnx_ops.adapters.metrics.cloudwatch import CloudWatchMetrics
 from onnx_ops.domain.rollout_observations import diff_readings
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from tests.adapters.sagemaker_cloud import Site, config_of
+from tests.support.clouds.sagemaker import SETTINGS
 
 pytestmark = pytest.mark.services
 
@@ -32,7 +33,7 @@ def test_cloudwatch_read_returns_counts_of_complete_minutes(site: Site) -> None:
     site.apply(1, config, blue=80, green=20)
     # The requests in the minute of the change can belong to the previous state.
     site.invoke("counted", "blue")
-    source = site.provider.metrics()
+    source = site.provider.metrics(SETTINGS)
     assert isinstance(source, CloudWatchMetrics)
     assert source.capabilities() == {"quantiles"}
     assert source.latencies(config, "blue") is None
@@ -92,13 +93,13 @@ def test_cloudwatch_read_while_endpoint_is_deleted_raises_unavailable_error(site
     site.fake.behave(reads=9)
     site.client("sagemaker").delete_endpoint(EndpointName="changing")
     with pytest.raises(ServiceUnavailableError, match="being changed"):
-        site.provider.metrics().read(config, {"blue": None})
+        site.provider.metrics(SETTINGS).read(config, {"blue": None})
 
 
 def test_cloudwatch_read_of_guarded_endpoint_returns_no_tallies(site: Site) -> None:
     config = config_of("one-variant", strategy="guarded")
     site.apply(1, config, blue=100)
-    assert site.provider.metrics().read(config, {"blue": None}).tallies == {}
+    assert site.provider.metrics(SETTINGS).read(config, {"blue": None}).tallies == {}
 
 
 @pytest.mark.parametrize("settings", [{"dealy": "1 s"}, {"delay": "soon"}, {"delay": "-1 s"}])

@@ -104,7 +104,7 @@ class Site(ABC):
         """Send one request as clients of this provider do."""
 
     def metrics(self) -> MetricsSource:
-        return self.provider.metrics()
+        return self.provider.metrics(self.settings)
 
     def wind(self, seconds: float) -> None:
         """Put the provider's clock forward, if it has a separate clock."""

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from onnx_ops import plugins
 from onnx_ops.adapters.azure import find_missing_credentials, read_endpoint_name
@@ -24,6 +25,8 @@ from onnx_ops.adapters.endpoints.azureml_plan import (
 from onnx_ops.adapters.endpoints.azureml_settings import read_azure_settings
 from onnx_ops.adapters.endpoints.azureml_update import AzureEndpoint, SentGeneration, is_mirrored
 from onnx_ops.adapters.endpoints.cloud import CloudEndpoints
+from onnx_ops.adapters.endpoints.fleets import FleetEndpoints, TrafficModes
+from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import (
     EndpointConfig,
@@ -36,14 +39,39 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError
 
+_BLOB_SCHEMES = frozenset({"abfs", "abfss", "az"})
 
-class AzureEndpoints(CloudEndpoints):
-    """Provider for the endpoints of an Azure ML workspace.
+
+class AzureEndpoints(TrafficModes):
+    """Endpoints of an Azure ML workspace, with `AzureSettings`.
 
     `folder/<endpoint>/` contains a lock and the last generation that this machine sent.
     """
 
     tools = plugins.EXTRAS["azure"]
+
+    def __init__(
+        self, folder: Path, trusted: Path | None = None, *, policy: RetryPolicy | None = None
+    ) -> None:
+        native = AzureDeploymentEndpoints(folder, trusted, policy=policy)
+        super().__init__(
+            FleetEndpoints(native, _read_locations, _read_store_options, trusted), native
+        )
+
+
+def _read_locations(config: EndpointConfig) -> ReplicaSettings:
+    return read_azure_settings(config.settings, where=config.endpoint).locate()
+
+
+def _read_store_options(config: EndpointConfig) -> Mapping[str, Any]:
+    """Return the options of adlfs, which reads without credentials by default."""
+    is_blob = str(config.settings.get("control", "")).partition("://")[0] in _BLOB_SCHEMES
+    return {"anon": False} if is_blob else {}
+
+
+class AzureDeploymentEndpoints(CloudEndpoints):
+    """Endpoints whose versions are deployments, and the fleets of `traffic: table`."""
+
     metrics_plugin = "azuremonitor"
 
     def __init__(
@@ -179,9 +207,11 @@ class AzureEndpoints(CloudEndpoints):
         return replace(state, drift=tuple(itertools.chain(*drift))), names
 
     def _connect(self, config: EndpointConfig) -> AzureEndpoint:
-        settings = read_azure_settings(config.settings, where=config.endpoint)
-        if keys := self._trusted_keys():
-            settings = replace(settings, trusted_keys=keys)
+        settings = replace(
+            read_azure_settings(config.settings, where=config.endpoint),
+            trusted_keys=self._trusted_keys(),
+            endpoint=config.endpoint,
+        )
         name = read_endpoint_name(config.endpoint, config.settings)
         client = AzureClient(settings, name, config.endpoint, self._policy)
         client.connect()

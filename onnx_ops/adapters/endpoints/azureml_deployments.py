@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from azure.ai.ml.entities import ManagedOnlineDeployment
 
 SCORING_ROUTE = "/invocations"
+_NOT_OPTIONS = (TRUSTED_KEYS_VARIABLE, f"{OPTION_PREFIX}ENDPOINT")
+"""Variables that no setting of the pipeline file determines."""
 _API = "api-version=2024-04-01"
 _MONITOR_API = "api-version=2022-10-01"
 _MONITOR_REMEDY = (
@@ -72,11 +74,13 @@ class AzureDeployments:
         desired = dict(self._settings.immutable)
         if not str(resource.environment).endswith(f"/{self._environment_name()}/versions/1"):
             yield f"image of {resource.name}: a different image, not {desired['image']}"
-        desired.pop("image")
+        for name in ("image", "control", "reports"):  # a fleet's digest represents its locations
+            desired.pop(name, None)
         options = {
-            name: value for name, value in variables.items() if name.startswith(OPTION_PREFIX)
+            name: value
+            for name, value in variables.items()
+            if name.startswith(OPTION_PREFIX) and name not in _NOT_OPTIONS
         }
-        options.pop(TRUSTED_KEYS_VARIABLE, None)
         for key in sorted({*desired, *options}):
             value = actual.get(key, options.get(key))
             if value != desired.get(key):
@@ -143,7 +147,9 @@ class AzureDeployments:
         from azure.ai.ml.entities import Environment, ManagedOnlineDeployment, OnlineRequestSettings
 
         client, settings = self._client, self._settings
-        asset = self._models.ensure(build_azure_name(deployment), deployment)
+        asset = None
+        if not settings.is_table:
+            asset = self._models.ensure(build_azure_name(deployment), deployment)
         image, environments = self._environment_name(), client.ml.environments
         where = f"environment {image}"
         if client.read(where, lambda: environments.get(image, "1")) is None:

@@ -7,9 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le, Unit
+from annotated_types import Ge, Le, Unit, doc
 
 from onnx_ops.adapters.azure import API_TIMEOUT_S, EndpointName, PlaceName, Workspace
+from onnx_ops.adapters.endpoints.cloud import format_follower_variables
+from onnx_ops.adapters.endpoints.table_settings import (
+    LeaseSettings,
+    ReplicaSettings,
+    find_overlap,
+)
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.config.server_options import format_option_variables
 from onnx_ops.domain.quantities import COMPUTED, Json, Pattern
@@ -22,10 +28,10 @@ _Instances = Annotated[int | None, Ge(1), Le(500)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AzureSettings(ContainerOptions):
+class AzureSettings(LeaseSettings, ContainerOptions):
     """Settings of one endpoint, and options of its server; see docs/azureml.md.
 
-    The project, not the pipeline, sets `trusted_keys`.
+    The project, not the pipeline, sets `trusted_keys` and `endpoint`.
     """
 
     subscription: PlaceName
@@ -35,6 +41,11 @@ class AzureSettings(ContainerOptions):
     instance_type: Annotated[
         str, Pattern(r"(?a)[A-Z][A-Za-z]+_\w+", "a size, such as Standard_F4s_v2")
     ]
+    traffic: Literal["table", "native"] = "table"
+    control: Annotated[
+        str, doc("Location of tables and models: abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/….")
+    ] = ""
+    reports: Annotated[str, doc("Location of the reports, in another container.")] = ""
     instances: Annotated[int, Ge(1), Le(500)] = 1
     min_instances: _Instances = None
     max_instances: _Instances = None
@@ -49,12 +60,31 @@ class AzureSettings(ContainerOptions):
     identity: Annotated[
         str, Pattern("(/subscriptions/.*)?", "the resource id of a user-assigned identity")
     ] = ""
+    client_id: Annotated[
+        str, doc("Client id of `identity`, with which containers read and write the locations.")
+    ] = ""
     name: EndpointName | None = None
     request_timeout: Annotated[float, Unit("s"), Ge(0.001), Le(180)] = 60.0
     max_concurrent_requests_per_instance: Annotated[int | None, Ge(1), Le(10_000)] = None
     blob_url: Annotated[str, Pattern("(https://.*)?", "an https address")] = ""
     api_timeout: Annotated[float, Unit("s"), Ge(0.1), Le(600)] = API_TIMEOUT_S
     trusted_keys: str = field(default="", metadata=COMPUTED)
+    endpoint: str = field(default="", metadata=COMPUTED)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the instances follow a table in object storage."""
+        return self.traffic == "table"
+
+    def locate(self) -> ReplicaSettings:
+        """Return the locations that the instances follow."""
+        return ReplicaSettings(
+            control=self.control,
+            reports=self.reports,
+            replicas=self.min_instances or self.instances,
+            judge_timeout=self.judge_timeout,
+            lease=self.lease,
+        )
 
     @property
     def place(self) -> Workspace:
@@ -93,12 +123,27 @@ class AzureSettings(ContainerOptions):
             "max_concurrent_requests_per_instance": self.concurrency,
             "request_timeout": self.request_timeout,
             **format_option_variables(self),
+            **({"control": self.control, "reports": self.reports} if self.is_table else {}),
         }
 
     def variables(self) -> dict[str, str]:
-        """Return the environment of the container."""
-        keys = {TRUSTED_KEYS_VARIABLE: self.trusted_keys} if self.trusted_keys else {}
-        return format_option_variables(self) | keys
+        """Return the environment of the container.
+
+        Raises:
+            UserError: the container must follow tables, and no public key is trusted.
+        """
+        options = format_option_variables(self)
+        if not self.is_table:
+            keys = {TRUSTED_KEYS_VARIABLE: self.trusted_keys} if self.trusted_keys else {}
+            return options | keys
+        # adlfs reads without credentials unless this variable forbids it.
+        identity = {"AZURE_STORAGE_ANON": "false"}
+        if self.client_id:
+            identity["AZURE_CLIENT_ID"] = self.client_id
+        follower = format_follower_variables(
+            self.endpoint, self.locate(), self.image, self.trusted_keys
+        )
+        return options | identity | follower
 
 
 def read_azure_settings(given: Mapping[str, Json], *, where: str = "") -> AzureSettings:
@@ -114,6 +159,8 @@ def read_azure_settings(given: Mapping[str, Json], *, where: str = "") -> AzureS
     )
 
     def find_contradictions(settings: AzureSettings) -> Iterator[tuple[str, str]]:
+        if settings.is_table:
+            yield from _find_missing_locations(settings)
         low, high = settings.min_instances, settings.max_instances
         if (low is None) != (high is None) or ("cpu_percent" in given and high is None):
             yield (
@@ -129,3 +176,15 @@ def read_azure_settings(given: Mapping[str, Json], *, where: str = "") -> AzureS
     return bind_settings(
         given, AzureSettings, where=where, remedy=remedy, rules=find_contradictions
     )
+
+
+def _find_missing_locations(settings: AzureSettings) -> Iterator[tuple[str, str]]:
+    """Yield the locations that an endpoint lacks whose instances follow a table."""
+    missing = [name for name in ("control", "reports") if not getattr(settings, name)]
+    for name in missing:
+        yield (
+            name,
+            "is needed for `traffic: table`; without a way to storage, set `traffic: native`",
+        )
+    if not missing:
+        yield from find_overlap(settings.control, settings.reports)

@@ -8,13 +8,29 @@ from pathlib import Path
 from typing import ClassVar
 
 from onnx_ops import plugins
+from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import Manifest, digest_folder, short_digest
 from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Diagnosis, Target
-from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError
+from onnx_ops.errors import (
+    DigestMismatchError,
+    NotFoundError,
+    OnnxOpsError,
+    RefusedError,
+    UserError,
+)
 from onnx_ops.ports import EndpointProvider, MetricsSource
-from onnx_ops.protocol.server_process import CONTAINER_PROVIDERS, explain_unservable
+from onnx_ops.protocol.server_process import (
+    CONTAINER_PROVIDERS,
+    FOLLOW_VARIABLE,
+    IMAGE_VARIABLE,
+    OPTION_PREFIX,
+    REPORTS_VARIABLE,
+    TRUSTED_KEYS_VARIABLE,
+    explain_unservable,
+)
 
 
 class CloudEndpoints(EndpointProvider):
@@ -29,7 +45,7 @@ class CloudEndpoints(EndpointProvider):
     def __init__(self, trusted: Path | None) -> None:
         self._keys = None if trusted is None else TrustedKeys(trusted)
 
-    def metrics(self) -> MetricsSource:
+    def metrics(self, settings: Mapping[str, Json] | None = None) -> MetricsSource:
         """Return the metrics service of the cloud."""
         source: MetricsSource = plugins.load("metrics", self.metrics_plugin, {})
         return source
@@ -67,6 +83,29 @@ def verify_files(deployment: Deployment) -> dict[str, Path]:
             remedy="Remove the folder; the files are then fetched again.",
         )
     return {name: folder / name for name in manifest}
+
+
+def format_follower_variables(
+    endpoint: str, settings: ReplicaSettings, image: str, trusted_keys: str
+) -> dict[str, str]:
+    """Return the variables with which a container of the image follows an endpoint's tables.
+
+    Raises:
+        UserError: no public key is trusted, so that the container could verify no table.
+    """
+    if not trusted_keys:
+        raise UserError(
+            "containers follow signed tables only, and no public key is trusted",
+            where=endpoint,
+            remedy="Create a key with `onnx-ops keys create`, or set `traffic: native`.",
+        )
+    return {
+        FOLLOW_VARIABLE: settings.control,
+        REPORTS_VARIABLE: settings.reports,
+        IMAGE_VARIABLE: image,
+        f"{OPTION_PREFIX}ENDPOINT": endpoint,
+        TRUSTED_KEYS_VARIABLE: trusted_keys,
+    }
 
 
 def split_text(name: str, text: str, characters: int) -> dict[str, str]:

@@ -121,7 +121,7 @@ class LocalEndpoints(EndpointProvider):
         """Return `split`, `sticky`, `epochs` and the counts that the server supports."""
         return frozenset({"split", "sticky", "epochs"}) | self.metrics().capabilities()
 
-    def metrics(self) -> ServerMetrics:
+    def metrics(self, settings: Mapping[str, Json] | None = None) -> ServerMetrics:
         """Return the counts of the endpoint's own server."""
         return ServerMetrics(lambda config, request: [self.counts(config, request)])
 

@@ -16,19 +16,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
-
-from annotated_types import Ge, Le, Unit, doc
+from typing import Any, TypeVar
 
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.cloud import Finding, run_check, verify_files
 from onnx_ops.adapters.endpoints.replica_ends import find_ends
+from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings, read_replica_settings
 from onnx_ops.adapters.files import ListedObject, LocalObjects, ObjectStore, open_objects
 from onnx_ops.adapters.replica_files import upload_model
 from onnx_ops.adapters.retry import wait_until
 from onnx_ops.adapters.server_metrics import ServerMetrics, count_by_server
 from onnx_ops.attestation import TrustedKeys
-from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.artifact import Digest, digest_bytes, short_digest
 from onnx_ops.domain.endpoint import (
     Deployment,
@@ -94,7 +92,7 @@ _CLOCK = "clock"
 """Folder of an object whose modification time is the current time of the store."""
 _READERS = 16
 _PREPARE_S = 300.0
-_ADOPT_S = 10.0
+ADOPT_S = 10.0
 _REQUEST_S = 4.0
 """Seconds within which a store must answer one request.
 
@@ -114,41 +112,6 @@ _KEPT_REPORTS_S = 14 * 86_400.0
 _T = TypeVar("_T")
 _Counted = TypeVar("_Counted", TableCounts, EpochCounts)
 _Item = TypeVar("_Item")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSettings:
-    """Settings of an endpoint whose servers follow tables.
-
-    `control` and `reports` are URLs for fsspec, or paths.
-    """
-
-    control: Annotated[
-        str,
-        doc("Location of tables and models, which replicas read: s3://bucket/prefix or a folder."),
-    ]
-    reports: Annotated[
-        str, doc("Location of the reports, which replicas write; with separate rights.")
-    ]
-    replicas: Annotated[int, Ge(1), Le(10_000), doc("Number of replicas that should run.")] = 1
-    address: Annotated[str, doc("Address that clients call, such as that of a load balancer.")] = ""
-    judge_timeout: Annotated[
-        float,
-        Unit("s"),
-        Ge(0),
-        Le(604_800),
-        doc(
-            "Time without a reconciliation of the rollout after which a candidate loses its "
-            "traffic; 0 s: never."
-        ),
-    ] = 1800.0
-    lease: Annotated[
-        Literal["serve", "leave"],
-        doc(
-            "What a replica does that could not read the store for 30 s: "
-            "`serve` the stable version, or `leave`: refuse requests."
-        ),
-    ] = "serve"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +169,7 @@ class ReplicaEndpoints(EndpointProvider):
     def __init__(self, folder: Path | None = None, trusted: Path | None = None) -> None:
         self._keys = None if trusted is None else TrustedKeys(trusted, role="release")
         self._signer: Callable[[], Signer | None] = lambda: None
-        self._stores: dict[str, ObjectStore] = {}
+        self._stores: dict[tuple[str, str], ObjectStore] = {}
         self._tables: dict[tuple[str, TableNumber], bytes] = {}
         self._epochs: dict[tuple[str, str], EpochCounts] = {}
         self._starts: dict[str, dict[tuple[ReportSource, float], Counts]] = {}
@@ -215,17 +178,25 @@ class ReplicaEndpoints(EndpointProvider):
         """Set the function that returns the signer of tables."""
         self._signer = signer
 
+    def read_settings(self, config: EndpointConfig) -> ReplicaSettings:
+        """Return where the tables and reports of an endpoint are, and how replicas follow them."""
+        return read_replica_settings(config.settings, where=config.endpoint)
+
+    def read_store_options(self, config: EndpointConfig) -> Mapping[str, Any]:
+        """Return the options with which the client of the object store is created."""
+        return {}
+
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
         """Return `split`, `sticky`, `epochs` and the counts that the servers report."""
         return frozenset({"split", "sticky", "epochs"}) | self.metrics().capabilities()
 
-    def metrics(self) -> ServerMetrics:
+    def metrics(self, settings: Mapping[str, Json] | None = None) -> ServerMetrics:
         """Return the counts that the replicas report."""
         return ServerMetrics(self._read_counts)
 
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
         """Validate settings; raises UserError."""
-        _read_settings(settings)
+        read_replica_settings(settings)
 
     def explain_unservable(self, target: Target) -> str:
         """Return why the image cannot run models of the target; empty if it can."""
@@ -242,7 +213,7 @@ class ReplicaEndpoints(EndpointProvider):
         """
         if not self._control(config).list_names(FOLDER):
             return None
-        if address := _read_settings(config.settings, config.endpoint).address:
+        if address := self.read_settings(config).address:
             return address
         live = (one.status.address for one in self._look(config).replicas if one.is_live)
         return next(filter(None, live), None)
@@ -253,7 +224,7 @@ class ReplicaEndpoints(EndpointProvider):
         if seen.newest is None:
             return None
         live = [one.status for one in seen.replicas if one.is_live]
-        settings = _read_settings(config.settings, config.endpoint)
+        settings = self.read_settings(config)
         expected, lease = settings.replicas, "leave" if seen.newest.table.is_leased else "serve"
         out_of_service = (
             [] if len(live) >= expected else [f"{len(live)} of {expected} replicas report"]
@@ -280,12 +251,16 @@ class ReplicaEndpoints(EndpointProvider):
 
         Then wait a limited time until the replicas adopt the state.
         """
+        is_followed = self._publish_once(config, state, generation)
+        self._wait_until_adopted(config, TableNumber(generation), ADOPT_S if is_followed else 0.0)
+
+    def _publish_once(self, config: EndpointConfig, state: EndpointState, generation: int) -> bool:
+        """Publish a state unless it is published; return whether any replica reports."""
         seen = self._look(config)
         if not self._is_published(config, seen, replace(state, generation=generation)):
             self._publish(config, seen, state, generation)
             self._clean_up(config)
-        is_followed = any(one.is_live for one in seen.replicas)
-        self._wait_until_adopted(config, TableNumber(generation), _ADOPT_S if is_followed else 0.0)
+        return any(one.is_live for one in seen.replicas)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Publish a table that restores the previous version.
@@ -327,7 +302,7 @@ class ReplicaEndpoints(EndpointProvider):
 
         If the state has new models, a table with which replicas load them is created first.
         """
-        settings = _read_settings(config.settings, config.endpoint)
+        settings = self.read_settings(config)
         self._upload(config, seen, state.deployments)
         # If the store was restored from a backup, the traffic of its newest table is not used. That
         # table could give traffic to a version that was rolled back since.
@@ -357,7 +332,7 @@ class ReplicaEndpoints(EndpointProvider):
     ) -> None:
         goal = state.leader()
         self._upload(config, seen, (goal,))
-        is_leased = _read_settings(config.settings, config.endpoint).lease == "leave"
+        is_leased = self.read_settings(config).lease == "leave"
         _, table = plan_tables(
             config.endpoint,
             state,
@@ -502,7 +477,7 @@ class ReplicaEndpoints(EndpointProvider):
         return True, newest, ""
 
     def _check_replicas(self, config: EndpointConfig) -> Finding:
-        settings = _read_settings(config.settings, config.endpoint)
+        settings = self.read_settings(config)
         live = [one.status for one in self.list_replicas(config) if one.is_live]
         why = [
             f"{one.replica}: {one.refused or '; '.join(one.failed.values())}"
@@ -540,7 +515,7 @@ class ReplicaEndpoints(EndpointProvider):
         if newest is None:
             return
         expected, count = (
-            _read_settings(config.settings, config.endpoint).replicas,
+            self.read_settings(config).replicas,
             len(seen.replicas),
         )
         if count < expected:
@@ -602,18 +577,20 @@ class ReplicaEndpoints(EndpointProvider):
                 objects.delete(entry.name)
 
     def _control(self, config: EndpointConfig) -> ObjectStore:
-        return self._open(_read_settings(config.settings, config.endpoint).control)
+        return self._open(config, self.read_settings(config).control)
 
     def _reports(self, config: EndpointConfig) -> ObjectStore:
-        return self._open(_read_settings(config.settings, config.endpoint).reports)
+        return self._open(config, self.read_settings(config).reports)
 
     def _get_pause_s(self, config: EndpointConfig) -> float:
         return _LOCAL_LOOK_S if isinstance(self._reports(config), LocalObjects) else _LOOK_S
 
-    def _open(self, url: str) -> ObjectStore:
-        if url not in self._stores:
-            self._stores[url] = open_objects(url, deadline_s=_REQUEST_S)
-        return self._stores[url]
+    def _open(self, config: EndpointConfig, url: str) -> ObjectStore:
+        options = self.read_store_options(config)
+        key = (url, repr(options))
+        if key not in self._stores:
+            self._stores[key] = open_objects(url, deadline_s=_REQUEST_S, options=options)
+        return self._stores[key]
 
     def _read_table(self, config: EndpointConfig, number: TableNumber) -> StoredTable:
         """Return the table with a number. The object of a number never changes."""
@@ -890,9 +867,7 @@ class ReplicaEndpoints(EndpointProvider):
 
     def _list_left_out(self, config: EndpointConfig, seen: _Place) -> Iterator[str]:
         """Yield why registered replicas currently provide no evidence."""
-        for one in _list_registered(
-            seen.replicas, _read_settings(config.settings, config.endpoint).replicas
-        ):
+        for one in _list_registered(seen.replicas, self.read_settings(config).replicas):
             if not (one.is_live and one.status.is_healthy):
                 yield (
                     f"replica {one.status.replica} is skipped: it does not report, "
@@ -1019,23 +994,6 @@ def _check_rights(objects: ObjectStore, what: str) -> Finding:
     except (OnnxOpsError, OSError) as error:
         return False, f"{objects.place}: {error}", remedy
     return is_read, f"{objects.place}: {what} can be listed, written and deleted", remedy
-
-
-def _read_settings(values: Mapping[str, Json], where: str = "") -> ReplicaSettings:
-    return bind_settings(values, ReplicaSettings, where=where, rules=_check_locations)
-
-
-def _check_locations(settings: ReplicaSettings) -> Iterator[tuple[str, str]]:
-    """Yield an error if replicas that write reports could also write tables."""
-    control, reports = settings.control.rstrip("/"), settings.reports.rstrip("/")
-    if control == reports or control.startswith(f"{reports}/") or reports.startswith(f"{control}/"):
-        yield (
-            "reports",
-            (
-                "must be neither a parent nor a subfolder of `control`, because replicas write to "
-                "`reports` and must not write tables"
-            ),
-        )
 
 
 def _answers_alike(table: RoutingTable, newest: RoutingTable) -> bool:

@@ -1,8 +1,9 @@
 """Endpoints on Amazon SageMaker, through boto3.
 
-With strategy `ab`, each deployment has a variant, and a rollback changes weights. With strategy
-`guarded`, the endpoint has one variant. SageMaker replaces this variant while CloudWatch alarms
-guard the update. A rollback is then an update to the previous config.
+With `traffic: table`, the endpoint has one variant, whose instances follow a table. With `traffic:
+native` and strategy `ab`, each deployment has a variant, and a rollback changes weights. With
+strategy `guarded`, the endpoint has one variant. SageMaker replaces this variant while CloudWatch
+alarms guard the update. A rollback is then an update to the previous config.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from onnx_ops.adapters.aws import (
     read_access,
 )
 from onnx_ops.adapters.endpoints.cloud import CloudEndpoints
+from onnx_ops.adapters.endpoints.fleets import FleetEndpoints, TrafficModes
 from onnx_ops.adapters.endpoints.sagemaker_client import (
     IN_PROGRESS,
     NOT_FOUND,
@@ -43,6 +45,7 @@ from onnx_ops.adapters.endpoints.sagemaker_resources import PART_BYTES, Endpoint
 from onnx_ops.adapters.endpoints.sagemaker_scaling import VariantScaling
 from onnx_ops.adapters.endpoints.sagemaker_settings import read_sagemaker_settings
 from onnx_ops.adapters.endpoints.sagemaker_update import EndpointUpdate
+from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import (
     EndpointConfig,
@@ -58,14 +61,13 @@ from onnx_ops.errors import InfrastructureError, NotFoundError, OnnxOpsError, Us
 _ANSWERING = frozenset({"InService", "Updating", "SystemUpdating", "RollingBack"})
 
 
-class SageMakerEndpoints(CloudEndpoints):
+class SageMakerEndpoints(TrafficModes):
     """Endpoints of an AWS account, with `SageMakerSettings`.
 
     Nothing is stored in `folder`.
     """
 
     tools = plugins.EXTRAS["aws"]
-    metrics_plugin = "cloudwatch"
 
     def __init__(
         self,
@@ -74,6 +76,30 @@ class SageMakerEndpoints(CloudEndpoints):
         *,
         part_bytes: int = PART_BYTES,
     ) -> None:
+        native = SageMakerVariants(trusted, part_bytes=part_bytes)
+        super().__init__(
+            FleetEndpoints(native, _read_locations, _read_store_options, trusted), native
+        )
+
+
+def _read_locations(config: EndpointConfig) -> ReplicaSettings:
+    settings = read_sagemaker_settings(config.settings, where=config.endpoint)
+    return settings.locate(config.endpoint)
+
+
+def _read_store_options(config: EndpointConfig) -> Mapping[str, Any]:
+    """Return the options of s3fs for the account and region of an endpoint."""
+    access = read_access(config.settings)
+    region = {"client_kwargs": {"region_name": access.region}} if access.region else {}
+    return {**region, **({"profile": access.profile} if access.profile else {})}
+
+
+class SageMakerVariants(CloudEndpoints):
+    """Endpoints whose deployments are variants, and the fleets of `traffic: table`."""
+
+    metrics_plugin = "cloudwatch"
+
+    def __init__(self, trusted: Path | None = None, *, part_bytes: int = PART_BYTES) -> None:
         super().__init__(trusted)
         self._part_bytes = part_bytes
         self._clients: dict[AwsAccess, Clients] = {}
@@ -145,8 +171,9 @@ class SageMakerEndpoints(CloudEndpoints):
             EndpointResources(client, part_bytes=self._part_bytes),
         )
         fence.take(state)
-        for deployment in state.deployments:
-            resources.ensure_archive(deployment)
+        if not client.settings.is_table:
+            for deployment in state.deployments:
+                resources.ensure_archive(deployment)
         resources.ensure_definitions(layout)
         EndpointUpdate(client, fence, state.generation, is_rollback=is_rollback).move(layout)
         VariantScaling(client).apply(layout)

@@ -14,7 +14,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.adapters.aws import GUARDED_VARIANT, build_variant_name, is_valid_name
-from onnx_ops.adapters.endpoints.cloud import join_text, split_text
+from onnx_ops.adapters.endpoints.cloud import format_follower_variables, join_text, split_text
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
 from onnx_ops.config.server_options import format_option_variables
 from onnx_ops.domain.artifact import digest_bytes, digest_json, hex_digits
@@ -185,14 +185,18 @@ def _model_request(
     options = format_option_variables(settings)
     if trusted_keys:
         options[TRUSTED_KEYS_VARIABLE] = trusted_keys
+    container: dict[str, Any] = {"Image": settings.image}
+    if settings.is_table:
+        options |= format_follower_variables(
+            endpoint, settings.locate(endpoint), settings.image, trusted_keys
+        )
+    else:
+        archive = build_archive_key(settings.prefix, endpoint, deployment)
+        container["ModelDataUrl"] = f"s3://{settings.bucket}/{archive}"
+    container["Environment"] = encode_variables(deployment) | options
     request: dict[str, Any] = {
         "ExecutionRoleArn": settings.role,
-        "PrimaryContainer": {
-            "Image": settings.image,
-            "ModelDataUrl": f"s3://{settings.bucket}/"
-            f"{build_archive_key(settings.prefix, endpoint, deployment)}",
-            "Environment": encode_variables(deployment) | options,
-        },
+        "PrimaryContainer": container,
         "EnableNetworkIsolation": settings.isolated,
     }
     if settings.subnets:

@@ -159,7 +159,7 @@ class EndpointResources:
         configs = self._live_configs()
         models = {model for config in configs for model in self._models_of(config)}
         urls = [
-            str(self._client.describe_model(model)["PrimaryContainer"]["ModelDataUrl"])
+            str(self._client.describe_model(model)["PrimaryContainer"].get("ModelDataUrl", ""))
             for model in models
         ]
         archives = [url.removeprefix(f"s3://{self._bucket}/") for url in urls]

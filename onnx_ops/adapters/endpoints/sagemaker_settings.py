@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le, MaxLen, Unit
 
 from onnx_ops.adapters.aws import AwsAccess
+from onnx_ops.adapters.endpoints.table_settings import LeaseSettings, ReplicaSettings
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.quantities import Json, Pattern
 from onnx_ops.protocol.server_process import ContainerOptions
@@ -22,7 +23,7 @@ _Shift = Annotated[int, Ge(0), Le(50)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SageMakerSettings(AwsAccess, ContainerOptions):
+class SageMakerSettings(AwsAccess, LeaseSettings, ContainerOptions):
     """Settings of one endpoint, and options of its server; see docs/sagemaker.md.
 
     The limits of the values are those of SageMaker.
@@ -35,6 +36,7 @@ class SageMakerSettings(AwsAccess, ContainerOptions):
     image: Annotated[str, Pattern(r"\S{1,255}", "an image")]
     bucket: Annotated[str, Pattern(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", "the name of a bucket")]
     prefix: str = "onnx-ops"
+    traffic: Literal["table", "native"] = "table"
     strategy: Literal["ab", "guarded"] = "ab"
     instance_type: Annotated[
         str, Pattern(r"ml\.[a-z0-9-]+\.[a-z0-9-]+", "an instance type, such as ml.c6i.large")
@@ -68,6 +70,25 @@ class SageMakerSettings(AwsAccess, ContainerOptions):
     poll_interval: Annotated[float, Unit("s"), Ge(0), Le(600)] = 10.0
 
     @property
+    def is_table(self) -> bool:
+        """Whether the instances follow a table in the bucket."""
+        return self.traffic == "table"
+
+    def locate(self, endpoint: str) -> ReplicaSettings:
+        """Return the locations in the bucket that the instances of an endpoint follow.
+
+        Reports have a separate prefix, so that the containers' role can write there alone.
+        """
+        prefix = self.prefix.strip("/")
+        return ReplicaSettings(
+            control=f"s3://{self.bucket}/{prefix}/{endpoint}/control",
+            reports=f"s3://{self.bucket}/{prefix}-reports/{endpoint}",
+            replicas=self.min_instances if self.scaled else self.instance_count,
+            judge_timeout=self.judge_timeout,
+            lease=self.lease,
+        )
+
+    @property
     def serverless(self) -> bool:
         """Whether the endpoint has no instances."""
         return self.memory is not None
@@ -88,7 +109,7 @@ class SageMakerSettings(AwsAccess, ContainerOptions):
     @property
     def guarded(self) -> bool:
         """Whether SageMaker shifts the traffic and monitors alarms."""
-        return self.strategy == "guarded"
+        return self.is_table or self.strategy == "guarded"
 
     @property
     def scaled(self) -> bool:
@@ -128,6 +149,10 @@ def _find_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str
         ("min_instances", "needs max_instances", low > 0 and not settings.scaled),
         ("subnets", "set both subnets and security_groups, or neither",
          bool(settings.subnets) != bool(settings.security_groups)),
+        ("strategy", "strategy guarded requires `traffic: native`",
+         settings.is_table and settings.strategy == "guarded"),
+        ("traffic", "with network isolation, containers cannot read tables: set `traffic: native`",
+         settings.is_table and settings.isolated),
         ("strategy", "alarms, canary_percent and linear_percent require strategy guarded",
          not settings.guarded and (bool(settings.alarms) or is_shifted)),
         ("linear_percent", "excludes canary_percent",
@@ -145,6 +170,11 @@ def _find_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str
 def _find_serverless_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str]]:
     """Yield settings that SageMaker refuses for an endpoint without instances."""
     rules = (
+        (
+            "traffic",
+            "a serverless endpoint cannot follow a table: set `traffic: native`",
+            settings.is_table,
+        ),
         (
             "memory",
             "a serverless endpoint has one variant: strategy must be guarded",

@@ -37,6 +37,10 @@ SUBSCRIPTION, GROUP, WORKSPACE = "00000000-0000-0000-0000-000000000001", "group"
 TOKEN = "token-of-the-fake"  # noqa: S105 (it opens nothing)
 _PIN = "azureml-model-deployment"
 _MODEL_STATUS = "ms-azureml-model-error-statuscode"
+_OWN_HEADERS = frozenset(
+    {_PIN, "authorization", "connection", "content-length", "host", "transfer-encoding"}
+)
+"""Headers that the front end does not forward to a container."""
 _STRIDE = 37
 """Step between the percent values of consecutive requests.
 
@@ -117,6 +121,7 @@ class AzureCloud:
     def settings(self) -> Mapping[str, Json]:
         """Return the settings of an endpoint in this cloud."""
         return {
+            "traffic": "native",
             "subscription": SUBSCRIPTION,
             "resource_group": GROUP,
             "workspace": WORKSPACE,
@@ -246,19 +251,23 @@ class AzureCloud:
                 self.monitor.count(endpoint, chosen, 429, 0.0)
                 return refuse(429, "TooManyRequests", "All instances are busy.")
             self._running[place] += 1
-        headers = {"Content-Type": call.headers.get("content-type", "application/json")}
+        headers = {
+            name: value for name, value in call.headers.items() if name.lower() not in _OWN_HEADERS
+        }
         answer = node.invoke(call.body, headers)
         with self._lock:
             self._running[place] -= 1
         self.monitor.count(endpoint, chosen, answer.status, answer.seconds)
         for other in mirrored:
             other.invoke(call.body, headers)
+        fields = {name: v for name, v in answer.headers.items() if name.startswith("x-")}
+        fields[_PIN] = chosen
         if answer.status in (200, BROKEN):
-            return Reply(status=answer.status, body=answer.body, headers={_PIN: chosen})
+            return Reply(status=answer.status, body=answer.body, headers=fields)
         return Reply(
             status=MODEL_ERROR,
             body=answer.body,
-            headers={_PIN: chosen, _MODEL_STATUS: str(answer.status)},
+            headers={**fields, _MODEL_STATUS: str(answer.status)},
         )
 
     def _drawn(self, split: Mapping[str, int]) -> str | None:

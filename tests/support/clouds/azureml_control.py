@@ -15,7 +15,7 @@ from tests.support.clouds.azureml_blobs import Blobs
 from tests.support.clouds.azureml_registry import Registries
 from tests.support.clouds.azureml_resources import BUSY, Body, Operation, Resource, refuse, reply
 from tests.support.clouds.azureml_web import Call, Reply
-from tests.support.clouds.containers import Container, Containers, NotReadyError
+from tests.support.clouds.containers import ContainerPool, Containers, NotReadyError
 
 _NAME = re.compile(r"(?=.{3,32}\Z)[a-zA-Z]([-a-zA-Z0-9]*[a-zA-Z0-9])?")
 _ENDPOINT = re.compile(r"onlineEndpoints/(?P<name>[^/]+)")
@@ -84,7 +84,7 @@ class Control:
         The last split is in effect now.
         """
         self.mirrors: dict[str, dict[str, int]] = {}
-        self.nodes: dict[tuple[str, str], Container] = {}
+        self.nodes: dict[tuple[str, str], ContainerPool] = {}
         self.keys: dict[str, str] = {}
         self._url = url
         self._workspace = workspace
@@ -200,7 +200,8 @@ class Control:
             def forget() -> None:
                 for other in [p for p in self.resources if p == path or p.startswith(f"{path}/")]:
                     del self.resources[other]
-                self.nodes = {key: node for key, node in self.nodes.items() if key[0] != name}
+                for key in [key for key in self.nodes if key[0] == name]:
+                    self._containers.end(self.nodes.pop(key))
                 for kept in (self.routes, self.mirrors, self.keys):
                     kept.pop(name, None)
 
@@ -270,7 +271,8 @@ class Control:
 
             def forget() -> None:
                 self.resources.pop(path, None)
-                self.nodes.pop((endpoint, name), None)
+                if (pool := self.nodes.pop((endpoint, name), None)) is not None:
+                    self._containers.end(pool)
 
             return self._delete(there, forget)
         if call.method == "PATCH" and there is None:
@@ -294,6 +296,9 @@ class Control:
         def effect() -> tuple[str, str] | None:
             if call.method == "PUT":
                 return self._launched(resource, endpoint, name, before)
+            count = int((resource.body.get("sku") or {}).get("capacity", 1))
+            variables = resource.body["properties"].get("environmentVariables") or {}
+            self._containers.resize(self.nodes[endpoint, name], variables, count)
             resource.state = "Succeeded"
             resource.lags(self.conditions.lag, before)
             return None
@@ -324,14 +329,16 @@ class Control:
     ) -> tuple[str, str] | None:
         """Mount the model and start the container; return an error if that fails."""
         properties = resource.body["properties"]
-        shared = self.registries.files(str(properties["model"]))
-        copied = self._copied(str(properties["model"]).partition(f"{self._workspace}/")[2])
+        model = str(properties.get("model") or "")
+        shared = self.registries.files(model)
+        copied = self._copied(model.partition(f"{self._workspace}/")[2])
         files = shared or (copied[1] if copied else {})
         wanted = properties.get("environmentVariables") or {}
         try:
             if name in self.conditions.broken:
                 raise NotReadyError("broken on order")
-            self.nodes[endpoint, name] = self._containers.start(files, wanted)
+            count = int((resource.body.get("sku") or {}).get("capacity", 1))
+            self.nodes[endpoint, name] = self._containers.start(files, wanted, count)
         except NotReadyError as error:
             resource.state = "Failed"
             return "ContainerCrashed", f"User container has crashed or terminated: {error}"

@@ -14,12 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from onnx_ops.domain.artifact import digest_bytes, digest_json
+from onnx_ops.protocol.server_process import FOLLOW_VARIABLE
 from tests.support.ports import free_port
 
 START_S = 60.0
@@ -39,17 +40,19 @@ class Answer:
     body: bytes
     content_type: str
     seconds: float
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
     port: int
     process: subprocess.Popen[bytes]
+    log: Path
 
     def invoke(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         """Send POST /invocations, as the cloud's front end does."""
         began = time.monotonic()
-        status, kind = BROKEN, "application/json"
+        status, kind, fields = BROKEN, "application/json", dict[str, str]()
         data = json.dumps(
             {"error": {"code": "BadGateway", "message": "the container does not answer"}}
         ).encode()
@@ -58,8 +61,15 @@ class Container:
             connection.request("POST", "/invocations", body, dict(headers))
             response = connection.getresponse()
             kind = response.getheader("content-type", "application/octet-stream")
+            fields = {name.lower(): value for name, value in response.getheaders()}
             data, status = response.read(), response.status
-        return Answer(status=status, body=data, content_type=kind, seconds=time.monotonic() - began)
+        return Answer(
+            status=status,
+            body=data,
+            content_type=kind,
+            seconds=time.monotonic() - began,
+            headers=fields,
+        )
 
     def is_ready(self) -> bool:
         connection = http.client.HTTPConnection(_LOOPBACK, self.port, timeout=2)
@@ -71,6 +81,23 @@ class Container:
     def end(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
+
+
+@dataclass(slots=True, kw_only=True)
+class ContainerPool:
+    """The containers of one deployment, one of which answers each request.
+
+    A container with a model is shared by pools, and stands for all instances.
+    """
+
+    containers: list[Container]
+    turn: int = 0
+
+    def invoke(self, body: bytes, headers: Mapping[str, str]) -> Answer:
+        running = [one for one in self.containers if one.process.poll() is None]
+        chosen = running or self.containers
+        self.turn += 1
+        return chosen[self.turn % len(chosen)].invoke(body, headers)
 
 
 class Containers:
@@ -94,19 +121,60 @@ class Containers:
         self._port_variable = port_variable
         self._folder = Path(tempfile.mkdtemp(dir=folder, prefix="containers-"))
         self._running: dict[str, Container] = {}
+        self._followers: list[Container] = []
+        self.follower_environment: Mapping[str, str] = {}
+        """Variables of followers besides those of their model, such as the cloud's address."""
 
-    def start(self, files: Mapping[str, bytes], variables: Mapping[str, str]) -> Container:
-        """Start a container, or return the running one.
+    def start(
+        self, files: Mapping[str, bytes], variables: Mapping[str, str], count: int
+    ) -> ContainerPool:
+        """Start the containers of a deployment.
+
+        Without files, `count` new containers follow tables. With files, one container is started,
+        or the running one is returned.
 
         Raises:
             NotReadyError: the container does not answer its ping.
         """
+        if FOLLOW_VARIABLE in variables:
+            pool = ContainerPool(containers=[])
+            self.resize(pool, variables, count)
+            return pool
         key = digest_json(
             [{name: digest_bytes(data) for name, data in files.items()}, dict(variables)]
         )
         found = self._running.get(key)
         if found is not None and found.process.poll() is None:
-            return found
+            return ContainerPool(containers=[found])
+        container = self._launch(files, variables)
+        self._wait_until_ready([container])
+        self._running[key] = container
+        return ContainerPool(containers=[container])
+
+    def resize(self, pool: ContainerPool, variables: Mapping[str, str], count: int) -> None:
+        """Start or end followers until the pool has `count`.
+
+        Raises:
+            NotReadyError: one of them does not answer its ping.
+        """
+        if FOLLOW_VARIABLE not in variables:
+            return
+        for container in pool.containers[count:]:
+            container.end(signal.SIGTERM)
+        del pool.containers[count:]
+        given = {**self.follower_environment, **variables}
+        started = [self._launch({}, given) for _ in range(count - len(pool.containers))]
+        self._wait_until_ready(started)
+        self._followers += started
+        pool.containers += started
+
+    def end(self, pool: ContainerPool) -> None:
+        """End the followers of a pool."""
+        for container in pool.containers:
+            if container in self._followers:
+                container.end(signal.SIGTERM)
+
+    def _launch(self, files: Mapping[str, bytes], variables: Mapping[str, str]) -> Container:
         place, port = Path(tempfile.mkdtemp(dir=self._folder)), free_port()
         (place / "model").mkdir()
         for name, data in files.items():
@@ -130,25 +198,26 @@ class Containers:
                 env=environment,
                 start_new_session=True,
             )
-        container, deadline = (
-            Container(port=port, process=process),
-            time.monotonic() + self.startup_s,
-        )
-        while time.monotonic() < deadline and process.poll() is None:
-            if container.is_ready():
-                self._running[key] = container
-                return container
-            time.sleep(0.02)
-        container.end(signal.SIGKILL)
-        process.wait()
-        raise NotReadyError(
-            (place / "log").read_text(encoding="utf-8", errors="replace").strip()[-400:]
-        )
+        return Container(port=port, process=process, log=place / "log")
+
+    def _wait_until_ready(self, started: Sequence[Container]) -> None:
+        """Wait until all containers answer their ping; end all of them if one does not."""
+        deadline = time.monotonic() + self.startup_s
+        for container in started:
+            while not container.is_ready():
+                if time.monotonic() >= deadline or container.process.poll() is not None:
+                    for other in started:
+                        other.end(signal.SIGKILL)
+                        other.process.wait()
+                    text = container.log.read_text(encoding="utf-8", errors="replace")
+                    raise NotReadyError(text.strip()[-400:])
+                time.sleep(0.02)
 
     def stop(self) -> None:
-        for container in self._running.values():
+        containers = [*self._running.values(), *self._followers]
+        for container in containers:
             container.end(signal.SIGTERM)
-        for container in self._running.values():
+        for container in containers:
             try:
                 container.process.wait(timeout=10)
             except subprocess.TimeoutExpired:

@@ -32,6 +32,7 @@ SETTINGS: Mapping[str, Json] = {
     "image": f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/onnx-ops:1",
     "bucket": BUCKET,
     "region": REGION,
+    "traffic": "native",
     "poll_interval": "0 s",
     "timeout": "2 min",
 }

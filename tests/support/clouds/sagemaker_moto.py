@@ -14,9 +14,10 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qs
 
-from tests.support.clouds.containers import Answer, Container, Containers, NotReadyError
+from tests.support.clouds.containers import Answer, ContainerPool, Containers, NotReadyError
 from tests.support.clouds.iam import ROLE, Request, container, is_allowed
-from tests.support.clouds.sagemaker_parts import ACCOUNT, REGION
+from tests.support.clouds.sagemaker_parts import ACCOUNT, REGION, Fleet, Variant
+from tests.support.must import must
 
 _NAMESPACE = "AWS/SageMaker"
 _PRINCIPAL = "sagemaker.amazonaws.com"
@@ -58,27 +59,17 @@ class Moto:
         targets = get_backend("applicationautoscaling")[ACCOUNT][REGION].targets
         return any(resource in by_resource for by_resource in targets.values())
 
-    def start(self, model: Mapping[str, Any]) -> Container:
-        """Start the container of a model.
+    def start(self, model: Mapping[str, Any], count: int) -> ContainerPool:
+        """Start the containers of a model.
 
         Raises:
-            NotReadyError: it does not start; the error has SageMaker's message.
+            NotReadyError: a container does not start; the error has SageMaker's message.
         """
         described = model["PrimaryContainer"]
-        archive = self._object(described["ModelDataUrl"])
-        if archive is None:
-            raise NotReadyError("could not download its model data.")
-        try:
-            with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as packed:
-                streams = {member.name: packed.extractfile(member) for member in packed}
-                files = {
-                    name: stream.read() for name, stream in streams.items() if stream is not None
-                }
-        except (tarfile.TarError, OSError, EOFError) as error:
-            raise NotReadyError("Failed to extract model data archive from URL.") from error
+        url = described.get("ModelDataUrl")
         try:
             return self._containers.start(
-                files, {**described.get("Environment", {}), "ONNX_OPS_SERVE_WORKERS": "1"}
+                {} if url is None else self._unpack(url), _variables(described), count
             )
         except NotReadyError as error:
             checked = (
@@ -86,6 +77,30 @@ class Moto:
                 "endpoint."
             )
             raise NotReadyError(f"{checked} {error}") from error
+
+    def resize(self, model: Mapping[str, Any], variant: Variant) -> None:
+        """Start or end followers until the variant has its number of instances."""
+        described = model["PrimaryContainer"]
+        self._containers.resize(must(variant.containers), _variables(described), variant.count)
+
+    def end(self, fleet: Fleet) -> None:
+        """End the followers of a fleet."""
+        for variant in fleet.production:
+            if variant.containers is not None:
+                self._containers.end(variant.containers)
+
+    def _unpack(self, url: str) -> dict[str, bytes]:
+        archive = self._object(url)
+        if archive is None:
+            raise NotReadyError("could not download its model data.")
+        try:
+            with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as packed:
+                streams = {member.name: packed.extractfile(member) for member in packed}
+                return {
+                    name: stream.read() for name, stream in streams.items() if stream is not None
+                }
+        except (tarfile.TarError, OSError, EOFError) as error:
+            raise NotReadyError("Failed to extract model data archive from URL.") from error
 
     def count(self, endpoint: str, variant: str, answer: Answer) -> None:
         """Record the metrics that SageMaker reports to CloudWatch for one invocation."""
@@ -118,6 +133,10 @@ class Moto:
             return None
         value: bytes = found.value
         return value
+
+
+def _variables(container: Mapping[str, Any]) -> dict[str, str]:
+    return {**container.get("Environment", {}), "ONNX_OPS_SERVE_WORKERS": "1"}
 
 
 def teach_percentiles() -> None:

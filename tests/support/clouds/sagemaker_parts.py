@@ -9,11 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.clouds.containers import ContainerPool
+
 ACCOUNT, REGION = "123456789012", "us-east-1"
 CALLER = "AKIACALLER"
-"""Access key of a client with the role that runs onnx-ops.
+"""Access key of a client with the role that runs onnx-ops."""
+CONTAINER = "AKIACONTAINER"
+"""Access key of the containers, with their role.
 
-Every other key has all permissions.
+Every other key than these two has all permissions.
 """
 
 
@@ -37,7 +41,7 @@ class Variant:
     count: int
     instance_type: str | None
     serverless: dict[str, Any] | None
-    container: Any = None
+    containers: ContainerPool | None = None
 
 
 @dataclass(slots=True)

@@ -74,7 +74,9 @@ class Plane:
                 f"Could not assume role {request['ExecutionRoleArn']}. "
                 "Please ensure that the role exists."
             )
-        url = request["PrimaryContainer"]["ModelDataUrl"]
+        url = request["PrimaryContainer"].get("ModelDataUrl")
+        if url is None:
+            return self._keep(self._models, "model", "Model", name, request)
         if self._around.lacks(
             request["ExecutionRoleArn"], "s3:GetObject", f"arn:aws:s3:::{url.removeprefix('s3://')}"
         ):
@@ -263,6 +265,7 @@ class Plane:
         if endpoint.pending is None:
             for variant in endpoint.fleet.production:
                 variant.weight = variant.desired_weight
+                self._around.resize(self._models[variant.model], variant)
             endpoint.reason = ""
             self._turn(endpoint, "InService", 0)
             return
@@ -277,6 +280,7 @@ class Plane:
             endpoint.pending = None
             self._turn(endpoint, "UpdateRollbackFailed", 0)
             return
+        self._around.end(endpoint.fleet)
         endpoint.fleet, endpoint.pending, endpoint.reason = endpoint.pending, None, ""
         self._turn(endpoint, "InService", 0)
 
@@ -285,6 +289,7 @@ class Plane:
         self._turn(endpoint, "InService", 0)
 
     def _after_Deleting(self, endpoint: Endpoint) -> None:  # noqa: N802
+        self._around.end(endpoint.fleet)
         del self.endpoints[endpoint.name]
         self.tags.pop(arn_of("endpoint", endpoint.name), None)
 
@@ -299,7 +304,7 @@ class Plane:
         for variant in fleet.production:
             model = self._get(self._models, "model", variant.model)
             try:
-                variant.container = self._around.start(model)
+                variant.containers = self._around.start(model, variant.count)
             except Exception as error:
                 raise Invalid(
                     f"The primary container for production variant {variant.name} {error}"

@@ -19,16 +19,30 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.clouds.containers import START_S, Answer, Containers
-from tests.support.clouds.iam import Request, caller, is_allowed
+from tests.support.clouds.iam import Request, caller, container, is_allowed
 from tests.support.clouds.sagemaker_actions import requests_of
 from tests.support.clouds.sagemaker_faults import Fault, Start, answer_json, deny, fail
 from tests.support.clouds.sagemaker_moto import Moto, policy_answer, policy_question
-from tests.support.clouds.sagemaker_parts import CALLER, Fleet, Invalid, Variant
+from tests.support.clouds.sagemaker_parts import (
+    CALLER,
+    CONTAINER,
+    REGION,
+    Fleet,
+    Invalid,
+    Variant,
+)
 from tests.support.clouds.sagemaker_plane import Plane
 from tests.support.clouds.sagemaker_wire import Wire
+from tests.support.must import must
 
 _LOOPBACK = "127.0.0.1"
 _MOST_BYTES = 6_291_456
+_ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
+_FORWARDED = {
+    "HTTP_ACCEPT": "accept",
+    "HTTP_X_AMZN_SAGEMAKER_CUSTOM_ATTRIBUTES": _ATTRIBUTES,
+    "HTTP_X_AMZN_SAGEMAKER_INFERENCE_ID": "X-Amzn-SageMaker-Inference-Id",
+}
 
 
 @dataclass(slots=True)
@@ -122,12 +136,17 @@ class Fake:
 
     def _forbidden(self, environ: dict[str, Any]) -> Request | None:
         """Return the first permission that the client lacks, if any."""
-        if f"Credential={CALLER}/" not in environ.get("HTTP_AUTHORIZATION", ""):
+        signature = environ.get("HTTP_AUTHORIZATION", "")
+        if f"Credential={CONTAINER}/" in signature:
+            # While containers start, the control plane is locked: they call S3 alone.
+            asked, statements = requests_of(environ, {}), container()
+        elif f"Credential={CALLER}/" in signature:
+            with self.plane.lock:
+                asked, statements = requests_of(environ, self.plane.tags), caller()
+        else:
             return None
-        with self.plane.lock:
-            asked = requests_of(environ, self.plane.tags)
         for request in asked:
-            if not is_allowed(caller(), request):
+            if not is_allowed(statements, request):
                 self._denied.append(f"{request.action} {request.resource}")
                 return request
         return None
@@ -181,9 +200,13 @@ class Fake:
                 start, error.status, {"message": str(error)}, {"x-amzn-ErrorType": error.code}
             )
         headers = {"content-type": environ.get("CONTENT_TYPE", "application/json")}
-        answer: Answer = variant.container.invoke(body, headers)
+        # The front end forwards no other header of a caller.
+        headers |= {name: environ[key] for key, name in _FORWARDED.items() if key in environ}
+        answer: Answer = must(variant.containers).invoke(body, headers)
         self.around.count(endpoint, variant.name, answer)
         fields = {"x-Amzn-Invoked-Production-Variant": variant.name}
+        if (attributes := answer.headers.get(_ATTRIBUTES.lower())) is not None:
+            fields[_ATTRIBUTES] = attributes
         if answer.status != 200:
             document = {
                 "OriginalStatusCode": answer.status,
@@ -287,8 +310,16 @@ def serve(folder: Path) -> None:
 
     server = make_server(_LOOPBACK, 0, fake, threaded=True, request_handler=Handler)
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
+    url = f"http://{_LOOPBACK}:{server.server_port}"
+    fake.containers.follower_environment = {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": CONTAINER,
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": REGION,
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
     address = folder / "url.tmp"
-    address.write_text(f"http://{_LOOPBACK}:{server.server_port}", encoding="utf-8")
+    address.write_text(url, encoding="utf-8")
     address.rename(folder / "url")
     try:
         server.serve_forever()

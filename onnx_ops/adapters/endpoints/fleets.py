@@ -1,0 +1,309 @@
+"""Cloud endpoints whose instances follow signed routing tables, as replicas do.
+
+The cloud runs a *fleet*: one deployment of our image without a model. All that changes in a rollout
+is a table in object storage. The cloud's control plane is only needed to create the fleet, and to
+change its settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.adapters.endpoints.replicas import ADOPT_S, ReplicaEndpoints
+from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings
+from onnx_ops.domain.artifact import Digest, digest_bytes, digest_json
+from onnx_ops.domain.endpoint import (
+    Deployment,
+    EndpointConfig,
+    EndpointServer,
+    EndpointState,
+    OrphanedResource,
+    ServerMemory,
+    TrafficSplit,
+)
+from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.rollout_observations import GenerationCounts
+from onnx_ops.domain.target import Diagnosis, Target
+from onnx_ops.errors import AlarmRollbackError, InfrastructureError, OnnxOpsError, UserError
+from onnx_ops.ports import EndpointProvider, MetricsSource, Signer
+from onnx_ops.protocol.replica_tables import ReplicaTable, TableNumber
+
+FLEET = "main"
+"""Name of the one deployment of a fleet."""
+
+
+def build_fleet_state(config: EndpointConfig, settings: ReplicaSettings) -> EndpointState:
+    """Return the state that the cloud's own provider keeps: one deployment without a model.
+
+    Its digests are those of the locations. Another location is another fleet.
+    """
+    fleet = Deployment(
+        name=FLEET,
+        model=config.endpoint,
+        version="1",
+        variant="",
+        release=digest_bytes(b""),
+        manifest=digest_json([settings.control, settings.reports]),
+    )
+    return EndpointState(deployments=(fleet,), split=TrafficSplit(weights={FLEET: 100}))
+
+
+class FleetEndpoints(ReplicaEndpoints):
+    """Provider for endpoints with `traffic: table` in a cloud.
+
+    Args:
+        machines: the cloud's own provider, which runs the fleet as a deployment.
+        read: returns the locations and the number of instances of an endpoint.
+        read_options: returns the options of the object store's client.
+        trusted: folder of the trusted public keys.
+    """
+
+    def __init__(
+        self,
+        machines: EndpointProvider,
+        read: Callable[[EndpointConfig], ReplicaSettings],
+        read_options: Callable[[EndpointConfig], Mapping[str, Any]],
+        trusted: Path | None = None,
+    ) -> None:
+        super().__init__(trusted=trusted)
+        self._machines = machines
+        self._read = read
+        self._read_options = read_options
+
+    def read_settings(self, config: EndpointConfig) -> ReplicaSettings:
+        """Return the locations, and how many instances should run."""
+        return self._read(config)
+
+    def read_store_options(self, config: EndpointConfig) -> Mapping[str, Any]:
+        """Return the options with which the client of the object store is created."""
+        return self._read_options(config)
+
+    def validate_settings(self, settings: Mapping[str, Json]) -> None:
+        """Validate settings; raises UserError."""
+        self._machines.validate_settings(settings)
+
+    def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
+        """Refuse other locations, since tables and models stay at the former ones."""
+        old, new = self.read_settings(before), self.read_settings(after)
+        for name in ("control", "reports"):
+            if (was := getattr(old, name)) != (desired := getattr(new, name)):
+                raise UserError(
+                    f"{name} of an existing endpoint cannot be changed from {was} to {desired}",
+                    where=after.endpoint,
+                    remedy="Change the setting back, or delete the endpoint with "
+                    f"`onnx-ops delete {after.endpoint}` and run again.",
+                )
+        self._machines.validate_change(before, after)
+
+    def place(self, config: EndpointConfig) -> str:
+        """Return the endpoint's location in the cloud."""
+        return self._machines.place(config)
+
+    def address(self, config: EndpointConfig) -> str | None:
+        """Return the address of the cloud's endpoint."""
+        return self._machines.address(config)
+
+    def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
+        """Return the error of missing credentials, without a request."""
+        return self._machines.find_missing_requirement(config)
+
+    def observe(self, config: EndpointConfig) -> EndpointState | None:
+        """Return the state of the newest table, and how the fleet differs from its settings.
+
+        The result is None if the fleet does not serve.
+        """
+        fleet = self._machines.observe(config)
+        state = None if fleet is None else super().observe(config)
+        if fleet is None or state is None:
+            return None
+        return replace(state, drift=(*state.drift, *self._list_drift(config, fleet)))
+
+    def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        """Create the fleet or change its settings where needed, and publish the state.
+
+        New instances are in service only after they have adopted a table. Therefore the table comes
+        first if the fleet does not serve.
+        """
+        fleet = self._machines.observe(config)
+        if fleet is None:
+            self._publish_once(config, state, generation)
+            self._change_fleet(config, generation)
+        else:
+            if any(self._list_drift(config, fleet)):
+                self._change_fleet(config, generation)
+            self._publish_once(config, state, generation)
+        self._wait_until_adopted(config, TableNumber(generation), ADOPT_S)
+
+    def _list_drift(self, config: EndpointConfig, fleet: EndpointState) -> Iterator[str]:
+        desired = build_fleet_state(config, self.read_settings(config))
+        if not fleet.is_equivalent(desired):
+            yield "the endpoint runs other containers than those of its settings"
+        yield from fleet.drift
+
+    def _change_fleet(self, config: EndpointConfig, generation: int) -> None:
+        """Bring the fleet to its settings; the cloud replaces instances without an outage.
+
+        Raises:
+            InfrastructureError: an alarm reverted the change. The served versions are not the
+                cause, so no release is rejected.
+        """
+        fleet = build_fleet_state(config, self.read_settings(config))
+        try:
+            self._machines.apply(config, fleet, generation=generation)
+        except AlarmRollbackError as error:
+            raise InfrastructureError(
+                error.what,
+                where=error.where,
+                why=error.why,
+                remedy="Change the settings that caused it, such as `image`: this change is not "
+                "tried again.",
+            ) from error
+
+    def _wait_until_loaded(
+        self, config: EndpointConfig, table: ReplicaTable, expected: int
+    ) -> None:
+        """Wait until every registered replica has loaded a table.
+
+        Without an instance that reports, there is nothing to wait for: new instances read the
+        newest table before they are in service.
+        """
+        if any(one.is_live for one in self.list_replicas(config)):
+            super()._wait_until_loaded(config, table, expected)
+
+    def remove(self, config: EndpointConfig) -> None:
+        """Delete the fleet, and then tables, models and reports."""
+        self._machines.remove(config)
+        super().remove(config)
+
+    def list_orphans(
+        self, config: EndpointConfig, needed: frozenset[Digest]
+    ) -> tuple[OrphanedResource, ...]:
+        """List the cloud's resources of earlier settings."""
+        return tuple(self._machines.list_orphans(config, needed))
+
+    def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
+        """Delete an orphan; raise ConflictError if the endpoint uses it again."""
+        self._machines.delete_orphan(config, orphan)
+
+
+class TrafficModes(EndpointProvider):
+    """Provider whose setting `traffic` selects how an endpoint's traffic is routed.
+
+    With `table`, the default, the instances follow a table in object storage. With `native`, the
+    cloud routes by its own weights.
+    """
+
+    def __init__(self, table: EndpointProvider, native: EndpointProvider) -> None:
+        self._table = table
+        self.native = native
+
+    def _select(self, settings: Mapping[str, Json] | None) -> EndpointProvider:
+        return self.native if (settings or {}).get("traffic") == "native" else self._table
+
+    def sign_with(self, signer: Callable[[], Signer | None]) -> None:
+        """Give both providers the function that returns the signer of tables."""
+        self._table.sign_with(signer)
+        self.native.sign_with(signer)
+
+    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
+        """Return the capabilities of an endpoint with these settings."""
+        return self._select(settings).capabilities(settings)
+
+    def metrics(self, settings: Mapping[str, Json] | None = None) -> MetricsSource:
+        """Return the counts that the instances report, or the metrics service of the cloud."""
+        return self._select(settings).metrics(settings)
+
+    def validate_settings(self, settings: Mapping[str, Json]) -> None:
+        """Validate settings; raises UserError."""
+        self._select(settings).validate_settings(settings)
+
+    def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
+        """Refuse a change of `traffic`, and what the selected provider refuses."""
+        provider = self._select(after.settings)
+        if self._select(before.settings) is not provider:
+            was, desired = ("native", "table") if provider is self._table else ("table", "native")
+            raise UserError(
+                f"traffic of an existing endpoint cannot be changed from {was} to {desired}",
+                where=after.endpoint,
+                remedy=f"Set `traffic: {was}`, or delete the endpoint with `onnx-ops delete "
+                f"{after.endpoint}` and run again.",
+            )
+        provider.validate_change(before, after)
+
+    def explain_unservable(self, target: Target) -> str:
+        """Return why the image cannot run models of the target; empty if it can."""
+        return self.native.explain_unservable(target)
+
+    def place(self, config: EndpointConfig) -> str:
+        """Return the endpoint's location in the cloud."""
+        return self.native.place(config)
+
+    def observe(self, config: EndpointConfig) -> EndpointState | None:
+        """Return the endpoint's state, and how it differs from its settings."""
+        return self._select(config.settings).observe(config)
+
+    def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        """Bring the endpoint to a state."""
+        self._select(config.settings).apply(config, state, generation=generation)
+
+    def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        """Give all traffic to the previous version."""
+        self._select(config.settings).roll_back(config, state, generation=generation)
+
+    def confirm_rollout(self, config: EndpointConfig) -> None:
+        """Let a candidate keep its traffic."""
+        self._select(config.settings).confirm_rollout(config)
+
+    def address(self, config: EndpointConfig) -> str | None:
+        """Return the address of the cloud's endpoint."""
+        return self.native.address(config)
+
+    def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:
+        """Return the instances that report; none with `traffic: native`."""
+        return self._select(config.settings).list_servers(config)
+
+    def list_memory(self, config: EndpointConfig) -> Sequence[ServerMemory]:
+        """Return the memory of the instances that report; none with `traffic: native`."""
+        return self._select(config.settings).list_memory(config)
+
+    def count_by_server(
+        self, config: EndpointConfig, servers: Collection[str], deployments: Collection[str]
+    ) -> Sequence[GenerationCounts]:
+        """Return the counts of instances; none with `traffic: native`."""
+        return self._select(config.settings).count_by_server(config, servers, deployments)
+
+    def forget_server(self, config: EndpointConfig, name: str) -> None:
+        """No longer wait for an instance."""
+        self._select(config.settings).forget_server(config, name)
+
+    def list_orphans(
+        self, config: EndpointConfig, needed: frozenset[Digest]
+    ) -> Sequence[OrphanedResource]:
+        """Return the cloud's resources that are not needed any more."""
+        return self.native.list_orphans(config, needed)
+
+    def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
+        """Delete an orphan; raise ConflictError if the endpoint uses it again."""
+        self.native.delete_orphan(config, orphan)
+
+    def remove(self, config: EndpointConfig) -> None:
+        """Delete the endpoint, and everything that onnx-ops stored for it."""
+        self._select(config.settings).remove(config)
+
+    def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
+        """Return the error of missing credentials, without a request."""
+        return self.native.find_missing_requirement(config)
+
+    def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:
+        """Check what the cloud needs; with `traffic: table`, check locations and instances too."""
+        yield from self.native.diagnose(endpoints)
+        followers = {
+            name: settings
+            for name, settings in endpoints.items()
+            if self._select(settings) is self._table
+        }
+        if followers:
+            yield from self._table.diagnose(followers)

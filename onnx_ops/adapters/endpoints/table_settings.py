@@ -1,0 +1,80 @@
+"""Settings of endpoints whose servers follow signed routing tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le, Unit, doc
+
+from onnx_ops.config.binding import bind_settings
+from onnx_ops.domain.quantities import Json
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: settings inherit from several dataclasses
+class LeaseSettings:
+    """Settings of the time for which a replica serves without the object store."""
+
+    judge_timeout: Annotated[
+        float,
+        Unit("s"),
+        Ge(0),
+        Le(604_800),
+        doc(
+            "Time without a reconciliation of the rollout after which a candidate loses its "
+            "traffic; 0 s: never."
+        ),
+    ] = 1800.0
+    lease: Annotated[
+        Literal["serve", "leave"],
+        doc(
+            "What a replica does that could not read the store for 30 s: "
+            "`serve` the stable version, or `leave`: refuse requests."
+        ),
+    ] = "serve"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings(LeaseSettings):
+    """Settings of an endpoint whose servers follow tables.
+
+    `control` and `reports` are URLs for fsspec, or paths.
+    """
+
+    control: Annotated[
+        str,
+        doc("Location of tables and models, which replicas read: s3://bucket/prefix or a folder."),
+    ]
+    reports: Annotated[
+        str, doc("Location of the reports, which replicas write; with separate rights.")
+    ]
+    replicas: Annotated[int, Ge(1), Le(10_000), doc("Number of replicas that should run.")] = 1
+    address: Annotated[str, doc("Address that clients call, such as that of a load balancer.")] = ""
+
+
+def read_replica_settings(values: Mapping[str, Json], where: str = "") -> ReplicaSettings:
+    """Return the settings of an endpoint whose replicas users start.
+
+    Raises:
+        SettingsError: they are wrong or contradict each other.
+    """
+    return bind_settings(
+        values,
+        ReplicaSettings,
+        where=where,
+        rules=lambda settings: find_overlap(settings.control, settings.reports),
+    )
+
+
+def find_overlap(control: str, reports: str) -> Iterator[tuple[str, str]]:
+    """Yield an error if replicas that write reports could also write tables."""
+    control, reports = control.rstrip("/"), reports.rstrip("/")
+    if control == reports or control.startswith(f"{reports}/") or reports.startswith(f"{control}/"):
+        yield (
+            "reports",
+            (
+                "must be neither a parent nor a subfolder of `control`, because replicas write to "
+                "`reports` and must not write tables"
+            ),
+        )

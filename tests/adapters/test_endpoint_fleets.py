@@ -1,0 +1,272 @@
+"""Endpoints with `traffic: table` on the fakes of both clouds.
+
+Their instances are real followers with real servers.
+"""
+
+from __future__ import annotations
+
+import threading
+import urllib.error
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.adapters.endpoints.fleets import TrafficModes
+from onnx_ops.adapters.files import FsspecObjects, LocalObjects
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.errors import InfrastructureError, UserError
+from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite
+from tests.adapters.fleet_site import (
+    AzureFleet,
+    FleetSite,
+    SageMakerFleet,
+    open_azure_fleet,
+    open_sagemaker_fleet,
+    with_settings,
+)
+from tests.adapters.test_endpoint_replicas import disturbed_objects
+from tests.support.clouds.sagemaker import FakeSageMaker, client
+from tests.support.extras import require
+from tests.support.processes import until
+
+require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed")
+
+pytestmark = pytest.mark.services
+
+QUIET = {"taken_back": "", "stuck": "", "quota": "", "lag": 0, "reads": 2}
+
+
+@pytest.fixture
+def amazon(
+    sagemaker: FakeSageMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SageMakerFleet]:
+    for name, value in sagemaker.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
+    sagemaker.reset()
+    sagemaker.behave(**QUIET)
+    with open_sagemaker_fleet(sagemaker, tmp_path) as site:
+        yield site
+    sagemaker.reset()
+    assert sagemaker.denied() == []
+
+
+@pytest.fixture
+def azure(tmp_path: Path) -> Iterator[AzureFleet]:
+    with open_azure_fleet(tmp_path) as site:
+        yield site
+
+
+@pytest.fixture(params=["sagemaker", "azureml"])
+def fleet(request: pytest.FixtureRequest) -> FleetSite:
+    """Return a site whose endpoint serves blue, and then green to half of the users."""
+    site: FleetSite = request.getfixturevalue("amazon" if request.param == "sagemaker" else "azure")
+    site.apply(1, blue=100)
+    site.apply(2, blue=50, green=50)
+    return site
+
+
+class Load:
+    """A client that sends requests without a pause, and records failures."""
+
+    def __init__(self, site: FleetSite) -> None:
+        self.answered = 0
+        self.failed: list[str] = []
+        self._site = site
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(0.01):
+            try:
+                self._site.invoke("loader")
+                self.answered += 1
+            except urllib.error.URLError as error:
+                self.failed.append(str(error))
+
+
+def test_fleet_keeps_users_on_their_version_and_counts_their_feedback(fleet: FleetSite) -> None:
+    fleet.provider.confirm_rollout(fleet.config)
+    users = [f"user {number};%" for number in range(40)]
+    first = {user: fleet.invoke(user) for user in users}
+    assert {answer.deployment for answer in first.values()} == {"blue", "green"}
+    assert all(
+        answer.factor == (2.0 if answer.deployment == "blue" else 3.0) for answer in first.values()
+    )
+    again = [fleet.invoke(user).deployment for _ in range(3) for user in users]
+    assert again == [answer.deployment for answer in first.values()] * 3
+    fleet.report({answer.token: answer.deployment == "green" for answer in first.values()})
+    expected = Counter(answer.deployment for answer in first.values())
+    source = fleet.provider.metrics(fleet.config.settings)
+
+    def read_feedback() -> dict[str, tuple[int, int]]:
+        tallies = source.read(fleet.config, {"blue": None, "green": None}).sum_tallies()
+        return {name: (tally.feedback, tally.successes) for name, tally in tallies.items()}
+
+    counts = {"blue": (expected["blue"], 0), "green": (expected["green"], expected["green"])}
+    until(lambda: read_feedback() == counts)
+
+
+def test_fleet_step_and_rollback_change_nothing_in_the_control_plane(fleet: FleetSite) -> None:
+    before = fleet.count_changes()
+    fleet.apply(3, blue=10, green=90)
+    fleet.provider.roll_back(fleet.config, fleet.state(blue=100), generation=4)
+    assert fleet.count_changes() == before
+    assert {fleet.invoke(f"user-{number}").deployment for number in range(10)} == {"blue"}
+    until(lambda: not fleet.observed().stragglers)
+
+
+def test_fleet_with_other_image_is_replaced_without_failed_request(fleet: FleetSite) -> None:
+    fleet.apply(3, blue=100)
+    with Load(fleet) as load:
+        with_settings(fleet, image=f"{fleet.config.settings['image']}-new")
+        assert any("mage" in line for line in fleet.drift())
+        fleet.apply(4, blue=100)
+    assert load.failed == []
+    assert load.answered > 10
+    assert fleet.drift() == []
+
+    def list_images() -> set[str]:
+        servers = fleet.provider.list_servers(fleet.config)
+        return {one.image for one in servers if one.state == "reports"}
+
+    until(lambda: list_images() == {str(fleet.config.settings["image"])})
+    for orphan in fleet.provider.list_orphans(fleet.config, frozenset()):
+        fleet.provider.delete_orphan(fleet.config, orphan)
+    assert not fleet.provider.list_orphans(fleet.config, frozenset())
+    assert fleet.invoke("anna").deployment == "blue"
+
+
+def test_fleet_with_changed_traffic_or_location_is_refused(azure: AzureFleet) -> None:
+    changed = replace(azure.config, settings={**azure.config.settings, "traffic": "native"})
+    moved = replace(azure.config, settings={**azure.config.settings, "control": "/elsewhere"})
+    for after, name in ((changed, "traffic"), (moved, "control")):
+        with pytest.raises(UserError, match=f"{name} of an existing endpoint"):
+            azure.provider.validate_change(azure.config, after)
+
+
+def test_fleet_update_reverted_by_alarm_rejects_no_release(amazon: SageMakerFleet) -> None:
+    cloudwatch = client(amazon.fake, "cloudwatch")
+    cloudwatch.put_metric_alarm(
+        AlarmName="errors",
+        MetricName="Invocation5XXErrors",
+        Namespace="AWS/SageMaker",
+        Period=60,
+        EvaluationPeriods=1,
+        Threshold=1,
+        ComparisonOperator="GreaterThanThreshold",
+        Statistic="Sum",
+    )
+    cloudwatch.set_alarm_state(AlarmName="errors", StateValue="OK", StateReason="a test")
+    with_settings(amazon, alarms=["errors"])
+    amazon.apply(1, blue=100)
+    with_settings(amazon, image="registry.example/onnx-ops:bad")
+    amazon.fake.behave(taken_back="alarm errors fired")
+    with pytest.raises(InfrastructureError):
+        amazon.apply(2, blue=100)
+    assert amazon.invoke("anna").deployment == "blue"
+    assert amazon.observed().is_equivalent(amazon.state(blue=100))
+
+
+STATUSES = ("InService", "Updating", "UpdateRollbackFailed", "Failed", "Creating", "Deleted")
+
+
+def bring_to(site: SageMakerFleet, status: str) -> None:
+    """Bring the endpoint to a status of SageMaker, as an interrupted change of settings does."""
+    fake, sagemaker = site.fake, client(site.fake, "sagemaker")
+    if status == "InService":
+        return
+    if status in ("Failed", "Creating", "Deleted"):
+        config = site.describe()["EndpointConfigName"]
+        arn = site.describe()["EndpointArn"]
+        tags = sagemaker.list_tags(ResourceArn=arn)["Tags"]
+        sagemaker.delete_endpoint(EndpointName=site.name)
+        until(lambda: site.read_status() == "Deleted")
+        if status == "Deleted":
+            return
+        fake.startup(0.0 if status == "Failed" else 60.0)
+        fake.behave(reads=1 if status == "Failed" else 200)
+        sagemaker.create_endpoint(EndpointName=site.name, EndpointConfigName=config, Tags=tags)
+    else:
+        fake.behave(
+            stuck="no capacity" if status == "UpdateRollbackFailed" else "",
+            reads=1 if status == "UpdateRollbackFailed" else 200,
+        )
+        config = site.describe()["EndpointConfigName"]
+        other = sagemaker.describe_endpoint_config(EndpointConfigName=config)
+        sagemaker.create_endpoint_config(
+            EndpointConfigName="other", ProductionVariants=other["ProductionVariants"]
+        )
+        sagemaker.update_endpoint(EndpointName=site.name, EndpointConfigName="other")
+    until(lambda: site.read_status() == status)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("status", STATUSES)
+def test_fleet_rollback_in_any_status_reaches_stable_version(
+    amazon: SageMakerFleet, status: str
+) -> None:
+    """A rollback needs no control plane; the next application restores the fleet."""
+    amazon.apply(1, blue=100)
+    amazon.apply(2, blue=90, green=10)
+    bring_to(amazon, status)
+    amazon.fake.fault()
+    amazon.provider.roll_back(amazon.config, amazon.state(blue=100), generation=3)
+    assert amazon.count_changes() == 0
+    amazon.fake.behave(**QUIET)
+    amazon.fake.startup(60.0)
+    amazon.open_again()
+    if status == "Creating":  # SageMaker ends the creation
+        until(lambda: amazon.read_status() != "Creating")
+    amazon.apply(4, blue=100)
+    assert amazon.observed().is_equivalent(amazon.state(blue=100))
+    assert {amazon.invoke(f"user-{number}").deployment for number in range(10)} == {"blue"}
+
+
+@pytest.mark.nightly
+class TestFleets(EndpointProviderSuite):
+    """The endpoint suite on the fakes of both clouds."""
+
+    site: FleetSite
+
+    @pytest.fixture(params=["sagemaker", "azureml"])
+    def made(self, request: pytest.FixtureRequest) -> FleetSite:
+        fixture = "amazon" if request.param == "sagemaker" else "azure"
+        self.site = request.getfixturevalue(fixture)
+        return self.site
+
+    @pytest.fixture
+    def provider(self, made: FleetSite) -> TrafficModes:
+        return made.provider
+
+    @pytest.fixture
+    def config(self, made: FleetSite) -> EndpointConfig:
+        return made.config
+
+    @pytest.fixture
+    def deployments(self, made: FleetSite) -> tuple[Deployment, Deployment]:
+        return made.blue, made.green
+
+    @pytest.fixture
+    def chosen(self) -> Callable[[Iterable[int]], Sequence[int]]:
+        # The suite of replicas disturbs every call. Later calls only read the reports.
+        return lambda requests: list(requests)[:7:3]
+
+    def disturbed(self, fault: Disturbance, at: int = 0) -> AbstractContextManager[Sized]:
+        is_remote = isinstance(self.site, SageMakerFleet)
+        return disturbed_objects(FsspecObjects if is_remote else LocalObjects, fault, at)
+
+    def scale(self, address: str, *, user: str | None = None) -> float:
+        return self.site.invoke(user or "anna").factor
