@@ -69,7 +69,7 @@ class FleetSite(EndpointSite):
     def make_provider(self, keys: Path) -> TrafficModes: ...
 
     @abstractmethod
-    def invoke(self, user: str) -> Answer:
+    def invoke(self, user: str, body: bytes = REQUEST) -> Answer:
         """Send a request as a client of this cloud does.
 
         Raises:
@@ -103,9 +103,9 @@ class SageMakerFleet(FleetSite):
     def make_provider(self, keys: Path) -> TrafficModes:
         return SageMakerEndpoints(None, keys)
 
-    def invoke(self, user: str) -> Answer:
+    def invoke(self, user: str, body: bytes = REQUEST) -> Answer:
         attributes = f"user={quote(user)}"
-        answer = self._invoke(REQUEST, "application/json", CustomAttributes=attributes)
+        answer = self._invoke(body, "application/json", CustomAttributes=attributes)
         fields = dict(part.split("=", 1) for part in answer["CustomAttributes"].split(";"))
         return Answer(
             deployment=fields["deployment"],
@@ -170,12 +170,12 @@ class AzureFleet(FleetSite):
     def make_provider(self, keys: Path) -> TrafficModes:
         return AzureEndpoints(self.folder / "state", keys, policy=POLICY)
 
-    def invoke(self, user: str) -> Answer:
-        answer, body = self._post("/invocations", REQUEST, {USER_KEY_HEADER: user})
+    def invoke(self, user: str, body: bytes = REQUEST) -> Answer:
+        answer, data = self._post("/invocations", body, {USER_KEY_HEADER: user})
         return Answer(
             deployment=answer.headers[DEPLOYMENT_HEADER],
             token=answer.headers.get(FEEDBACK_HEADER, ""),
-            factor=float(json.loads(body)["predictions"]["y"][0][0]),
+            factor=float(json.loads(data)["predictions"]["y"][0][0]),
         )
 
     def report(self, successes: Mapping[str, bool]) -> None:
