@@ -298,3 +298,16 @@ def test_ledger_state_with_damaged_record_of_seen_head_ignores_that_record(tmp_p
     (storage.seen / f"{ENDPOINT}.json").write_text("{")
     cut_tail(storage)
     assert storage.open(seen=True).state(ENDPOINT).head == LENGTH - 2
+
+
+@pytest.mark.parametrize(("endpoint", "sequence"), [(ENDPOINT, LENGTH - 1), ("other", LENGTH)])
+def test_decode_of_entry_under_other_name_raises_corrupt_state_error(
+    tmp_path: Path, endpoint: str, sequence: int
+) -> None:
+    """The chain detects most exchanged entries too; a single object shows its own name."""
+    from onnx_ops.adapters.ledgers.chain import decode
+
+    data = Storage(tmp_path).path(LENGTH).read_bytes()
+    assert decode(ENDPOINT, LENGTH, data).chained.entry.sequence == LENGTH
+    with pytest.raises(CorruptStateError, match="another endpoint or number"):
+        decode(endpoint, sequence, data)

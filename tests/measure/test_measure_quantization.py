@@ -11,6 +11,7 @@ from onnx import helper, numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.evidence import WeightMeasurement
+from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.quantization import measure_activations, measure_weights
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.pipeline.stages.quantize import _select_unseen
@@ -100,6 +101,7 @@ def samples(seed: int) -> Any:
 
 def with_levels(folder: Path, levels: Any) -> tuple[Path, Path]:
     """Write the perceptron with levels (8, 16) in place of its first weight."""
+    folder.mkdir(exist_ok=True)
     source, derived = write_perceptron(folder / "source.onnx"), folder / "derived.onnx"
     model = read_model(source)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -164,6 +166,25 @@ def test_measure_weights_of_plain_rounding_or_without_rows_omits_output_error(
         is None
     )
     assert measured_weights(tmp_path, np.floor).output_error is None
+
+
+def test_measure_weights_with_one_weight_of_unknown_origin_raises_measurement_error(
+    tmp_path: Path,
+) -> None:
+    """Other weights that can be compared do not hide it."""
+    source, derived = with_levels(tmp_path, np.rint)
+    model = read_model(derived)
+    for name, array in (("stray_quantized", np.ones((3, 5), np.int8)), ("stray_scale", SCALE)):
+        model.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
+    model.graph.node.insert(
+        0, helper.make_node("DequantizeLinear", ["stray_quantized", "stray_scale"], ["stray"])
+    )
+    model.graph.node.insert(1, helper.make_node("Identity", ["stray"], ["used"]))
+    model.graph.output.append(helper.make_tensor_value_info("used", 1, (3, 5)))
+    write_model(model, derived)
+    assert measured_weights(tmp_path / "plain", np.rint).tensor == "first.weight"
+    with pytest.raises(MeasurementError, match="stray"):
+        measure_weights(source, derived)
 
 
 def test_measure_weights_with_unused_levels_reports_stretch(tmp_path: Path) -> None:

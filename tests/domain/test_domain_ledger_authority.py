@@ -1,0 +1,58 @@
+"""Entries that need no signature because they only restore what was granted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
+from onnx_ops.domain.ledger import ReleaseState
+from onnx_ops.domain.ledger_authority import explain_grant
+from onnx_ops.domain.rollout import Action, ActionKind, Roles
+from onnx_ops.domain.rollout_policy import RolloutPolicy
+from tests.domain.test_domain_ledger import folded, intent, version
+
+STABLE, CANDIDATE, OTHER = version(1), version(2), version(3)
+ROLES = Roles(stable=STABLE, candidate=CANDIDATE, step=0)
+
+
+@pytest.fixture
+def state() -> ReleaseState:
+    """Return an endpoint in the first step of a rollout."""
+    return replace(folded(), roles=ROLES, policy=RolloutPolicy(steps=(0.1, 0.5, 1.0)))
+
+
+def restore(roles: Roles, **weights: int) -> Action:
+    """Return an action of upkeep after which these roles hold."""
+    deployments = tuple(d for d in (roles.stable, roles.candidate) if d is not None)
+    split = TrafficSplit(weights=weights)
+    return Action(
+        kind=ActionKind.RESTORE,
+        state=EndpointState(deployments=deployments, split=split),
+        roles=roles,
+        why="the endpoint lost its state",
+    )
+
+
+def test_explain_grant_of_upkeep_with_same_roles_is_empty(state: ReleaseState) -> None:
+    assert explain_grant(state, intent(restore(ROLES, v1=90, v2=10))) == ""
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        replace(ROLES, stable=OTHER),
+        replace(ROLES, stable=CANDIDATE, candidate=None),
+        replace(ROLES, candidate=OTHER),
+        replace(ROLES, candidate=None),
+        replace(ROLES, step=1),
+    ],
+    ids=["stable", "finished", "candidate", "ended", "step"],
+)
+def test_explain_grant_of_upkeep_with_other_roles_requires_signature(
+    state: ReleaseState, roles: Roles
+) -> None:
+    """The state itself stays as granted; only the recorded roles differ."""
+    action = replace(restore(ROLES, v1=90, v2=10), roles=roles)
+    assert explain_grant(state, intent(action)) == "begins restore"
