@@ -1,7 +1,7 @@
 #!/bin/sh
 # Make the environment that the image runs: install.sh REQUIREMENT CONSTRAINTS VENV REPORTS. The Dockerfiles and their
 # tests call it. REQUIREMENT is the project's folder, or `--requirement=FILE` with a line that names its wheel.
-# What it holds is the wheel with its extra `serve`, at the versions of CONSTRAINTS, and nothing else.
+# What it holds is the wheel with its extras `serve`, `s3` and `blob`, at the versions of CONSTRAINTS, and nothing else.
 # REPORTS is a folder for pip's report, which holds the hash of everything that it installed.
 set -eu
 requirement=$1
@@ -12,6 +12,6 @@ mkdir -p "$reports"
 python3 -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-cache-dir --quiet "$@"; }
 pip wheel --no-deps --wheel-dir "$reports" "$requirement"
-pip install --report "$reports/installed.json" --constraint "$constraints" "$(echo "$reports"/*.whl)[serve]"
+pip install --report "$reports/installed.json" --constraint "$constraints" "$(echo "$reports"/*.whl)[blob,s3,serve]"
 pip uninstall --yes setuptools pip
 "$venv/bin/python" -m compileall -q -j 0 "$venv/lib"

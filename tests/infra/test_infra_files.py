@@ -157,7 +157,7 @@ def test_image_installs_wheel_with_serve_extra() -> None:
         if "install " in line
     ]
     (command,) = [line for line in installs if line.startswith("pip install")]
-    assert command.endswith('--constraint "$constraints" "$(echo "$reports"/*.whl)[serve]"')
+    assert command.endswith('--constraint "$constraints" "$(echo "$reports"/*.whl)[blob,s3,serve]"')
     assert not list((INFRA / "docker").glob("*requirements*"))
 
 

@@ -48,7 +48,18 @@ Status: deinstall ok config-files
 Architecture: amd64
 Version: 1
 """
-NEVER_INSTALLED = ("pip", "mlflow", "prefect", "fastapi", "sqlalchemy", "boto3", "azure", "sklearn")
+NEVER_INSTALLED = (
+    "pip",
+    "mlflow",
+    "prefect",
+    "fastapi",
+    "sqlalchemy",
+    "boto3",
+    "azure.ai",
+    "sklearn",
+)
+FOLLOWER_CLIENTS = ("s3fs", "adlfs")
+"""Clients of object stores, which a container that follows tables needs."""
 NEVER_LOADED = ("pydantic", "onnx", "scipy", "cryptography", "rich", "typer", "httpx", "fsspec")
 
 
@@ -178,7 +189,8 @@ def test_serving_image_contains_no_platform_and_loads_few_modules(installed: Pat
     code = (
         "import importlib.util, sys, onnx_ops.serving.container, onnx_ops.serving.workers.worker;"
         f"print([name for name in {NEVER_INSTALLED!r} if importlib.util.find_spec(name)],"
-        f"[name for name in {NEVER_LOADED!r} if name in sys.modules])"
+        f"[name for name in {NEVER_LOADED!r} if name in sys.modules],"
+        f"[name for name in {FOLLOWER_CLIENTS!r} if not importlib.util.find_spec(name)])"
     )
     done = subprocess.run(
         [f"{installed}/bin/python", "-P", "-c", code],
@@ -188,7 +200,7 @@ def test_serving_image_contains_no_platform_and_loads_few_modules(installed: Pat
         check=False,
         cwd="/",
     )
-    assert done.stdout.strip() == "[] []", done.stderr
+    assert done.stdout.strip() == "[] [] []", done.stderr
 
 
 def test_base_image_is_pinned_by_digest() -> None:
