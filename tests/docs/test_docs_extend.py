@@ -175,7 +175,7 @@ def _find_enum(schema: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("max_increase: 2%, max: 0.5", "max_drop: 2%", "of mape, lower is better"),
+        ("max_increase: 2%, max: 0.5", "max_drop: 2%", "for mape, lower is better"),
         ("name: mape", "name: mapa", "did you mean 'mape'"),
         ("node_count, max: 3", "node_count", "missing key 'max'"),
         ("node_count, max: 3", "node_counts, max: 3", "did you mean 'node_count'"),

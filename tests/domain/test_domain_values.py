@@ -140,7 +140,7 @@ def test_endpoint_state_with_repeated_or_missing_deployment_raises_value_error()
         EndpointState(
             deployments=(fileless_deployment("v1"), fileless_deployment("v1")), split=whole
         )
-    with pytest.raises(ValueError, match="do not exist"):
+    with pytest.raises(ValueError, match="missing deployments"):
         EndpointState(deployments=(fileless_deployment("v2"),), split=whole)
 
 

@@ -153,7 +153,7 @@ def test_trees_of_unsupported_estimator_or_model_are_absent(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("nodes_truenodeids", 0, "not a tree"),
+        ("nodes_truenodeids", 0, "malformed"),
         ("class_nodeids", 10_000, "a leaf that does not exist"),
         ("class_ids", 1 << 40, "outputs"),
         ("nodes_modes", b"BRANCH_EQ", "split of mode BRANCH_EQ"),
