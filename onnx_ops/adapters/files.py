@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from typing_extensions import override
 
 from onnx_ops.adapters.retry import wait_until
-from onnx_ops.errors import ConflictError, RefusedError, ServiceUnavailableError
+from onnx_ops.errors import ConflictError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.file_locks import try_lock
 from onnx_ops.plugins import imported, missing_package
 from onnx_ops.scratch import (
@@ -366,6 +366,13 @@ class FsspecObjects(ObjectStore):
             )
         except ImportError as error:
             raise missing_package(imported(error), where=self.place, why=str(error)) from error
+        except ValueError as error:  # adlfs refuses a URL without an account, for example
+            raise UserError(
+                "the object store cannot be opened",
+                where=self.place,
+                why=str(error),
+                remedy="Check the URL of the location, and the credentials of this process.",
+            ) from error
         self._has_folders = parts.scheme not in _WITHOUT_FOLDERS
         self._deadline_s = deadline_s
         if deadline_s is not None:

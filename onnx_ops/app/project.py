@@ -160,17 +160,19 @@ def _machine_findings(
         if stage.kind is not StageKind.DEPLOY:
             continue
         config, _ = binding(stage)
-        for part in (project.context.provider(config.provider), project.context.metrics(config)):
-            lack = part.find_missing_requirement(config)
+        parts = (project.context.provider(config.provider), project.context.metrics(config))
+        lacks = [lack for part in parts if (lack := part.find_missing_requirement(config))]
+        for lack in lacks:
             # A provider and its metrics source can have the same requirement.
-            if lack is not None and lack.what not in seen:
+            if lack.what not in seen:
                 seen.add(lack.what)
                 findings.append(
                     Issue(_location(pipeline, stage), lack.without_place(), environment=True)
                 )
+        # Without credentials, the servers' reports cannot be read.
         findings += [
             Issue(_location(pipeline, stage), text, environment=True)
-            for text in find_memory_shortages(project.context, config)
+            for text in (() if lacks else find_memory_shortages(project.context, config))
         ]
     return findings
 

@@ -20,7 +20,7 @@ from onnx_ops.adapters.files import (
     exclusive_lock,
     open_objects,
 )
-from onnx_ops.errors import ConflictError, MissingPackageError, ServiceUnavailableError
+from onnx_ops.errors import ConflictError, MissingPackageError, ServiceUnavailableError, UserError
 from onnx_ops.scratch import TEMPORARY, durable_file
 from tests.support.lock_holder import run_lock_holder
 
@@ -230,3 +230,8 @@ def test_exclusive_lock_while_holder_lives_raises_conflict_error(tmp_path: Path)
         process.kill()
         with exclusive_lock(lock, 60, where="here"):
             pass
+
+
+def test_open_objects_of_url_without_account_raises_user_error() -> None:
+    with pytest.raises(UserError, match="abfs://container@/x: the object store cannot be opened"):
+        open_objects("abfs://container@/x", options={"anon": False})

@@ -42,12 +42,22 @@ def test_list_capabilities_depends_on_metrics_source(
     assert list_capabilities(open_project(tmp_path), entry) == able
 
 
+BY_USER = {"shadow", "sticky", "feedback"}
+
+
 @pytest.mark.parametrize("provider", ["sagemaker", "azureml"])
 @pytest.mark.parametrize("metrics", [{}, PROMETHEUS], ids=["its own", "ours by prometheus"])
-def test_list_capabilities_of_cloud_endpoint_excludes_shadow_and_sticky(
-    tmp_path: Path, provider: str, metrics: dict[str, str]
+@pytest.mark.parametrize(("traffic", "expected"), [("native", set()), ("table", BY_USER)])
+def test_list_capabilities_of_cloud_endpoint_has_users_with_table_only(
+    tmp_path: Path, provider: str, metrics: dict[str, str], traffic: str, expected: set[str]
 ) -> None:
-    entry = Deploy(endpoint="digits", provider=provider, target="cpu", metrics=metrics)
+    entry = Deploy(
+        endpoint="digits",
+        provider=provider,
+        target="cpu",
+        metrics=metrics,
+        settings={"traffic": traffic},
+    )
     able = list_capabilities(open_project(tmp_path), entry)
     assert "split" in able
-    assert not able & {"shadow", "sticky", "feedback"}
+    assert able & BY_USER == expected

@@ -100,7 +100,7 @@ def test_list_champions_with_names_selects_pipelines_or_models(tmp_path: Path) -
         == len(list_champions(scene.context, (MODEL,)))
         == 1
     )
-    with pytest.raises(UserError, match=f"have one: {MODEL}, p"):
+    with pytest.raises(UserError, match=f"with a champion: {MODEL}, p"):
         list_champions(scene.context, ("p", "q"))
 
 

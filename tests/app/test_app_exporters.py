@@ -45,8 +45,8 @@ def test_select_environment_uses_requirements_of_exporter_or_pipeline() -> None:
     ("env", "expected"),
     [
         (Environment(), "no requirements"),
-        (Environment(isolated=False, requirements=("a",)), "installs nothing"),
-        (Environment(isolated=False, python="3.12"), "installs nothing"),
+        (Environment(isolated=False, requirements=("a",)), "installs no packages"),
+        (Environment(isolated=False, python="3.12"), "installs no packages"),
     ],
 )
 def test_select_environment_with_empty_or_conflicting_settings_raises_error(

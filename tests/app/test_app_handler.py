@@ -121,7 +121,7 @@ def test_execute_of_run_that_abandons_endpoint_raises_refused_error(tmp_path: Pa
         pipeline=pipeline, targets={}, plan=Plan(pipeline="p", stages=(register,))
     )
     project = Project(settings=load_settings(tmp_path), context=context)
-    with pytest.raises(RefusedError, match="e would be left behind") as caught:
+    with pytest.raises(RefusedError, match="e would run unmanaged") as caught:
         execute(project, prepared)
     assert caught.value.exit_code == 5
     assert context.ledger.state("e").config == config

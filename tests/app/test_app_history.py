@@ -100,7 +100,7 @@ def test_record_commit_with_uncommitted_changes_records_nothing(
 ) -> None:
     (root / "file.txt").write_text("not committed")
     record_commit(root, store, summary(store))
-    assert "Nothing is recorded" in find_base(root, store, PIPELINE, "main").why
+    assert "No measurement is recorded" in find_base(root, store, PIPELINE, "main").why
 
 
 @pytest.mark.parametrize("error", [OSError("no space"), ServiceUnavailableError("no answer")])

@@ -210,7 +210,7 @@ def test_remote_stage_with_other_store_raises_error_naming_both(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"settings": {"revision": 0}}, "revision of the stage is 1 here, 0 is required"),
+        ({"settings": {"revision": 0}}, "revision of the stage is 1 here, but 0 is required"),
         ({"tools": {"scikit-learn": "0.1"}}, "0.1 is required"),
         ({"tools": {"python": "2.7"}}, "2.7 is required"),
         ({"kind": StageKind.GATE}, "a worker does not execute gate stages"),

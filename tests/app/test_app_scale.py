@@ -134,7 +134,7 @@ def test_prepare_reads_endpoints_of_other_files_once_until_changed(
         prepare(project, file, until=StageKind.GATE)
     assert counts["parsed"] == 1 + 2
     files[0].write_text(files[0].read_text().replace("endpoint: e0", "endpoint: e4"))
-    with pytest.raises(Exception, match="endpoint 'e4' belongs to"):
+    with pytest.raises(Exception, match="endpoint 'e4' is already declared in"):
         prepare(project, files[4])
 
 

@@ -595,7 +595,8 @@ _SAGEMAKER = (
 _AZURE = (
     "provider: azureml, settings: {subscription: 00000000-0000-0000-0000-000000000001, "
     "resource_group: g, workspace: w, instance_type: Standard_DS3_v2, "
-    "image: 'registry.example/i:1', control: abfs://c@a/t, reports: abfs://r@a/t}, rollout"
+    "image: 'registry.example/i:1', control: abfs://c@a.dfs.core.windows.net/t, "
+    "reports: abfs://r@a.dfs.core.windows.net/t}, rollout"
 )
 MACHINE = (
     Mistake(

@@ -44,6 +44,7 @@ AZURE: Mapping[str, Json] = {
     "workspace": "workspace",
     "image": "registry.example/onnx-ops:1",
     "instance_type": "Standard_DS3_v2",
+    "traffic": "native",
 }
 REMEDIES = {"sagemaker": "AWS_PROFILE", "region": "AWS_DEFAULT_REGION", "azureml": "az login"}
 COMMANDS = {

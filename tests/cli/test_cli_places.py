@@ -203,7 +203,7 @@ def test_doctor_reports_workers_of_each_pool(
     assert found["pool boards"].found == (
         "board-7-4711 takes benchmark, search; aarch64, Cortex-A76, 4 cores, 8 GB; "
         "ONNX Runtime 1.31.1 with CPUExecutionProvider; onnx-ops 0.1.0\n"
-        "old runs, but has published no description"
+        "old is running, but has published no description of its machine"
     )
     states = {check: (one.ok, one.absent) for check, one in found.items()}
     assert states == {

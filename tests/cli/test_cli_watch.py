@@ -152,7 +152,7 @@ def test_webhooks_repair_of_changed_webhook_restores_it(server: str, tmp_path: P
         client.update_webhook(
             webhook.webhook_id, status="DISABLED", events=["registered_model.created"]
         )
-        assert ours.check().problem == "wrong: events, disabled"
+        assert ours.check().problem == "wrong settings: events, disabled"
         repaired = must(ours.repair(SECRET))
         assert (repaired.did, repaired.ok) == (("events", "disabled"), True)
         client.update_webhook(webhook.webhook_id, secret="another secret of length")  # noqa: S106 (of a test)
