@@ -57,7 +57,7 @@ def test_bind_endpoint_with_changed_place_requires_abandon_reason(
 def test_require_no_orphans_with_dropped_endpoint_requires_abandon_reason(scene: Scene) -> None:
     configs = [replace(here(), endpoint="numbers")]
     pipeline = here().pipeline
-    with pytest.raises(RefusedError, match="digits would be left behind"):
+    with pytest.raises(RefusedError, match="digits would run unmanaged"):
         require_no_orphans(scene.context, pipeline, configs)
     require_no_orphans(scene.context, "another", configs)
     require_no_orphans(scene.context, pipeline, [*configs, here()])

@@ -81,7 +81,7 @@ def test_write_off_server_records_reason_and_ends_server(scene: Scene, servers: 
 @pytest.mark.parametrize(
     ("name", "reason", "error", "text"),
     [
-        ("r1", "gone", RefusedError, "replica r1 reports"),
+        ("r1", "gone", RefusedError, "replica r1 still reports"),
         ("r9", "gone", NotFoundError, "Silent replicas: r3"),
         ("r3", " ", UserError, "needs a reason"),
     ],
