@@ -46,7 +46,6 @@ def amazon(
 ) -> Iterator[SageMakerFleet]:
     for name, value in sagemaker.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
     sagemaker.reset()
     sagemaker.behave(**QUIET)
     with open_sagemaker_fleet(sagemaker, tmp_path) as site:
