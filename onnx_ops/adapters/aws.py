@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Le, Unit
 
@@ -25,6 +25,8 @@ from onnx_ops.errors import (
     UserError,
 )
 from onnx_ops.plugins import absent, require
+
+T = TypeVar("T")
 
 Clients = Callable[[str], Any]
 """Function that returns boto3's client for the name of a service.
@@ -213,8 +215,8 @@ def translate_errors(where: str) -> Iterator[None]:
         ) from error
 
 
-def create_once(send: Callable[[], object]) -> None:
-    """Call `send` to create an S3 object, unless the object exists.
+def write_conditionally(send: Callable[[], T]) -> T | None:
+    """Return the answer to a conditional write to S3; None if the condition does not hold.
 
     S3 can refuse both of two concurrent writers, and then requests a retry.
     """
@@ -222,14 +224,16 @@ def create_once(send: Callable[[], object]) -> None:
 
     raced = ("ConditionalRequestConflict", "409")
     try:
-        retry(
+        return retry(
             send,
             lambda error: isinstance(error, ClientError) and get_error_code(error) in raced,
             _ATTEMPTS,
         )
     except ClientError as error:
-        if get_error_code(error) not in ("PreconditionFailed", "412"):
+        # `NoSuchKey` answers a condition on an object that was deleted meanwhile.
+        if get_error_code(error) not in ("PreconditionFailed", "412", "NoSuchKey"):
             raise
+        return None
 
 
 def describe_alarms(cloudwatch: Any, names: Sequence[str]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ NAMES = some.from_regex(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*", fullmatch=T
         ({"memory": "1500 MiB", "strategy": "guarded"}, "multiple of 1 GiB"),
         (
             {"memory": "2 GiB", "strategy": "guarded", "subnets": ["a"], "security_groups": ["b"]},
-            "no VPC",
+            "does not support a VPC",
         ),
         ({"alarms": ["errors"]}, "require strategy guarded"),
         ({"strategy": "guarded", "canary_percent": 60}, "must be at most 50"),

@@ -113,7 +113,7 @@ def test_sagemaker_update_with_firing_alarm_is_refused_but_rollback_succeeds(
     site.apply(2, alarmed, green=100)
     alarm_is(site, "ALARM")
     site.fake.fault()
-    with pytest.raises(InfrastructureError, match="alarm failing fires"):
+    with pytest.raises(InfrastructureError, match="alarm failing is firing"):
         site.apply(3, alarmed, blue=100)
     assert updates(site) == 0
     site.provider.roll_back(alarmed, site.state(blue=100, green=0), generation=4)
@@ -187,7 +187,7 @@ def test_sagemaker_apply_without_quota_raises_error_with_remedy(site: Site) -> N
     )
     with pytest.raises(InfrastructureError, match="quota") as caught:
         site.apply(1, config_of("quota"), blue=100)
-    assert "Service Quotas" in caught.value.remedy
+    assert "higher quota" in caught.value.remedy
 
 
 def test_sagemaker_apply_during_other_update_waits_for_its_end(site: Site) -> None:

@@ -27,6 +27,7 @@ from onnx_ops.adapters.endpoints.fleets import FleetEndpoints, TrafficModes
 from onnx_ops.adapters.endpoints.sagemaker_client import (
     IN_PROGRESS,
     NOT_FOUND,
+    EndpointClaim,
     GenerationFence,
     SageMakerClient,
 )
@@ -56,7 +57,7 @@ from onnx_ops.domain.endpoint import (
 )
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Diagnosis
-from onnx_ops.errors import InfrastructureError, NotFoundError, OnnxOpsError, UserError
+from onnx_ops.errors import InfrastructureError, OnnxOpsError, UserError
 
 _ANSWERING = frozenset({"InService", "Updating", "SystemUpdating", "RollingBack"})
 
@@ -126,32 +127,41 @@ class SageMakerVariants(CloudEndpoints):
         return find_missing_credentials(read_access(config.settings), where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return the endpoint's state; during an update, the state before the update."""
+        """Return the endpoint's state; during an update, the state before the update.
+
+        An idle endpoint costs two requests: its description, and the claim. The config's name
+        contains the digest of the settings and the endpoint's name, so it proves both.
+        """
         client = self._connect(config)
         try:
             description = client.describe()
-            if (
-                description is None
-                or description["EndpointStatus"] not in _ANSWERING
-                or not client.is_ours(description)
-            ):
+            if description is None or description["EndpointStatus"] not in _ANSWERING:
                 return None
-            claimed = GenerationFence(client).latest()
-            if description["EndpointStatus"] != "InService":
-                return _read_state(client, description, claimed)
-            drift = tuple(VariantScaling(client).drift(description))
-            if claimed is not None:
-                layout = self._layout(client, claimed)
-                if layout.has_config(description["EndpointConfigName"]) and has_weights(
-                    description, layout.weights
-                ):
-                    return replace(claimed, drift=drift)
-            state = _read_state(client, description, claimed)
-            if state is None:
+            claim = GenerationFence(client).read()
+            is_idle = description["EndpointStatus"] == "InService"
+            if is_idle and claim is not None and self._shows(client, description, claim):
+                return replace(claim.state, drift=_list_scaling_drift(client, description, claim))
+            if not client.is_ours(description):
                 return None
-            return replace(state, drift=(*self._config_drift(client, description, state), *drift))
+            state = _read_state(client, description, claim)
+            if state is None or not is_idle:
+                return state
+            drift = (
+                *self._config_drift(client, description, state),
+                *_list_scaling_drift(client, description, claim),
+            )
+            return replace(state, drift=drift)
         except InfrastructureError:
             return None
+
+    def _shows(
+        self, client: SageMakerClient, description: Mapping[str, Any], claim: EndpointClaim
+    ) -> bool:
+        """Return whether an endpoint in service has the claimed config and weights."""
+        layout = self._layout(client, claim.state)
+        return layout.has_config(description["EndpointConfigName"]) and has_weights(
+            description, layout.weights
+        )
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Upload archives, create models and a config, and update the endpoint to it.
@@ -160,45 +170,78 @@ class SageMakerVariants(CloudEndpoints):
             AlarmRollbackError: an alarm reverted the update to the state, now or in an earlier
                 attempt.
         """
-        self._apply(self._connect(config), replace(state, generation=generation))
-
-    def _apply(
-        self, client: SageMakerClient, state: EndpointState, *, is_rollback: bool = False
-    ) -> None:
-        layout = self._layout(client, state)
-        fence, resources = (
-            GenerationFence(client),
-            EndpointResources(client, part_bytes=self._part_bytes),
-        )
+        client, state = self._connect(config), replace(state, generation=generation)
+        layout, fence = self._layout(client, state), GenerationFence(client)
+        before = fence.read()
         fence.take(state)
-        if not client.settings.is_table:
-            for deployment in state.deployments:
-                resources.ensure_archive(deployment)
-        resources.ensure_definitions(layout)
-        EndpointUpdate(client, fence, state.generation, is_rollback=is_rollback).move(layout)
+        if before is not None and _is_weight_step(client, before, state, layout):
+            update = EndpointUpdate(client, fence, generation)
+            if update.shift(layout.weights, is_known=True, layout=layout):
+                return
+        self._reach(client, fence, state, layout)
+
+    def _reach(
+        self,
+        client: SageMakerClient,
+        fence: GenerationFence,
+        state: EndpointState,
+        layout: EndpointLayout,
+        *,
+        is_rollback: bool = False,
+    ) -> None:
+        """Bring the endpoint to a claimed state, whatever its status is."""
+        resources = EndpointResources(client, part_bytes=self._part_bytes)
+
+        def prepare() -> None:
+            if not client.settings.is_table:
+                for deployment in state.deployments:
+                    resources.ensure_archive(deployment)
+            resources.ensure_definitions(layout)
+
+        update = EndpointUpdate(client, fence, state.generation, is_rollback=is_rollback)
+        update.move(layout, prepare)
         VariantScaling(client).apply(layout)
-        fence.check(state.generation)
-        fence.delete_older(state.generation)
+        fence.settle(state.generation, reached=layout.config_name)
         if client.settings.guarded:
-            fence.record_reached(layout.config_name)
+            fence.end_update(layout.config_name)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Change only the weights if the deployment is a variant; otherwise call `apply`."""
+        """Change only the weights if the deployment is a variant; otherwise deploy it alone.
+
+        If the claim shows that the endpoint has the variant, the weights are requested before the
+        endpoint is described.
+        """
         client = self._connect(config)
         fence, state = GenerationFence(client), replace(state, generation=generation)
-        claimed = fence.latest()
+        claim = fence.read()
         if (
-            claimed is None
-            or claimed.find_deployment(state.leader()) is None
+            claim is None
+            or claim.state.find_deployment(state.leader()) is None
             or client.settings.guarded
         ):
-            self._apply(client, drop_idle_deployments(state), is_rollback=True)
+            self._deploy_alone(client, fence, state)
             return
-        fence.take(build_rollback_state(claimed, state))
-        try:
-            EndpointUpdate(client, fence, generation).shift(build_variant_name(state.leader().name))
-        except NotFoundError:  # the last claim did not lead to an update
-            self._apply(client, build_rollback_state(claimed, state), is_rollback=True)
+        goal = build_rollback_state(claim.state, state)
+        is_due = not (claim.settled and claim.state.is_equivalent(goal))
+        fence.take(goal)
+        update = EndpointUpdate(client, fence, generation)
+        weights = {build_variant_name(n): float(w) for n, w in goal.split.weights.items()}
+        if update.shift(weights, is_known=bool(claim.reached), is_due=is_due):
+            fence.settle(generation)
+        else:
+            self._deploy_alone(client, fence, goal)
+
+    def _deploy_alone(
+        self, client: SageMakerClient, fence: GenerationFence, state: EndpointState
+    ) -> None:
+        """Deploy the goal of a rollback without idle deployments.
+
+        An idle deployment can be the one that prevents the endpoint from starting.
+        """
+        state = drop_idle_deployments(state)
+        layout = self._layout(client, state)
+        fence.take(state)
+        self._reach(client, fence, state, layout, is_rollback=True)
 
     def address(self, config: EndpointConfig) -> str | None:
         """Return the address; requests need a signature (SigV4, service `sagemaker`)."""
@@ -237,9 +280,7 @@ class SageMakerVariants(CloudEndpoints):
             return None
 
         client.converge(step, "the endpoint was not deleted in time")
-        resources = EndpointResources(client)
-        for orphan in list(resources.orphans(frozenset())):
-            resources.delete_orphan(orphan)
+        EndpointResources(client).delete_all()
         GenerationFence(client).delete()
 
     def list_orphans(
@@ -295,8 +336,30 @@ class SageMakerVariants(CloudEndpoints):
         return SageMakerClient(self._clients[access], config.endpoint, settings)
 
 
+def _is_weight_step(
+    client: SageMakerClient, before: EndpointClaim, state: EndpointState, layout: EndpointLayout
+) -> bool:
+    """Return whether a claimed state differs only in its weights from the reached config.
+
+    A repeated application changes no weights. It restores whatever differs from the settings.
+    """
+    return (
+        not client.settings.guarded
+        and layout.has_config(before.reached)
+        and before.scaled == client.settings.scaled
+        and not before.state.is_equivalent(state)
+    )
+
+
+def _list_scaling_drift(
+    client: SageMakerClient, description: Mapping[str, Any], claim: EndpointClaim | None
+) -> tuple[str, ...]:
+    was_scaled = claim is None or claim.scaled
+    return tuple(VariantScaling(client).drift(description, was_scaled=was_scaled))
+
+
 def _read_state(
-    client: SageMakerClient, description: Mapping[str, Any], claimed: EndpointState | None
+    client: SageMakerClient, description: Mapping[str, Any], claim: EndpointClaim | None
 ) -> EndpointState | None:
     config = client.describe_config(description["EndpointConfigName"])
     variants = {
@@ -307,4 +370,4 @@ def _read_state(
         v["VariantName"]: float(v.get("CurrentWeight", 0.0))
         for v in description.get("ProductionVariants", ())
     }
-    return read_state(variants, weights, 0 if claimed is None else claimed.generation)
+    return read_state(variants, weights, 0 if claim is None else claim.state.generation)

@@ -1,23 +1,25 @@
 """Requests to AWS for one SageMaker endpoint, and the fence of its generation.
 
 SageMaker has no conditional update, and its reads can be stale. S3 has conditional writes and
-consistent reads. So a generation is claimed in S3 before any change, by an object with the whole
-state. The claims are read again before every change.
+consistent reads. So a generation is claimed in S3 before any change, by a conditional write of one
+object with the whole state. A change follows this write at once, or the object is read again
+before it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from onnx_ops import codec
 from onnx_ops.adapters.aws import (
     Clients,
-    create_once,
     get_error_code,
     get_error_message,
     translate_errors,
+    write_conditionally,
 )
 from onnx_ops.adapters.endpoints.sagemaker_layout import ENDPOINT_TAG
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
@@ -33,6 +35,8 @@ NOT_FOUND = ("could not find",)
 """SageMaker's message, in lower case, for a resource that does not exist."""
 IN_PROGRESS = ("in-progress", "in progress")
 """SageMaker's messages, in lower case, for a resource that is being changed."""
+_MAX_RACES = 8
+"""Number of times that other writers may overtake a conditional write."""
 
 
 class SageMakerClient:
@@ -125,81 +129,108 @@ class SageMakerClient:
         return converge(step, attempts(self.settings.timeout, self.settings.poll_interval), timeout)
 
 
-class GenerationFence:
-    """The claims of an endpoint's generations, and records of guarded updates.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointClaim:
+    """The claim of an endpoint's latest generation.
 
-    For a guarded endpoint, one record contains the config that the endpoint reached last. Each
-    update that was started under alarms has a record of the alarms' states before the update.
+    `reached` is the name of the config with which the endpoint was in service last. It proves that
+    the endpoint is ours, and which variants it has. `settled` says that the endpoint has reached
+    `state`, and `scaled` that its variants can have scaling policies of onnx-ops.
+    """
+
+    state: EndpointState
+    reached: str = ""
+    settled: bool = False
+    scaled: bool = False
+
+
+class GenerationFence:
+    """The claim of an endpoint's latest generation, and records of guarded updates.
+
+    Each update that was started under alarms has a record of the alarms' states before the update.
     """
 
     def __init__(self, client: SageMakerClient) -> None:
         self._client = client
-        self._claims = f"{client.folder}/claims/"
-        self._reached = f"{client.folder}/guard/standing"
+        self._key = f"{client.folder}/claim.json"
         self._updates = f"{client.folder}/guard/updates/"
+        self._etag = ""
+        self.claim: EndpointClaim | None = None
+        """The claim that was read or written last."""
 
-    def latest(self) -> EndpointState | None:
-        """Return the state that the highest claimed generation contains."""
-        keys = self._client.keys(self._claims)
-        if not keys:
-            return None
-        body = self._read(keys[-1], ignored_codes=()) or b""
-        return codec.loads(
-            body, EndpointState, where=f"s3://{self._client.settings.bucket}/{keys[-1]}"
-        )
+    def read(self) -> EndpointClaim | None:
+        """Read the claim; None before the first claim."""
+        self.claim, self._etag = None, ""
+        if (answer := self._get(self._key)) is not None:
+            body, self._etag = answer
+            where = f"s3://{self._client.settings.bucket}/{self._key}"
+            self.claim = codec.loads(body, EndpointClaim, where=where)
+        return self.claim
 
     def take(self, state: EndpointState) -> None:
-        """Claim the state's generation.
+        """Claim the state's generation, unless another writer has claimed it since `read`.
+
+        A claim of the same generation can be replaced by one without idle deployments.
 
         Raises:
             ConflictError: a later generation is claimed, or this generation for another state.
         """
-        self.check(state.generation)
-        self._create(self._key(state.generation), codec.dumps(state))
-        claimed = self.latest()
-        if (
-            claimed is None
-            or claimed.generation != state.generation
-            or not claimed.is_equivalent(state)
-        ):
-            raise self._conflict(state.generation)
+
+        def replace_claim(before: EndpointClaim | None) -> EndpointClaim:
+            if before is None:
+                return EndpointClaim(state=state, scaled=self._client.settings.scaled)
+            if before.state.generation == state.generation:
+                if before.state.is_equivalent(state):
+                    return before
+                if not before.state.covers(state):
+                    raise self._conflict(state.generation)
+            scaled = before.scaled or self._client.settings.scaled
+            return replace(before, state=state, settled=False, scaled=scaled)
+
+        self._write(state.generation, replace_claim)
 
     def check(self, generation: int) -> None:
         """Raise ConflictError if a later generation is claimed.
 
         A claim that is made after this check is detected when the endpoint is observed.
         """
-        keys = self._client.keys(self._claims)
-        if keys and keys[-1] > self._key(generation):
-            raise self._conflict(generation)
+        self._require_latest(self.read(), generation)
 
-    def delete_older(self, generation: int) -> None:
-        """Delete the claims of generations before this generation."""
-        self._delete(
-            [key for key in self._client.keys(self._claims) if key < self._key(generation)]
-        )
+    def settle(self, generation: int, *, reached: str = "") -> None:
+        """Record that the endpoint has reached the claimed state, and the config's name.
 
-    def record_reached(self, config_name: str) -> None:
-        """Record that a guarded endpoint has reached a config."""
-        bucket, body = self._client.settings.bucket, config_name.encode()
-        self._client.call("s3", "put_object", Bucket=bucket, Key=self._reached, Body=body)
-        self.end_update(config_name)
+        Raises:
+            ConflictError: a later generation is claimed.
+        """
+
+        def settle_claim(before: EndpointClaim | None) -> EndpointClaim | None:
+            if before is None:  # the endpoint was removed meanwhile
+                return None
+            if not reached:
+                return replace(before, settled=True)
+            scaled = self._client.settings.scaled
+            return replace(before, settled=True, reached=reached, scaled=scaled)
+
+        if self.claim is not None and settle_claim(self.claim) == self.claim:
+            self.check(generation)
+            return
+        self._write(generation, settle_claim)
 
     def has_reached(self, config_name: str) -> bool:
-        """Return whether this is the config that a guarded endpoint reached last."""
-        return self._read(self._reached) == config_name.encode()
+        """Return whether this is the config that the endpoint reached last."""
+        return self.claim is not None and self.claim.reached == config_name
 
     def begin_update(self, config_name: str, alarms: Mapping[str, str]) -> None:
         """Record the states of alarms before a guarded update.
 
         If the update was already started, its first record is not replaced.
         """
-        self._create(f"{self._updates}{config_name}", json.dumps(alarms).encode())
+        self._put(f"{self._updates}{config_name}", json.dumps(alarms).encode(), IfNoneMatch="*")
 
     def alarms_before(self, config_name: str) -> Mapping[str, str] | None:
         """Return the alarms' states before an update; None if no update is in progress."""
-        body = self._read(f"{self._updates}{config_name}")
-        return None if body is None else dict(json.loads(body))
+        answer = self._get(f"{self._updates}{config_name}")
+        return None if answer is None else dict(json.loads(answer[0]))
 
     def end_update(self, config_name: str) -> None:
         """Delete the record of an update."""
@@ -207,34 +238,62 @@ class GenerationFence:
 
     def delete(self) -> None:
         """Delete all records of a deleted endpoint."""
-        self._delete(
-            [self._reached, *self._client.keys(self._updates), *self._client.keys(self._claims)]
+        self._delete([*self._client.keys(self._updates), self._key])
+
+    def _write(
+        self,
+        generation: int,
+        change: Callable[[EndpointClaim | None], EndpointClaim | None],
+    ) -> None:
+        """Replace the claim, and repeat this if another writer has replaced it since `read`."""
+        for _ in range(_MAX_RACES):
+            self._require_latest(self.claim, generation)
+            claim = change(self.claim)
+            if claim is None or claim == self.claim:
+                return
+            condition = {"IfMatch": self._etag} if self._etag else {"IfNoneMatch": "*"}
+            etag = self._put(self._key, codec.dumps(claim), **condition)
+            if etag is not None:
+                self.claim, self._etag = claim, etag
+                return
+            self.read()
+        raise ServiceUnavailableError(
+            "other writers keep changing the claim of this endpoint",
+            where=self._client.endpoint,
+            remedy="Run the command again.",
         )
 
-    def _read(self, key: str, *, ignored_codes: tuple[str, ...] = MISSING_OBJECT) -> bytes | None:
+    def _get(self, key: str) -> tuple[bytes, str] | None:
+        """Return an object and its ETag; None if it does not exist."""
         bucket = self._client.settings.bucket
         answer = self._client.call(
-            "s3", "get_object", ignored_codes=ignored_codes, Bucket=bucket, Key=key
+            "s3", "get_object", ignored_codes=MISSING_OBJECT, Bucket=bucket, Key=key
         )
+        if answer is None:
+            return None
         with translate_errors(self._client.endpoint):
-            body: bytes | None = None if answer is None else answer["Body"].read()
-        return body
+            return answer["Body"].read(), str(answer["ETag"])
 
-    def _create(self, key: str, data: bytes) -> None:
+    def _put(self, key: str, data: bytes, **condition: str) -> str | None:
+        """Write an object; return its ETag, or None if the condition does not hold."""
         s3, bucket = self._client.clients("s3"), self._client.settings.bucket
         with translate_errors(self._client.endpoint):
-            create_once(lambda: s3.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*"))
+            answer = write_conditionally(
+                lambda: s3.put_object(Bucket=bucket, Key=key, Body=data, **condition)
+            )
+        return None if answer is None else str(answer["ETag"])
 
     def _delete(self, keys: list[str]) -> None:
         for key in keys:
             self._client.call("s3", "delete_object", Bucket=self._client.settings.bucket, Key=key)
 
-    def _key(self, generation: int) -> str:
-        return f"{self._claims}{generation:016d}.json"
+    def _require_latest(self, claim: EndpointClaim | None, generation: int) -> None:
+        if claim is not None and claim.state.generation > generation:
+            raise self._conflict(generation)
 
     def _conflict(self, generation: int) -> ConflictError:
         return ConflictError(
-            f"a later generation than {generation} is already claimed",
+            f"generation {generation} or a later one is already claimed for another state",
             where=self._client.endpoint,
             remedy="Another client is changing this endpoint: see `onnx-ops history`.",
         )

@@ -58,6 +58,12 @@ class EndpointLayout:
         """Return whether a config has the variants of this layout, with any weights."""
         return config_name[: -_WEIGHTS_DIGITS - 1] == self.config_name[: -_WEIGHTS_DIGITS - 1]
 
+    def copy_config(self) -> EndpointLayout:
+        """Return the same layout with another name of the config."""
+        digits = hex_digits(digest_bytes(self.config_name.encode()))[:_WEIGHTS_DIGITS]
+        name = f"{self.config_name[:-_WEIGHTS_DIGITS]}{digits}"
+        return replace(self, config_name=name, config={**self.config, "EndpointConfigName": name})
+
 
 def encode_deployment(deployment: Deployment) -> bytes:
     """Return the deployment as JSON, without its location on this machine."""

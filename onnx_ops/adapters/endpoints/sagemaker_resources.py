@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import IO, Any
 
-from onnx_ops.adapters.aws import create_once, translate_errors
+from onnx_ops.adapters.aws import translate_errors, write_conditionally
 from onnx_ops.adapters.endpoints.cloud import verify_files
 from onnx_ops.adapters.endpoints.sagemaker_client import MISSING_OBJECT, NOT_FOUND, SageMakerClient
 from onnx_ops.adapters.endpoints.sagemaker_layout import (
@@ -96,12 +96,16 @@ class EndpointResources:
                 s3, data = self._client.clients("s3"), packed.read()
                 once = {"IfNoneMatch": "*", "ChecksumSHA256": _sha256(data), **self._upload_options}
                 # Another client can have created the key meanwhile, with the same content.
-                create_once(lambda: s3.put_object(**named, Body=data, **once))
+                write_conditionally(lambda: s3.put_object(**named, Body=data, **once))
 
     def ensure_definitions(self, layout: EndpointLayout) -> None:
         """Create the models and the config of a layout unless they exist."""
         for name, request in layout.models.items():
             self._create("model", name, request)
+        self.ensure_config(layout)
+
+    def ensure_config(self, layout: EndpointLayout) -> None:
+        """Create the config of a layout, whose models exist, unless it exists."""
         self._create("endpoint_config", layout.config_name, layout.config)
 
     def orphans(self, needed: frozenset[Digest]) -> Iterator[OrphanedResource]:
@@ -156,29 +160,52 @@ class EndpointResources:
             ConflictError: the live endpoint uses the orphan again. SageMaker does not check this.
         """
         kind, name = orphan.kind, orphan.name
-        configs = self._live_configs()
-        models = {model for config in configs for model in self._models_of(config)}
-        urls = [
-            str(self._client.describe_model(model)["PrimaryContainer"].get("ModelDataUrl", ""))
-            for model in models
-        ]
-        archives = [url.removeprefix(f"s3://{self._bucket}/") for url in urls]
-        if name in {"endpoint-config": configs, "model": models, "archive": archives}.get(kind, ()):
+        if name in self._list_used(kind):
             raise ConflictError(f"{kind} {name} is now in use", where=self._client.endpoint)
         if (noun := kind.replace("-", "_")) in _NAMES:
             self._delete(noun, name)
         elif kind == "archive" and name.startswith(self._archives):
-            self._client.call("s3", "delete_object", Bucket=self._bucket, Key=name)
+            self._delete_archive(name)
         elif kind == "upload" and name.startswith(self._archives):
-            key, upload = name.rsplit(_UPLOAD, 1)
-            named: dict[str, Any] = {"Bucket": self._bucket, "Key": key, "UploadId": upload}
-            self._client.call(
-                "s3", "abort_multipart_upload", ignored_codes=("NoSuchUpload",), **named
-            )
+            self._abort_upload(name)
         else:
             raise UserError(
                 f"this endpoint has no orphan {kind} {name}", where=self._client.endpoint
             )
+
+    def delete_all(self) -> None:
+        """Delete all resources of an endpoint that does not exist any more."""
+        for noun in ("endpoint_config", "model"):
+            for name, arn in self._list_own(noun).items():
+                self._delete(noun, name, arn)
+        for key in self._client.keys(self._archives):
+            self._delete_archive(key)
+        for upload in list(self._find_open_uploads()):
+            self._abort_upload(upload.name)
+
+    def _list_used(self, kind: str) -> set[str]:
+        """Return the names of the live endpoint's resources of a kind."""
+        if kind not in ("endpoint-config", "model", "archive"):
+            return set()
+        configs = self._live_configs()
+        if kind == "endpoint-config":
+            return configs
+        models = {model for config in configs for model in self._models_of(config)}
+        if kind == "model":
+            return models
+        urls = [
+            str(self._client.describe_model(model)["PrimaryContainer"].get("ModelDataUrl", ""))
+            for model in models
+        ]
+        return {url.removeprefix(f"s3://{self._bucket}/") for url in urls}
+
+    def _delete_archive(self, key: str) -> None:
+        self._client.call("s3", "delete_object", Bucket=self._bucket, Key=key)
+
+    def _abort_upload(self, name: str) -> None:
+        key, upload = name.rsplit(_UPLOAD, 1)
+        named: dict[str, Any] = {"Bucket": self._bucket, "Key": key, "UploadId": upload}
+        self._client.call("s3", "abort_multipart_upload", ignored_codes=("NoSuchUpload",), **named)
 
     @property
     def _upload_options(self) -> dict[str, str]:
@@ -205,7 +232,7 @@ class EndpointResources:
                 parts.append(
                     {"PartNumber": number, "ETag": sent["ETag"], "ChecksumSHA256": checksum}
                 )
-            create_once(
+            write_conditionally(
                 lambda: s3.complete_multipart_upload(
                     **upload, MultipartUpload={"Parts": parts}, IfNoneMatch="*"
                 )
@@ -236,24 +263,31 @@ class EndpointResources:
         pending = description.get("PendingDeploymentSummary", {}).get("EndpointConfigName", "")
         return {description.get("EndpointConfigName", ""), pending} - {""}
 
-    def _list_own(self, noun: str) -> list[str]:
-        listed = self._client.list_all("sagemaker", f"list_{noun}s", f"{_NAMES[noun]}s")
-        names = [item[f"{_NAMES[noun]}Name"] for item in listed]
-        return [name for name in names if is_own_name(name, self._client.endpoint)]
+    def _list_own(self, noun: str) -> dict[str, str]:
+        """Return the ARNs of the endpoint's models or configs, by name."""
+        kind = _NAMES[noun]
+        arns = {
+            item[f"{kind}Name"]: item[f"{kind}Arn"]
+            for item in self._client.list_all("sagemaker", f"list_{noun}s", f"{kind}s")
+        }
+        return {name: arn for name, arn in arns.items() if is_own_name(name, self._client.endpoint)}
 
     def _models_of(self, config: str) -> list[str]:
         return [
             variant["ModelName"] for variant in list_variants(self._client.describe_config(config))
         ]
 
-    def _delete(self, noun: str, name: str) -> None:
+    def _delete(self, noun: str, name: str, arn: str = "") -> None:
+        """Delete a model or config that has the endpoint's tag; read its ARN if it is not given."""
         named: dict[str, Any] = {f"{_NAMES[noun]}Name": name}
-        resource = self._client.call(
-            "sagemaker", f"describe_{noun}", ignored_messages=NOT_FOUND, **named
-        )
-        if resource is None:
-            return
-        if self._client.tag_of(resource[f"{_NAMES[noun]}Arn"]) != self._client.endpoint:
+        if not arn:
+            resource = self._client.call(
+                "sagemaker", f"describe_{noun}", ignored_messages=NOT_FOUND, **named
+            )
+            if resource is None:
+                return
+            arn = resource[f"{_NAMES[noun]}Arn"]
+        if self._client.tag_of(arn) != self._client.endpoint:
             raise RefusedError(
                 f"{name} does not have the tag of this endpoint", where=self._client.endpoint
             )

@@ -39,9 +39,17 @@ class VariantScaling:
         self._client = client
         self._settings = client.settings
 
-    def drift(self, description: Mapping[str, Any]) -> Iterator[str]:
-        """Yield how instance counts and autoscaling differ from the settings."""
+    def drift(self, description: Mapping[str, Any], *, was_scaled: bool) -> Iterator[str]:
+        """Yield how instance counts and autoscaling differ from the settings.
+
+        Args:
+            description: SageMaker's description of the endpoint.
+            was_scaled: whether policies of onnx-ops can exist though the settings do not scale.
+        """
         settings, names = self._settings, _variant_names(description)
+        counts = list(find_instance_drift(description, settings))
+        if not (settings.scaled or was_scaled or counts):
+            return  # autoscaling has to be read only if it can explain or cause a difference
         targets = {} if settings.serverless else self._targets(names)
         policies = {name: self._policy(name) for name in targets}
         desired = "none"
@@ -53,7 +61,7 @@ class VariantScaling:
             if (settings.scaled or policies.get(name) is not None) and actual != desired:
                 yield f"autoscaling of {name}: {actual}, not {desired}"
         if not settings.scaled and not any(policies[name] is None for name in targets):
-            yield from find_instance_drift(description, settings)
+            yield from counts
 
     def is_foreign(self, description: Mapping[str, Any]) -> bool:
         """Return whether another client's policy scales a variant.

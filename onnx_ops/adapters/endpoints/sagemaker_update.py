@@ -6,7 +6,7 @@ that the endpoint has the desired config and weights. Otherwise, it reports Sage
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from onnx_ops.adapters.aws import describe_alarms, translate_errors
@@ -17,9 +17,16 @@ from onnx_ops.adapters.endpoints.sagemaker_client import (
     SageMakerClient,
 )
 from onnx_ops.adapters.endpoints.sagemaker_layout import EndpointLayout, has_weights
+from onnx_ops.adapters.endpoints.sagemaker_resources import EndpointResources
 from onnx_ops.adapters.endpoints.sagemaker_scaling import VariantScaling, find_instance_drift
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
-from onnx_ops.errors import AlarmRollbackError, InfrastructureError, NotFoundError, RefusedError
+from onnx_ops.errors import (
+    AlarmRollbackError,
+    InfrastructureError,
+    NotFoundError,
+    RefusedError,
+    ServiceUnavailableError,
+)
 
 _BUSY = frozenset({"Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting"})
 _NOT_RETAINED = [
@@ -65,22 +72,26 @@ class EndpointUpdate:
         self._modified: Any = None
         self._is_deleted = False
 
-    def move(self, layout: EndpointLayout) -> None:
-        """Return once the endpoint is in service with this layout and these weights."""
+    def move(self, layout: EndpointLayout, prepare: Callable[[], None]) -> None:
+        """Return once the endpoint is in service with this layout and these weights.
+
+        Args:
+            layout: the desired config and weights.
+            prepare: creates the models and the config of the layout. It is not called for an
+                endpoint that already has the layout.
+        """
         description = self._client.describe()
         if description is not None and self._sets_counts:
             self._scaling.remove_outdated(description)
             self._sets_counts = not self._scaling.is_foreign(description)
+        if self._has_arrived(description, layout):
+            return
+        prepare()
 
         def step() -> bool | None:
             description = self._client.describe()
-            if description is not None and description["EndpointStatus"] == "InService":
-                has_counts = not (
-                    self._sets_counts and any(find_instance_drift(description, self._settings))
-                )
-                has_config = layout.has_config(description.get("EndpointConfigName", ""))
-                if has_counts and has_config and has_weights(description, layout.weights):
-                    return True
+            if self._has_arrived(description, layout):
+                return True
             if description is None or description["EndpointStatus"] not in _BUSY:
                 self._fence.check(self._generation)
                 self._advance(description, layout)
@@ -90,29 +101,68 @@ class EndpointUpdate:
 
         self._client.converge(step, "the endpoint did not reach its new state in time")
 
-    def shift(self, variant: str) -> None:
-        """Return once a variant has all traffic; raise NotFoundError if it is missing."""
-        reads = 0
+    def _has_arrived(self, description: Mapping[str, Any] | None, layout: EndpointLayout) -> bool:
+        if description is None or description["EndpointStatus"] != "InService":
+            return False
+        has_counts = not (
+            self._sets_counts and any(find_instance_drift(description, self._settings))
+        )
+        has_config = layout.has_config(description.get("EndpointConfigName", ""))
+        return has_counts and has_config and has_weights(description, layout.weights)
+
+    def shift(
+        self,
+        weights: Mapping[str, float],
+        *,
+        is_known: bool,
+        is_due: bool = True,
+        layout: EndpointLayout | None = None,
+    ) -> bool:
+        """Return whether the running variants have the weights, once they have them.
+
+        The result is False at once if a change of weights alone cannot lead there: a variant with
+        traffic is missing, or the endpoint is neither in service nor being changed.
+
+        Args:
+            weights: weights by variant; those of other variants become 0.
+            is_known: whether the claim proves that the endpoint is ours and has these variants.
+                Then the weights are requested before the endpoint is described.
+            is_due: whether the endpoint is expected to have other weights.
+            layout: the config that the endpoint must have; any config without it.
+        """
+        reads = int(is_known and is_due and self._try_weights(weights))
 
         def step() -> bool | None:
-            nonlocal reads
+            nonlocal reads, is_known
             description = self._client.describe()
-            names = [
-                one["VariantName"] for one in (description or {}).get("ProductionVariants", ())
-            ]
-            if description is None or variant not in names or not self._client.is_ours(description):
-                raise NotFoundError(f"no variant {variant} runs", where=self._client.endpoint)
-            weights = {name: 100.0 if name == variant else 0.0 for name in names}
+            desired = _complete_weights(description, weights, layout)
+            if description is None or desired is None:
+                return False
+            is_known = is_known or self._client.is_ours(description)
+            if not is_known:
+                return False
             if description["EndpointStatus"] == "InService":
-                if has_weights(description, weights):
+                if has_weights(description, desired):
                     return True
                 if reads % _STALE_READS == 0:
                     self._fence.check(self._generation)
-                    self._set_weights(weights)
+                    self._set_weights(desired)
                 reads += 1
             return None
 
-        self._client.converge(step, "the endpoint did not apply its traffic weights in time")
+        return self._client.converge(step, "the endpoint did not apply its traffic weights in time")
+
+    def _try_weights(self, weights: Mapping[str, float]) -> bool:
+        """Request weights of an endpoint that was not described; return whether it took them.
+
+        The caller finds the cause of a refusal when it describes the endpoint.
+        """
+        try:
+            return self._set_weights(weights)
+        except (ServiceUnavailableError, RefusedError):
+            raise
+        except InfrastructureError:
+            return False
 
     def _set_weights(
         self, weights: Mapping[str, float], count: Mapping[str, int] | None = None
@@ -163,12 +213,23 @@ class EndpointUpdate:
                 )
                 raise InfrastructureError(what, where=self._client.endpoint, why=why, remedy=remedy)
             # A failed endpoint can only be deleted, and it answers no requests.
-            self._request("delete_endpoint", *NOT_FOUND, *IN_PROGRESS)
-            self._requested, self._is_deleted = "delete", True
+            self._delete()
             return
         if self._requested and not self._is_due_again(description, layout):
             return
-        self._update(description, layout)
+        try:
+            self._update(description, layout)
+        except ServiceUnavailableError:
+            raise
+        except InfrastructureError:
+            if description["EndpointStatus"] != "OutOfService":
+                raise
+            # It answers no requests either, so it can be replaced if it cannot be updated.
+            self._delete()
+
+    def _delete(self) -> None:
+        self._request("delete_endpoint", *NOT_FOUND, *IN_PROGRESS)
+        self._requested, self._is_deleted = "delete", True
 
     def _update(self, description: Mapping[str, Any], layout: EndpointLayout) -> None:
         settings = self._settings
@@ -181,6 +242,11 @@ class EndpointUpdate:
             accepted = self._set_weights(layout.weights, count)
         else:
             self._scaling.pause(description, layout)
+            if description["EndpointConfigName"] == layout.config_name:
+                # An interrupted update leads back to this config, and SageMaker refuses an update
+                # to the config that an endpoint has.
+                layout = layout.copy_config()
+                EndpointResources(self._client).ensure_config(layout)
             request: dict[str, Any] = {"RetainAllVariantProperties": not settings.serverless}
             if not settings.serverless:
                 excluded = _NOT_RETAINED + [_COUNT_NOT_RETAINED] * self._sets_counts
@@ -330,6 +396,26 @@ def build_deployment_config(
     if alarms:
         config["AutoRollbackConfiguration"] = {"Alarms": [{"AlarmName": name} for name in alarms]}
     return config
+
+
+def _complete_weights(
+    description: Mapping[str, Any] | None,
+    weights: Mapping[str, float],
+    layout: EndpointLayout | None,
+) -> dict[str, float] | None:
+    """Return weights for all variants of an endpoint.
+
+    The result is None if a change of weights alone cannot bring the endpoint to these weights.
+    """
+    if description is None:
+        return None
+    status, config = description["EndpointStatus"], description.get("EndpointConfigName", "")
+    names = {one["VariantName"] for one in description.get("ProductionVariants", ())}
+    has_variants = names.issuperset(name for name, weight in weights.items() if weight)
+    can_change = status == "InService" or status in _BUSY
+    if not (has_variants and can_change) or (layout is not None and not layout.has_config(config)):
+        return None
+    return {name: weights.get(name, 0.0) for name in names}
 
 
 def _failure_reason(description: Mapping[str, Any]) -> str:

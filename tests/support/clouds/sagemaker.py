@@ -75,6 +75,10 @@ class FakeSageMaker:
         """Change what the control plane does; see `sagemaker_parts.Behaviour`."""
         self._say("behaviour", given)
 
+    def bring_to(self, endpoint: str, status: str, *, reads: int = 3) -> None:
+        """Set an endpoint's status; a passing status ends after this number of reads."""
+        self._say("status", {"endpoint": endpoint, "status": status, "reads": reads})
+
     def startup(self, seconds: float) -> None:
         """Set how long a container may take to answer its ping."""
         self._say("startup", {"seconds": seconds})

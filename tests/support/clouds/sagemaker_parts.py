@@ -81,6 +81,7 @@ class Behaviour:
         taken_back: if set, the next updates are rolled back with this text as reason.
         stuck: if set, the next updates end as UpdateRollbackFailed with this text as reason.
         quota: if set, new instances are refused with this text.
+        refuses_updates: whether an endpoint out of service can only be deleted.
         denied: actions that no role has.
         limits: limits of Service Quotas by instance type.
     """
@@ -90,6 +91,7 @@ class Behaviour:
     taken_back: str = ""
     stuck: str = ""
     quota: str = ""
+    refuses_updates: bool = False
     denied: list[str] = field(default_factory=list)
     limits: dict[str, float] = field(default_factory=lambda: {"ml.c6i.large": 4.0})
 

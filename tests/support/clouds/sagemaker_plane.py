@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from tests.support.clouds.sagemaker_moto import Moto
 
 _BUSY = ("Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting")
+_SILENT = ("Creating", "Failed", "Deleting", "OutOfService")
+"""Statuses in which an endpoint answers no requests."""
 
 
 class Plane:
@@ -170,7 +172,7 @@ class Plane:
         new = self._fleet(request["EndpointConfigName"])
         if self.behaviour.quota:
             raise Invalid(self.behaviour.quota, code="ResourceLimitExceeded")
-        if new.config == endpoint.fleet.config and endpoint.status == "InService":
+        if new.config == endpoint.fleet.config:
             raise Invalid(
                 f"Endpoint {endpoint.name} is using the endpoint configuration {new.config} "
                 "already."
@@ -191,6 +193,11 @@ class Plane:
 
     def do_UpdateEndpointWeightsAndCapacities(self, request: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
         endpoint = self._resting(request["EndpointName"])
+        if endpoint.status != "InService":
+            raise Invalid(
+                f'Cannot update endpoint "{arn_of("endpoint", endpoint.name)}" in status '
+                f"{endpoint.status}."
+            )
         variants = {variant.name: variant for variant in endpoint.fleet.production}
         for asked in request["DesiredWeightsAndCapacities"]:
             if asked["VariantName"] not in variants:
@@ -219,11 +226,18 @@ class Plane:
         """
         with self.lock:
             endpoint = self.endpoints.get(name)
-            if endpoint is None or endpoint.status in ("Creating", "Failed", "Deleting"):
+            if endpoint is None or endpoint.status in _SILENT:
                 raise Invalid(
                     f"Endpoint {name} of account {ACCOUNT} not found.", code="ValidationError"
                 )
             return copy.copy(endpoint.fleet)
+
+    def bring_to(self, name: str, status: str, reads: int) -> None:
+        """Set an endpoint's status, which ends after some reads if it is a passing one."""
+        with self.lock:
+            endpoint = self._endpoint(name)
+            self._turn(endpoint, status, reads)
+            endpoint.reason = "" if status in (*_BUSY, "InService") else "injected"
 
     def _pass(self, endpoint: Endpoint) -> None:
         """Count one read of an endpoint."""
@@ -358,7 +372,8 @@ class Plane:
         endpoint = self._endpoint(name)
         if endpoint.status in _BUSY:
             raise Invalid(f'Cannot update in-progress endpoint "{arn_of("endpoint", name)}".')
-        if endpoint.status == "Failed":
+        refuses = endpoint.status == "OutOfService" and self.behaviour.refuses_updates
+        if endpoint.status == "Failed" or refuses:
             raise Invalid(f'Cannot update failed endpoint "{arn_of("endpoint", name)}".')
         return endpoint
 

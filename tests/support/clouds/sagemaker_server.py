@@ -250,7 +250,8 @@ class Fake:
     def _order(self, what: str, given: dict[str, Any]) -> dict[str, Any]:
         """Carry out an order of a test.
 
-        The orders are reset, fault, calls, denied, updates, behaviour, startup, shift and count.
+        The orders are reset, fault, calls, denied, updates, behaviour, status, startup, shift and
+        count.
         """
         denied = list(self._denied)
         if what == "reset":
@@ -262,6 +263,8 @@ class Fake:
         elif what == "behaviour":
             with self.plane.lock:
                 self.plane.behaviour = replace(self.plane.behaviour, **given)
+        elif what == "status":
+            self.plane.bring_to(given["endpoint"], given["status"], given["reads"])
         elif what == "startup":
             self.containers.startup_s = given["seconds"]
         elif what == "shift":
