@@ -306,6 +306,9 @@ def test_sagemaker_apply_with_capture_and_kms_settings_sends_them(site: Site) ->
     name = site.describe("captured")["EndpointConfigName"]
     found = sagemaker.describe_endpoint_config(EndpointConfigName=name)
     assert found["DataCaptureConfig"]["InitialSamplingPercentage"] == 20
+    assert found["DataCaptureConfig"]["CaptureContentTypeHeader"] == {
+        "JsonContentTypes": ["application/json"]
+    }
     assert found["KmsKeyId"] == "alias/models"
     model = sagemaker.describe_model(ModelName=found["ProductionVariants"][0]["ModelName"])
     assert model["VpcConfig"] == {"Subnets": ["subnet-1", "subnet-2"], "SecurityGroupIds": ["sg-1"]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,13 @@ from onnx_ops.adapters.endpoints.sagemaker_layout import (
     read_deployment,
 )
 from onnx_ops.adapters.endpoints.sagemaker_resources import pack_archive
-from onnx_ops.adapters.endpoints.sagemaker_settings import read_sagemaker_settings
+from onnx_ops.adapters.endpoints.sagemaker_settings import (
+    DERIVED_VARIANT_FIELDS,
+    UNSUPPORTED_VARIANT_FIELDS,
+    VARIANT_FIELDS,
+    SageMakerSettings,
+    read_sagemaker_settings,
+)
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import digest_bytes
@@ -39,6 +45,7 @@ from tests.support.clouds.sagemaker import SETTINGS
 from tests.support.clouds.sagemaker_parts import check_config
 from tests.support.clouds.sagemaker_wire import Wire
 from tests.support.endpoints import fileless_deployment
+from tests.support.processes import ROOT
 
 IDENTITIES = (
     "AWS_ACCESS_KEY_ID",
@@ -80,6 +87,8 @@ NAMES = some.from_regex(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*", fullmatch=T
         ({"tags": {"team": "!"}}, "is not the value of a tag"),
         ({"tags": {"onnx-ops.endpoint": "mine"}}, "are reserved"),
         ({"wait": "4000 s"}, "must be at most 1 h"),
+        ({"metric_interval": "20 s"}, "must be one of 10, 30, 60"),
+        ({"memory": "2 GiB", "strategy": "guarded", "routing": "random"}, "has no instances"),
     ],
 )
 def test_sagemaker_validate_settings_with_wrong_value_raises_user_error(
@@ -156,6 +165,63 @@ def test_build_layout_of_any_state_conforms_to_service_model(
     assert all(is_own_name(name, endpoint) for name in layout.models)
     assert not is_own_name(layout.config_name, f"{endpoint[:40]}-x")
     assert sum(layout.weights.values()) == 100
+
+
+ALL_OF_INSTANCES: dict[str, Json] = {
+    "capacity_reservation": "arn:aws:sagemaker:us-east-1:123456789012:training-plan/serving",
+    "download_timeout": "20 min",
+    "inference_ami": "al2-ami-sagemaker-inference-gpu-2",
+    "metric_interval": "10 s",
+    "routing": "least_outstanding_requests",
+    "volume": "40 GB",
+}
+
+
+def read_members(*path: str) -> set[str]:
+    """Return the fields of a structure in the request CreateEndpointConfig of botocore's model."""
+    import botocore.session
+
+    model = botocore.session.get_session().get_service_model("sagemaker")
+    shape = model.operation_model("CreateEndpointConfig").input_shape
+    for name in path:
+        shape = shape.members[name]
+    return set(getattr(shape, "member", shape).members)
+
+
+def test_every_field_of_variant_is_setting_or_listed_as_unsupported() -> None:
+    groups = (set(VARIANT_FIELDS), set(UNSUPPORTED_VARIANT_FIELDS), set(DERIVED_VARIANT_FIELDS))
+    assert sum(map(len, groups)) == len(set().union(*groups))
+    assert read_members("ProductionVariants") == set().union(*groups)
+    assert set(VARIANT_FIELDS.values()) <= {field.name for field in fields(SageMakerSettings)}
+    page = (ROOT / "docs" / "sagemaker.md").read_text(encoding="utf-8")
+    assert [name for name in UNSUPPORTED_VARIANT_FIELDS if f"`{name}`" not in page] == []
+
+
+def test_build_layout_with_all_settings_sends_every_supported_field(wire: Wire) -> None:
+    state = state_of(fileless_deployment("v1"), v1=100)
+    serverless: dict[str, Json] = {"memory": "2 GiB", "strategy": "guarded"}
+    sent: set[str] = set()
+    for settings in (ALL_OF_INSTANCES, serverless):
+        layout = build_layout("e", state, read_sagemaker_settings({**SETTINGS, **settings}))
+        wire.read("SageMaker.CreateEndpointConfig", json.dumps(layout.config).encode())
+        (variant,) = layout.config["ProductionVariants"]
+        sent |= set(variant)
+    assert sent == set(VARIANT_FIELDS) | DERIVED_VARIANT_FIELDS
+
+
+def test_build_layout_with_metric_interval_publishes_invocations_at_interval() -> None:
+    state = state_of(fileless_deployment("v1"), v1=100)
+    assert "MetricsConfig" in read_members()
+    plain, frequent = (
+        build_layout("e", state, read_sagemaker_settings({**SETTINGS, **settings})).config
+        for settings in ({"metric_interval": "60 s"}, {"metric_interval": "10 s"})
+    )
+    assert "MetricsConfig" not in plain
+    assert frequent["MetricsConfig"] == {
+        "EnableEnhancedMetrics": True,
+        "MetricPublishFrequencyInSeconds": 10,
+    }
+    assert set(frequent["MetricsConfig"]) <= read_members("MetricsConfig")
 
 
 @given(first=some.integers(1, 99), second=some.integers(1, 99))

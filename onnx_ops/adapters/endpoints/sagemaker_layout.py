@@ -40,8 +40,12 @@ _COMPARED_IN_VARIANT = (
     "ServerlessConfig",
     "VolumeSizeInGB",
     "ContainerStartupHealthCheckTimeoutInSeconds",
+    "ModelDataDownloadTimeoutInSeconds",
+    "InferenceAmiVersion",
+    "RoutingConfig",
+    "CapacityReservationConfig",
 )
-_COMPARED_IN_CONFIG = ("KmsKeyId", "DataCaptureConfig")
+_COMPARED_IN_CONFIG = ("KmsKeyId", "DataCaptureConfig", "MetricsConfig")
 _COMPARED_IN_MODEL = ("ExecutionRoleArn", "VpcConfig", "EnableNetworkIsolation")
 
 
@@ -234,6 +238,17 @@ def _variant_request(
     }
     if settings.volume_gb:
         request["VolumeSizeInGB"] = settings.volume_gb
+    if settings.download_timeout is not None:
+        request["ModelDataDownloadTimeoutInSeconds"] = int(settings.download_timeout)
+    if settings.inference_ami:
+        request["InferenceAmiVersion"] = settings.inference_ami
+    if settings.routing != "default":
+        request["RoutingConfig"] = {"RoutingStrategy": settings.routing.upper()}
+    if settings.capacity_reservation:
+        request["CapacityReservationConfig"] = {
+            "CapacityReservationPreference": "capacity-reservations-only",
+            "MlReservationArn": settings.capacity_reservation,
+        }
     return request
 
 
@@ -246,7 +261,15 @@ def _config_request(settings: SageMakerSettings) -> dict[str, Any]:
             "InitialSamplingPercentage": settings.capture_percent,
             "DestinationS3Uri": settings.capture_uri,
             "CaptureOptions": [{"CaptureMode": "Input"}, {"CaptureMode": "Output"}],
+            # SageMaker captures every other content type as Base64.
+            "CaptureContentTypeHeader": {"JsonContentTypes": ["application/json"]},
             **key,
+        }
+    if settings.metric_interval_s:
+        # Without enhanced metrics, the interval would not apply to invocations.
+        request["MetricsConfig"] = {
+            "EnableEnhancedMetrics": True,
+            "MetricPublishFrequencyInSeconds": settings.metric_interval_s,
         }
     return request
 

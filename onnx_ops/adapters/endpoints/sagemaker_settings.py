@@ -18,6 +18,32 @@ _OWN_TAGS = "onnx-ops"
 _MIB = 1 << 20
 _GB = 10**9
 
+VARIANT_FIELDS: Mapping[str, str] = {
+    "CapacityReservationConfig": "capacity_reservation",
+    "ContainerStartupHealthCheckTimeoutInSeconds": "startup",
+    "InferenceAmiVersion": "inference_ami",
+    "InitialInstanceCount": "instance_count",
+    "InstanceType": "instance_type",
+    "ModelDataDownloadTimeoutInSeconds": "download_timeout",
+    "RoutingConfig": "routing",
+    "ServerlessConfig": "memory",
+    "VolumeSizeInGB": "volume",
+}
+"""Setting of each field of a variant in SageMaker's API that users choose."""
+DERIVED_VARIANT_FIELDS = frozenset({"InitialVariantWeight", "ModelName", "VariantName"})
+"""Fields of a variant that follow from the deployment and its traffic."""
+UNSUPPORTED_VARIANT_FIELDS: Mapping[str, str] = {
+    "AcceleratorType": "AWS has ended Elastic Inference",
+    "CoreDumpConfig": "a core dump contains requests",
+    "EnableSSMAccess": "a shell in the container could change the verified model",
+    "InstancePools": "a benchmark holds for one instance type",
+    "ManagedInstanceScaling": "it scales inference components; use `max_instances`",
+    "VariantInstanceProvisionTimeoutInSeconds": "it belongs to `InstancePools`",
+}
+"""Reason for each field of a variant that no setting supports."""
+_METRIC_INTERVALS_S = (10, 30, 60, 120, 180, 240, 300)
+_DEFAULT_METRIC_INTERVAL_S = 60
+
 _Instances = Annotated[int, Ge(0), Le(1000)]
 _Shift = Annotated[int, Ge(0), Le(50)]
 
@@ -54,6 +80,8 @@ class SageMakerSettings(AwsAccess, LeaseSettings, ContainerOptions):
     wait: Annotated[float, Unit("s"), Ge(0), Le(3600)] = 300.0
     termination_wait: Annotated[float, Unit("s"), Ge(0), Le(3600)] = 120.0
     max_execution: Annotated[float, Unit("s"), Ge(600), Le(28800)] = 3600.0
+    routing: Literal["default", "random", "least_outstanding_requests"] = "default"
+    metric_interval: Annotated[float, Unit("s"), Ge(10), Le(300)] = 60.0
     capture_percent: Annotated[int, Ge(0), Le(100)] = 0
     capture_uri: Annotated[str, Pattern("(s3://.*)?", "an s3:// address")] = ""
     kms_key: str = ""
@@ -66,6 +94,14 @@ class SageMakerSettings(AwsAccess, LeaseSettings, ContainerOptions):
     ] = field(default_factory=dict)
     volume: Annotated[int | None, Unit("B"), Ge(_GB), Le(512 * _GB)] = None
     startup: Annotated[float, Unit("s"), Ge(60), Le(3600)] = 600.0
+    download_timeout: Annotated[float | None, Unit("s"), Ge(60), Le(3600)] = None
+    inference_ami: Annotated[str, Pattern("[a-zA-Z0-9-]*", "the version of an inference AMI")] = ""
+    capacity_reservation: Annotated[
+        str,
+        Pattern(
+            r"(arn:aws[a-z-]*:sagemaker:[a-z0-9-]+:\d{12}:[a-z0-9-]+/\S+)?", "the ARN of a plan"
+        ),
+    ] = ""
     timeout: Annotated[float, Unit("s"), Ge(1), Le(86400)] = 3600.0
     poll_interval: Annotated[float, Unit("s"), Ge(0), Le(600)] = 10.0
 
@@ -110,6 +146,12 @@ class SageMakerSettings(AwsAccess, LeaseSettings, ContainerOptions):
     def guarded(self) -> bool:
         """Whether SageMaker shifts the traffic and monitors alarms."""
         return self.is_table or self.strategy == "guarded"
+
+    @property
+    def metric_interval_s(self) -> int:
+        """Interval of metrics in CloudWatch in seconds; 0 for SageMaker's default."""
+        interval_s = int(self.metric_interval)
+        return 0 if interval_s == _DEFAULT_METRIC_INTERVAL_S else interval_s
 
     @property
     def scaled(self) -> bool:
@@ -163,6 +205,9 @@ def _find_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str
         ("tags", f"tags that begin with {_OWN_TAGS} are reserved",
          any(k.startswith(_OWN_TAGS) for k in settings.tags)),
         ("volume", "must be a whole number of GB", (settings.volume or 0) % _GB != 0),
+        ("metric_interval",
+         f"must be one of {', '.join(map(str, _METRIC_INTERVALS_S))} seconds",
+         settings.metric_interval not in _METRIC_INTERVALS_S),
     )  # fmt: skip
     yield from ((name, text) for name, text, wrong in rules if wrong)
 
@@ -198,4 +243,14 @@ def _find_serverless_contradictions(settings: SageMakerSettings) -> Iterator[tup
             settings.scaled,
         ),
     )
+    of_instances = {
+        "capacity_reservation": bool(settings.capacity_reservation),
+        "download_timeout": settings.download_timeout is not None,
+        "inference_ami": bool(settings.inference_ami),
+        "metric_interval": settings.metric_interval_s > 0,
+        "routing": settings.routing != "default",
+    }
+    for name, is_set in of_instances.items():
+        if is_set:
+            yield name, "a serverless endpoint has no instances; remove this key"
     yield from ((name, text) for name, text, wrong in rules if wrong)
