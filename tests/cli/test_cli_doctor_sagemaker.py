@@ -49,7 +49,8 @@ def test_sagemaker_diagnosis_of_complete_account_reports_no_problem(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", account.environment["AWS_ACCESS_KEY_ID"])
     findings = found()
     assert account.denied() == []
-    assert list(findings) == ["boto3", "credentials", "role", "bucket", "image", "pull", "quota"]
+    checks = ["boto3", "credentials", "role", "bucket", "image", "pull", "permissions", "quota"]
+    assert list(findings) == checks
     assert [finding for finding in findings.values() if not finding.ok] == []
 
 
@@ -120,6 +121,46 @@ def test_sagemaker_diagnosis_of_image_checks_existence_and_pull_role(
     assert (
         "999999999999" in found(**elsewhere, role=str(SETTINGS["role"]) + "-of-all")["pull"].found
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "denied"),
+    [
+        ({}, "s3:GetObject"),
+        ({"traffic": "table"}, "s3:ListBucket"),
+        ({"traffic": "table"}, "s3:PutObject"),
+        (
+            {"capture_percent": 5, "capture_uri": "s3://models/onnx-ops/captured"},
+            "s3:PutObject",
+        ),
+        (
+            {"subnets": ["subnet-1"], "security_groups": ["sg-1"]},
+            "ec2:CreateNetworkInterfacePermission",
+        ),
+        ({"kms_key": "arn:aws:kms:us-east-1:123456789012:key/1"}, "kms:GenerateDataKey"),
+        ({"kms_key": "alias/models"}, "kms:Decrypt"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value), "plain"),
+)
+def test_sagemaker_diagnosis_of_role_names_missing_permissions_of_used_settings(
+    account: FakeSageMaker, settings: dict[str, Json], denied: str
+) -> None:
+    # A role that the fake gives all permissions except those that the test denies.
+    role = {"role": f"{SETTINGS['role']}-of-all"}
+    if settings.get("kms_key") == "alias/models":
+        kms = client(account, "kms")
+        key = kms.create_key()["KeyMetadata"]
+        kms.create_alias(AliasName="alias/models", TargetKeyId=key["KeyId"])
+    assert found(**role, **settings)["permissions"].ok
+    try:
+        account.behave(denied=[denied])
+        finding = found(**role, **settings)["permissions"]
+        without = found(**role)["permissions"]
+    finally:
+        account.behave(denied=[])
+    assert (finding.ok, denied in finding.found) == (False, True)
+    assert without.ok == bool(settings)
+    assert (":key/" in finding.found) == ("kms_key" in settings)
 
 
 def test_sagemaker_diagnosis_with_wrong_settings_reports_remedies(account: FakeSageMaker) -> None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from onnx_ops.adapters.endpoints.sagemaker_diagnosis import KEY_ACTIONS, NETWORK_ACTIONS
 from tests.infra.infra_tools import ROOT
 from tests.support.clouds import azureml_roles
-from tests.support.clouds.iam import ROLE, Request, caller, is_allowed, resources
+from tests.support.clouds.iam import ROLE, Request, caller, container, is_allowed, resources
 
 ADAPTERS = ROOT / "onnx_ops" / "adapters"
 SERVICES = {
@@ -134,6 +136,36 @@ def test_aws_policy_limits_resources_where_possible() -> None:
         assert not any("*" in action for action in actions(statement))
         if statement["Resource"] == "*":
             assert actions(statement) == ANYWHERE
+
+
+KEY = "arn:aws:kms:us-east-1:123456789012:key/1"
+
+
+def test_aws_policies_permit_key_and_network_only_where_parameters_ask_for_them() -> None:
+    grant = {"kms:GrantIsForAWSResource": "true"}
+    of_caller = [
+        *(Request(f"kms:{name}", KEY) for name in ("Decrypt", "DescribeKey", "GenerateDataKey")),
+        Request("kms:CreateGrant", KEY, grant),
+    ]
+    of_container = [Request(action, KEY) for action in KEY_ACTIONS]
+    encrypts = ("KmsKeyArn", KEY)
+    for request in of_caller:
+        assert is_allowed(caller(encrypts), request)
+        assert not is_allowed(caller(), request)
+    assert not is_allowed(caller(encrypts), Request("kms:CreateGrant", KEY))
+    for request in of_container:
+        assert is_allowed(container(encrypts), request)
+        assert not is_allowed(container(), request)
+        assert not is_allowed(container(encrypts), replace(request, resource=f"{KEY}2"))
+    for action in NETWORK_ACTIONS:
+        assert is_allowed(container(("UsesVpc", "true")), Request(action, "*"))
+        assert not is_allowed(container(), Request(action, "*"))
+
+
+def test_sagemaker_page_lists_permissions_of_key_and_network() -> None:
+    page = (ROOT / "docs" / "sagemaker.md").read_text(encoding="utf-8")
+    for action in (*KEY_ACTIONS, *NETWORK_ACTIONS):
+        assert action.removeprefix("ec2:") in page
 
 
 def test_aws_policy_passes_role_to_sagemaker_only() -> None:

@@ -37,6 +37,20 @@ _PULL_ACTIONS = (
     "ecr:GetDownloadUrlForLayer",
     "ecr:BatchCheckLayerAvailability",
 )
+KEY_ACTIONS = ("kms:Decrypt", "kms:GenerateDataKey")
+"""Actions on the key of `kms_key` that the containers' role needs."""
+NETWORK_ACTIONS = (
+    "ec2:CreateNetworkInterface",
+    "ec2:CreateNetworkInterfacePermission",
+    "ec2:DeleteNetworkInterface",
+    "ec2:DeleteNetworkInterfacePermission",
+    "ec2:DescribeDhcpOptions",
+    "ec2:DescribeNetworkInterfaces",
+    "ec2:DescribeSecurityGroups",
+    "ec2:DescribeSubnets",
+    "ec2:DescribeVpcs",
+)
+"""Actions that the containers' role needs with `subnets`."""
 
 
 def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
@@ -80,6 +94,7 @@ def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
     yield _run("bucket", lambda: _check_bucket(connect("s3"), settings.bucket))
     yield _run("image", lambda: _check_image(connect, settings.image))
     yield _run("pull", lambda: _check_pull(connect("iam"), settings.role, settings.image))
+    yield _run("permissions", lambda: _check_permissions(connect, settings))
     if settings.alarms:
         yield _run("alarms", lambda: _check_alarms(connect("cloudwatch"), settings.alarms))
     if not settings.serverless:
@@ -177,12 +192,9 @@ def _check_pull(iam: Any, role: str, image: str) -> Finding:
         f"arn:{partition}:ecr:{match['region']}:{match['account']}:repository/{match['repository']}"
     )
     denied = [
-        result["EvalActionName"]
+        action
         for actions, resource in ((("ecr:GetAuthorizationToken",), "*"), (_PULL_ACTIONS, arn))
-        for result in iam.simulate_principal_policy(
-            PolicySourceArn=role, ActionNames=list(actions), ResourceArns=[resource]
-        )["EvaluationResults"]
-        if result["EvalDecision"] != "allowed"
+        for action in _list_denied(iam, role, actions, resource)
     ]
     if denied:
         return (
@@ -197,6 +209,63 @@ def _check_pull(iam: Any, role: str, image: str) -> Finding:
         )
         return True, found, ""
     return True, "the role can pull the image", ""
+
+
+def _list_denied(iam: Any, role: str, actions: tuple[str, ...], resource: str) -> list[str]:
+    """Return the actions on a resource that the policies of a role do not permit."""
+    answer = iam.simulate_principal_policy(
+        PolicySourceArn=role, ActionNames=list(actions), ResourceArns=[resource]
+    )
+    return [
+        result["EvalActionName"]
+        for result in answer["EvaluationResults"]
+        if result["EvalDecision"] != "allowed"
+    ]
+
+
+def _check_permissions(connect: Clients, settings: SageMakerSettings) -> Finding:
+    """Check that the role's policies permit what the settings need of it.
+
+    The policies of a bucket or key in another account cannot be checked here.
+    """
+    denied = {
+        resource: missing
+        for resource, actions in _list_needed(connect, settings).items()
+        if (missing := _list_denied(connect("iam"), settings.role, actions, resource))
+    }
+    if not denied:
+        return True, "the role has the permissions that the settings need", ""
+    found = "; ".join(f"{', '.join(actions)} on {arn}" for arn, actions in denied.items())
+    return (
+        False,
+        f"the role does not have these permissions: {found}",
+        f"Grant the role these permissions; {_DOCS} lists them.",
+    )
+
+
+def _list_needed(connect: Clients, settings: SageMakerSettings) -> dict[str, tuple[str, ...]]:
+    """Return the actions that the containers' role needs, by resource."""
+    partition, prefix = settings.role.split(":")[1], settings.prefix.strip("/")
+    bucket = f"arn:{partition}:s3:::{settings.bucket}"
+    needed: dict[str, tuple[str, ...]] = {f"{bucket}/{prefix}/*": ("s3:GetObject",)}
+    if settings.is_table:
+        needed[f"{bucket}/{prefix}-reports/*"] = ("s3:GetObject", "s3:PutObject")
+        needed[bucket] = ("s3:ListBucket",)
+    if settings.capture_uri:
+        captured = settings.capture_uri.removeprefix("s3://").rstrip("/")
+        needed[f"arn:{partition}:s3:::{captured}/*"] = ("s3:PutObject",)
+    if settings.kms_key:
+        needed[_find_key(connect, settings.kms_key)] = KEY_ACTIONS
+    if settings.subnets:
+        needed["*"] = NETWORK_ACTIONS
+    return needed
+
+
+def _find_key(connect: Clients, key: str) -> str:
+    """Return the ARN of a key, which policies name; the setting can also be an alias or an ID."""
+    if ":key/" in key:
+        return key
+    return str(connect("kms").describe_key(KeyId=key)["KeyMetadata"]["Arn"])
 
 
 def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> Finding:

@@ -37,6 +37,8 @@ PARAMETERS: Mapping[str, str] = {
 
 They are parameters without a default, and references to the template's own resources.
 """
+_NO_VALUE = "AWS::NoValue"
+"""Reference by which the template leaves a list's item out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +69,25 @@ def may_assume(role: str, claims: Mapping[str, str]) -> bool:
     return is_allowed([{**one, "Resource": "*"} for one in trusting], request)
 
 
-def caller() -> list[dict[str, Any]]:
-    """Return the statements of the role that runs onnx-ops."""
-    found: list[dict[str, Any]] = resources()["Caller"]["Properties"]["PolicyDocument"]["Statement"]
+def caller(*given: tuple[str, str]) -> list[dict[str, Any]]:
+    """Return the statements of the role that runs onnx-ops, with parameters of the template."""
+    policy = resources(*given)["Caller"]["Properties"]["PolicyDocument"]
+    found: list[dict[str, Any]] = policy["Statement"]
     return found
 
 
-def container() -> list[dict[str, Any]]:
+def container(*given: tuple[str, str]) -> list[dict[str, Any]]:
     """Return the statements of the serving containers' role."""
-    policies = resources()["ContainerRole"]["Properties"]["Policies"]
+    policies = resources(*given)["ContainerRole"]["Properties"]["Policies"]
     return [statement for policy in policies for statement in policy["PolicyDocument"]["Statement"]]
 
 
 @cache
-def resources() -> dict[str, Any]:
-    """Return the template's resources with every function computed."""
+def resources(*given: tuple[str, str]) -> dict[str, Any]:
+    """Return the template's resources with every function computed.
+
+    `given` are parameters by name. Others have their defaults.
+    """
     text = (ROOT / "infra" / "aws" / "onnx-ops.yaml").read_text(encoding="utf-8")
     document = yaml.load(text, Loader=_Template)  # noqa: S506 (a safe loader)
     values = {
@@ -89,7 +95,7 @@ def resources() -> dict[str, Any]:
         for name, about in document["Parameters"].items()
         if "Default" in about
     }
-    values |= PARAMETERS
+    values |= {**PARAMETERS, **dict(given)}
     conditions: dict[str, bool] = {}
     for name, condition in document["Conditions"].items():
         conditions[name] = _computed(condition, values, conditions)
@@ -128,7 +134,8 @@ def _computed(node: Any, values: Mapping[str, str], conditions: Mapping[str, boo
         case dict():
             return {key: _computed(value, values, conditions) for key, value in node.items()}
         case list():
-            return [_computed(value, values, conditions) for value in node]
+            items = [_computed(value, values, conditions) for value in node]
+            return [item for item in items if item != _NO_VALUE]
         case _:
             return node
 
@@ -156,6 +163,8 @@ def _holds(operator: str, wanted: list[str], value: str | None) -> bool:
             return wanted == [str(value is None).lower()]
         case "StringEquals":
             return value in wanted
+        case "Bool":
+            return value is not None and value.lower() in wanted
         case "StringLike":
             return value is not None and any(_matches(pattern, value) for pattern in wanted)
         case _:

@@ -104,6 +104,8 @@ def _other(service: str, operation: str, request: Mapping[str, Any]) -> Iterator
         )
     elif service.startswith("GraniteService"):
         yield Request(f"cloudwatch:{operation}", "*")
+    elif service == "TrentService":
+        yield Request(f"kms:{operation}", f"arn:aws:kms:{REGION}:{ACCOUNT}:{request['KeyId']}")
     elif service.startswith("ServiceQuotas"):
         yield Request(f"servicequotas:{operation}", "*")
     else:
