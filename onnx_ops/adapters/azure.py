@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 from onnx_ops.adapters.host import machine_vendor
-from onnx_ops.adapters.http_json import request_json, require_https
+from onnx_ops.adapters.http_json import TIMEOUT_S, request_json, require_https
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.quantities import Json, Pattern
 from onnx_ops.errors import (
-    InfrastructureError,
     OnnxOpsError,
     RefusedError,
     ServiceUnavailableError,
@@ -50,6 +49,9 @@ Azure accepts capitals, but converts them to lower case in the keys of the traff
 
 API_TIMEOUT_S = 60.0
 """Seconds within which Azure must answer one request."""
+_NO_CONNECTION = re.compile(
+    r"timed out|connection (aborted|refused|reset)|failed to establish", re.IGNORECASE
+)
 _IDENTITY_VARIABLES = ("AZURE_CLIENT_ID", "AZURE_USERNAME", "IDENTITY_ENDPOINT", "MSI_ENDPOINT")
 _IDENTITY_FILES = (
     "azureProfile.json",
@@ -154,31 +156,56 @@ def find_missing_credentials(*, where: str = "") -> OnnxOpsError | None:
     return RefusedError("there are no Azure credentials", where=where, remedy=LOGIN_REMEDY)
 
 
-def fetch_token(service: str = "") -> str:
+def fetch_token(service: str = "", api_timeout_s: float = API_TIMEOUT_S) -> str:
     """Return a token for a service, which is given by its address.
 
     The default service is Azure Resource Manager.
 
     Raises:
         RefusedError: no credentials are configured, or the service does not accept them.
-        InfrastructureError: the credentials could not be checked.
+        ServiceUnavailableError: the credentials could not be checked.
     """
     require(*EXTRAS["azure"], where="Azure")
     from azure.core.exceptions import AzureError, ClientAuthenticationError
 
+    scope = f"{service or get_management_url()}/.default"
     try:
-        return str(get_credential().get_token(f"{service or get_management_url()}/.default").token)
+        return str(get_credential(api_timeout_s).get_token(scope).token)
     except ClientAuthenticationError as error:
+        if is_unanswered_token_request(error):
+            raise make_token_error(error) from error
         raise RefusedError(
             "there are no Azure credentials", why=summarize_error(error), remedy=LOGIN_REMEDY
         ) from error
     except AzureError as error:
-        raise InfrastructureError(
+        raise ServiceUnavailableError(
             "no token for Azure", why=summarize_error(error), remedy=LOGIN_REMEDY
         ) from error
 
 
-def request_resource(path: str, *, document: object = None, method: str = "GET") -> Any:
+def is_unanswered_token_request(error: BaseException) -> bool:
+    """Return whether a failed authentication only means that the token service was silent."""
+    is_answered = getattr(error, "status_code", None) is not None
+    return not is_answered and _NO_CONNECTION.search(str(error)) is not None
+
+
+def make_token_error(error: BaseException, where: str = "") -> ServiceUnavailableError:
+    """Return the error of a token service that does not answer."""
+    return ServiceUnavailableError(
+        "the token service does not answer",
+        where=where,
+        why=summarize_error(error),
+        remedy="Try again.",
+    )
+
+
+def request_resource(
+    path: str,
+    *,
+    document: object = None,
+    method: str = "GET",
+    api_timeout_s: float = API_TIMEOUT_S,
+) -> Any:
     """Send a request to Azure Resource Manager; return None for an empty answer.
 
     Raises:
@@ -188,8 +215,11 @@ def request_resource(path: str, *, document: object = None, method: str = "GET")
     """
     base = get_management_url()
     host = require_https(base, "the address of Azure Resource Manager")
-    headers = {"Authorization": f"Bearer {fetch_token()}"}
-    answer = request_json(method, f"{base}{path}", document, host=host, headers=headers)
+    headers = {"Authorization": f"Bearer {fetch_token(api_timeout_s=api_timeout_s)}"}
+    timeout_s = min(TIMEOUT_S, api_timeout_s)
+    answer = request_json(
+        method, f"{base}{path}", document, host=host, headers=headers, timeout_s=timeout_s
+    )
     if isinstance(answer, str) and answer:
         why = f"it begins with {answer[:60]!r}"
         remedy = f"Check for a proxy or a login page between this machine and {host}."

@@ -53,6 +53,7 @@ def request_json(
     host: str,
     headers: Mapping[str, str] | None = None,
     max_bytes: int = MAX_ANSWER_BYTES,
+    timeout_s: float | None = None,
 ) -> Any:
     """Send JSON; return the answer's JSON value, or its text if it is not JSON.
 
@@ -60,6 +61,7 @@ def request_json(
 
     Args:
         max_bytes: largest size of an answer in bytes.
+        timeout_s: time limit in seconds, by default `TIMEOUT_S`.
 
     Raises:
         ServiceUnavailableError: no answer arrives in time, or the answer requests a later retry.
@@ -70,7 +72,8 @@ def request_json(
     body, sent = None, {"User-Agent": "onnx-ops", "Accept-Encoding": "identity", **(headers or {})}
     if document is not None:
         body, sent = json.dumps(document).encode(), {"Content-Type": "application/json", **sent}
-    deadline = time.monotonic() + TIMEOUT_S
+    timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
+    deadline = time.monotonic() + timeout_s
     token = _is_sending.set(True)
     try:
         with httpx.stream(
@@ -78,7 +81,7 @@ def request_json(
             url,
             content=body,
             headers=sent,
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
             # The target of a redirect must receive neither message nor token.
             follow_redirects=False,
             verify=ssl.create_default_context(),

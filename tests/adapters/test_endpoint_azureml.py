@@ -13,8 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 from unittest.mock import patch
 
+import httpx
 import pytest
 
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
@@ -31,6 +33,7 @@ from onnx_ops.errors import (
 from onnx_ops.testing.endpoints import (
     Disturbance,
     EndpointProviderSuite,
+    Killed,
     scaling_deployment,
     state_of,
 )
@@ -64,11 +67,28 @@ class TestAzureEndpoints(EndpointProviderSuite):
 
     @contextmanager
     def disturbed(self, fault: Disturbance, at: int = 0) -> Iterator[Sized]:
+        """Disturb the requests of httpx too, which the provider uses beside the SDK."""
+        send = httpx.HTTPTransport.handle_request
         with (
             patch.object(self.made.native, "_policy", HASTY),
             super().disturbed(fault, at) as asked,
         ):
-            yield asked
+            hosts = cast("list[str]", asked)
+            error = Killed() if fault == "kill" else httpx.ConnectError("injected")
+
+            def handle(transport: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
+                hosts.append(request.url.host)
+                number = len(hosts) - 1
+                if fault != "none" and number >= at + (fault != "error"):
+                    raise error
+                response = send(transport, request)
+                if fault in ("lost answer", "kill") and number == at:
+                    response.close()
+                    raise error
+                return response
+
+            with patch.object(httpx.HTTPTransport, "handle_request", handle):
+                yield asked
 
     @pytest.fixture
     def chosen(self, sweep: Sweep) -> Sweep:

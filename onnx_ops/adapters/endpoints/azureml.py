@@ -10,7 +10,7 @@ from typing import Any
 
 from onnx_ops import plugins
 from onnx_ops.adapters.azure import find_missing_credentials, read_endpoint_name
-from onnx_ops.adapters.endpoints.azureml_client import AzureClient, RetryPolicy, has_succeeded
+from onnx_ops.adapters.endpoints.azureml_client import AzureClient, RetryPolicy
 from onnx_ops.adapters.endpoints.azureml_deployments import SCORING_ROUTE
 from onnx_ops.adapters.endpoints.azureml_diagnosis import diagnose
 from onnx_ops.adapters.endpoints.azureml_plan import (
@@ -23,7 +23,7 @@ from onnx_ops.adapters.endpoints.azureml_plan import (
     read_state,
 )
 from onnx_ops.adapters.endpoints.azureml_settings import read_azure_settings
-from onnx_ops.adapters.endpoints.azureml_update import AzureEndpoint, SentGeneration, is_mirrored
+from onnx_ops.adapters.endpoints.azureml_update import AzureEndpoint, SentGeneration
 from onnx_ops.adapters.endpoints.cloud import CloudEndpoints
 from onnx_ops.adapters.endpoints.fleets import FleetEndpoints, TrafficModes
 from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings
@@ -133,7 +133,13 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         endpoint.apply(plan_traffic(state, generation=generation, name=name, where=config.endpoint))
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Change only the traffic if the deployment runs; otherwise call `apply`."""
+        """Change only the traffic if the deployment runs; otherwise call `apply`.
+
+        The request that changes the traffic is the second request to Azure Resource Manager, if the
+        deployment is part of the applied state.
+        """
+        if self._connect(config).restore(state, generation):
+            return
         try:
             observed, names = self._observe(config)
         except ServiceUnavailableError:
@@ -143,14 +149,14 @@ class AzureDeploymentEndpoints(CloudEndpoints):
             plan = plan_traffic(
                 goal, generation=generation, name=lambda d: names[d.name], where=config.endpoint
             )
-            self._connect(config).route(plan)
+            self._connect(config).route(replace(plan, since=state.generation))
             return
         self.apply(config, drop_idle_deployments(state), generation=generation)
 
     def address(self, config: EndpointConfig) -> str | None:
         """Return the scoring address without its route; requests need a key or a token."""
         endpoint = self._connect(config).read()
-        return None if endpoint is None else str(endpoint.scoring_uri).removesuffix(SCORING_ROUTE)
+        return None if endpoint is None else endpoint.scoring_uri.removesuffix(SCORING_ROUTE)
 
     def remove(self, config: EndpointConfig) -> None:
         """Delete the endpoint, its deployments and the files of their models."""
@@ -163,12 +169,11 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         endpoint = self._connect(config)
         _, names = self._observe(config)
         resource = endpoint.read()
-        traffic = {} if resource is None else resource.traffic or {}
-        used = {*names.values(), *(name for name, percent in traffic.items() if percent)}
+        used = {*names.values(), *({} if resource is None else resource.traffic)}
         own_tags = {
-            name: deployment.tags or {}
+            name: deployment.tags
             for name, deployment in endpoint.client.deployments().items()
-            if (deployment.tags or {}).get(OWNER) == config.endpoint
+            if deployment.tags.get(OWNER) == config.endpoint
         }
         deployments = _find_unused_deployments(own_tags, used, needed)
         models = _find_unused_models(endpoint.models.stored(), own_tags, needed)
@@ -188,19 +193,18 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         """
         endpoint = self._connect(config)
         resource = endpoint.read()
-        if resource is None or is_mirrored(resource):
+        if resource is None or resource.mirror_traffic:
             return None, {}
         deployments = endpoint.client.deployments()
         records = {
             name: record
             for name, deployment in deployments.items()
-            if has_succeeded(deployment)
-            and (record := read_record(deployment.tags or {})) is not None
+            if deployment.has_succeeded and (record := read_record(deployment.tags)) is not None
         }
-        state = read_state(resource.tags or {}, resource.traffic or {}, records)
+        state = read_state(resource.tags, resource.traffic, records)
         if state is None:
             return None, {}
-        names = {records[name].name: name for name in read_deployment_names(resource.tags or {})}
+        names = {records[name].name: name for name in read_deployment_names(resource.tags)}
         drift = [
             endpoint.deployments.drift(deployments[names[d.name]], d) for d in state.deployments
         ]
@@ -212,9 +216,9 @@ class AzureDeploymentEndpoints(CloudEndpoints):
             trusted_keys=self._trusted_keys(),
             endpoint=config.endpoint,
         )
+        plugins.require(*plugins.EXTRAS["azure"], where=config.endpoint)
         name = read_endpoint_name(config.endpoint, config.settings)
         client = AzureClient(settings, name, config.endpoint, self._policy)
-        client.connect()
         return AzureEndpoint(client, SentGeneration(self._folder / config.endpoint))
 
 

@@ -1,8 +1,11 @@
-"""Client of Azure ML that uses the SDK's MLClient without the SDK's own retries.
+"""Client of Azure ML: plain requests to Azure Resource Manager, and the SDK's MLClient.
 
-Reads are retried, and each write is sent once. The SDK would repeat a write even after another
-client has sent a newer write. Before this client repeats a write, a read must show that the write
-is still needed.
+Plain requests read endpoints and deployments, and change traffic, tags and instance counts. The SDK
+creates and deletes; its import takes seconds, so it is loaded only for that.
+
+Reads are retried, and each write is sent once. The SDK's own retries would repeat a write even
+after another client has sent a newer write. Before this client repeats a write, a read must show
+that the write is still needed.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import functools
 import logging
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -23,7 +27,16 @@ from onnx_ops.adapters.azure import (
     Workspace,
     build_timeouts,
     get_credential,
+    get_management_url,
+    is_unanswered_token_request,
+    make_token_error,
+    request_resource,
     summarize_error,
+)
+from onnx_ops.adapters.endpoints.azureml_resources import (
+    AzureResource,
+    OnlineDeployment,
+    OnlineEndpoint,
 )
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
 from onnx_ops.adapters.retry import attempts, converge
@@ -34,25 +47,28 @@ from onnx_ops.errors import (
     RefusedError,
     ServiceUnavailableError,
 )
-from onnx_ops.plugins import EXTRAS, require
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
-    from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint
 
 T = TypeVar("T")
+R = TypeVar("R", bound=AzureResource)
+
+API_VERSION = "api-version=2024-04-01"
+"""Version of the API of workspaces, as a query."""
 
 SPARE = 1.2
 """Ratio of the instances that Azure counts to the requested instances.
 
 Azure reserves a fifth of a deployment's instances for upgrades, and counts this reserve.
 """
-_TERMINAL_STATES = frozenset({"succeeded", "failed", "canceled"})
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
-_QUOTA = re.compile(r"quota|OutOfCapacity|not enough (cores|capacity)", re.IGNORECASE)
-_NO_CONNECTION = re.compile(
-    r"timed out|connection (aborted|refused|reset)|failed to establish", re.IGNORECASE
+_CAPACITY = re.compile(
+    r"OutOfCapacity|AllocationFailed|SkuNotAvailable|(not enough|lack of) .*capacity", re.IGNORECASE
 )
+_QUOTA = re.compile(r"quota|not enough cores", re.IGNORECASE)
+_REFUSAL = re.compile(r"HTTP (\d{3}) ?(.*)", re.DOTALL)
+"""What the error of a plain request contains after a refusal."""
 _BUSY = re.compile(r"provisioning state|another operation|is in progress", re.IGNORECASE)
 
 
@@ -105,46 +121,112 @@ class AzureClient:
 
     @functools.cached_property
     def ml(self) -> MLClient:
-        """Return the SDK's client of the workspace."""
-        return _ml_client(self.workspace, self.settings.api_timeout)
+        """Return the SDK's client of the workspace, which reads the metadata of the cloud."""
+        with translate_errors(self.owner):
+            return _ml_client(self.workspace, self.settings.api_timeout)
 
     def registry(self, name: str) -> MLClient:
         """Return a client of the registry with that name, in any region."""
         return _ml_client(None, self.settings.api_timeout, registry=name)
-
-    def connect(self) -> None:
-        """Create the SDK's client, which reads the metadata of the cloud."""
-        require(*EXTRAS["azure"], where=self.owner)
-        with translate_errors(self.owner):
-            _ = self.ml
 
     @property
     def where(self) -> str:
         """Return the location that errors about the endpoint show."""
         return f"endpoint {self.name}"
 
-    def endpoint(self) -> ManagedOnlineEndpoint | None:
+    @property
+    def path(self) -> str:
+        """Resource id of the endpoint."""
+        return f"{self.workspace.path}/onlineEndpoints/{self.name}"
+
+    def deployment_path(self, name: str) -> str:
+        """Return the resource id of a deployment."""
+        return f"{self.path}/deployments/{name}"
+
+    def request(
+        self,
+        path: str,
+        *,
+        where: str,
+        method: str = "GET",
+        document: object = None,
+        instances: int = 1,
+        role_remedy: str = ROLE_REMEDY,
+    ) -> Any:
+        """Send one request to Azure Resource Manager; return its answer.
+
+        Args:
+            path: path of a resource, with the version of the API if it is not `API_VERSION`.
+            where: location that errors show.
+            method: method of the request.
+            document: document to send.
+            instances: number of requested instances, for errors.
+            role_remedy: remedy for a missing permission.
+
+        Raises:
+            OnnxOpsError: the errors of `translate_errors`.
+        """
+        url = path if "api-version=" in path else f"{path}?{API_VERSION}"
+        try:
+            return request_resource(
+                url, method=method, document=document, api_timeout_s=self.settings.api_timeout
+            )
+        except ServiceUnavailableError as error:
+            if error.remedy:  # no token, or an answer of a proxy
+                raise
+            raise make_unanswered_error(where, error.why) from error
+        except RefusedError as error:
+            match = _REFUSAL.match(error.why)
+            if match is None:  # there are no credentials
+                raise
+            status, why = int(match[1]), error.why
+            raise _explain_answer(
+                status, why, where, instances=instances, role_remedy=role_remedy
+            ) from error
+
+    def endpoint(self) -> OnlineEndpoint | None:
         """Read the endpoint. The answer can be slightly stale."""
-        return self.read(self.where, lambda: self.ml.online_endpoints.get(self.name))
+        document = self.read(self.where, lambda: self.request(self.path, where=self.where))
+        return None if document is None else OnlineEndpoint(document)
 
-    def deployments(self) -> dict[str, ManagedOnlineDeployment]:
+    def deployments(self) -> dict[str, OnlineDeployment]:
         """Return the deployments by name; empty if the endpoint does not exist."""
-        listed: Any = self.read(
-            self.where, lambda: list(self.ml.online_deployments.list(self.name))
-        )
-        return {deployment.name: deployment for deployment in listed or ()}
+        documents: list[Any] = []
+        path: str | None = f"{self.path}/deployments"
+        while path is not None:
+            page: Any = self.read(
+                self.where, functools.partial(self.request, path, where=self.where)
+            )
+            documents += (page or {}).get("value", ())
+            following = str((page or {}).get("nextLink") or "")
+            base = get_management_url()
+            path = following.removeprefix(base) if following.startswith(f"{base}/") else None
+        return {one.name: one for one in map(OnlineDeployment, documents)}
 
-    def settled_endpoint(self) -> ManagedOnlineEndpoint | None:
+    def settled_endpoint(self) -> OnlineEndpoint | None:
         """Return the endpoint as soon as Azure has completed all changes to it."""
         return self._wait_until_settled(self.where, self.endpoint)
 
-    def settled_deployment(self, name: str) -> ManagedOnlineDeployment | None:
+    def settled_deployment(self, name: str) -> OnlineDeployment | None:
         """Return a deployment as soon as Azure has completed all changes to it."""
-        where = f"deployment {name}"
-        deployments = self.ml.online_deployments
-        return self._wait_until_settled(
-            where, lambda: self.read(where, lambda: deployments.get(name, self.name))
-        )
+        where, path = f"deployment {name}", self.deployment_path(name)
+
+        def get() -> OnlineDeployment | None:
+            document = self.read(where, lambda: self.request(path, where=where))
+            return None if document is None else OnlineDeployment(document)
+
+        return self._wait_until_settled(where, get)
+
+    def put_endpoint(self, document: object) -> None:
+        """Send a changed endpoint once. Azure has then accepted the change, but not completed it.
+
+        Raises:
+            OnnxOpsError: the errors of `write`.
+        """
+        try:
+            self.request(self.path, where=self.where, method="PUT", document=document)
+        except ServiceUnavailableError as error:
+            raise _make_write_error(error, "HTTP 429" in error.why) from error
 
     def write(self, where: str, begin: Callable[[], Any], *, instances: int = 1) -> None:
         """Start an operation and wait until it ends. Callers then read its result.
@@ -160,11 +242,8 @@ class AzureClient:
             with translate_errors(where, instances=instances):
                 poller = begin()
         except ServiceUnavailableError as error:
-            throttled = (
-                getattr(error.__cause__, "status_code", None) == HTTPStatus.TOO_MANY_REQUESTS
-            )
-            kind = BusyError if throttled else UnansweredWriteError
-            raise kind(error.what, where=where, why=error.why, remedy=error.remedy) from error
+            status = getattr(error.__cause__, "status_code", None)
+            raise _make_write_error(error, status == HTTPStatus.TOO_MANY_REQUESTS) from error
         # The operation continues in Azure after an error of a poll, so such an error does not mean
         # that the operation failed.
         with (
@@ -208,18 +287,13 @@ class AzureClient:
             step, tries, lambda: make_timeout_error(where or self.owner), retried=retried
         )
 
-    def _wait_until_settled(self, where: str, get: Callable[[], T | None]) -> T | None:
-        def read_settled() -> tuple[T | None] | None:
+    def _wait_until_settled(self, where: str, get: Callable[[], R | None]) -> R | None:
+        def read_settled() -> tuple[R | None] | None:
             resource = get()
-            return (resource,) if resource is None or _state(resource) in _TERMINAL_STATES else None
+            return (resource,) if resource is None or resource.is_settled else None
 
         tries = self.policy.attempts(self.policy.operation_s)
         return converge(read_settled, tries, lambda: make_timeout_error(where))[0]
-
-
-def has_succeeded(resource: ManagedOnlineDeployment | ManagedOnlineEndpoint) -> bool:
-    """Return whether the last operation on a resource succeeded."""
-    return _state(resource) == "succeeded"
 
 
 @contextlib.contextmanager
@@ -228,13 +302,18 @@ def translate_errors(where: str, *, instances: int = 1) -> Iterator[None]:
 
     `instances` is the number of requested instances.
     """
-    from azure.ai.ml.exceptions import MlException
     from azure.core.exceptions import AzureError
 
     try:
         yield
-    except (AzureError, MlException, OSError) as error:
+    except (AzureError, OSError, *_list_sdk_errors()) as error:
         raise _explain(error, where, instances) from error
+
+
+def _list_sdk_errors() -> tuple[type[Exception], ...]:
+    """Return the base of azure-ai-ml's own errors; empty if nothing has imported the package."""
+    module = sys.modules.get("azure.ai.ml.exceptions")
+    return () if module is None else (module.MlException,)
 
 
 def make_unanswered_error(where: str, why: str = "") -> ServiceUnavailableError:
@@ -250,6 +329,12 @@ def make_timeout_error(where: str) -> ServiceUnavailableError:
     return ServiceUnavailableError(what, where=where, remedy="See its state in the portal.")
 
 
+def _make_write_error(error: ServiceUnavailableError, is_throttled: bool) -> OnnxOpsError:
+    """Return the error of a write: Azure refused it for now, or did not answer it."""
+    kind = BusyError if is_throttled else UnansweredWriteError
+    return kind(error.what, where=error.where, why=error.why, remedy=error.remedy)
+
+
 def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
     from azure.core.exceptions import (
         ClientAuthenticationError,
@@ -257,24 +342,82 @@ def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
         ServiceRequestError,
     )
 
-    status, why = getattr(error, "status_code", None), summarize_error(error)
-    if (
-        isinstance(error, ClientAuthenticationError)
-        and status is None
-        and _NO_CONNECTION.search(str(error))
-    ):
-        return ServiceUnavailableError(
-            "the token service does not answer", where=where, why=why, remedy="Try again."
-        )
-    if isinstance(error, ClientAuthenticationError) or status == 401:
+    why, is_unauthorized = summarize_error(error), isinstance(error, ClientAuthenticationError)
+    if is_unauthorized and is_unanswered_token_request(error):
+        return make_token_error(error, where)
+    status = HTTPStatus.UNAUTHORIZED if is_unauthorized else getattr(error, "status_code", None)
+    is_answer = isinstance(error, HttpResponseError) and not isinstance(error, ServiceRequestError)
+    code = getattr(getattr(error, "error", None), "code", "")
+    return _explain_answer(status, why, where, code=code, instances=instances, is_answer=is_answer)
+
+
+def _explain_answer(
+    status: int | None,
+    why: str,
+    where: str,
+    *,
+    code: str = "",
+    instances: int = 1,
+    is_answer: bool = True,
+    role_remedy: str = ROLE_REMEDY,
+) -> OnnxOpsError:
+    """Return the error for an answer of Azure.
+
+    Args:
+        status: status of the answer, if there is one.
+        why: text of the answer.
+        where: location that the error shows.
+        code: Azure's code of the error, if it is not part of `why`.
+        instances: number of requested instances.
+        is_answer: whether Azure's service answered, and not only the client failed.
+        role_remedy: remedy for a missing permission.
+    """
+    if status == HTTPStatus.UNAUTHORIZED:
         return RefusedError(
             "Azure does not accept the credentials", where=where, why=why, remedy=LOGIN_REMEDY
         )
-    if status == 403:
+    if status == HTTPStatus.FORBIDDEN:
         return RefusedError(
-            "Azure does not permit the operation", where=where, why=why, remedy=ROLE_REMEDY
+            "Azure does not permit the operation", where=where, why=why, remedy=role_remedy
         )
-    if _QUOTA.search(f"{getattr(getattr(error, 'error', None), 'code', '')} {why}"):
+    if (shortage := _explain_shortage(f"{code} {why}", why, where, instances)) is not None:
+        return shortage
+    is_busy = status == HTTPStatus.BAD_REQUEST and _BUSY.search(why)
+    if status == HTTPStatus.CONFLICT or is_busy:
+        return BusyError(
+            "Azure is changing this resource",
+            where=where,
+            why=why,
+            remedy="Try again when that change is complete.",
+        )
+    if status == HTTPStatus.NOT_FOUND:
+        return GoneError("it does not exist", where=where, why=why)
+    if status in _TRANSIENT or not is_answer:
+        return make_unanswered_error(where, why)
+    remedy = f"See the log of {where}: az ml online-deployment get-logs, or the portal."
+    return InfrastructureError("the operation failed", where=where, why=why, remedy=remedy)
+
+
+def _explain_shortage(
+    text: str, why: str, where: str, instances: int
+) -> InfrastructureError | None:
+    """Return the error if Azure has no free instances, or the subscription no quota for them.
+
+    Args:
+        text: Azure's code and message.
+        why: reason that the error shows.
+        where: location that the error shows.
+        instances: number of requested instances.
+    """
+    if _CAPACITY.search(text):
+        return InfrastructureError(
+            "Azure has no free capacity for this size in the region",
+            where=where,
+            why=why,
+            remedy="More quota does not help. Set another `instance_type`, use a workspace in "
+            "another region, or try again later.",
+        )
+    if _QUOTA.search(text):
         remedy = (
             f"A deployment of {instances} instances needs quota for "
             f"{math.ceil(instances * SPARE)}, "
@@ -282,32 +425,7 @@ def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
             "Machine learning), delete an unused deployment, or choose a smaller size."
         )
         return InfrastructureError("there is not enough quota", where=where, why=why, remedy=remedy)
-    if status == 409 or (status == 400 and _BUSY.search(why)):
-        return BusyError(
-            "Azure is changing this resource",
-            where=where,
-            why=why,
-            remedy="Try again when that change is complete.",
-        )
-    if status == 404:
-        return GoneError("it does not exist", where=where, why=why)
-    if (
-        status in _TRANSIENT
-        or not isinstance(error, HttpResponseError)
-        or isinstance(error, ServiceRequestError)
-    ):
-        return make_unanswered_error(where, why)
-    remedy = f"See the log of {where}: az ml online-deployment get-logs, or the portal."
-    return InfrastructureError("the operation failed", where=where, why=why, remedy=remedy)
-
-
-def _state(resource: Any) -> str:
-    """Return the provisioning state in lower case.
-
-    The SDK represents the state as text, or as an enumeration whose text differs from its value.
-    """
-    value = resource.provisioning_state
-    return str(getattr(value, "value", value)).lower()
+    return None
 
 
 @functools.cache

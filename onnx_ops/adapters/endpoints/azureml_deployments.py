@@ -8,15 +8,10 @@ tag that records this setting.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from onnx_ops.adapters.azure import request_resource
-from onnx_ops.adapters.endpoints.azureml_client import (
-    AzureClient,
-    BusyError,
-    GoneError,
-    has_succeeded,
-)
+from onnx_ops.adapters.azure import ROLE_REMEDY
+from onnx_ops.adapters.endpoints.azureml_client import AzureClient, GoneError
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
 from onnx_ops.adapters.endpoints.azureml_plan import (
     NOT_SCALED,
@@ -26,18 +21,15 @@ from onnx_ops.adapters.endpoints.azureml_plan import (
     build_record_tags,
     read_record,
 )
+from onnx_ops.adapters.endpoints.azureml_resources import OnlineDeployment
 from onnx_ops.domain.artifact import digest_bytes, short_digest
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import ConflictError, RefusedError
 from onnx_ops.protocol.server_process import OPTION_PREFIX, TRUSTED_KEYS_VARIABLE
 
-if TYPE_CHECKING:
-    from azure.ai.ml.entities import ManagedOnlineDeployment
-
 SCORING_ROUTE = "/invocations"
 _NOT_OPTIONS = (TRUSTED_KEYS_VARIABLE, f"{OPTION_PREFIX}ENDPOINT")
 """Variables that no setting of the pipeline file determines."""
-_API = "api-version=2024-04-01"
 _MONITOR_API = "api-version=2022-10-01"
 _MONITOR_REMEDY = (
     "Give the identity the role Monitoring Contributor on the resource group; "
@@ -58,21 +50,19 @@ class AzureDeployments:
         """Return the name in Azure of a deployment with these settings."""
         return build_azure_name(deployment, self._settings.immutable)
 
-    def drift(self, resource: ManagedOnlineDeployment, deployment: Deployment) -> Iterator[str]:
+    def drift(self, resource: OnlineDeployment, deployment: Deployment) -> Iterator[str]:
         """Yield the differences between a running deployment and the settings."""
         if resource.name == self.name(deployment):
             yield from self._autoscaling.drift(resource)
             return
-        requests, variables = resource.request_settings, resource.environment_variables or {}
+        variables = resource.environment_variables
         actual = {
             "instance_type": resource.instance_type,
-            "max_concurrent_requests_per_instance": getattr(
-                requests, "max_concurrent_requests_per_instance", None
-            ),
-            "request_timeout": (getattr(requests, "request_timeout_ms", None) or 0) / 1e3,
+            "max_concurrent_requests_per_instance": resource.max_concurrent_requests,
+            "request_timeout": resource.request_timeout_s,
         }
         desired = dict(self._settings.immutable)
-        if not str(resource.environment).endswith(f"/{self._environment_name()}/versions/1"):
+        if not resource.environment.endswith(f"/{self._environment_name()}/versions/1"):
             yield f"image of {resource.name}: a different image, not {desired['image']}"
         for name in ("image", "control", "reports"):  # a fleet's digest represents its locations
             desired.pop(name, None)
@@ -86,16 +76,26 @@ class AzureDeployments:
             if value != desired.get(key):
                 yield f"{key} of {resource.name}: {value}, not {desired.get(key)}"
 
+    def is_ready(self, resource: OnlineDeployment | None) -> bool:
+        """Return whether a deployment runs as the settings demand; send no request.
+
+        The result is False for a scaled deployment, because only Azure Monitor has its limits.
+        """
+        return (
+            resource is not None
+            and resource.has_succeeded
+            and self._is_own(resource)
+            and self._autoscaling.is_fixed(resource)
+        )
+
     def ensure(self, name: str, deployment: Deployment) -> None:
         """Create the deployment if it does not exist, and apply its instance count."""
         where = f"deployment {name}"
 
         def step() -> bool | None:
             resource = self._client.settled_deployment(name)
-            if resource is not None and has_succeeded(resource):
-                if (resource.tags or {}).get(OWNER) != self._client.owner or read_record(
-                    resource.tags or {}
-                ) is None:
+            if resource is not None and resource.has_succeeded:
+                if not self._is_own(resource):
                     raise RefusedError(
                         f"deployment {name} exists, but this endpoint does not own it",
                         where=self._client.owner,
@@ -117,11 +117,11 @@ class AzureDeployments:
         where = f"deployment {name}"
 
         def step() -> bool | None:
-            endpoint = self._client.endpoint()
             resource = self._client.settled_deployment(name)
+            endpoint = None if resource is None else self._client.endpoint()
             if endpoint is None or resource is None:
                 return True
-            if (endpoint.traffic or {}).get(name) or (endpoint.mirror_traffic or {}).get(name):
+            if endpoint.traffic.get(name) or endpoint.mirror_traffic.get(name):
                 raise ConflictError("it has traffic", where=where, remedy="Move the traffic first.")
             try:
                 self._autoscaling.remove(resource)
@@ -136,8 +136,12 @@ class AzureDeployments:
     def remove_autoscaling(self) -> None:
         """Stop scaling the deployments of an endpoint that is being removed."""
         for resource in self._client.deployments().values():
-            if (resource.tags or {}).get(OWNER) == self._client.owner:
+            if resource.tags.get(OWNER) == self._client.owner:
                 self._autoscaling.remove(resource)
+
+    def _is_own(self, resource: OnlineDeployment) -> bool:
+        is_owner = resource.tags.get(OWNER) == self._client.owner
+        return is_owner and read_record(resource.tags) is not None
 
     def _create(self, name: str, deployment: Deployment) -> None:
         """Create a deployment and its model.
@@ -206,12 +210,12 @@ class Autoscaling:
             f"{settings.cpu_percent}% CPU"
         )
 
-    def drift(self, resource: ManagedOnlineDeployment) -> Iterator[str]:
+    def drift(self, resource: OnlineDeployment) -> Iterator[str]:
         """Yield how instance counts and autoscaling differ from the settings.
 
         Instance counts that another client's autoscaling sets are not compared.
         """
-        actual = (resource.tags or {}).get(SCALING, NOT_SCALED)
+        actual = resource.tags.get(SCALING, NOT_SCALED)
         if actual == self.tag and self._settings.scaled:
             actual = self._monitor_drift(resource.name) or actual
         if actual != self.tag:
@@ -222,38 +226,38 @@ class Autoscaling:
                 f"not {self._settings.instances}"
             )
 
-    def apply(self, resource: ManagedOnlineDeployment) -> bool:
+    def is_fixed(self, resource: OnlineDeployment) -> bool:
+        """Return whether a deployment has the fixed instance count of the settings."""
+        is_scaled = resource.tags.get(SCALING, NOT_SCALED) != NOT_SCALED or self._settings.scaled
+        return not is_scaled and resource.instance_count == self._settings.instances
+
+    def apply(self, resource: OnlineDeployment) -> bool:
         """Apply the settings to a deployment; return True if nothing had to change.
 
         A deployment with an autoscale setting always has the tag. For a deployment without the tag,
         no request to Azure Monitor is needed.
         """
-        if (resource.tags or {}).get(SCALING, NOT_SCALED) == self.tag and not self._is_miscounted(
-            resource
-        ):
+        has_tag = resource.tags.get(SCALING, NOT_SCALED) == self.tag
+        if has_tag and not self._is_miscounted(resource):
             if self._settings.scaled and self._monitor_drift(resource.name) is not None:
-                self._request(
-                    self._setting_path(resource.name),
-                    method="PUT",
-                    document=self._setting(resource.name),
-                )
+                document = self._setting(resource.name)
+                self._ask_monitor(self._setting_path(resource.name), "PUT", document)
             return True
         if not self._settings.scaled:
             self.remove(resource)
-        document: dict[str, Any] = {"tags": {**(resource.tags or {}), SCALING: self.tag}}
+        changes: dict[str, Any] = {"tags": {**resource.tags, SCALING: self.tag}}
         if not self._settings.scaled:
-            document["sku"] = {"name": "Default", "capacity": self._settings.instances}
-        self._request(
-            f"{self._deployment_path(resource.name)}?{_API}", method="PATCH", document=document
-        )
+            changes["sku"] = {"name": "Default", "capacity": self._settings.instances}
+        path = self._client.deployment_path(resource.name)
+        self._request(path, f"deployment {resource.name}", "PATCH", changes, ROLE_REMEDY)
         return False
 
-    def remove(self, resource: ManagedOnlineDeployment) -> None:
+    def remove(self, resource: OnlineDeployment) -> None:
         """Delete the autoscale setting of a deployment."""
-        if (resource.tags or {}).get(SCALING, NOT_SCALED) != NOT_SCALED:
-            self._request(self._setting_path(resource.name), method="DELETE")
+        if resource.tags.get(SCALING, NOT_SCALED) != NOT_SCALED:
+            self._ask_monitor(self._setting_path(resource.name), "DELETE")
 
-    def _is_miscounted(self, resource: ManagedOnlineDeployment) -> bool:
+    def _is_miscounted(self, resource: OnlineDeployment) -> bool:
         """Return whether a fixed instance count differs from the settings.
 
         The result is False if another client scales the deployment.
@@ -261,7 +265,7 @@ class Autoscaling:
         if self._settings.scaled or resource.instance_count == self._settings.instances:
             return False
         try:
-            listed = self._request(f"{self._settings_path}?{_MONITOR_API}")
+            listed = self._ask_monitor(f"{self._settings_path}?{_MONITOR_API}")
         except RefusedError:
             # Without autoscaling in the settings, permission to read it is not required
             return True
@@ -269,14 +273,15 @@ class Autoscaling:
             item["properties"].get("targetResourceUri", "")
             for item in (listed or {}).get("value", ())
         )
-        return self._deployment_path(resource.name).lower() not in map(str.lower, targets)
+        target = self._client.deployment_path(resource.name)
+        return target.lower() not in map(str.lower, targets)
 
     def _monitor_drift(self, name: str) -> str | None:
         """Return how the autoscale setting of a deployment differs from the settings.
 
         The result is None if it does not differ.
         """
-        actual = self._request(self._setting_path(name))
+        actual = self._ask_monitor(self._setting_path(name))
         if actual is None:
             return NOT_SCALED
         desired = self._setting(name)["properties"]
@@ -291,8 +296,8 @@ class Autoscaling:
         return f"{capacity.get('minimum')} to {capacity.get('maximum')} instances with other rules"
 
     def _setting(self, name: str) -> dict[str, Any]:
-        settings, target = self._settings, self._deployment_path(name)
-        workspace: Any = self._request(f"{self._client.workspace.path}?{_API}") or {}
+        client, settings, target = self._client, self._settings, self._client.deployment_path(name)
+        workspace: Any = self._request(client.workspace.path, client.owner) or {}
         counts = {
             "minimum": settings.min_instances,
             "maximum": settings.max_instances,
@@ -324,30 +329,32 @@ class Autoscaling:
             f"--{name}?{_MONITOR_API}"
         )
 
-    def _deployment_path(self, name: str) -> str:
-        return (
-            f"{self._client.workspace.path}/onlineEndpoints/{self._client.name}/deployments/{name}"
-        )
+    def _ask_monitor(self, path: str, method: str = "GET", document: object = None) -> Any:
+        """Return the answer of Azure Monitor; None if the autoscale setting is missing."""
+        where = f"autoscaling of {self._client.name}"
+        return self._request(path, where, method, document, _MONITOR_REMEDY)
 
-    def _request(self, path: str, *, method: str = "GET", document: object = None) -> Any:
+    def _request(
+        self,
+        path: str,
+        where: str,
+        method: str = "GET",
+        document: object = None,
+        role_remedy: str = ROLE_REMEDY,
+    ) -> Any:
         """Return the answer of Azure Resource Manager; None if the resource is missing."""
 
         def send() -> Any:
-            try:
-                return request_resource(path, method=method, document=document)
-            except RefusedError as error:
-                if error.why.startswith("HTTP 404"):
-                    return None
-                if error.why.startswith("HTTP 409"):
-                    raise BusyError(
-                        "Azure is changing it", where=self._client.owner, why=error.why
-                    ) from error
-                what = "Azure does not permit scaling a deployment"
-                raise RefusedError(
-                    what, where=self._client.owner, why=error.why, remedy=_MONITOR_REMEDY
-                ) from error
+            return self._client.request(
+                path,
+                where=where,
+                method=method,
+                document=document,
+                instances=self._settings.instances,
+                role_remedy=role_remedy,
+            )
 
-        return self._client.retry(self._client.owner, send)
+        return self._client.read(where, send)
 
 
 def _limits(profile: Mapping[str, Any]) -> tuple[object, ...]:

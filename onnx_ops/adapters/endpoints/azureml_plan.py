@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.cloud import join_text, split_text
@@ -35,12 +35,17 @@ _SLUG_CHARACTERS = 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficPlan:
-    """The endpoint's tags, and deployments and traffic percentages by name in Azure."""
+    """The endpoint's tags, and deployments and traffic percentages by name in Azure.
+
+    `deployments` is empty if only traffic and tags change. With `since`, the endpoint needs no
+    change if it reached this traffic at that generation or a later one.
+    """
 
     generation: int
-    deployments: Mapping[str, Deployment]
     traffic: Mapping[str, int]
     tags: Mapping[str, str]
+    deployments: Mapping[str, Deployment] = field(default_factory=dict)
+    since: int = 0
 
 
 def plan_traffic(
@@ -65,12 +70,21 @@ def plan_traffic(
     names = {d.name: (name or build_azure_name)(d) for d in state.deployments}
     traffic = {names[name]: weight for name, weight in state.split.weights.items() if weight}
     deployments = {names[d.name]: d for d in state.deployments}
+    plan = plan_names(deployments, traffic, generation=generation)
+    return replace(plan, deployments=deployments)
+
+
+def plan_names(
+    names: Iterable[str], traffic: Mapping[str, int], *, generation: int, since: int = 0
+) -> TrafficPlan:
+    """Return the plan that changes only the traffic and tags of running deployments."""
+    listed = sorted(names)
     tags = {
         GENERATION: str(generation),
-        STATE: short_digest(digest_json([sorted(deployments), traffic])),
-        **split_text(_NAMES, json.dumps(sorted(deployments)), _TAG_CHARACTERS),
+        STATE: short_digest(digest_json([listed, traffic])),
+        **split_text(_NAMES, json.dumps(listed), _TAG_CHARACTERS),
     }
-    return TrafficPlan(generation=generation, deployments=deployments, traffic=traffic, tags=tags)
+    return TrafficPlan(generation=generation, traffic=traffic, tags=tags, since=since)
 
 
 def build_azure_name(deployment: Deployment, immutable: Mapping[str, Json] | None = None) -> str:

@@ -11,26 +11,31 @@ import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from onnx_ops.adapters.endpoints.azureml_client import (
     AzureClient,
     BusyError,
     GoneError,
     UnansweredWriteError,
-    has_succeeded,
     make_timeout_error,
 )
 from onnx_ops.adapters.endpoints.azureml_deployments import AzureDeployments
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
-from onnx_ops.adapters.endpoints.azureml_plan import OWNER, STATE, TrafficPlan, read_generation
+from onnx_ops.adapters.endpoints.azureml_plan import (
+    GENERATION,
+    OWNER,
+    STATE,
+    TrafficPlan,
+    plan_names,
+    read_deployment_names,
+    read_generation,
+)
+from onnx_ops.adapters.endpoints.azureml_resources import OnlineDeployment, OnlineEndpoint
 from onnx_ops.adapters.files import exclusive_lock
 from onnx_ops.adapters.retry import converge
-from onnx_ops.errors import ConflictError, OnnxOpsError, RefusedError
+from onnx_ops.domain.endpoint import EndpointState
+from onnx_ops.errors import ConflictError, InfrastructureError, OnnxOpsError, RefusedError
 from onnx_ops.scratch import write_durably
-
-if TYPE_CHECKING:
-    from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +103,7 @@ class AzureEndpoint:
         self._sent = sent
         self._owner = client.owner
 
-    def read(self) -> ManagedOnlineEndpoint | None:
+    def read(self) -> OnlineEndpoint | None:
         """Return the endpoint, as soon as a read shows this machine's last write.
 
         The result is None if the endpoint does not exist.
@@ -111,7 +116,7 @@ class AzureEndpoint:
             self._require_own(endpoint)
         return endpoint
 
-    def _read_current(self) -> ManagedOnlineEndpoint | None:
+    def _read_current(self) -> OnlineEndpoint | None:
         """Read the endpoint until the read shows what this machine sent.
 
         Reading ends at the latest when the time is over for which reads can be stale.
@@ -121,23 +126,21 @@ class AzureEndpoint:
         endpoint = None
         for count in policy.attempts(within_s):
             endpoint = self.client.endpoint()
-            if endpoint is not None and _is_current(endpoint.tags or {}, sent):
+            if endpoint is not None and _is_current(endpoint.tags, sent):
                 return endpoint
             is_confirmed = sent is None and count + 1 >= policy.confirmations
             if endpoint is None and is_confirmed:
                 return None
         # The request did not arrive in Azure. The stored generation is replaced, so that the next
         # read does not wait again.
-        self._sent.store(None if endpoint is None else read_generation(endpoint.tags or {}))
+        self._sent.store(None if endpoint is None else read_generation(endpoint.tags))
         return endpoint
 
-    def _require_own(self, endpoint: ManagedOnlineEndpoint) -> None:
+    def _require_own(self, endpoint: OnlineEndpoint) -> None:
         """Raise RefusedError if onnx-ops did not create an endpoint."""
-        owners = {(endpoint.tags or {}).get(OWNER)}
+        owners = {endpoint.tags.get(OWNER)}
         if owners == {None}:  # another tool overwrote the tags; those of the deployments remain
-            owners = {
-                (resource.tags or {}).get(OWNER) for resource in self.client.deployments().values()
-            }
+            owners = {resource.tags.get(OWNER) for resource in self.client.deployments().values()}
         if self._owner in owners and owners <= {self._owner, None}:
             return
         raise RefusedError(
@@ -150,13 +153,17 @@ class AzureEndpoint:
         )
 
     def apply(self, plan: TrafficPlan) -> None:
-        """Create deployments, route traffic, and delete unneeded deployments."""
+        """Create deployments, route traffic, and delete unneeded deployments.
 
-        def step() -> dict[str, ManagedOnlineDeployment] | None:
-            self._ensure_exists(plan)
+        If all deployments run, the only change is the request that routes traffic.
+        """
+
+        def step() -> dict[str, OnlineDeployment] | None:
             before = self.client.deployments()
-            for name, deployment in plan.deployments.items():
-                self.deployments.ensure(name, deployment)
+            if not all(self.deployments.is_ready(before.get(name)) for name in plan.deployments):
+                self._ensure_exists(plan)
+                for name, deployment in plan.deployments.items():
+                    self.deployments.ensure(name, deployment)
             try:
                 self.route(plan)
             except GoneError:  # another client has deleted a deployment
@@ -169,7 +176,7 @@ class AzureEndpoint:
         for name, resource in converge(
             step, tries, lambda: make_timeout_error(self._owner)
         ).items():
-            if name in plan.deployments or (resource.tags or {}).get(OWNER) != self._owner:
+            if name in plan.deployments or resource.tags.get(OWNER) != self._owner:
                 continue
             try:
                 endpoint = self.read()
@@ -189,15 +196,43 @@ class AzureEndpoint:
 
         def step() -> bool | None:
             with self._sent.lock():
-                if self._has_arrived(plan):
+                endpoint = self._require_settled()
+                self._fence(endpoint, plan)
+                if _matches(endpoint, plan):
                     return True
-                self._send(plan)
-                lag_s = self.client.policy.lag_s
-                return (
-                    any(self._has_arrived(plan) for _ in self.client.policy.attempts(lag_s)) or None
-                )
+                self._write(endpoint, plan)
+                return self._is_shown(plan) or None
 
         self.client.converge(step, retry_reads=True)
+
+    def restore(self, state: EndpointState, generation: int) -> bool:
+        """Give all traffic to a deployment of the applied state, in two requests to Azure.
+
+        Return whether the endpoint is in the requested state. With another owner, a change in
+        progress, a stale read, a deployment that does not run, or a request that fails, the result
+        is False. The caller then makes the change in several steps.
+
+        Raises:
+            ConflictError: a later generation was applied, or another state of this generation.
+        """
+        with self._sent.lock():
+            try:
+                document = self.client.request(self.client.path, where=self.client.where)
+                endpoint = OnlineEndpoint(document)
+                plan = self._plan_restore(endpoint, state, generation)
+                if plan is None:
+                    return False
+                self._fence(endpoint, plan)
+                if not _matches(endpoint, plan):
+                    self._write(endpoint, plan)
+            except (BusyError, InfrastructureError, RefusedError):
+                return False
+            if not _matches(endpoint, plan) and not self._is_shown(plan):
+                return False
+        # Azure checks the deployment that gets traffic; the tags also list others.
+        deployments = self.client.deployments()
+        running = {name for name, one in deployments.items() if one.has_succeeded}
+        return running.issuperset(read_deployment_names(plan.tags))
 
     def remove(self) -> None:
         """Delete the endpoint, its deployments, and the files of their models."""
@@ -237,8 +272,8 @@ class AzureEndpoint:
             endpoint = self.read()
             if endpoint is not None:
                 self._fence(endpoint, plan)
-                settled = self.client.settled_endpoint()
-                if settled is not None and (has_succeeded(settled) or settled.traffic):
+                settled = endpoint if endpoint.is_settled else self.client.settled_endpoint()
+                if settled is not None and (settled.has_succeeded or settled.traffic):
                     return True
             name, settings = self.client.name, self.client.settings
             identity = IdentityConfiguration(type="system_assigned")
@@ -260,69 +295,97 @@ class AzureEndpoint:
 
         self.client.converge(step)
 
-    def _has_arrived(self, plan: TrafficPlan) -> bool:
-        endpoint = self._require()
-        self._fence(endpoint, plan)
-        return _matches(endpoint, plan)
+    def _plan_restore(
+        self, endpoint: OnlineEndpoint, state: EndpointState, generation: int
+    ) -> TrafficPlan | None:
+        """Return the plan of a rollback; None if the endpoint needs more than other traffic."""
+        tags, name = endpoint.tags, self.deployments.name(state.leader())
+        is_plain = (
+            tags.get(OWNER) == self._owner
+            and endpoint.is_settled
+            and _is_current(tags, self._sent.value)
+        )
+        try:
+            listed = read_deployment_names(tags) if is_plain else []
+        except ValueError:  # no state was applied yet
+            return None
+        if name not in listed:
+            return None
+        return plan_names(listed, {name: 100}, generation=generation, since=state.generation)
 
-    def _send(self, plan: TrafficPlan) -> None:
-        if self.client.settled_endpoint() is None:
-            raise GoneError("the endpoint does not exist", where=self._owner)
-        running = {
-            name for name, resource in self.client.deployments().items() if has_succeeded(resource)
-        }
-        if lost := sorted(set(plan.deployments) - running):
-            raise GoneError(f"{', '.join(lost)} does not run", where=self._owner)
-        endpoint = self._require()
-        self._fence(endpoint, plan)
+    def _write(self, endpoint: OnlineEndpoint, plan: TrafficPlan) -> None:
+        """Send tags and traffic once, on top of the endpoint that was just read."""
         foreign = {
-            key: value
-            for key, value in (endpoint.tags or {}).items()
-            if not key.startswith("onnx-ops-")
+            key: value for key, value in endpoint.tags.items() if not key.startswith("onnx-ops-")
         }
-        endpoint.tags = {**foreign, OWNER: self._owner, **plan.tags}
-        endpoint.traffic = dict(plan.traffic)
-        endpoint.mirror_traffic = {}  # only a person can have configured mirroring
+        tags = {**foreign, OWNER: self._owner, **plan.tags}
         before = self._sent.value
         self._sent.raise_to(plan.generation)
         try:
-            endpoints = self.client.ml.online_endpoints
-            self.client.write(self.client.where, lambda: endpoints.begin_create_or_update(endpoint))
-        except BusyError:  # Azure did not accept the request, so no read can show its effect
+            self.client.put_endpoint(endpoint.build_update(tags, plan.traffic))
+        except UnansweredWriteError:
+            raise
+        except OnnxOpsError:  # Azure did not accept the request, so no read can show its effect
             self._sent.store(before)
             raise
 
-    def _require(self) -> ManagedOnlineEndpoint:
+    def _is_shown(self, plan: TrafficPlan) -> bool:
+        """Return whether reads show a change that Azure accepted.
+
+        Raises:
+            ConflictError: a later generation was applied meanwhile.
+            InfrastructureError: Azure could not complete the change.
+        """
+        for _ in self.client.policy.attempts(self.client.policy.lag_s):
+            endpoint = self.client.settled_endpoint()
+            if endpoint is None:  # a stale read, or another client has deleted it
+                continue
+            self._fence(endpoint, plan)
+            if _matches(endpoint, plan):
+                return True
+            is_sent = all(endpoint.tags.get(key) == value for key, value in plan.tags.items())
+            if is_sent and endpoint.state == "failed":
+                raise InfrastructureError(
+                    "Azure could not change the traffic",
+                    where=self._owner,
+                    remedy="See the activity log of the endpoint in the portal.",
+                )
+        return False
+
+    def _require_settled(self) -> OnlineEndpoint:
+        """Return the endpoint, which Azure is not changing now.
+
+        Raises:
+            GoneError: the endpoint does not exist.
+        """
         endpoint = self.read()
+        if endpoint is not None and not endpoint.is_settled:
+            self.client.settled_endpoint()
+            endpoint = self.read()
         if endpoint is None:
             raise GoneError("the endpoint does not exist", where=self._owner)
         return endpoint
 
-    def _fence(self, endpoint: ManagedOnlineEndpoint, plan: TrafficPlan) -> None:
-        generation = read_generation(endpoint.tags or {})
+    def _fence(self, endpoint: OnlineEndpoint, plan: TrafficPlan) -> None:
+        generation = read_generation(endpoint.tags)
         if generation > plan.generation:
             what = f"generation {generation} is already applied and is later than {plan.generation}"
             raise ConflictError(what, where=self._owner)
-        if generation == plan.generation and (endpoint.tags or {}).get(STATE) != plan.tags[STATE]:
+        if generation == plan.generation and endpoint.tags.get(STATE) != plan.tags[STATE]:
             raise ConflictError(
                 f"another state of generation {generation} is already applied", where=self._owner
             )
 
 
-def _matches(endpoint: ManagedOnlineEndpoint, plan: TrafficPlan) -> bool:
-    tags = endpoint.tags or {}
-    traffic = {
-        name: int(percent) for name, percent in (endpoint.traffic or {}).items() if int(percent)
-    }
-    same_tags = all(tags.get(key) == value for key, value in plan.tags.items())
+def _matches(endpoint: OnlineEndpoint, plan: TrafficPlan) -> bool:
+    """Return whether the endpoint has the plan's traffic and tags, and needs no request."""
+    wanted, generation = dict(plan.tags), read_generation(endpoint.tags)
+    if 0 < plan.since <= generation < plan.generation:
+        wanted[GENERATION] = str(generation)
+    same_tags = all(endpoint.tags.get(key) == value for key, value in wanted.items())
     return (
         same_tags
-        and has_succeeded(endpoint)
-        and not is_mirrored(endpoint)
-        and traffic == dict(plan.traffic)
+        and endpoint.has_succeeded
+        and not endpoint.mirror_traffic
+        and endpoint.traffic == dict(plan.traffic)
     )
-
-
-def is_mirrored(endpoint: ManagedOnlineEndpoint) -> bool:
-    """Return whether Azure mirrors requests, which only a person can have configured."""
-    return any(int(percent) for percent in (endpoint.mirror_traffic or {}).values())

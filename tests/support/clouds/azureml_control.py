@@ -59,12 +59,14 @@ class Conditions:
         lag: reads that still show the previous state.
         quota: quota in instances.
         broken: deployments that do not start.
+        refusal: code and message with which instances of deployments are refused.
     """
 
     looks: int = 2
     lag: int = 0
     quota: int = 100
     broken: set[str] = field(default_factory=set)
+    refusal: tuple[str, str] | None = None
     forbidden: bool = False
     roles: list[Body] = field(default_factory=lambda: [{"actions": ["*"], "notActions": []}])
     no_workspace: bool = False
@@ -309,6 +311,8 @@ class Control:
         others = [r for p, r in self.resources.items() if "/deployments/" in p and p != path]
         used = sum(_instances(r.body) for r in others)
         wanted = _instances(body)
+        if self.conditions.refusal is not None:
+            return refuse(400, *self.conditions.refusal)
         if used + wanted > self.conditions.quota:
             kind = body["properties"]["instanceType"]
             message = (

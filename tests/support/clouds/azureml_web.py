@@ -19,7 +19,9 @@ from onnx_ops.adapters.host import SystemClock
 
 _DAY = datetime.timedelta(days=1)
 
-Fault = Literal["throttle", "error", "drop", "hang", "conflict", "expired", "page", "page-error"]
+Fault = Literal[
+    "throttle", "error", "drop", "hang", "conflict", "expired", "forbidden", "page", "page-error"
+]
 """Fault of a request.
 
 - `throttle`: 429.
@@ -28,6 +30,7 @@ Fault = Literal["throttle", "error", "drop", "hang", "conflict", "expired", "pag
 - `hang`: no answer comes until the client gives up.
 - `conflict`: 409, another client is changing the same resource.
 - `expired`: 401, the credentials have expired.
+- `forbidden`: 403, a permission is missing.
 - `page`, `page-error`: an HTML page instead of an answer, with 200 or 500.
 """
 _MOST_PATIENT_S = 600.0
@@ -83,6 +86,10 @@ FAULTS: Mapping[Fault, Reply | None] = {
         status=401,
         body=b'{"error":{"code":"ExpiredAuthenticationToken","message":"The access token expiry '
         b'is in the past."}}',
+    ),
+    "forbidden": Reply(
+        status=403,
+        body=b'{"error":{"code":"AuthorizationFailed","message":"The client is not authorized."}}',
     ),
 }
 
