@@ -51,6 +51,52 @@ resource versions 'Microsoft.Storage/storageAccounts/blobServices@2023-05-01' = 
   }
 }
 
+// Tables and models of endpoints with `traffic: table`; their instances only read it.
+resource control 'Microsoft.Storage/storageAccounts/blobServices/containers@2023-05-01' = {
+  parent: versions
+  name: 'control'
+}
+
+// Reports of these instances, which they write every few seconds.
+resource reports 'Microsoft.Storage/storageAccounts/blobServices/containers@2023-05-01' = {
+  parent: versions
+  name: 'reports'
+}
+
+// Former versions of reports have no use.
+resource lifecycle 'Microsoft.Storage/storageAccounts/managementPolicies@2023-05-01' = {
+  parent: storage
+  name: 'default'
+  properties: {
+    policy: {
+      rules: [
+        {
+          enabled: true
+          name: 'reports'
+          type: 'Lifecycle'
+          definition: {
+            actions: {
+              version: {
+                delete: {
+                  daysAfterCreationGreaterThan: 1
+                }
+              }
+            }
+            filters: {
+              blobTypes: [
+                'blockBlob'
+              ]
+              prefixMatch: [
+                'reports/'
+              ]
+            }
+          }
+        }
+      ]
+    }
+  }
+}
+
 resource vault 'Microsoft.KeyVault/vaults@2023-07-01' = {
   name: '${prefix}${unique}'
   location: location
@@ -216,6 +262,7 @@ resource beside 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
   }
 }
 
+// The whole account: the models of `traffic: native`, and the containers `control` and `reports`.
 resource uploads 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
   name: guid(storage.id, operator.id, roles.blobContributor)
   scope: storage
@@ -226,6 +273,7 @@ resource uploads 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
   }
 }
 
+// The models of `traffic: native`, in the workspace's own container.
 resource downloads 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
   name: guid(storage.id, serving.id, roles.blobReader)
   scope: storage
@@ -233,6 +281,26 @@ resource downloads 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
     principalId: serving.properties.principalId
     principalType: 'ServicePrincipal'
     roleDefinitionId: subscriptionResourceId('Microsoft.Authorization/roleDefinitions', roles.blobReader)
+  }
+}
+
+resource follows 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
+  name: guid(control.id, serving.id, roles.blobReader)
+  scope: control
+  properties: {
+    principalId: serving.properties.principalId
+    principalType: 'ServicePrincipal'
+    roleDefinitionId: subscriptionResourceId('Microsoft.Authorization/roleDefinitions', roles.blobReader)
+  }
+}
+
+resource writesReports 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
+  name: guid(reports.id, serving.id, roles.blobContributor)
+  scope: reports
+  properties: {
+    principalId: serving.properties.principalId
+    principalType: 'ServicePrincipal'
+    roleDefinitionId: subscriptionResourceId('Microsoft.Authorization/roleDefinitions', roles.blobContributor)
   }
 }
 
@@ -249,4 +317,7 @@ resource pulls 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
 output workspace string = workspace.name
 output clientId string = operator.properties.clientId
 output identity string = serving.id
+output servingClientId string = serving.properties.clientId
+output control string = 'abfs://control@${storage.name}.dfs.${environment().suffixes.storage}'
+output reports string = 'abfs://reports@${storage.name}.dfs.${environment().suffixes.storage}'
 output registry string = registry.properties.loginServer

@@ -230,6 +230,19 @@ def test_aws_template_defines_no_endpoint_resources(kind: str) -> None:
     assert kind not in {resource["Type"] for resource in resources().values()}
 
 
+def test_azure_serving_identity_reads_tables_and_writes_reports_only() -> None:
+    assert azureml_roles.data_roles("serving") == {
+        "storage": "blobReader",
+        "control": "blobReader",
+        "reports": "blobContributor",
+    }
+
+
+def test_azure_operator_writes_tables_and_reports() -> None:
+    """The containers are part of the storage account."""
+    assert azureml_roles.data_roles("operator") == {"storage": "blobContributor"}
+
+
 @pytest.mark.parametrize(
     ("action", "scope", "allowed"),
     [

@@ -80,6 +80,19 @@ def granted() -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple(found)
 
 
+def data_roles(identity: str) -> dict[str, str]:
+    """Return the roles for blobs that `infra/azure` assigns to an identity, by scope."""
+    text = (ROOT / "infra" / "azure" / "onnx-ops.bicep").read_text(encoding="utf-8")
+    found = {}
+    for _, kind, body in _RESOURCE.findall(text):
+        role = re.search(r"roles\.(blob\w+)\)$", body, re.MULTILINE)
+        scope = re.search(r"^  scope: (\w+)$", body, re.MULTILINE)
+        is_assignment = kind.endswith("roleAssignments") and f"principalId: {identity}." in body
+        if is_assignment and role is not None and scope is not None:
+            found[scope[1]] = role[1]
+    return found
+
+
 def requests_of(call: Call) -> list[Request]:
     """Return the permissions that Azure requires for a request."""
     if call.path.startswith("/blobs/"):
