@@ -97,7 +97,7 @@ def format_follower_variables(
         raise UserError(
             "containers follow signed tables only, and no public key is trusted",
             where=endpoint,
-            remedy="Create a key with `onnx-ops keys create`, or set `traffic: native`.",
+            remedy="Create a key with `onnx-ops keys new`, or set `traffic: native`.",
         )
     return {
         FOLLOW_VARIABLE: settings.control,
