@@ -60,6 +60,8 @@ class AzureDeployments:
             "instance_type": resource.instance_type,
             "max_concurrent_requests_per_instance": resource.max_concurrent_requests,
             "request_timeout": resource.request_timeout_s,
+            "egress": resource.egress,
+            "app_insights": resource.app_insights,
         }
         desired = dict(self._settings.immutable)
         if not resource.environment.endswith(f"/{self._environment_name()}/versions/1"):
@@ -169,6 +171,10 @@ class AzureDeployments:
             model=asset,
             environment=f"{client.workspace.path}/environments/{image}/versions/1",
             environment_variables=settings.variables(),
+            # `enabled` is Azure's default. In a workspace with a managed virtual network, its rules
+            # apply instead, and the field has to stay unset.
+            egress_public_network_access=None if settings.egress == "enabled" else settings.egress,
+            app_insights_enabled=settings.app_insights,
             instance_type=settings.instance_type,
             instance_count=settings.instances,
             request_settings=OnlineRequestSettings(

@@ -132,6 +132,16 @@ class OnlineDeployment(AzureResource):
         return self.properties.get("environmentVariables") or {}
 
     @property
+    def egress(self) -> str:
+        """`disabled` if the instances reach no public network, otherwise `enabled`."""
+        return str(self.properties.get("egressPublicNetworkAccess") or "enabled").lower()
+
+    @property
+    def app_insights(self) -> bool:
+        """Whether Application Insights gets the log of the container."""
+        return bool(self.properties.get("appInsightsEnabled"))
+
+    @property
     def max_concurrent_requests(self) -> int | None:
         """Maximum number of concurrent requests to an instance."""
         return self._request_settings.get("maxConcurrentRequestsPerInstance")

@@ -63,6 +63,16 @@ class AzureSettings(LeaseSettings, ContainerOptions):
     client_id: Annotated[
         str, doc("Client id of `identity`, with which containers read and write the locations.")
     ] = ""
+    egress: Annotated[
+        Literal["enabled", "disabled"],
+        doc(
+            "Whether instances reach public networks; `disabled`: only private endpoints of the "
+            "workspace."
+        ),
+    ] = "enabled"
+    app_insights: Annotated[
+        bool, doc("Whether Application Insights of the workspace gets the log of the container.")
+    ] = False
     name: EndpointName | None = None
     request_timeout: Annotated[float, Unit("s"), Ge(0.001), Le(180)] = 60.0
     max_concurrent_requests_per_instance: Annotated[int | None, Ge(1), Le(10_000)] = None
@@ -122,6 +132,8 @@ class AzureSettings(LeaseSettings, ContainerOptions):
             "instance_type": self.instance_type,
             "max_concurrent_requests_per_instance": self.concurrency,
             "request_timeout": self.request_timeout,
+            "egress": self.egress,
+            "app_insights": self.app_insights,
             **format_option_variables(self),
             **({"control": self.control, "reports": self.reports} if self.is_table else {}),
         }
