@@ -136,9 +136,10 @@ _COPIED: tuple[tuple[str, str, str], ...] = (
         ("infra/docker", name, "infra/docker")
         for name in ("bill.py", "healthcheck.py", "install.sh")
     ),
+    *(("infra", f"{name}/*", "infra") for name in ("aws", "azure", "compose", "pools", "prefect")),
     *(
-        ("infra", f"{name}/*", "infra")
-        for name in ("aws", "azure", "compose", "kubernetes", "pools", "prefect")
+        ("infra/kubernetes", pattern, "infra/kubernetes")
+        for pattern in ("*.yaml", "endpoint/*", "examples/*/*")
     ),
 )
 """Files that are copied unchanged.
