@@ -124,11 +124,8 @@ def _machine_findings(
 
     Packages in `reported` are left out.
     """
-    from onnx_ops.app.handler import binding
-    from onnx_ops.app.server_memory import find_memory_shortages
     from onnx_ops.app.target_status import find_unmeasurable
     from onnx_ops.config.document import Issue
-    from onnx_ops.domain.pipeline import StageKind
     from onnx_ops.pipeline import plan
     from onnx_ops.pipeline.probe import OutlineProbe
 
@@ -155,6 +152,16 @@ def _machine_findings(
         findings.append(
             Issue(loc, f"this machine cannot measure {name}: {why}. {remedy}", environment=True)
         )
+    return [*findings, *_list_endpoint_findings(project, pipeline, planned)]
+
+
+def _list_endpoint_findings(project: Project, pipeline: Pipeline, planned: Plan) -> Iterator[Issue]:
+    """Yield what this machine and the servers lack for the endpoints of a pipeline."""
+    from onnx_ops.app.handler import binding
+    from onnx_ops.app.server_memory import find_memory_shortages
+    from onnx_ops.config.document import Issue
+    from onnx_ops.domain.pipeline import StageKind
+
     seen: set[str] = set()
     for stage in planned.stages:
         if stage.kind is not StageKind.DEPLOY:
@@ -166,15 +173,10 @@ def _machine_findings(
             # A provider and its metrics source can have the same requirement.
             if lack.what not in seen:
                 seen.add(lack.what)
-                findings.append(
-                    Issue(_location(pipeline, stage), lack.without_place(), environment=True)
-                )
+                yield Issue(_location(pipeline, stage), lack.without_place(), environment=True)
         # Without credentials, the servers' reports cannot be read.
-        findings += [
-            Issue(_location(pipeline, stage), text, environment=True)
-            for text in (() if lacks else find_memory_shortages(project.context, config))
-        ]
-    return findings
+        for text in () if lacks else find_memory_shortages(project.context, config):
+            yield Issue(_location(pipeline, stage), text, environment=True)
 
 
 def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:

@@ -213,14 +213,22 @@ class Containers:
                     raise NotReadyError(text.strip()[-400:])
                 time.sleep(0.02)
 
+    def end_followers(self) -> None:
+        """End all followers, and wait until they have written their last reports."""
+        _end_all(self._followers)
+        self._followers.clear()
+
     def stop(self) -> None:
-        containers = [*self._running.values(), *self._followers]
-        for container in containers:
-            container.end(signal.SIGTERM)
-        for container in containers:
-            try:
-                container.process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                container.end(signal.SIGKILL)
-                container.process.wait()
+        _end_all([*self._running.values(), *self._followers])
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _end_all(containers: Sequence[Container]) -> None:
+    for container in containers:
+        container.end(signal.SIGTERM)
+    for container in containers:
+        try:
+            container.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            container.end(signal.SIGKILL)
+            container.process.wait()

@@ -91,13 +91,15 @@ class Fake:
     def reset(self) -> None:
         """Forget everything that clients made and tests ordered.
 
-        Containers are kept and reused for the same archives.
+        Containers with archives are kept and reused. Followers are ended, since their reports
+        would be taken for those of a later endpoint with the same name.
         """
         from moto.moto_api._internal.models import moto_api_backend
 
         moto_api_backend.reset()
         self.shift_s = 0.0
         self.containers.startup_s = START_S
+        self.containers.end_followers()
         self.plane = Plane(self.around, self.now)
         self._log = Log()
         self._turns.clear()
