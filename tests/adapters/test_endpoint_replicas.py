@@ -568,7 +568,7 @@ class TestSilent:
         self, cut: Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]
     ) -> None:
         (text,) = cut("serve", self.FINISHED, 3)
-        assert "replica r1 serves table 00000003-1, not 00000004-1" in text
+        assert "replica r1 serves table 00000003-1 instead of table 00000004-1" in text
 
     def test_replica_rollback_of_finished_release_with_expired_lease_completes(
         self, cut: Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]
@@ -580,7 +580,7 @@ class TestSilent:
     ) -> None:
         # The replica may serve table 3, in which green has all traffic.
         (text,) = cut("serve", self.FINISHED, 2)
-        assert "replica r1 serves table 00000002-1, not 00000004-1" in text
+        assert "replica r1 serves table 00000002-1 instead of table 00000004-1" in text
 
     def test_rollback_with_silent_replica_at_stable_version_completes(
         self, cut: Callable[[str, Sequence[dict[str, int]], int], tuple[str, ...]]

@@ -162,7 +162,7 @@ def test_fp16_optimizer_with_too_large_weights_raises_error_unless_excluded(
 ) -> None:
     """The converter would clip them without a warning."""
     change(perceptron, "second.weight", 1e5)
-    with pytest.raises(UserError, match=r"second\.weight holds values beyond 65504"):
+    with pytest.raises(UserError, match=r"second\.weight has values beyond 65504"):
         Fp16Optimizer().optimize(perceptron)
     Fp16Optimizer().optimize(
         replace(perceptron, section=replace(perceptron.section, exclude=("second",)))

@@ -105,10 +105,13 @@ def test_olive_quantizes_returns_true_only_for_precision_passes(kind: str, quant
         ({"search_strategy": {"execution_order": "joint"}}, "the configuration searches"),
         ({"engine": {"search_strategy": True}}, "the configuration searches"),
         ({"systems": {"there": {"type": "Docker"}}}, "systems.there is not a LocalSystem"),
-        ({"host": {"type": "LocalSystem", "user_script": "x.py"}}, "host.user_script names code"),
+        (
+            {"host": {"type": "LocalSystem", "user_script": "x.py"}},
+            "host.user_script refers to code",
+        ),
         (
             {"passes": {"a": {**STATIC, "nested": {"script_dir": "."}}}},
-            "passes.a.nested.script_dir names code",
+            "passes.a.nested.script_dir refers to code",
         ),
     ],
 )

@@ -420,7 +420,7 @@ def test_static_quantizer_of_fixed_batch_calibrates_with_it(perceptron: Optimize
     assert len(BatchReader(rows(11), read_model_info(perceptron.source))) == 2
     StaticQuantizer().optimize(replace(perceptron, calibration=rows(11)))
     assert run(perceptron.path, rows(4))["scores"].shape == (4, 3)
-    with pytest.raises(UserError, match="takes batches of 4"):
+    with pytest.raises(UserError, match="do not fill one batch of 4 rows"):
         StaticQuantizer().optimize(replace(perceptron, calibration=rows(3)))
 
 

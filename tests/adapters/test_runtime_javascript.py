@@ -298,7 +298,7 @@ def test_javascript_runtime_without_programs_names_packages_to_install(
     tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MeasurementError, match="no node on this machine") as missing:
+    with pytest.raises(MeasurementError, match="node is not installed") as missing:
         NodeRuntime(folder=tmp_path).run(file, NODE, (rows(1),))
     assert "apt-get install nodejs" in missing.value.remedy
     assert "not installed" in NodeRuntime(folder=tmp_path).fingerprint(NODE).runtime_version

@@ -173,7 +173,7 @@ def test_save_of_foreign_model_raises_user_error(tmp_path: Path) -> None:
     import torch
 
     for exporter in (KerasExporter(), HuggingfaceExporter()):
-        with pytest.raises(UserError, match="Linear is no"):
+        with pytest.raises(UserError, match="Linear is not a"):
             exporter.save(torch.nn.Linear(2, 2), tmp_path)
         with pytest.raises(NotFoundError):
             exporter.load(tmp_path)

@@ -184,7 +184,7 @@ def test_events_during_server_outage_are_sent_later(prefect_server: None) -> Non
     context = replace(scene.context, notifiers=lambda: {NAME: PrefectEvents(), "chat": chat})
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         deliveries = {one.notifier: one for one in send_pending_each(context, ("late",))}
-        assert "does not accept events" in deliveries[NAME].error
+        assert "did not accept the events" in deliveries[NAME].error
         assert [
             notice.what for notice in chat.received if notice.what is not NotificationKind.WAITING
         ] == [NotificationKind.FINISHED] * 2

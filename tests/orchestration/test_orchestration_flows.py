@@ -253,7 +253,7 @@ def test_pipeline_flow_with_dropped_endpoint_requires_abandon_reason(
     write_perceptron(repository / "model.onnx")
     refused = end("pipeline", file="configs/pipelines/brought.yaml")
     assert refused.name == "Refused"
-    assert "old would be left behind" in str(refused.message)
+    assert "old would run unmanaged" in str(refused.message)
     (repository / "rows.npz").write_bytes(b"no rows")
     begun = end("pipeline", file="configs/pipelines/brought.yaml", abandon="renamed")
     assert "rows.npz" in str(begun.message)
