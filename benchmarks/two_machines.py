@@ -261,7 +261,9 @@ def main() -> int:
     draw = random.Random(options.seed)  # noqa: S311 (events, no secrets)
     warnings.simplefilter("ignore")  # marshmallow warns about Azure's SDK
     os.environ["PYTHONWARNINGS"] = "ignore"
-    importlib.import_module("azure.ai.ml")  # on a busy machine, slower than a trial
+    # The import is slow on a busy machine, and must not count against the time limit of the first
+    # trial.
+    importlib.import_module("azure.ai.ml")
     trials: list[Trial | None] = []
     for name in options.provider or ("sagemaker", "azureml"):
         with (

@@ -18,7 +18,7 @@ from onnx_ops.adapters.isolation.environments import PythonEnvironments
 from onnx_ops.adapters.isolation.process import build_clean_environ
 from onnx_ops.domain.execution import Environment
 
-OLIVE, OPTIMUM = "Olive 0.13.0", "Optimum 0.1.0"
+OLIVE, OPTIMUM = "Olive 0.13.0", "optimum-onnx 0.1.0"
 _SAME = ("onnx==1.23.2", "onnxruntime==1.31.1", "torch==2.13.0", "numpy==2.4.6")
 PINS = {
     # olive-ai imports requests without declaring the dependency

@@ -47,7 +47,8 @@ _PREDICATES: dict[type, str] = {
     OverrideRecord: "urn:onnx-ops:override:v1",
 }
 _UNSIGNED = (
-    "Promote a version whose gates passed, or override them with a reason: `onnx-ops promote`."
+    "Promote a version whose gates passed, or override the gates of this version: "
+    "`onnx-ops promote MODEL/VERSION --target TARGET --override --reason …`."
 )
 _ENCODED = "MFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAE"
 """Base64 prefix of every ECDSA P-256 public key in DER."""
@@ -318,8 +319,9 @@ class TrustedKeys:
                 f"key {short_digest(key)} is not trusted",
                 where=", ".join(map(str, self._paths[::2])),
                 why=f"trusted keys: {', '.join(map(short_digest, sorted(trusted))) or 'none'}",
-                remedy=f"If you trust its owner, put the public key (NAME{PUBLIC_SUFFIX}) "
-                "there; otherwise judge again",
+                remedy=f"If you trust its owner, add the public key (NAME{PUBLIC_SUFFIX}) to the "
+                "trusted keys. Otherwise judge the release again: "
+                "onnx-ops run FILE --no-cache gate",
             )
         try:
             trusted[key].verify(base64.b64decode(signature, validate=True), data, ECDSA(SHA256()))

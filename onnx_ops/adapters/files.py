@@ -413,8 +413,8 @@ class FsspecObjects(ObjectStore):
             with suppress(FileNotFoundError):
                 details = self._call("find", self._path(prefix), detail=True)
             for path, info in sorted(details.items()):
-                # If another writer adds the first object to an empty prefix at this moment, s3fs
-                # lists the prefix as a directory.
+                # s3fs `_find` lists the prefix, and calls `_info` if the list is empty. If another
+                # writer adds the first object in between, the prefix is returned as a directory.
                 if info.get("type") == "directory":
                     continue
                 at = next((info[key] for key in _TIME_KEYS if info.get(key) is not None), None)

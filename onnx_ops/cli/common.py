@@ -132,7 +132,10 @@ def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:
-            typer.echo("interrupted; finished work is kept, run again to continue", err=True)
+            text = (
+                "interrupted; results of finished stages stay in the cache. Run the command again."
+            )
+            typer.echo(text, err=True)
             raise typer.Exit(130) from None
         except Exception as error:
             shown = _describe_error(error, command.__name__)

@@ -164,7 +164,10 @@ def _check_sections(draft: Draft) -> Iterator[Issue]:
     if {"train", "model"} <= draft.keys:
         yield Issue(("model",), "'train' and 'model' exclude each other; keep one", on_key=True)
     elif not {"train", "model"} & draft.keys:
-        message = "expected 'train' (how the model is made) or 'model' (path of a trained model)"
+        message = (
+            "expected 'train' (how the model is trained) or 'model' (a trained model: a path, "
+            "models:/NAME/VERSION, or a URL)"
+        )
         yield Issue(("train",), message, on_key=True)
     if "deploy" in draft.keys and draft.deploy and "register" not in draft.keys:
         yield Issue(("deploy",), "only registered versions are deployed; add a 'register' section")

@@ -76,7 +76,8 @@ _DYNAMIC = ("ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulInte
 
 
 _RECURRENT_REASON = (
-    "recurrent layers stay in float: an error of 8 bits in their state adds up from step to step"
+    "recurrent layers stay in float: with 8 bits, the rounding errors of their state would add up "
+    "from step to step"
 )
 
 

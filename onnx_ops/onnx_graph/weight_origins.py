@@ -170,8 +170,8 @@ class OriginFinder:
         waiting: list[tuple[StoredWeight, list[_PossibleOrigin]]] = []
         for weight in weights:
             candidates = sorted(self._list_candidates(weight), key=lambda candidate: candidate.rank)
-            # In any two files, single numbers such as exponents and factors are in the same places:
-            # names and places are no evidence.
+            # Scalars, such as exponents and factors, can have the same names and places in
+            # unrelated files. Only an equal value is evidence.
             if weight.values.size == 1:
                 candidates = [one for one in candidates if one.distance < _SAME_NUMBER]
             if candidates and candidates[0].rank[0] < _UNKNOWN:

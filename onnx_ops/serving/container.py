@@ -87,7 +87,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 def _make_folder(environment: Mapping[str, str]) -> Path:
     configured = environment.get("ONNX_OPS_STATE_DIR")
     try:
-        # The folder can be lost when the container ends.
+        # A temporary folder is enough: nothing in it is needed after the container ends.
         folder = Path(configured or tempfile.mkdtemp(prefix="onnx-ops-"))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -395,7 +395,8 @@ def _draw_in_range(
     if array.dtype.kind == "f":
         made[~np.isfinite(chosen.astype(np.float64))] = np.nan
         return np.where(np.isnan(made), chosen.astype(np.float64), made).astype(array.dtype)
-    # float64 rounds 2**63 - 1 up.
+    # In float64, the sample 2**63 - 1 becomes 2**63, which int64 cannot hold. `domain.high` is
+    # below it.
     whole = np.clip(made, domain.low, domain.high).astype(array.dtype)
     if not domain.recombined:
         whole[2:] = chosen[2:]

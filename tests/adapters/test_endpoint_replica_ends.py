@@ -22,7 +22,7 @@ def status(replica: str, start: str = NEW, *, is_final: bool = False) -> Replica
     )
 
 
-def test_find_ends_of_replaced_start_without_last_report_includes_it() -> None:
+def test_find_ends_after_restart_without_last_report_includes_previous_start() -> None:
     starts = {
         ReportSource("r1", OLD): (counts("a"), NOW - 60),
         ReportSource("r1", NEW): (counts("b"), NOW - 1),

@@ -125,7 +125,7 @@ def test_kubernetes_pods_have_no_unneeded_privileges() -> None:
             assert {"cpu", "memory"} <= set(container["resources"][bound]), name
 
 
-def test_kubernetes_worker_role_permits_jobs_only() -> None:
+def test_kubernetes_worker_role_permits_changes_to_jobs_only() -> None:
     (role,) = [one for one in manifests() if one["kind"].endswith("Role")]
     assert role["kind"] == "Role"
     may = {

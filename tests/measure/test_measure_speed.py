@@ -289,7 +289,7 @@ def test_measure_scheduling_divides_rows_among_threads(tmp_path: Path) -> None:
         "fixed",
     ],
 )
-def test_measure_scheduling_measures_only_settings_of_server(
+def test_measure_scheduling_measures_only_configurations_that_server_can_use(
     tmp_path: Path, how: dict[str, Any], ways: list[tuple[int, int]]
 ) -> None:
     assert list(scheduled(tmp_path, **how)) == ways

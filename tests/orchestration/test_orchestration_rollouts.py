@@ -124,7 +124,7 @@ def test_rollout_flow_with_provider_outage_shows_it_once_and_retries(
 
 
 @pytest.mark.parametrize(("limit", "error"), [("soon", UserError), ("1 d", NotFoundError)])
-def test_run_rollout_with_invalid_limit_or_endpoint_raises_error(
+def test_run_rollout_with_invalid_limit_or_unknown_endpoint_raises_error(
     limit: str, error: type[Exception]
 ) -> None:
     from onnx_ops.orchestration import rollouts

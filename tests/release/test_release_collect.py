@@ -71,7 +71,7 @@ def test_find_unreferenced_lists_unused_content_without_deleting_it(
     assert context.store.lookup(key) == Manifest(files={"file": used})
 
 
-def test_find_unreferenced_with_zero_age_skips_young_content(world: tuple[Scene, Context]) -> None:
+def test_find_unreferenced_with_zero_age_skips_young_objects(world: tuple[Scene, Context]) -> None:
     """A run stores its files before it records them."""
     scene, context = world
     context.store.put_bytes(b"of a run")

@@ -152,7 +152,7 @@ def test_rebind_beside_operator_command_records_both() -> None:
         assert (scene.state().policy, scene.state().command) == (AT_ONCE, OperatorCommand.PAUSE)
 
 
-def test_override_beside_operator_command_is_recorded_once() -> None:
+def test_override_with_concurrent_operator_command_is_recorded_once() -> None:
     scenes = beside(
         lambda: with_candidate(on_trial(), verdict=Verdict.FAIL),
         SPEAK,

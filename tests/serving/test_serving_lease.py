@@ -91,7 +91,9 @@ def test_request_that_selects_deployment_without_lease_reaches_it(server: Server
     assert ask(server, 5, **{"azureml-model-deployment": "green"}) == {"green": 5}
 
 
-def test_pushed_state_without_lease_serves_candidate(server: ServerFamily, tmp_path: Path) -> None:
+def test_published_state_without_fallback_and_lease_serves_candidate(
+    server: ServerFamily, tmp_path: Path
+) -> None:
     blue = scaling_deployment(tmp_path / "again" / "blue", name="blue", version="1", scale=2.0)
     green = scaling_deployment(tmp_path / "again" / "green", name="green", version="2", scale=3.0)
     assert server.publish(state_of(blue, green, blue=50, green=50), 4).status == 200

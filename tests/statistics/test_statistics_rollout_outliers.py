@@ -77,7 +77,7 @@ def test_find_outliers_with_several_broken_servers_names_only_them() -> None:
     assert len(list_found(count_each([*[(20_000, 20)] * 30, *bad * 10]))) == MAX_OUTLIERS
 
 
-def test_find_outliers_adds_starts_of_server_and_counts_repeated_start_once() -> None:
+def test_find_outliers_sums_counts_of_server_starts_and_uses_repeated_start_once() -> None:
     parts = [count("r4", 100, 5, origin=f"start{number}") for number in range(6)]
     honest = count_each(HONEST)
     assert not find_outliers([*honest, parts[0]])

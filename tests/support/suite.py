@@ -175,8 +175,9 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     try:
         return (yield)
     finally:
-        # All objects are young, so the next collection would examine all of them, and pytest ends
-        # with two more collections. Without tests to run, even the first would be a waste.
+        # All objects are young, so each of the next collections would examine all of them,
+        # including the two at pytest's end. One collection and a freeze here avoid that. With
+        # --collect-only no test runs, so this collection is skipped too.
         if not session.config.option.collectonly:
             gc.collect()  # garbage that is frozen is never collected
         gc.freeze()

@@ -66,7 +66,7 @@ def with_thresholds(forest: Path, change: Callable[[list[float]], Sequence[float
     return forest.with_name("moved.onnx")
 
 
-def test_compare_of_forest_with_threshold_moved_by_one_float_fails(forest: Path) -> None:
+def test_compare_of_forest_with_threshold_moved_by_one_ulp_fails(forest: Path) -> None:
     inf = np.float32(np.inf)
     found = compared(
         forest,

@@ -138,9 +138,12 @@ class FleetEndpoints(ReplicaEndpoints):
         self._wait_until_adopted(config, TableNumber(generation), ADOPT_S)
 
     def _list_drift(self, config: EndpointConfig, fleet: EndpointState) -> Iterator[str]:
-        desired = build_fleet_state(config, self.read_settings(config))
-        if not fleet.is_equivalent(desired):
-            yield "the endpoint runs other containers than those of its settings"
+        settings = self.read_settings(config)
+        if not fleet.is_equivalent(build_fleet_state(config, settings)):
+            yield (
+                f"the fleet is not one deployment with control {settings.control} "
+                f"and reports {settings.reports}"
+            )
         yield from fleet.drift
 
     def _change_fleet(self, config: EndpointConfig, generation: int) -> None:

@@ -395,7 +395,10 @@ def _check_files(settings: LocalSettings) -> Iterator[tuple[str, str]]:
         if name and (not _FILE.fullmatch(name) or not name.endswith(ending) or name == LOG_FILE):
             yield (
                 key,
-                f"'{name[:80]}' must be a file name that ends with {ending} and contains no folder",
+                (
+                    f"'{name[:80]}' must end with {ending}, consist of at most 100 of "
+                    f"A-Z a-z 0-9 _ . -, not begin with a dot, and not be {LOG_FILE}"
+                ),
             )
 
 

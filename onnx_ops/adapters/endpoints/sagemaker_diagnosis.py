@@ -200,7 +200,10 @@ def _check_pull(iam: Any, role: str, image: str) -> Finding:
         return (
             False,
             f"the role does not have these permissions: {', '.join(denied)}",
-            f"Grant the role these permissions on {arn} and *.",
+            (
+                f"Grant the role these permissions on {arn}; ecr:GetAuthorizationToken needs the "
+                "resource *."
+            ),
         )
     if account != match["account"]:
         found = (

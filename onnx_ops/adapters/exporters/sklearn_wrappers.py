@@ -283,8 +283,8 @@ def _invert(transformer: Any) -> tuple[Step, ...]:
         f"TransformedTargetRegressor with {name} cannot be converted faithfully",
         where="export",
         why="Python code computes the target from the transformed target",
-        remedy=f"Use one of {', '.join((*_SCALERS, *list(_FUNCTIONS)[1:]))}, "
-        "or transform the answers in the application.",
+        remedy=f"Use one of the scalers {', '.join(_SCALERS)}, or an inverse_func of "
+        f"{', '.join(list(_FUNCTIONS)[1:])}, or transform the answers in the application.",
     )
 
 

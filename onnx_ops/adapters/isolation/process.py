@@ -142,7 +142,8 @@ class IsolatedProcess:
     def _exchange(self, request: bytes, do: str, timeout: float | None) -> bytes:
         deadline = None if timeout is None else time.monotonic() + timeout
         with contextlib.suppress(BrokenPipeError):
-            # The process has ended. Reading its answer below reports this.
+            # If the process has ended, the write raises BrokenPipeError; reading the answer below
+            # reports the end.
             self._process.stdin.write(request + b"\n")  # type: ignore[union-attr]
             self._process.stdin.flush()  # type: ignore[union-attr]
         received = b""

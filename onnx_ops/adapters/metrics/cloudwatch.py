@@ -167,7 +167,7 @@ def _read_values(
     """Return the values of each query, by the id of the query.
 
     Raises:
-        ServiceUnavailableError: CloudWatch returned only a part of the values.
+        ServiceUnavailableError: CloudWatch did not complete a query.
     """
     values: dict[str, list[float]] = {}
     pages = cloudwatch.get_paginator("get_metric_data").paginate(
@@ -177,7 +177,9 @@ def _read_values(
         for result in page["MetricDataResults"]:
             if result.get("StatusCode") not in ("Complete", "PartialData"):
                 raise ServiceUnavailableError(
-                    "CloudWatch returned a partial response", why=quoted(result.get("Messages", ""))
+                    f"CloudWatch returned status {result.get('StatusCode')} "
+                    f"for query {result['Id']}",
+                    why=quoted(result.get("Messages", "")),
                 )
             values.setdefault(result["Id"], []).extend(map(float, result["Values"]))
     return values

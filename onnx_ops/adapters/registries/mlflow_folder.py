@@ -80,7 +80,8 @@ def validate_record(record: VariantRecord) -> None:
             raise DigestMismatchError(
                 f"{name} does not match the manifest",
                 where=where,
-                remedy="Run the pipeline again; it repeats the stage",
+                remedy="Run the pipeline again with `onnx-ops run`: it repeats the stage that made "
+                "this file.",
             )
 
 

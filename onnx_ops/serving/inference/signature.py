@@ -215,7 +215,8 @@ class ModelSignature:
         names = [name for name in self.inputs if name in self.required] or list(self.inputs)
         if len(names) != 1:
             raise UserError(
-                f"the model has several inputs; {form} must name them: {', '.join(self.inputs)}"
+                f"only a model with one input accepts {form} without input names; "
+                f"this model has {', '.join(self.inputs)}"
             )
         return names[0]
 

@@ -232,13 +232,13 @@ def check_memory(
 
 
 def build_excess_error(
-    deployments: Sequence[Deployment], workers: int, peak_bytes: int, available_bytes: int
+    deployments: Sequence[Deployment], peak_bytes: int, available_bytes: int
 ) -> InfrastructureError:
     """Return the error for deployments that exceeded the memory in the trial load."""
     need = MemoryNeed(workers=1, worker_bytes=peak_bytes)
     why = (
-        f"the process that loads the model before the {workers} workers needs more than "
-        f"{_format_up(need.total_bytes)}, with a reserve of {_format_up(need.reserve_bytes)}, "
+        f"the trial load needs more than {_format_up(need.total_bytes)}, "
+        f"including a reserve of {_format_up(need.reserve_bytes)}, "
         f"and {available_bytes // _MIB:,} MiB are available beside the running deployments"
     )
     packing = (

@@ -202,7 +202,7 @@ async def _run_process(
         message, text = _read_tail(report), _read_tail(output).decode("utf-8", "replace").strip()
     if plan is not None and meter is not None and meter.has_exceeded:
         raise build_excess_error(
-            deployments, plan.size, meter.compute_peak(0, 0)[HOST], meter.available_bytes[HOST]
+            deployments, meter.compute_peak(0, 0)[HOST], meter.available_bytes[HOST]
         )
     if message and not message.startswith(_REPORT):
         raise error_from_bytes(message)

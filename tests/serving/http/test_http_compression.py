@@ -216,7 +216,7 @@ def test_invalid_compressed_body_returns_error_and_keeps_connection(
         assert b'"data":[2.0,4.0]' in received(client)
 
 
-def test_compressed_body_outside_inference_returns_415(worker: Worker) -> None:
+def test_compressed_body_outside_inference_is_refused(worker: Worker) -> None:
     body = gzip.compress(b'{"feedback": []}')
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
     assert parse(worker.send(post("/feedback", body, headers)))[0] == 415

@@ -48,7 +48,8 @@ def next_good_request_is_answered(worker: Worker) -> Iterator[None]:
     answer = worker.send(GOOD)
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b'"data":[2.0,4.0]' in answer
-    # Requests of disconnected clients can still arrive; connections are accepted in their order.
+    # Connections are accepted in the order of arrival, so the worker knows those of all earlier
+    # clients. It can still be reading what a disconnected client sent.
     wait_until(lambda: not worker.connections.open)
     assert worker.connections.body_bytes == 0
 

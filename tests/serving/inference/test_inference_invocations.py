@@ -115,7 +115,7 @@ def test_read_invocation_of_invalid_body_names_problem(document: object, message
 
 
 def test_read_invocation_with_missing_input_names_raises_user_error() -> None:
-    with pytest.raises(UserError, match="must name them: age, city"):
+    with pytest.raises(UserError, match="this model has age, city"):
         read({"inputs": [[1]]}, TABLE)
     with pytest.raises(UserError, match="no input 'size'"):
         read({"dataframe_records": [{"age": 1, "size": 2}]}, TABLE)

@@ -283,7 +283,7 @@ class Control:
 
     def _written_deployment(self, call: Call, path: str, endpoint: str, name: str) -> Reply:
         body = json.loads(call.body)
-        # Only tags and the number of instances of a running deployment can be changed.
+        # PATCH can change only the tags and the number of instances (`sku`) of a deployment.
         if call.method == "PATCH":
             if set(body) - {"tags", "sku"}:
                 return refuse(400, "BadArgument", "Only tags and sku can be changed.")
