@@ -413,7 +413,11 @@ def exit_after_steps(
 
 
 class Markup(str):
-    """Text in Rich's markup. Strings of other types are printed literally."""
+    """Text in Rich's markup.
+
+    `markup`, `print_text` and `print_table` print other strings literally. `SafeConsole.print`
+    parses every string as markup.
+    """
 
     __slots__ = ()
 

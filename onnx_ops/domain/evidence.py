@@ -301,7 +301,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreComparison:
-    """A metric that is not a count of rows, of the candidate and another model.
+    """The values of a metric for two models; the metric is not a count of rows.
 
     `metric` is the label of its definition; `against` is as in `PairedCounts`. `baseline` is the
     other model's value on the same rows, and `reference` is this value with its interval.
@@ -312,8 +312,8 @@ class ScoreComparison:
 
     `groups` is the number of groups if groups are resampled in place of rows. `effective` is the
     effective number of rows (or groups) that contribute to the candidate's error: (sum of errors)^2
-    / sum of squared errors. `heavy` holds the indices of the rows that contribute half of the
-    candidate's error, the worst row first.
+    / sum of squared errors. `heavy` holds the indices of the worst rows, which together contribute
+    half of the candidate's error, the worst row first; at most ten are kept.
 
     `carrying` is the number of rows (or groups) with the largest losses that must be removed until
     the losses of both models are spread evenly enough over the rest; 0 if no row must be removed.

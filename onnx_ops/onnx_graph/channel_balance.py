@@ -258,7 +258,7 @@ def _choose_exponents(
 
 
 def _apply(model: onnx.ModelProto, exponents: Mapping[str, Mapping[str, Any]]) -> None:
-    """Divide channels by their factors in normalizations, and multiply the weights by them."""
+    """Move the channels' factors from the normalizations into the weights."""
     from onnx import numpy_helper
 
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}

@@ -422,7 +422,7 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
 
 
 def _read_entries(tensor: onnx.TensorProto) -> dict[str, str]:
-    """Return the location of a tensor's bytes by key.
+    """Return the entries of a tensor's external data (`location`, `offset` …) by key.
 
     Two equal keys are refused, since their precedence is undefined.
     """

@@ -491,10 +491,11 @@ def _measure_slowness(probe: Floats) -> Floats | None:
 
 
 def _explain_by_probe(logs: Floats, usable: Flags, slowness: Floats) -> Floats | float:
-    """Return the part of the run time that the machine's slowness explains.
+    """Return the part of the log run time that the machine's slowness explains.
 
-    It is the mean of the models' curves. A curve connects points linearly. Each point is the median
-    run time over the median probe time in one of several parts with equally many runs.
+    It is the mean of one curve per model; 0 if a model has too few runs. The runs of a model are
+    sorted by slowness and split into parts of nearly equal size. The curve connects the parts
+    linearly: x is the median slowness of a part, y its median log run time.
     """
     curves = []
     for model in range(logs.shape[2]):

@@ -88,11 +88,12 @@ def plan_names(
 
 
 def build_azure_name(deployment: Deployment, immutable: Mapping[str, Json] | None = None) -> str:
-    """Return a name of at most 32 characters that is derived from the content.
+    """Return the name in Azure of a deployment, or of the model that it serves.
+
+    The name has at most 32 characters and is derived from the deployment's fields.
 
     Args:
-        deployment: the deployment. The name of its model depends on the deployment alone.
-        immutable: for the name of a deployment, the settings with which Azure creates it.
+        immutable: settings with which Azure creates the deployment; None for the name of the model.
     """
     slug = (
         re.sub(r"[^a-z0-9]+", "-", deployment.name.lower()).strip("-")[:_SLUG_CHARACTERS].strip("-")

@@ -489,9 +489,10 @@ class HttpProtocol(TimedConnection):
         self._send_pending(response)
 
     def _compress(self, response: RawResponse, head: RequestHead) -> RawResponse | PendingResponse:
-        """Return a response, compressed if the client accepts a supported coding.
+        """Return the response with a `vary` header, or start to compress it on a thread.
 
-        The response is compressed on a thread and sent later.
+        If the client accepts a supported coding, the result is a `PendingResponse`, and the
+        compressed response is sent later.
         """
         varying = RawResponse(
             response.status, response.lines + b"vary: accept-encoding\r\n", response.body
