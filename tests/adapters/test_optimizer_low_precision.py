@@ -373,7 +373,7 @@ def test_optimizer_with_weights_of_other_precision_names_them(
         optimizer.optimize(perceptron)
     assert f"1 MatMul: weights in {kind}, and only float32 is quantized" in caught.value.why
     assert "1 MatMul: no constant weights" in caught.value.why
-    assert "in float32" in caught.value.remedy
+    assert "the float32 version" in caught.value.remedy
     assert not perceptron.path.exists()
 
 
