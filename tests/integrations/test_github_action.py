@@ -428,7 +428,7 @@ def test_publish_of_hostile_results_uses_own_event_and_escapes_text(runner: Runn
     (check,), (comment,) = runner.github.checks, runner.github.comments
     assert check["head_sha"] == head
     assert len(comment["body"]) < 65_536
-    assert "own code" in comment["body"]
+    assert "The code of this pull request" in comment["body"]
     assert not re.search(r"(?<!\\)\]\(https://evil|<img|@admin|(?<!\\)`|[\x1b\r]", comment["body"])
 
 

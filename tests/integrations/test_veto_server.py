@@ -263,7 +263,7 @@ def test_override_by_permitted_user_is_signed_by_server(
     reason = tag(failed, f"override.{TARGET}", "the old one is worse")
     status, answer = veto_server.call("bob", "POST", SET_TAG, reason)
     assert status == 403
-    for part in ("policy.yaml:6", "only alice override", "you are bob"):
+    for part in ("policy.yaml:6", "only alice to override", "you are bob"):
         assert part in answer["message"]
     assert veto_server.call("alice", "POST", SET_TAG.replace("/api", UI), reason) == (200, {})
     assert veto_server.call("bob", "POST", ALIAS, alias(failed, CHALLENGER)) == (200, {})

@@ -214,7 +214,7 @@ def test_check_of_pipeline_with_target_block_accepts_only_its_targets(
         ({"pol": "t4"}, "pol"),
         ({"schema": 99}, "newer"),
         ({"providers": [{"name": "CPUExecutionProvider", "options": {"x": "${env:HOME}"}}]}, "x '"),
-        ({"name": "other"}, "is not the name"),
+        ({"name": "other"}, "differs from the name of the file"),
     ],
 )
 def test_target_block_with_code_or_invalid_target_raises_validation_error(
