@@ -346,7 +346,7 @@ def test_local_settings_are_refused_if_wrong_and_applied_if_changed(site: Site) 
         ({"port": 0}, "port: "),
     ]
     wrong += [
-        ({key: name}, "in the endpoint's folder")
+        ({key: name}, "contains no folder")
         for key in ("access_log", "admin_socket")
         for name in OUTSIDE
     ]

@@ -624,7 +624,7 @@ def test_observe_with_lease_other_than_in_table_reports_drift(site: ReplicaSite)
 
 def test_validate_settings_with_nested_locations_raises_user_error(site: ReplicaSite) -> None:
     for reports in ("s3://bucket/p", "s3://bucket/p/reports", "s3://bucket"):
-        with pytest.raises(UserError, match="must not contain"):
+        with pytest.raises(UserError, match="neither a parent nor a subfolder"):
             site.provider.validate_settings({"control": "s3://bucket/p/", "reports": reports})
 
 
