@@ -72,7 +72,7 @@ CALLS = (
         0,
         "no problems",
     ),
-    Call("check released.yaml", 4, "needs mlflow, not installed"),
+    Call("check released.yaml", 4, "needs mlflow, which is not installed"),
     Call("plan trained.yaml", 0, "register"),
     Call("run alone.yaml --quiet", 0, "PASS cpu-1t", works=True),
     Call("run released.yaml", 4, "deploy/released needs httptools", extras="mlflow,serve"),
