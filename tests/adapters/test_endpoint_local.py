@@ -346,7 +346,7 @@ def test_local_settings_are_refused_if_wrong_and_applied_if_changed(site: Site) 
         ({"port": 0}, "port: "),
     ]
     wrong += [
-        ({key: name}, "contains no folder")
+        ({key: name}, r"must end with \.(log|sock), consist of at most 100 of")
         for key in ("access_log", "admin_socket")
         for name in OUTSIDE
     ]
