@@ -114,7 +114,7 @@ def test_azureml_container_without_trusted_signature_loads_no_model(
 ) -> None:
     create_key(tmp_path / "keys" / "signing.pem")
     provider = AzureEndpoints(world.folder, tmp_path / "keys", policy=POLICY)
-    with pytest.raises(InfrastructureError, match="no signed decision names its files"):
+    with pytest.raises(InfrastructureError, match="names its files"):
         provider.apply(world.config, world.state(blue=100), generation=1)
 
 

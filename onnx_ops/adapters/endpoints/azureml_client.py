@@ -173,11 +173,13 @@ class AzureClient:
             )
         except ServiceUnavailableError as error:
             if error.remedy:  # no token, or an answer of a proxy
+                error.where = error.where or self.owner
                 raise
             raise make_unanswered_error(where, error.why) from error
         except RefusedError as error:
             match = _REFUSAL.match(error.why)
             if match is None:  # there are no credentials
+                error.where = error.where or self.owner
                 raise
             status, why = int(match[1]), error.why
             raise _explain_answer(
