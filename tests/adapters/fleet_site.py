@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+import fsspec
+
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.fleets import TrafficModes
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
@@ -203,6 +205,8 @@ class AzureFleet(FleetSite):
 
 @contextmanager
 def open_sagemaker_fleet(fake: FakeSageMaker, folder: Path) -> Iterator[SageMakerFleet]:
+    # A client of another store in this process keeps the address of that store.
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
     blue, green = make_models(folder / "models")
     yield SageMakerFleet(fake=fake, folder=folder, blue=blue, green=green)
 
