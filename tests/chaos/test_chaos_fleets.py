@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,9 @@ from tests.support.extras import require
 require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed")
 
 pytestmark = [pytest.mark.services, pytest.mark.nightly]
+
+FEW = (500,)
+"""Minimum of requests of a step: one client sends them one after the other."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,7 @@ def test_split_test_by_feedback_chooses_better_version(
 
 
 def test_rollout_of_healthy_candidate_with_shadow_finishes(site: FleetRollouts) -> None:
-    bind_endpoint(site.context, site.config, SHADOW)
+    bind_endpoint(site.context, site.config, replace(SHADOW, min_requests=FEW))
     site.release("first")
     with users_that_report(site, {}) as users:
         time.sleep(6)
@@ -79,7 +83,7 @@ def test_rollout_of_healthy_candidate_with_shadow_finishes(site: FleetRollouts) 
 def test_rollout_of_failing_candidate_is_rolled_back_and_so_is_finished_one(
     site: FleetRollouts,
 ) -> None:
-    bind_endpoint(site.context, site.config, CANARY)
+    bind_endpoint(site.context, site.config, replace(CANARY, min_requests=FEW))
     site.release("first")
     with users_that_report(site, {}, odd_percent=ODD_PERCENT) as users:
         time.sleep(6)
