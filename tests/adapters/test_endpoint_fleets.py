@@ -156,6 +156,14 @@ def test_fleet_with_changed_traffic_or_location_is_refused(azure: AzureFleet) ->
             azure.provider.validate_change(azure.config, after)
 
 
+def test_fleet_with_other_client_id_drifts_until_applied(azure: AzureFleet) -> None:
+    azure.apply(1, blue=100)
+    with_settings(azure, client_id="id-of-the-identity")
+    assert any("client_id" in line for line in azure.drift())
+    azure.apply(2, blue=100)
+    assert azure.drift() == []
+
+
 def test_fleet_update_reverted_by_alarm_rejects_no_release(amazon: SageMakerFleet) -> None:
     cloudwatch = client(amazon.fake, "cloudwatch")
     cloudwatch.put_metric_alarm(

@@ -57,6 +57,7 @@ class AzureDeployments:
             return
         variables = resource.environment_variables
         actual = {
+            "client_id": variables.get("AZURE_CLIENT_ID", ""),
             "instance_type": resource.instance_type,
             "max_concurrent_requests_per_instance": resource.max_concurrent_requests,
             "request_timeout": resource.request_timeout_s,

@@ -127,6 +127,7 @@ class AzureSettings(LeaseSettings, ContainerOptions):
 
         They do not include the keys that the container trusts.
         """
+        followed = {"control": self.control, "reports": self.reports, "client_id": self.client_id}
         return {
             "image": self.image,
             "instance_type": self.instance_type,
@@ -135,7 +136,7 @@ class AzureSettings(LeaseSettings, ContainerOptions):
             "egress": self.egress,
             "app_insights": self.app_insights,
             **format_option_variables(self),
-            **({"control": self.control, "reports": self.reports} if self.is_table else {}),
+            **(followed if self.is_table else {}),
         }
 
     def variables(self) -> dict[str, str]:
