@@ -32,7 +32,7 @@ def list_fields() -> set[str]:
 
 def list_unsupported_fields() -> set[str]:
     """Return the fields that the docs list as unsupported."""
-    page = (ROOT / "docs" / "azureml.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "azureml-settings.md").read_text(encoding="utf-8")
     section = page.partition("## Fields that are not supported")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`(\w+)`", row)}

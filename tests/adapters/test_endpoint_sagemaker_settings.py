@@ -193,7 +193,7 @@ def test_sagemaker_variant_fields_are_settings_or_listed_as_unsupported() -> Non
     assert sum(map(len, groups)) == len(set().union(*groups))
     assert read_members("ProductionVariants") == set().union(*groups)
     assert set(VARIANT_FIELDS.values()) <= {field.name for field in fields(SageMakerSettings)}
-    page = (ROOT / "docs" / "sagemaker.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "sagemaker-settings.md").read_text(encoding="utf-8")
     assert [name for name in UNSUPPORTED_VARIANT_FIELDS if f"`{name}`" not in page] == []
 
 

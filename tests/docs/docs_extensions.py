@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -21,17 +22,22 @@ _PUBLIC = ("onnx_ops.domain.", "onnx_ops.errors", "onnx_ops.ports", "onnx_ops.te
 """Modules whose members every plug-in uses."""
 
 
-def read_files(page: Path) -> dict[str, str]:
-    """Return the texts of the files that a page shows, by their names."""
-    return {name: f"{block.text}\n" for block in blocks_of(page) if (name := block.note("file"))}
+def read_files(*pages: Path) -> dict[str, str]:
+    """Return the texts of the files that pages show, by their names."""
+    return {
+        name: f"{block.text}\n"
+        for page in pages
+        for block in blocks_of(page)
+        if (name := block.note("file"))
+    }
 
 
-def install_extension(page: Path, folder: Path) -> None:
-    """Write the files and the metadata of a page into `folder`.
+def install_extension(pages: Sequence[Path], folder: Path) -> None:
+    """Write the files and the metadata of pages into `folder`.
 
     The metadata is what `pip install .` would write.
     """
-    files = read_files(page)
+    files = read_files(*pages)
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

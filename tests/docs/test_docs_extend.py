@@ -1,6 +1,6 @@
-"""The page on extensions, followed literally.
+"""The pages on metrics, gates and optimizers, followed literally.
 
-Its modules are written, imported and used from file to report.
+Their modules are written, imported and used from file to report.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from tests.docs.docs_extensions import find_undocumented, install_extension, rea
 from tests.support.evidence import make_evidence
 from tests.support.graphs import write_graph
 
-PAGE = ROOT / "docs" / "extend.md"
-BLOCKS = blocks_of(PAGE)
-FILES = read_files(PAGE)
+PAGES = (ROOT / "docs" / "extend.md", ROOT / "docs" / "extend-optimizer.md")
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+FILES = read_files(*PAGES)
 TARGET = Target(name="cpu-1t")
 RUNTIME = OnnxRuntime()
 ROWS = 200
@@ -62,11 +62,11 @@ gates:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Write and import the modules of the page.
+    """Write and import the modules of the pages.
 
-    Install its optimizer as `pip install .` does.
+    Install their optimizer as `pip install .` does.
     """
-    install_extension(PAGE, tmp_path)
+    install_extension(PAGES, tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     metrics, gates = dict(METRICS), dict(GATES)
     for name in ("extra_metric", "extra_gate"):
@@ -110,7 +110,7 @@ def load(folder: Path, text: str = PIPELINE) -> Pipeline:
     return load_pipeline(folder / "prices.yaml", root=folder, plugins=installed)
 
 
-def test_extensions_of_page_are_measured_judged_and_reported(
+def test_extensions_of_pages_are_measured_judged_and_reported(
     folder: Path, source: Path, dataset: Dataset
 ) -> None:
     (block,) = (block for block in BLOCKS if block.language == "yaml")
@@ -159,7 +159,7 @@ def test_extensions_of_page_are_measured_judged_and_reported(
 
 
 @pytest.mark.usefixtures("folder")
-def test_pipeline_schema_includes_extensions_of_page() -> None:
+def test_pipeline_schema_includes_extensions_of_pages() -> None:
     definitions = pipeline_schema()["$defs"]
     assert _find_enum(definitions["MetricGate"]["properties"]["name"])[-1] == "mape"
     assert (
@@ -214,7 +214,7 @@ def test_metrics_page_has_row_for_each_metric() -> None:
     assert METRICS.keys() <= {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
-def test_extend_page_has_one_file_per_extension() -> None:
+def test_extend_pages_have_one_file_per_extension() -> None:
     assert [block.note("file") for block in BLOCKS if block.language == "python"] == [
         "extra_metric.py", "extra_gate.py", "extra_optimizer.py", "test_extra_optimizer.py",
     ]  # fmt: skip

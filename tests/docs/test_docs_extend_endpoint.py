@@ -1,4 +1,4 @@
-"""The page on endpoint providers, followed literally.
+"""The pages on endpoint providers, followed literally.
 
 Its provider is installed, and tested by its suite.
 """
@@ -21,6 +21,7 @@ from tests.docs.docs_blocks import ROOT, blocks_of
 from tests.docs.docs_extensions import find_undocumented, install_extension, read_files, run_suite
 
 PAGE = ROOT / "docs" / "extend-endpoint.md"
+PAGES = (PAGE, ROOT / "docs" / "extend-endpoint-test.md")
 PIPELINE = """\
 pipeline: prices
 data:
@@ -36,7 +37,7 @@ register: {model: prices}
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    install_extension(PAGE, tmp_path)
+    install_extension(PAGES, tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     sys.modules.pop("extra_endpoint", None)

@@ -1,4 +1,4 @@
-"""The page on runtimes, followed literally.
+"""The pages on runtimes, followed literally.
 
 Its runtime is installed, tested by its suite, and used by a command.
 """
@@ -19,17 +19,18 @@ from tests.docs.docs_blocks import ROOT
 from tests.docs.docs_extensions import find_undocumented, install_extension, read_files, run_suite
 from tests.support.command import run_command
 
-PAGE = ROOT / "docs" / "extend-runtime.md"
+PAGES = (ROOT / "docs" / "extend-runtime.md", ROOT / "docs" / "extend-runtime-sessions.md")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a project in whose environment the runtime of the page is installed."""
-    install_extension(PAGE, tmp_path)
+    """Return a project in whose environment the runtime of the pages is installed."""
+    install_extension(PAGES, tmp_path)
     (tmp_path / "onnx-ops.toml").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
-    sys.modules.pop("extra_runtime", None)
+    for name in ("extra_runtime", "extra_sessions"):
+        sys.modules.pop(name, None)
 
 
 def test_runtime_of_page_passes_conformance_suite(folder: Path) -> None:
@@ -52,4 +53,6 @@ def test_bench_on_target_of_page_times_model(folder: Path) -> None:
 
 
 def test_runtime_of_page_imports_only_functions_documented_on_ports_page() -> None:
-    assert find_undocumented(read_files(PAGE)["extra_runtime.py"]) == set()
+    files = read_files(*PAGES)
+    assert find_undocumented(files["extra_runtime.py"]) == set()
+    assert find_undocumented(files["extra_sessions.py"]) == set()

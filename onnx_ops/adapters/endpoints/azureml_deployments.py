@@ -33,7 +33,7 @@ _NOT_OPTIONS = (TRUSTED_KEYS_VARIABLE, f"{OPTION_PREFIX}ENDPOINT")
 _MONITOR_API = "api-version=2022-10-01"
 _MONITOR_REMEDY = (
     "Give the identity the role Monitoring Contributor on the resource group; "
-    "see `onnx-ops docs azureml`."
+    "see `onnx-ops docs azureml-settings`."
 )
 
 

@@ -75,7 +75,7 @@ def _diagnose_endpoint(values: Mapping[str, Json]) -> Iterator[Diagnosis]:
     try:
         settings = read_azure_settings(values)
     except OnnxOpsError as error:
-        remedy = error.remedy or "See `onnx-ops docs azureml`."
+        remedy = error.remedy or "See `onnx-ops docs azureml-settings`."
         yield Diagnosis(check="azure workspace", ok=False, found=error.what, remedy=remedy)
         return
     run, workspace = partial(run_check, cloud="Azure Resource Manager"), dict[str, Any]()

@@ -29,7 +29,7 @@ _Instances = Annotated[int | None, Ge(1), Le(500)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AzureSettings(LeaseSettings, ContainerOptions):
-    """Settings of one endpoint, and options of its server; see docs/azureml.md.
+    """Settings of one endpoint, and options of its server; see docs/azureml-settings.md.
 
     The project, not the pipeline, sets `trusted_keys` and `endpoint`.
     """

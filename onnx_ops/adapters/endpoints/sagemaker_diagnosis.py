@@ -28,6 +28,7 @@ from onnx_ops.plugins import install_hint
 
 _PRINCIPAL = "sagemaker.amazonaws.com"
 _DOCS = "`onnx-ops docs sagemaker`"
+_SETTINGS_PAGE = "`onnx-ops docs sagemaker-settings`"
 _ECR = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/(?P<repository>[a-z0-9._/-]+)"
     r"(@(?P<digest>sha256:[0-9a-f]{64})|:(?P<tag>[\w.-]+))?"
@@ -69,7 +70,10 @@ def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
         settings = read_sagemaker_settings(given) if given else None
     except OnnxOpsError as error:
         yield Diagnosis(
-            check="settings", ok=False, found=error.what, remedy=error.remedy or f"See {_DOCS}."
+            check="settings",
+            ok=False,
+            found=error.what,
+            remedy=error.remedy or f"See {_SETTINGS_PAGE}.",
         )
         return
     try:
