@@ -2,9 +2,9 @@
 
 A table is an object that is created once, numbered by the ledger, and signed. A table is valid if a
 trusted release key has signed it for this endpoint and this number. A replica follows the valid
-table with the highest number, and skips invalid objects. A `WayBack` is valid without a signature.
-It refers to a signed table, and gives all traffic to the version that answers without a lease in
-that table.
+table with the highest number, and skips invalid objects. A `RollbackTable` is valid without a
+signature. It refers to a signed table, and gives all traffic to the version that answers without a
+lease in that table.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ReplicaTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WayBack:
+class RollbackTable:
     """Object that gives all traffic to the fallback of the table with number `to`.
 
     If that table has no fallback, its leader gets all traffic.
@@ -124,7 +124,7 @@ class TableHead:
     beat: int
 
 
-StoredTable: TypeAlias = ReplicaTable | WayBack
+StoredTable: TypeAlias = ReplicaTable | RollbackTable
 
 
 def encode_table(table: StoredTable, signer: Signer | None) -> bytes:
@@ -132,7 +132,7 @@ def encode_table(table: StoredTable, signer: Signer | None) -> bytes:
 
     The result is a line of JSON and, with a signer, a line of DSSE signatures.
     """
-    kind = "table" if isinstance(table, ReplicaTable) else "way back"
+    kind = "table" if isinstance(table, ReplicaTable) else "rollback"
     line = codec.dumps({"kind": kind, "content": codec.to_json(table)})
     if signer is None:
         return line
@@ -160,7 +160,7 @@ def decode_table(
     if document.get("kind") == "table":
         table = codec.from_json(content, ReplicaTable, where=where)
     else:
-        table = codec.from_json(content, WayBack, where=where)
+        table = codec.from_json(content, RollbackTable, where=where)
     if table.number != number:
         raise CorruptStateError(f"the object contains table {table.number}", where=where)
     if table.endpoint != endpoint:
@@ -168,7 +168,7 @@ def decode_table(
             f"the table is that of endpoint '{table.endpoint[:80]}', not of {endpoint}",
             where=where,
         )
-    if isinstance(table, WayBack):
+    if isinstance(table, RollbackTable):
         if table.to >= number:
             raise CorruptStateError(
                 "the rollback table refers to itself or to a later table", where=where
@@ -185,13 +185,13 @@ def decode_table(
 
 
 def resolve(table: StoredTable, read: Callable[[TableNumber], ReplicaTable]) -> ReplicaTable:
-    """Return a signed table: the given one, or the one to which a `WayBack` refers.
+    """Return a signed table: the given one, or the one to which a `RollbackTable` refers.
 
     Args:
         read: returns the signed table with a number. It raises an OnnxOpsError if there is none.
 
     Raises:
-        OnnxOpsError: the `WayBack` does not lead to a signed table.
+        OnnxOpsError: the `RollbackTable` does not lead to a signed table.
     """
     if isinstance(table, ReplicaTable):
         return table
@@ -248,10 +248,10 @@ def find_newest(
 
 
 def require_table(table: StoredTable) -> ReplicaTable:
-    """Return a table after checking that it is not a `WayBack`.
+    """Return a table after checking that it is not a `RollbackTable`.
 
     Raises:
-        CorruptStateError: the table is a `WayBack`.
+        CorruptStateError: the table is a `RollbackTable`.
     """
     if not isinstance(table, ReplicaTable):
         raise CorruptStateError(

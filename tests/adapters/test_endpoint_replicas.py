@@ -39,9 +39,9 @@ from onnx_ops.protocol.replica_reports import ReplicaStatus
 from onnx_ops.protocol.replica_tables import (
     DEADLINE_S,
     LEASE_S,
+    RollbackTable,
     TableHead,
     TableNumber,
-    WayBack,
     encode_table,
     plan_tables,
 )
@@ -227,7 +227,7 @@ class TestFeedback:
 
     def test_feedback_token_after_unsigned_rollback_counts(self, both: ReplicaSite) -> None:
         token = ask_replica(both.address("r1"), "user")[FEEDBACK_HEADER]
-        back = WayBack(endpoint="digits", number=TableNumber(9), to=TableNumber(2))
+        back = RollbackTable(endpoint="digits", number=TableNumber(9), to=TableNumber(2))
         both.write_table(back.number, encode_table(back, None))
         until(lambda: both.adopted("r2") == back.number)
         assert report_feedback(both.address("r2"), {token: True}) == {"counted": 1, "unknown": 0}
@@ -282,7 +282,7 @@ class TestWithoutAuthority:
     def test_follower_with_unsigned_rollback_serves_stable_version(
         self, serving: ReplicaSite
     ) -> None:
-        back = WayBack(endpoint="digits", number=TableNumber(9), to=TableNumber(2))
+        back = RollbackTable(endpoint="digits", number=TableNumber(9), to=TableNumber(2))
         serving.write_table(back.number, encode_table(back, None))
         until(lambda: serving.adopted() == back.number)
         assert {SUITE.scale(serving.address()) for _ in range(50)} == {2.0}
@@ -290,7 +290,7 @@ class TestWithoutAuthority:
 
     def test_follower_with_invalid_rollback_target_skips_it(self, serving: ReplicaSite) -> None:
         for number, to in ((7, 8), (8, 4), (9, 9)):
-            back = WayBack(endpoint="digits", number=TableNumber(number), to=TableNumber(to))
+            back = RollbackTable(endpoint="digits", number=TableNumber(number), to=TableNumber(to))
             serving.write_table(back.number, encode_table(back, None))
         until(lambda: len(serving.status().skipped) == 3)
         assert serving.adopted() == TableNumber(2)
@@ -544,7 +544,7 @@ class TestSilent:
                 )
                 site.provider._create(site.config, table)
             back = len(splits) + 1
-            site.provider._publish_way_back(
+            site.provider._publish_rollback_table(
                 site.config, site.provider._look(site.config), site.state(blue=100, green=0), back
             )
             status = ReplicaStatus(

@@ -18,9 +18,9 @@ from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
 from onnx_ops.errors import CorruptStateError, InvalidSignatureError, NotFoundError
 from onnx_ops.protocol.replica_tables import (
     ReplicaTable,
+    RollbackTable,
     StoredTable,
     TableNumber,
-    WayBack,
     decode_table,
     encode_table,
     find_newest,
@@ -138,7 +138,7 @@ def test_plan_tables_with_lease_keeps_it_in_prepared_and_rollback_tables() -> No
         is_leased=True,
     )
     back = resolve(
-        WayBack(endpoint="digits", number=TableNumber(3), to=canary.number), lambda _: canary
+        RollbackTable(endpoint="digits", number=TableNumber(3), to=canary.number), lambda _: canary
     )
     assert prepared is not None
     assert [each.table.is_leased for each in (stable, prepared, canary, back)] == [True] * 4
@@ -233,7 +233,7 @@ class TestFindNewest:
     ) -> None:
         number = TableNumber(9)
         found = self.find(
-            {**stored, number: WayBack(endpoint=ENDPOINT, number=number, to=TableNumber(to))}
+            {**stored, number: RollbackTable(endpoint=ENDPOINT, number=number, to=TableNumber(to))}
         )
         assert found is not None
         assert found.number == number
@@ -245,14 +245,14 @@ class TestFindNewest:
         self, stored: dict[TableNumber, StoredTable]
     ) -> None:
         ways = {
-            number: WayBack(endpoint=ENDPOINT, number=number, to=to)
+            number: RollbackTable(endpoint=ENDPOINT, number=number, to=to)
             for number, to in ((TableNumber(7), TableNumber(2)), (TableNumber(8), TableNumber(7)))
         }
         found = self.find(
             {
                 **stored,
                 **ways,
-                TableNumber(9): WayBack(
+                TableNumber(9): RollbackTable(
                     endpoint=ENDPOINT, number=TableNumber(9), to=TableNumber(5)
                 ),
             }
@@ -301,7 +301,7 @@ def test_find_newest_with_rollback_entry_keeps_feedback_key() -> None:
     _, first = plan_tables(
         ENDPOINT, make_state({"a": 100}), 1, None, digest=None, limits_s={}, new_key=KEY
     )
-    back = WayBack(endpoint=ENDPOINT, number=TableNumber(5), to=first.number)
+    back = RollbackTable(endpoint=ENDPOINT, number=TableNumber(5), to=first.number)
     tables: dict[TableNumber, StoredTable] = {one.number: one for one in (first, back)}
     newest, _ = find_newest([f"{one}.json" for one in tables], tables.__getitem__)
     assert must(newest).table.feedback_key == KEY

@@ -416,7 +416,7 @@ def begun_canary(site: Site) -> None:
     site.append(begun(Action(kind=ActionKind.START, state=mixed, roles=roles, why="step 1")))
 
 
-def way_back_to_other_files(site: Site) -> None:
+def roll_back_to_other_files(site: Site) -> None:
     one = site.state().known["1"]
     back = plan_rollback(Roles(stable=one), site.deployment("3"), TARGET, why="back")
     site.append(RollbackRequested(action=back))
@@ -538,7 +538,7 @@ LEDGER: dict[Callable[[Site], None], str] = {
     added_library: "is not among the files of v7",
     finished_rollout: "no signed decision names its files",
     begun_canary: "no signed decision names its files",
-    way_back_to_other_files: "no signed decision names its files",
+    roll_back_to_other_files: "no signed decision names its files",
     previous_version_replaced: "no signed decision names its files",
     snapshot_with_other_files: "v1 serves all traffic",
     bound_to_another_target: "serves only digits on cpu",

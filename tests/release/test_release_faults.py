@@ -121,7 +121,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "the last of two endpoints": Scenario(pair),
     "a judged start": Scenario(asked_for),
     "a judged step": Scenario(lambda: counted_out(bad=False)),
-    "a judged way back": Scenario(lambda: counted_out(bad=True)),
+    "a judged rollback": Scenario(lambda: counted_out(bad=True)),
     "override": Scenario(
         lambda: with_candidate(serving("a"), verdict=Verdict.FAIL),
         lambda scene: scene.promote("2", override=True, reason="sure", actor="operator"),

@@ -70,10 +70,10 @@ from onnx_ops.protocol.replica_tables import (
     HEAD,
     LEASE_S,
     ReplicaTable,
+    RollbackTable,
     StoredTable,
     TableHead,
     TableNumber,
-    WayBack,
     decode_table,
     encode_table,
     find_newest,
@@ -282,7 +282,7 @@ class ReplicaEndpoints(EndpointProvider):
             # The age of this table shows when leases end.
             number = newest.number if is_published else number
         if not is_published:
-            self._publish_way_back(config, seen, desired, generation)
+            self._publish_rollback_table(config, seen, desired, generation)
             time.sleep(self._get_pause_s(config))
         self._wait_until_adopted(config, number, _ROLLBACK_S)
 
@@ -327,7 +327,7 @@ class ReplicaEndpoints(EndpointProvider):
             self._wait_until_loaded(config, loading, settings.replicas)
         self._create(config, table)
 
-    def _publish_way_back(
+    def _publish_rollback_table(
         self, config: EndpointConfig, seen: _Place, state: EndpointState, generation: int
     ) -> None:
         goal = state.leader()
@@ -345,8 +345,10 @@ class ReplicaEndpoints(EndpointProvider):
         try:
             self._create(config, table)
         except MissingKeyError:
-            known = self._find_way_back(config, seen, goal.manifest)
-            self._create(config, WayBack(endpoint=config.endpoint, number=table.number, to=known))
+            known = self._find_rollback_goal(config, seen, goal.manifest)
+            self._create(
+                config, RollbackTable(endpoint=config.endpoint, number=table.number, to=known)
+            )
 
     def _upload(
         self, config: EndpointConfig, seen: _Place, deployments: Iterable[Deployment]
@@ -693,7 +695,7 @@ class ReplicaEndpoints(EndpointProvider):
         self._write_head(config, table.number)
 
     def _sign(self, config: EndpointConfig, table: StoredTable) -> Signer | None:
-        if isinstance(table, WayBack):
+        if isinstance(table, RollbackTable):
             return None
         try:
             signer = self._signer()
@@ -720,7 +722,9 @@ class ReplicaEndpoints(EndpointProvider):
                 HEAD, codec.dumps(TableHead(number=number, beat=time.time_ns()))
             )
 
-    def _find_way_back(self, config: EndpointConfig, seen: _Place, manifest: Digest) -> TableNumber:
+    def _find_rollback_goal(
+        self, config: EndpointConfig, seen: _Place, manifest: Digest
+    ) -> TableNumber:
         for number in reversed(seen.numbers):
             with suppress(OnnxOpsError):
                 table = self._read_table(config, number)
