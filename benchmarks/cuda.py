@@ -2,7 +2,8 @@
 
 The models are ResNet-50, an encoder of MiniLM's shape and a small perceptron. The benchmark needs
 an NVIDIA GPU, onnxruntime-gpu and torch. Weights are random, since only shapes matter to what is
-measured. Every figure comes from the commands that users run: `bench`, `quantize` and `judge`.
+measured. Latencies, sizes and verdicts come from the commands that users run: `bench`, `quantize`
+and `judge`. Differences of answers come from sessions of ONNX Runtime, with and without TF32.
 
     python -m benchmarks.cuda --folder FOLDER
 """
@@ -114,7 +115,7 @@ def _times(folder: Path) -> Iterator[str]:
                     yield f"| {path.stem} | {batch} | {target} | {_error(done)} |"
                     continue
                 found = json.loads(done.stdout)
-                p50, p99 = (1e3 * found["figures"][name]["value"] for name in ("p50", "p99"))
+                p50, p99 = (1e3 * found["metrics"][name]["value"] for name in ("p50", "p99"))
                 nodes = ", ".join(
                     f"{count} {name}" for name, count in found["facts"]["nodes"].items()
                 )

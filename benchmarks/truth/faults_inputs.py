@@ -101,8 +101,8 @@ def _remainder(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     return bool(found)
 
 
-@fault("recurrent gates rolled")
-def _gates(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
+@fault("rows of recurrent input weights rolled")
+def _input_weights(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     return _recurrent(
         model, draw, 1, lambda a, _: np.roll(a, a.shape[1] // (3 if a.shape[1] % 4 else 4), axis=1)
     )
@@ -158,8 +158,8 @@ def _reset(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     return bool(found)
 
 
-@fault("normalised over other groups")
-def _groups(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
+@fault("epsilon of a normalization changed")
+def _epsilon(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     del draw
     found = nodes_of(model, "InstanceNormalization", "GroupNormalization", "LayerNormalization")
     for node in found:

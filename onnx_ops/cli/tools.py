@@ -279,14 +279,14 @@ def _report(result: SingleModelResult, model: Path, target: str) -> None:
     rows = "1 row" if result.batch == 1 else f"{result.batch} rows"
     print_text("[bold]{} on {}, {} a request[/bold]", model.name, target, rows)
     cells = []
-    for name, figure in result.figures.items():
-        interval = format_interval(figure.low, figure.high, figure.unit, near=figure.value)
-        texts = (format_figure(figure.value, figure.unit), interval)
+    for name, metric in result.metrics.items():
+        interval = format_interval(metric.low, metric.high, metric.unit, near=metric.value)
+        texts = (format_figure(metric.value, metric.unit), interval)
         cells.append(
             [
                 name,
                 *(text.replace(" ", KEEP) for text in texts),
-                f"{figure.n} {_OF.get(name, _UNDER_LOAD)}",
+                f"{metric.n} {_OF.get(name, _UNDER_LOAD)}",
             ]
         )
     print_table(("metric", "value", "interval (95 % a side)", "n"), cells)

@@ -78,7 +78,7 @@ def parse_commit(text: object, where: str, *, remedy: str = "") -> str:
 
 
 def evaluate_change(
-    folder: Path, base: str, *, hand_over: Path | None = None, figures: Path | None = None
+    folder: Path, base: str, *, hand_over: Path | None = None, metrics_folder: Path | None = None
 ) -> Lines:
     """Run every pipeline that the change since `base` affects, up to its gates.
 
@@ -88,12 +88,12 @@ def evaluate_change(
     Args:
         base: the previous commit. If it is empty, every file is treated as changed.
         hand_over: folder for the evaluations with which `release_change` continues.
-        figures: folder with the records of earlier commits, for comparisons without the project's
-            store.
+        metrics_folder: folder with the records of earlier commits, for comparisons without the
+            project's store.
     """
     project = open_project()
-    if figures is not None:
-        import_commits(project.settings.root, project.context.store, figures)
+    if metrics_folder is not None:
+        import_commits(project.settings.root, project.context.store, metrics_folder)
     touched = affected(project, changed_since(project.settings.root, base))
     yield from _report(folder, [evaluate(project, one, folder, base, hand_over) for one in touched])
 
@@ -104,7 +104,7 @@ def release_change(
     evaluated: Path,
     *,
     hosted: bool | None = None,
-    figures: Path | None = None,
+    metrics_folder: Path | None = None,
 ) -> Lines:
     """Sign, register and deploy what `evaluate_change` has evaluated.
 
@@ -116,13 +116,13 @@ def release_change(
         evaluated: folder with the results of `evaluate_change`, and with its evaluations.
         hosted: whether the CI service hosts the machine and removes it after the job; None outside
             a job.
-        figures: folder that gets the records of this commit, for comparisons without the project's
-            store.
+        metrics_folder: folder that gets the records of this commit, for comparisons without the
+            project's store.
     """
     project = open_project()
     root, store = project.settings.root, project.context.store
-    if figures is not None:
-        import_commits(root, store, figures)
+    if metrics_folder is not None:
+        import_commits(root, store, metrics_folder)
     found = {one.file: one for one in read_results(evaluated)}
     touched = affected(project, changed_since(root, base))
     checked = [
@@ -130,20 +130,20 @@ def release_change(
         for one in touched
     ]
     yield from _report(folder, checked)
-    if figures is not None:
-        yield from _share_figures(
-            project, sorted({one.pipeline for one in checked if one.pipeline}), figures
+    if metrics_folder is not None:
+        yield from _share_metrics(
+            project, sorted({one.pipeline for one in checked if one.pipeline}), metrics_folder
         )
 
 
-def _share_figures(project: Project, pipelines: Iterable[str], figures: Path) -> Lines:
+def _share_metrics(project: Project, pipelines: Iterable[str], metrics_folder: Path) -> Lines:
     """Export the records of this commit; yield a line for each failed export.
 
     Each export is the record of one pipeline.
     """
     for name in pipelines:
         try:
-            export_commit(project.settings.root, project.context.store, name, figures)
+            export_commit(project.settings.root, project.context.store, name, metrics_folder)
         except (OnnxOpsError, OSError) as error:
             yield f"  the measurements of {name} were not exported for pull requests: {error}"
 

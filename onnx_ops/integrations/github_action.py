@@ -83,9 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--folder", type=Path, required=True, help="folder of the results and reports"
     )
     parser.add_argument("--since", default="", help="previous commit (default: that of the event)")
-    parser.add_argument(
-        "--figures", type=Path, help="folder with the measurements of earlier commits"
-    )
+    parser.add_argument("--metrics", type=Path, help="folder with the metrics of earlier commits")
     parser.add_argument(
         "--evaluated", type=Path, help="folder of the step `evaluate`, for `release`"
     )
@@ -95,7 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.step == "publish":
             return publish(event, options.folder, os.environ)
         return run(
-            event, options.folder, options.evaluated, since=options.since, figures=options.figures
+            event,
+            options.folder,
+            options.evaluated,
+            since=options.since,
+            metrics_folder=options.metrics,
         )
     except OnnxOpsError as error:
         _print_line(f"::error title=onnx-ops::{_command_data(str(error))}")
@@ -130,7 +132,7 @@ def run(
     evaluated: Path | None,
     *,
     since: str = "",
-    figures: Path | None = None,
+    metrics_folder: Path | None = None,
 ) -> int:
     """Evaluate every pipeline that the change affects, or release what was evaluated.
 
@@ -144,11 +146,11 @@ def run(
     )
     if evaluated is not None:
         lines = release_change(
-            folder, base, evaluated, hosted=is_hosted(os.environ), figures=figures
+            folder, base, evaluated, hosted=is_hosted(os.environ), metrics_folder=metrics_folder
         )
     else:  # a pull request is never released
         hand_over = folder if event.pull_request is None else None
-        lines = evaluate_change(folder, base, hand_over=hand_over, figures=figures)
+        lines = evaluate_change(folder, base, hand_over=hand_over, metrics_folder=metrics_folder)
     # The repository's code must not send commands to the runner through its output. The runner
     # accepts commands again after a token that only this process knows.
     word = secrets.token_hex(16)

@@ -156,7 +156,7 @@ def _pair_medians(rows: Sequence[VariantRow]) -> list[VariantRow]:
     return paired
 
 
-def figures_of(evidence: Evidence) -> str:
+def summarize_metrics(evidence: Evidence) -> str:
     """Return a variant's measurements as one sentence.
 
     The differences from the champion follow the measurements.

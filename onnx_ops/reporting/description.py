@@ -103,7 +103,7 @@ def version_description(
     decisions: Mapping[str, Decision],
     lineage: Lineage,
     *,
-    figures: Sequence[str] = (),
+    summaries: Sequence[str] = (),
     provenance: Provenance | None = None,
 ) -> str:
     """Return the description of a registered version in Markdown.
@@ -111,7 +111,7 @@ def version_description(
     It has verdicts, measurements, gate table and origin. The verdicts are plain text, because
     MLflow lists the first line of a description unrendered. The text has at most
     `DESCRIPTION_LIMIT` characters: the worst results come first, and one line states how many
-    results are omitted. `decisions` are by target; `figures` summarize the measurements in one
+    results are omitted. `decisions` are by target; `summaries` name the measurements in one
     sentence per target.
     """
     ordered = [decisions[target] for target in sorted(decisions)]
@@ -132,7 +132,7 @@ def version_description(
     sections = []
     for lines, what, prefix in (
         (verdicts or ["INCONCLUSIVE: nothing was judged"], "target", ()),
-        ([f"- {markdown(text)}" for text in figures], "target", ()),
+        ([f"- {markdown(text)}" for text in summaries], "target", ()),
         (rows, "result", (head, separator)),
     ):
         sections.append(_fitted(lines, room, what, prefix=prefix) if lines else "")

@@ -143,20 +143,20 @@ def unit_of(name: str) -> str:
     return "1" if metric is not None and metric.is_share else ""
 
 
-def plain_figures(evidence: Evidence) -> dict[str, float]:
+def collect_metrics(evidence: Evidence) -> dict[str, float]:
     """Return measurements by name; a name ends in the unit if there is one."""
-    figures = {"size_bytes": float(evidence.size_bytes)}
+    metrics = {"size_bytes": float(evidence.size_bytes)}
     if evidence.latency is not None:
-        figures |= {f"{name}_ms": ns / 1e6 for name, ns in evidence.latency.quantiles_ns.items()}
+        metrics |= {f"{name}_ms": ns / 1e6 for name, ns in evidence.latency.quantiles_ns.items()}
     for throughput in evidence.throughput:
         if throughput.per_second:
-            figures[f"requests_per_second_{throughput.concurrency}"] = median(throughput.per_second)
+            metrics[f"requests_per_second_{throughput.concurrency}"] = median(throughput.per_second)
     for way in evidence.scheduling:
-        figures[f"rows_per_second_{way.threads}x{way.rows}"] = way.rows_per_s
-    return {**figures, **_start_figures(evidence), **_task_figures(evidence)}
+        metrics[f"rows_per_second_{way.threads}x{way.rows}"] = way.rows_per_s
+    return {**metrics, **_collect_start_metrics(evidence), **_collect_task_metrics(evidence)}
 
 
-def _start_figures(evidence: Evidence) -> dict[str, float]:
+def _collect_start_metrics(evidence: Evidence) -> dict[str, float]:
     """Return the medians of the measured quantities over starts of the process."""
     starts = evidence.starts
     if starts is None:
@@ -169,12 +169,12 @@ def _start_figures(evidence: Evidence) -> dict[str, float]:
     return {name: median(values) for name, values in samples.items() if values}
 
 
-def _task_figures(evidence: Evidence) -> dict[str, float]:
+def _collect_task_metrics(evidence: Evidence) -> dict[str, float]:
     """Return task metrics by name.
 
     A comparison with another model is used only for a metric without a value against labels.
     """
-    figures = {
+    metrics = {
         _name(counts.metric): (counts.both + counts.only_candidate) / counts.n
         for counts in evidence.metrics
         if not counts.against and counts.n
@@ -183,8 +183,8 @@ def _task_figures(evidence: Evidence) -> dict[str, float]:
     for score in evidence.scores:
         if score.candidate is not None and not (score.against and score.metric in alone):
             against = f" vs {score.against}" if score.against else ""
-            figures[f"{_name(score.metric)}{against}"] = score.candidate.estimate
-    return figures
+            metrics[f"{_name(score.metric)}{against}"] = score.candidate.estimate
+    return metrics
 
 
 def _name(metric: str) -> str:
@@ -203,7 +203,7 @@ def dvc_metrics(judged: VariantEvidence) -> Json:
     """Return metrics by variant and target, which `dvc metrics show` flattens."""
     return {
         variant: {
-            target: {"verdict": verdict.value, **dict(sorted(plain_figures(evidence).items()))}
+            target: {"verdict": verdict.value, **dict(sorted(collect_metrics(evidence).items()))}
             for target, (verdict, evidence) in sorted(targets.items())
         }
         for variant, targets in judged.items()

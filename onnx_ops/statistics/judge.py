@@ -171,27 +171,27 @@ def _is_sound(measured: object) -> bool:
 
     Rates, times and sizes must also be positive.
     """
-    figures: Iterable[float | None]
+    values: Iterable[float | None]
     match measured:
         case ParityMeasurement():
-            figures = (measured.error, measured.noise, measured.ratio)
+            values = (measured.error, measured.noise, measured.ratio)
         case WeightMeasurement():
-            figures = (measured.steps, measured.output_error, measured.stretch)
+            values = (measured.steps, measured.output_error, measured.stretch)
         case ActivationMeasurement():
-            figures = (measured.noise, measured.saturated, measured.clipping, measured.stretch)
+            values = (measured.noise, measured.saturated, measured.clipping, measured.stretch)
         case LatencyComparison() | PairedRatios():
-            figures = itertools.chain(*measured.log_ratios, *measured.self_log_ratios)
+            values = itertools.chain(*measured.log_ratios, *measured.self_log_ratios)
         case ThroughputMeasurement():
             return _are_positive(measured.per_second)
         case ColdStartMeasurement():
             return _are_positive((*measured.load_s, *measured.first_s, *measured.peak_bytes))
         case _:
             raise TypeError(f"no measurement: {measured!r}")
-    return all(math.isfinite(figure) for figure in figures if figure is not None)
+    return all(math.isfinite(value) for value in values if value is not None)
 
 
-def _are_positive(figures: Iterable[float]) -> bool:
-    return all(0 < figure < math.inf for figure in figures)
+def _are_positive(values: Iterable[float]) -> bool:
+    return all(0 < value < math.inf for value in values)
 
 
 def _make_error(gate: str, reason: str, metric: str = "") -> GateResult:

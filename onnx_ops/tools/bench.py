@@ -68,7 +68,7 @@ Process starts vary more than runs do.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchmarkFigure:
+class BenchmarkMetric:
     """A value with 95 % bounds and its number of samples."""
 
     value: float
@@ -82,7 +82,7 @@ class BenchmarkFigure:
 class SingleModelResult:
     """One model on one target.
 
-    `figures` holds quantiles of single runs in one session. If requested, it also holds the median
+    `metrics` holds quantiles of single runs in one session. If requested, it also holds the median
     throughput of fresh sessions and the medians of fresh processes. The keys are their names in
     evidence. `advice` lists the causes that slow the model down.
     """
@@ -90,7 +90,7 @@ class SingleModelResult:
     batch: int
     runs: int
     preempted: int
-    figures: Mapping[str, BenchmarkFigure]
+    metrics: Mapping[str, BenchmarkMetric]
     facts: RuntimeFacts
     hardware: HardwareFingerprint
     conditions: Mapping[str, str]
@@ -118,18 +118,18 @@ def benchmark(
         name: compare_latency_quantile(latency.sorted_ns, q, math.inf)
         for name, q in QUANTILES.items()
     }
-    figures = {name: _make_figure(quantile, "s") for name, quantile in quantiles.items()}
+    metrics = {name: _make_metric(quantile, "s") for name, quantile in quantiles.items()}
     for level in request.throughput:
         report(f"windows of {level} concurrent requests")
         throughput, _ = measure_throughput(runtime, model, target, feed, level, seed)
         median = compare_quantile(throughput.per_second, 0.5, math.inf)
-        figures[throughput_metric_name(level)] = _make_figure(median, "req/s")
+        metrics[throughput_metric_name(level)] = _make_metric(median, "req/s")
     if request.starts:
         report(f"fresh processes that load {model.name}")
         starts, _ = measure_starts(runtime, model, target, feed, seed)
         samples = {"load": starts.load_s, "first": starts.first_s, "peak": starts.peak_bytes}
-        figures |= {
-            name: _make_figure(compare_quantile(values, 0.5, math.inf), UNITS[name])
+        metrics |= {
+            name: _make_metric(compare_quantile(values, 0.5, math.inf), UNITS[name])
             for name, values in samples.items()
             if values
         }
@@ -137,7 +137,7 @@ def benchmark(
         batch=count_rows(feed),
         runs=runs,
         preempted=latency.preempted,
-        figures=figures,
+        metrics=metrics,
         facts=facts,
         hardware=runtime.fingerprint(target),
         conditions=dict(conditions()),
@@ -161,9 +161,9 @@ def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> Runtime
         raise
 
 
-def _make_figure(quantile: QuantileComparison, unit: str) -> BenchmarkFigure:
+def _make_metric(quantile: QuantileComparison, unit: str) -> BenchmarkMetric:
     high = quantile.high if math.isfinite(quantile.high) else None
-    return BenchmarkFigure(
+    return BenchmarkMetric(
         value=quantile.estimate, unit=unit, low=quantile.low, high=high, n=quantile.n
     )
 

@@ -135,10 +135,10 @@ def test_import_commits_from_exported_folder_restores_base(
     root: Path, store: ContentStore, tmp_path: Path
 ) -> None:
     record_commit(root, store, summary(store))
-    export_commit(root, store, PIPELINE, tmp_path / "figures")
+    export_commit(root, store, PIPELINE, tmp_path / "metrics")
     other = ContentStore(LocalObjects(tmp_path / "other"), tmp_path / "other-cache")
     import_commits(root, other, tmp_path / "nothing")
-    import_commits(root, other, tmp_path / "figures")
+    import_commits(root, other, tmp_path / "metrics")
     commit(root, "a change")
     assert find_base(root, other, PIPELINE, "main").evidence == (evidence_of(),)
 
@@ -146,7 +146,7 @@ def test_import_commits_from_exported_folder_restores_base(
 def test_export_commit_into_full_folder_keeps_newest_commits(
     root: Path, store: ContentStore, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "figures"
+    folder = tmp_path / "metrics"
     for age in range(30):
         (folder / str(age)).mkdir(parents=True)
         os.utime(folder / str(age), (1000 - age, 1000 - age))

@@ -190,12 +190,12 @@ class TestBench:
         found = command(
             folder, "bench", "good.onnx", "--runs", "30", "--batch", "3", "--json"
         ).document()
-        assert (found["batch"], found["runs"], list(found["figures"])) == (
+        assert (found["batch"], found["runs"], list(found["metrics"])) == (
             3,
             30,
             ["p50", "p90", "p99"],
         )
-        assert found["figures"]["p50"]["value"] > 0
+        assert found["metrics"]["p50"]["value"] > 0
 
     @pytest.mark.nightly
     def test_bench_with_concurrency_and_cold_start_reports_them(
@@ -204,7 +204,7 @@ class TestBench:
         monkeypatch.setattr(speed, "ROUNDS_ALONE", 1)
         arguments = ("--runs", "20", "--concurrency", "2", "--cold-start", "--json")
         found = command(folder, "bench", "good.onnx", *arguments).document()
-        assert list(found["figures"]) == [
+        assert list(found["metrics"]) == [
             "p50",
             "p90",
             "p99",
@@ -213,7 +213,7 @@ class TestBench:
             "first",
             "peak",
         ]
-        assert all(figure["value"] > 0 for figure in found["figures"].values())
+        assert all(metric["value"] > 0 for metric in found["metrics"].values())
 
     @pytest.mark.usefixtures("scripted")
     @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def act_as_github(project: Path) -> None:
             "GITHUB_STEP_SUMMARY": str(summary),
             "GITHUB_OUTPUT": str(project / ".git" / "output"),
             "GITHUB_TOKEN": "ghs_nobody",
-            "FIGURES": str(project / ".onnx-ops" / "figures"),
+            "METRICS": str(project / ".onnx-ops" / "metrics"),
             "SINCE": "",
             "REPORTS": "https://reports.example.org",
         }

@@ -83,14 +83,16 @@ def test_release_change_with_registry_failure_records_error(
 def test_release_change_with_unwritable_measurements_folder_writes_results(
     evaluated: Project, tmp_path: Path
 ) -> None:
-    not_a_folder = tmp_path / "figures"
+    not_a_folder = tmp_path / "metrics"
     not_a_folder.write_text("")
     lines = list(
-        release_change(tmp_path / "results", "", tmp_path / "evaluated", figures=not_a_folder)
+        release_change(
+            tmp_path / "results", "", tmp_path / "evaluated", metrics_folder=not_a_folder
+        )
     )
     assert _read_only(tmp_path / "results").verdict is Verdict.PASS
     assert any(
-        "were not exported for pull requests" in line and "figures" in line for line in lines
+        "were not exported for pull requests" in line and "metrics" in line for line in lines
     )
     assert any(line.startswith("PASS ") for line in lines)
 

@@ -441,7 +441,7 @@ def test_action_steps_run_script_and_write_results(runner: Runner, tmp_path: Pat
     runner.event({"before": "0" * 40})
     runner.commit()
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environ = {**os.environ, "FIGURES": str(tmp_path / "figures"), "SINCE": "", "PATH": path}
+    environ = {**os.environ, "METRICS": str(tmp_path / "metrics"), "SINCE": "", "PATH": path}
     for folder, step in zip(("evaluated", "out"), steps, strict=True):
         own = {
             **environ,

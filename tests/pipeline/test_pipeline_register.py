@@ -33,7 +33,7 @@ from onnx_ops.measure.reference_outputs import ReferenceGroup, put_reference
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.pipeline.stages.register import build_request_example, choose_variants, execute
 from onnx_ops.ports import Store
-from onnx_ops.reporting.metrics import plain_figures
+from onnx_ops.reporting.metrics import collect_metrics
 from onnx_ops.testing.fakes import FakeWorld
 from tests.support.evidence import make_evidence
 from tests.support.voice import make_voice_rows, write_voice_detector
@@ -135,7 +135,7 @@ def test_choose_variants_for_unmeasured_target_returns_error_verdict() -> None:
     ]
 
 
-def test_plain_figures_of_evidence_contain_quantiles_and_medians() -> None:
+def test_collect_metrics_of_evidence_contain_quantiles_and_medians() -> None:
     evidence = replace(
         evidence_of("fp32"),
         throughput=(
@@ -150,7 +150,7 @@ def test_plain_figures_of_evidence_contain_quantiles_and_medians() -> None:
             batch=1, runs=200, preempted=0, quantiles_ns={"p50": 2.5e6, "p99": 4e6}
         ),
     )
-    assert plain_figures(evidence) == {
+    assert collect_metrics(evidence) == {
         "size_bytes": 1000.0,
         "p50_ms": 2.5,
         "p99_ms": 4.0,
@@ -160,7 +160,7 @@ def test_plain_figures_of_evidence_contain_quantiles_and_medians() -> None:
     }
 
 
-def test_plain_figures_of_scores_are_named_after_metrics() -> None:
+def test_collect_metrics_of_scores_are_named_after_metrics() -> None:
     value = Interval(estimate=0.8, low=0.7, high=0.9)
     scores = (
         ScoreComparison(metric="f1 binary positive:a=b", against="", n=9, candidate=value),
@@ -171,7 +171,7 @@ def test_plain_figures_of_scores_are_named_after_metrics() -> None:
     counts = (
         PairedCounts(metric="top_5", against="", n=10, both=7, only_baseline=0, only_candidate=1),
     )
-    assert plain_figures(replace(evidence_of("fp32"), metrics=counts, scores=scores)) == {
+    assert collect_metrics(replace(evidence_of("fp32"), metrics=counts, scores=scores)) == {
         "size_bytes": 1000.0,
         "top_5": 0.8,
         "f1 binary positive:a_b": 0.8,

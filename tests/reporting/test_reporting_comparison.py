@@ -22,7 +22,7 @@ from onnx_ops.reporting.comparison import (
     ModelComparison,
     base_comparisons,
     champion_comparisons,
-    figures_of,
+    summarize_metrics,
     variant_rows,
 )
 from onnx_ops.reporting.description import made_by, version_description
@@ -193,9 +193,13 @@ def test_variant_rows_of_compared_variant_scale_median_of_baseline_by_ratio() ->
 
 
 def test_figures_of_version_fit_one_sentence_of_description(golden: Golden) -> None:
-    golden("tables", figures_of(MINE))
+    golden("tables", summarize_metrics(MINE))
     text = version_description(
-        "fp32", {"cpu-1t": judge(GATES, MINE)}, LINEAGE, figures=[figures_of(MINE)], provenance=MADE
+        "fp32",
+        {"cpu-1t": judge(GATES, MINE)},
+        LINEAGE,
+        summaries=[summarize_metrics(MINE)],
+        provenance=MADE,
     )
     assert (
         text.index("PASS on cpu-1t")

@@ -384,10 +384,10 @@ class TestBench:
     def test_benchmark_of_one_model_returns_quantiles_with_count(self, model: Path) -> None:
         found = benchmark(RUNTIME, CPU, model, rows(4), runs=40, conditions=lambda: {"load": "0"})
         assert (found.batch, found.runs, found.facts.used) == (4, 40, ("CPUExecutionProvider",))
-        assert list(found.figures) == ["p50", "p90", "p99"]
-        assert 0 < found.figures["p50"].low <= found.figures["p50"].value
-        assert found.figures["p99"].high is None, "40 runs bound no 99th percentile"
-        assert found.figures["p50"].n == 40 - found.preempted or found.preempted == 40
+        assert list(found.metrics) == ["p50", "p90", "p99"]
+        assert 0 < found.metrics["p50"].low <= found.metrics["p50"].value
+        assert found.metrics["p99"].high is None, "40 runs bound no 99th percentile"
+        assert found.metrics["p50"].n == 40 - found.preempted or found.preempted == 40
 
     def test_benchmark_with_throughput_and_starts_measures_them(
         self, model: Path, monkeypatch: pytest.MonkeyPatch
@@ -397,14 +397,14 @@ class TestBench:
             RUNTIME, CPU, model, rows(1), runs=20, conditions=dict, request=EVERYTHING
         )
         for name in ("concurrency 2", "load", "first", "peak"):
-            assert found.figures[name].value > 0
+            assert found.metrics[name].value > 0
 
     def test_benchmark_returns_unit_count_and_interval_of_each_value(self, model: Path) -> None:
         runtime = Scripted({model: 1.0})
         found = benchmark(
             runtime, CPU, model, rows(1), runs=20, conditions=dict, request=EVERYTHING
         )
-        assert list(found.figures) == [
+        assert list(found.metrics) == [
             "p50",
             "p90",
             "p99",
@@ -413,16 +413,16 @@ class TestBench:
             "first",
             "peak",
         ]
-        assert [found.figures[name].unit for name in ("concurrency 2", "load", "peak")] == [
+        assert [found.metrics[name].unit for name in ("concurrency 2", "load", "peak")] == [
             "req/s",
             "s",
             "B",
         ]
         for name in ("concurrency 2", "load", "first", "peak"):
-            figure = found.figures[name]
-            assert figure.n == 10
-            assert figure.high is not None
-            assert 0 < figure.low <= figure.value <= figure.high
+            metric = found.metrics[name]
+            assert metric.n == 10
+            assert metric.high is not None
+            assert 0 < metric.low <= metric.value <= metric.high
 
     @pytest.mark.parametrize(
         ("slower", "verdict"), [(1.0, Verdict.PASS), (0.5, Verdict.PASS), (1.2, Verdict.FAIL)]

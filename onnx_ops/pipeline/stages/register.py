@@ -35,10 +35,10 @@ from onnx_ops.measure.paired_rows import compare_rows
 from onnx_ops.measure.reference_outputs import get_reference
 from onnx_ops.measure.row_layout import get_layout
 from onnx_ops.ports import Context, Store
-from onnx_ops.reporting.comparison import figures_of
+from onnx_ops.reporting.comparison import summarize_metrics
 from onnx_ops.reporting.description import model_description, version_description
 from onnx_ops.reporting.html import release_report
-from onnx_ops.reporting.metrics import plain_figures
+from onnx_ops.reporting.metrics import collect_metrics
 from onnx_ops.statistics.probes import REAL
 from onnx_ops.statistics.variants.choice import choose
 
@@ -203,7 +203,7 @@ def _make_variant_record(
     judged: dict[str, Decision] = {}
     signed: dict[str, SignedDecision] = {}
     metrics: dict[str, float] = {}
-    figures: list[str] = []
+    summaries: list[str] = []
     for target in targets:
         gate = inputs.get(f"gate/{name}@{target}")
         benchmark = inputs.get(f"benchmark/{name}@{target}")
@@ -222,9 +222,9 @@ def _make_variant_record(
             evidence[f"packages/{target}/{file}"] = store.path(digest)
         measured = codec.loads(store.read(benchmark["evidence.json"]), Evidence)
         metrics |= {
-            f"{target}/{figure}": value for figure, value in plain_figures(measured).items()
+            f"{target}/{metric}": value for metric, value in collect_metrics(measured).items()
         }
-        figures.append(figures_of(measured))
+        summaries.append(summarize_metrics(measured))
     return VariantRecord(
         variant=name,
         files={file: store.path(digest) for file, digest in model.files.items()},
@@ -234,7 +234,7 @@ def _make_variant_record(
         decisions=judged,
         signed=signed,
         description=version_description(
-            name, judged, lineage, figures=figures, provenance=provenance
+            name, judged, lineage, summaries=summaries, provenance=provenance
         ),
     )
 
