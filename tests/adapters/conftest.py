@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,8 +66,9 @@ def site(empty_site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     fake = empty_site.fake
     for name, value in fake.environment.items():
         monkeypatch.setenv(name, value)
-    # botocore pauses between its attempts.
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
+    # botocore pauses between its attempts. Only its own name `time` is replaced, since the module
+    # belongs to the whole process.
+    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda _: None))
     fake.fault()
     fake.behave(**QUIET)
     yield replace(empty_site, provider=SageMakerEndpoints())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import urllib.error
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -77,32 +76,3 @@ def _apply_when_told(
     os.environ.update(environment)
     events.recv()
     SageMakerEndpoints().apply(config, state, generation=state.generation)
-
-
-class Load:
-    """A client that sends requests without a pause, and records failures."""
-
-    def __init__(self, site: Site) -> None:
-        self.failed: list[str] = []
-        self.answered = 0
-        self.endpoint = ""
-        self._site = site
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.wait(0.01):
-            if name := self.endpoint:
-                try:
-                    self._site.invoke(name)
-                    self.answered += 1
-                except urllib.error.URLError as error:
-                    self.failed.append(f"{name}: {error}")

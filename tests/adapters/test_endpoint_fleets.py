@@ -5,8 +5,6 @@ Their instances are real followers with real servers.
 
 from __future__ import annotations
 
-import threading
-import urllib.error
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager
@@ -31,6 +29,7 @@ from tests.adapters.fleet_site import (
 from tests.adapters.test_endpoint_replicas import disturbed_objects
 from tests.support.clouds.sagemaker import FakeSageMaker, client
 from tests.support.extras import require
+from tests.support.load.loops import RequestLoop
 from tests.support.processes import until
 
 require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed")
@@ -69,33 +68,6 @@ def fleet(request: pytest.FixtureRequest) -> FleetSite:
     return site
 
 
-class Load:
-    """A client that sends requests without a pause, and records failures."""
-
-    def __init__(self, site: FleetSite) -> None:
-        self.answered = 0
-        self.failed: list[str] = []
-        self._site = site
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.wait(0.01):
-            try:
-                self._site.invoke("loader")
-                self.answered += 1
-            except urllib.error.URLError as error:
-                self.failed.append(str(error))
-
-
 def test_fleet_keeps_users_on_their_version_and_counts_their_feedback(fleet: FleetSite) -> None:
     fleet.provider.confirm_rollout(fleet.config)
     users = [f"user {number};%" for number in range(40)]
@@ -129,7 +101,7 @@ def test_fleet_step_and_rollback_change_nothing_in_the_control_plane(fleet: Flee
 
 def test_fleet_with_other_image_is_replaced_without_failed_request(fleet: FleetSite) -> None:
     fleet.apply(3, blue=100)
-    with Load(fleet) as load:
+    with RequestLoop(lambda: fleet.invoke("loader")) as load:
         with_settings(fleet, image=f"{fleet.config.settings['image']}-new")
         assert any("mage" in line for line in fleet.drift())
         fleet.apply(4, blue=100)

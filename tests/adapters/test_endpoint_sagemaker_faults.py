@@ -8,13 +8,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 
 from onnx_ops.errors import ServiceUnavailableError
-from tests.adapters.sagemaker_cloud import Load, Site, config_of
+from tests.adapters.sagemaker_cloud import Site, config_of
 from tests.support.clouds.sagemaker import BUCKET, FakeSageMaker
 from tests.support.clouds.sagemaker_faults import can_conflict
+from tests.support.load.loops import RequestLoop
 from tests.support.suite import Sweep
 
 pytestmark = pytest.mark.services
@@ -30,8 +32,8 @@ READS = ("GET ", "HEAD ", "SageMaker.Describe", "SageMaker.List")
 
 
 @pytest.fixture
-def load(site: Site) -> Iterator[Load]:
-    with Load(site) as load:
+def load() -> Iterator[RequestLoop]:
+    with RequestLoop() as load:
         yield load
     assert load.failed == []
     assert load.answered > 0
@@ -146,7 +148,7 @@ def order(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lasting", [False, True], ids=["passing", "lasting"])
 def test_sagemaker_apply_with_fault_at_any_request_keeps_serving(
-    site: Site, load: Load, kind: str, lasting: bool, sweep: Sweep
+    site: Site, load: RequestLoop, kind: str, lasting: bool, sweep: Sweep
 ) -> None:
     """The client survives a transient fault, and reports a lasting one.
 
@@ -155,7 +157,7 @@ def test_sagemaker_apply_with_fault_at_any_request_keeps_serving(
     endpoint = Endpoint(site, f"s-{kind}-{int(lasting)}")
     requests = endpoint.requests()
     endpoint.answer_s = ANSWER_S if kind == "hang" else endpoint.answer_s
-    load.endpoint = endpoint.name
+    load.send = partial(site.invoke, endpoint.name)
     due = moments(kind, requests)
     assert len(due) >= 5
     # A lasting fault is tried at only a part of the requests. A client gives up only after six
@@ -172,11 +174,11 @@ def test_sagemaker_apply_with_fault_at_any_request_keeps_serving(
 
 @pytest.mark.nightly
 def test_sagemaker_apply_killed_at_any_request_keeps_serving(
-    site: Site, load: Load, sweep: Sweep
+    site: Site, load: RequestLoop, sweep: Sweep
 ) -> None:
     endpoint = Endpoint(site, "k")
     requests = endpoint.requests()
-    load.endpoint = endpoint.name
+    load.send = partial(site.invoke, endpoint.name)
     # The moment after one request is the moment before the next one.
     for moment in sweep((0, *range(1, 2 * len(requests), 2))):
         endpoint.generation += 1

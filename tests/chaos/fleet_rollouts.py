@@ -5,12 +5,9 @@ Users call the endpoint as clients of the cloud do, and report feedback by token
 
 from __future__ import annotations
 
-import itertools
 import json
-import threading
-import urllib.error
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 from onnx_ops.adapters.host import SystemClock
@@ -21,6 +18,7 @@ from tests.adapters.fleet_site import FleetSite
 from tests.chaos.test_live_rollouts import ENDPOINT, TIMEOUT_S, WIDTH, Site
 from tests.release.release_parts import TARGET_DIGEST
 from tests.support.endpoints import endpoint_config
+from tests.support.load.loops import Users, users_that_report
 
 ODD_PERCENT = 5
 """Percent of requests that fail on a model with a short table."""
@@ -59,57 +57,21 @@ class FleetRollouts(Site):
         )
 
 
-@dataclass
-class Users:
-    """Answers to users: deployments by user, and the requests that failed, by reason."""
-
-    seen: dict[str, set[str]] = field(default_factory=dict)
-    failed: list[str] = field(default_factory=list)
-    answered: int = 0
-
-
-@contextmanager
-def users_that_report(
+def users_of_fleet(
     site: FleetRollouts, shares: Mapping[str, float], *, odd_percent: int = 0
-) -> Iterator[Users]:
-    """Run a client for many users, which reports feedback on each answer.
+) -> AbstractContextManager[Users]:
+    """Run a client for many users of the fleet, which reports feedback on each answer.
 
     Args:
         shares: of good answers, by deployment; without shares, no feedback is reported.
         odd_percent: percent of requests that a model with a short table fails on.
     """
-    users, stop = Users(), threading.Event()
-    good = {
-        name: itertools.cycle([number < 10 * share for number in range(10)])
-        for name, share in shares.items()
-    }
 
-    def work() -> None:
-        for start in itertools.count(step=20):
-            if stop.is_set():
-                return
-            successes: dict[str, bool] = {}
-            for number in range(start, start + 20):
-                user = f"user-{number % 2000}"
-                try:
-                    answer = site.fleet.invoke(user, build_body(is_odd=number % 100 < odd_percent))
-                except (urllib.error.URLError, OSError) as error:
-                    users.failed.append(str(error))
-                    continue
-                users.answered += 1
-                users.seen.setdefault(user, set()).add(answer.deployment)
-                if answer.token and answer.deployment in good:
-                    successes[answer.token] = next(good[answer.deployment])
-            if successes:
-                site.fleet.report(successes)
+    def invoke(number: int, user: str) -> tuple[str, str]:
+        answer = site.fleet.invoke(user, build_body(is_odd=number % 100 < odd_percent))
+        return answer.deployment, answer.token
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield users
-    finally:
-        stop.set()
-        thread.join()
+    return users_that_report(invoke, site.fleet.report, shares)
 
 
 def decide_by_feedback(site: FleetRollouts, *, stable: float, candidate: float) -> str:
@@ -122,7 +84,7 @@ def decide_by_feedback(site: FleetRollouts, *, stable: float, candidate: float) 
     )
     bind_endpoint(site.context, site.config, policy)
     first = site.release("first")
-    with users_that_report(site, {first: stable, "v2": candidate}) as users:
+    with users_of_fleet(site, {first: stable, "v2": candidate}) as users:
         site.release("second")
         site.drive()
     assert users.failed == []

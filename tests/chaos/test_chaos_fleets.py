@@ -16,7 +16,7 @@ from tests.chaos.fleet_rollouts import (
     FleetRollouts,
     build_body,
     decide_by_feedback,
-    users_that_report,
+    users_of_fleet,
 )
 from tests.chaos.test_live_rollouts import CANARY, ENDPOINT, SHADOW
 from tests.release.release_parts import roll_back
@@ -72,7 +72,7 @@ def test_split_test_by_feedback_chooses_better_version(
 def test_rollout_of_healthy_candidate_with_shadow_finishes(site: FleetRollouts) -> None:
     bind_endpoint(site.context, site.config, replace(SHADOW, min_requests=FEW))
     site.release("first")
-    with users_that_report(site, {}) as users:
+    with users_of_fleet(site, {}) as users:
         time.sleep(6)
         site.release("second")
         why = site.drive()
@@ -85,14 +85,14 @@ def test_rollout_of_failing_candidate_is_rolled_back_and_so_is_finished_one(
 ) -> None:
     bind_endpoint(site.context, site.config, replace(CANARY, min_requests=FEW))
     site.release("first")
-    with users_that_report(site, {}, odd_percent=ODD_PERCENT) as users:
+    with users_of_fleet(site, {}, odd_percent=ODD_PERCENT) as users:
         time.sleep(6)
         site.release("second", table=4)
         why = site.drive()
     assert site.traffic() == {"v1": 100}, why
     assert why.startswith("errors: canary")
     assert 0 < len(users.failed) < 0.1 * users.answered
-    with users_that_report(site, {}) as users:
+    with users_of_fleet(site, {}) as users:
         site.release("third")
         why = site.drive()
         assert site.traffic() == {"v3": 100}, why

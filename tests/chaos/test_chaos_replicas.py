@@ -5,17 +5,18 @@ They follow tables in a folder.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ from tests.chaos.test_live_rollouts import (
 from tests.release.release_parts import TARGET_DIGEST, roll_back
 from tests.support.endpoints import endpoint_config
 from tests.support.load import LoadPlan, LoadProcess, Records
+from tests.support.load.loops import Users, users_that_report
 from tests.support.processes import until
 
 pytestmark = [pytest.mark.services, pytest.mark.nightly]
@@ -159,44 +161,25 @@ def test_rollout_of_slower_candidate_is_rolled_back(site: ReplicatedSite) -> Non
     assert [each.failed for each in records] == [0, 0]
 
 
-@contextmanager
-def clients_that_report(site: ReplicatedSite, shares: Mapping[str, float]) -> Iterator[None]:
-    """Run clients whose requests reach the first replica.
+def users_of_two_replicas(
+    site: ReplicatedSite, shares: Mapping[str, float]
+) -> AbstractContextManager[Users]:
+    """Run a client for many users, whose requests reach the first replica.
 
     Their feedback reaches the second one.
 
     Args:
         shares: of good answers, by deployment.
     """
-    stop, body = threading.Event(), payloads()[50].body
     first, second = (site.replicas.address(name) for name in NAMES)
-    shown = {
-        name: itertools.cycle([number < 10 * share for number in range(10)])
-        for name, share in shares.items()
-    }
+    path, body = f"/v2/models/{MODEL}/infer", payloads()[50].body
 
-    def work() -> None:
-        for start in itertools.count(step=20):
-            if stop.is_set():
-                return
-            users = [f"user-{number}" for number in range(start, start + 20)]
-            answers = [
-                ask_replica(first, user, f"/v2/models/{MODEL}/infer", body) for user in users
-            ]
-            # Without a lease, no version is drawn.
-            drawn = [each for each in answers if FEEDBACK_HEADER in each]
-            report_feedback(
-                second,
-                {each[FEEDBACK_HEADER]: next(shown[each[DEPLOYMENT_HEADER]]) for each in drawn},
-            )
+    def invoke(_: int, user: str) -> tuple[str, str]:
+        headers = ask_replica(first, user, path, body)
+        # Without a lease, no version is drawn: there is no token.
+        return headers[DEPLOYMENT_HEADER], headers.get(FEEDBACK_HEADER, "")
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+    return users_that_report(invoke, partial(report_feedback, second), shares, users=sys.maxsize)
 
 
 @pytest.mark.parametrize(("candidate", "expected"), [(0.8, "v2"), (0.2, "v1")])
@@ -210,7 +193,7 @@ def test_split_test_with_feedback_at_other_replicas_chooses_better_version(
     )
     site.release("first")
     site.start()
-    with clients_that_report(site, {"v1": 0.5, "v2": candidate}):
+    with users_of_two_replicas(site, {"v1": 0.5, "v2": candidate}):
         site.release("second")
         why = site.drive()
     assert site.traffic() == {expected: 100}, why
