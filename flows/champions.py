@@ -1,6 +1,6 @@
-"""Benchmark the champions again, to detect drift.
+"""Benchmark the champions again, and judge them by the gates of their release.
 
-Drift can occur after an upgrade or on a new machine.
+A champion can fail after an upgrade or on a new machine.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from onnx_ops.orchestration.flows import actor, ends_as_failed
 def champions(pipelines: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> State[Any]:
     """Repeat each champion's benchmark and evaluate its gates.
 
-    The run fails as `Drifted` if a champion is worse.
+    The run fails as `RecheckFailed` if a champion is worse.
 
     Args:
         pipelines: Names of pipelines or models; by default all with a champion.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from onnx_ops import codec
 from onnx_ops.app.stage_request import ExecuteStage, build_request, parse_request
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_json
-from onnx_ops.domain.decision import Decision, Drift, Verdict
+from onnx_ops.domain.decision import Decision, RecheckResult, Verdict
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Gate
 from onnx_ops.domain.pipeline import Stage, StageKind
@@ -25,7 +25,7 @@ from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import MeasurementError, NotFoundError, OnnxOpsError, UserError
 from onnx_ops.ports import Context, Store
 from onnx_ops.release.audit import load_decision_basis
-from onnx_ops.statistics.drift import judge_drift, list_environment_changes
+from onnx_ops.statistics.recheck import judge_recheck, list_environment_changes
 
 _CHAMPION = format_alias("champion", "")
 
@@ -47,9 +47,9 @@ class ChampionRecord:
         """Name of the pipeline that made the version; empty if unknown."""
         return "" if isinstance(self.basis, OnnxOpsError) else self.basis[0].pipeline
 
-    def found(self, verdict: Verdict, why: str) -> Drift:
-        """Return a drift result of this champion with this verdict."""
-        return Drift(
+    def found(self, verdict: Verdict, why: str) -> RecheckResult:
+        """Return a result of this champion with this verdict."""
+        return RecheckResult(
             model=self.record.model,
             version=self.record.version,
             target=self.target,
@@ -97,10 +97,12 @@ def list_champions(context: Context, names: Sequence[str] = ()) -> tuple[Champio
     return tuple(r for r in champions if not names or {r.pipeline, r.record.model} & set(names))
 
 
-def measure_again(context: Context, perform: ExecuteStage, champion: ChampionRecord) -> Drift:
-    """Measure a champion; repeat the measurement if it shows drift.
+def measure_again(
+    context: Context, perform: ExecuteStage, champion: ChampionRecord
+) -> RecheckResult:
+    """Measure a champion; repeat the measurement if the champion fails.
 
-    A single measurement can show drift by chance. Nothing is recorded or changed.
+    A champion can fail one measurement by chance. Nothing is recorded or changed.
     """
     basis = champion.basis
     if isinstance(basis, OnnxOpsError):
@@ -109,7 +111,7 @@ def measure_again(context: Context, perform: ExecuteStage, champion: ChampionRec
         first = _measured(context, perform, champion, *basis)
         return (
             replace(_measured(context, perform, champion, *basis), measured=2)
-            if first.drifted
+            if first.has_failed
             else first
         )
     except OnnxOpsError as error:
@@ -122,7 +124,7 @@ def _measured(
     champion: ChampionRecord,
     then: Evidence,
     gates: tuple[Gate, ...],
-) -> Drift:
+) -> RecheckResult:
     record = champion.record
     memory = load_benchmark(context.store, record.decisions[champion.target].record.evidence)
     if memory is None:
@@ -137,7 +139,7 @@ def _measured(
     # pool's worker returns an earlier measurement.
     manifest = perform(stage, digest_json(["again", key, uuid.uuid4().hex]), inputs)
     now = codec.loads(context.store.read(manifest["evidence.json"]), Evidence, where=stage.id)
-    results = judge_drift(gates, then, now)
+    results = judge_recheck(gates, then, now)
     decision = Decision(variant=then.variant, target=then.target, results=results)
     return replace(
         champion.found(decision.verdict, decision.reason),

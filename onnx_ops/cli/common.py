@@ -68,7 +68,7 @@ SetValue = Annotated[
     typer.Option("--set", metavar="PATH=VALUE", help="Override a value, e.g. train.with.seed=3."),
 ]
 
-_GROUPS = ("drift", "keys", "rollout", "webhooks")
+_GROUPS = ("keys", "rollout", "webhooks")
 """Commands that have sub-commands."""
 
 _COLOURS = {

@@ -25,7 +25,7 @@ _COMMANDS = {
     "explain": (RELEASES, "releases"),
     "report": (RELEASES, "releases"),
     "export-dvc": (RELEASES, "releases"),
-    "drift": (RELEASES, "releases"),
+    "recheck": (RELEASES, "releases"),
     "promote": (RELEASES, "releases"),
     "rollout": (RELEASES, "rollouts"),
     "rollback": (RELEASES, "rollouts"),

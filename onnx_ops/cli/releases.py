@@ -1,6 +1,6 @@
 """Commands about releases.
 
-The commands are explain, report, export-dvc, drift check, promote and reconcile.
+The commands are explain, report, export-dvc, recheck, promote and reconcile.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from onnx_ops.cli.common import (
     Endpoints,
     Quiet,
     Reason,
-    add_command,
     exit_after_steps,
-    make_group,
     open_project,
     parse_duration,
     parse_version,
@@ -38,7 +36,7 @@ from onnx_ops.cli.progress import working
 from onnx_ops.errors import UserError
 
 if TYPE_CHECKING:
-    from onnx_ops.domain.decision import Drift
+    from onnx_ops.domain.decision import RecheckResult
 
 Target = Annotated[str, typer.Option("--target", "-t", help="Name of the target, e.g. cpu-1t.")]
 
@@ -293,15 +291,7 @@ def export_dvc(
             typer.echo(str(path))
 
 
-drift = make_group(
-    "drift",
-    "Detect champions whose behaviour has changed since their release.",
-    "onnx-ops drift check",
-)
-
-
-@add_command(drift, "check")
-def drift_check(
+def recheck(
     pipelines: Annotated[
         list[str] | None,
         typer.Argument(metavar="PIPELINE...", help="Pipelines or models; all by default."),
@@ -309,24 +299,25 @@ def drift_check(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Benchmark the current champions again, to detect drift.
+    """Benchmark the current champions again, and judge them by the gates of their release.
 
     Use this command after an upgrade or on a new machine. It repeats the benchmark of each
-    champion's release, and judges the result by the gates of that release. It records and changes
+    champion's release on the current machine. It records and changes
     nothing.
 
-    Exit code: 1 if a champion has drifted, else 4 if one could not be measured, else 0.
+    Exit code: 1 if a champion fails a gate that passed before, else 4 if one could not be
+    measured, else 0.
 
-    Example: onnx-ops drift check digits-mlp
+    Example: onnx-ops recheck digits-mlp
     """
     from onnx_ops.app.champions import list_champions, measure_again
     from onnx_ops.app.execution import StageExecutor
-    from onnx_ops.domain.decision import compute_drift_exit_code
+    from onnx_ops.domain.decision import compute_recheck_exit_code
 
     project = open_project()
     executor = StageExecutor(settings=project.settings, context=project.context)
-    results: list[Drift] = []
-    with working("drift check", "registry", quiet=quiet or as_json) as progress:
+    results: list[RecheckResult] = []
+    with working("recheck", "registry", quiet=quiet or as_json) as progress:
         champions = list_champions(project.context, tuple(pipelines or ()))
         names = [
             f"{champion.record.model} v{champion.record.version} on {champion.target}"
@@ -341,7 +332,7 @@ def drift_check(
     elif results:
         rows = []
         for result in results:
-            verdict = verdict_markup(result.verdict, text="DRIFTED" if result.drifted else "")
+            verdict = verdict_markup(result.verdict)
             rows.append(
                 (
                     result.model,
@@ -355,4 +346,4 @@ def drift_check(
         print_table(("model", "version", "target", "variant", "verdict", "why"), rows)
     else:
         typer.echo("no champions yet: the first release of a pipeline creates one")
-    raise typer.Exit(compute_drift_exit_code(results))
+    raise typer.Exit(compute_recheck_exit_code(results))

@@ -1,4 +1,4 @@
-"""Verdicts, decisions, the metrics that rank variants, and the drift of champions."""
+"""Verdicts, decisions, the metrics that rank variants, and the recheck of champions."""
 
 from __future__ import annotations
 
@@ -207,12 +207,12 @@ SignedDecision: TypeAlias = Attested[DecisionRecord]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
+class RecheckResult:
     """The result of measuring a champion again.
 
-    `verdict` is FAIL for a champion that has drifted, ERROR if it could not be measured, and
-    INCONCLUSIVE if the measurements permit no conclusion. `changed` lists differences of the
-    runtime and the machine. `measured` is the number of measurements.
+    `verdict` is FAIL for a champion that fails a gate that passed before, ERROR if it could not be
+    measured, and INCONCLUSIVE if the measurements permit no conclusion. `changed` lists differences
+    of the runtime and the machine. `measured` is the number of measurements.
     """
 
     model: str
@@ -227,8 +227,8 @@ class Drift:
     measured: int = 0
 
     @property
-    def drifted(self) -> bool:
-        """Whether the champion has drifted."""
+    def has_failed(self) -> bool:
+        """Whether the champion fails a gate that passed before."""
         return self.verdict is Verdict.FAIL
 
     @property
@@ -237,8 +237,8 @@ class Drift:
         return f"{self.why}; changed since: {', '.join(self.changed)}" if self.changed else self.why
 
 
-def compute_drift_exit_code(drifts: Iterable[Drift]) -> int:
-    """Return 1 if a champion drifted, else 4 if a measurement failed, else 0."""
-    verdicts = {drift.verdict for drift in drifts}
+def compute_recheck_exit_code(results: Iterable[RecheckResult]) -> int:
+    """Return 1 if a champion failed, else 4 if a measurement failed, else 0."""
+    verdicts = {result.verdict for result in results}
     worst = (verdict for verdict in (Verdict.FAIL, Verdict.ERROR) if verdict in verdicts)
     return next((verdict.exit_code for verdict in worst), 0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from onnx_ops.domain.artifact import Digest, digest_json
-from onnx_ops.domain.decision import Drift
+from onnx_ops.domain.decision import RecheckResult
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import (
     ActionOutcome,
@@ -44,7 +44,7 @@ class NotificationKind(StrEnum):
     FINISHED = "finished"
     REFUSED = "refused"
     TROUBLE = "trouble"
-    DRIFTED = "drifted"
+    RECHECK_FAILED = "recheck-failed"
     TEST = "test"
 
 
@@ -353,7 +353,7 @@ EVENT_NAMES: Mapping[NotificationKind, str] = {
     NotificationKind.OPERATOR: "onnx-ops.rolled-back",
     NotificationKind.REFUSED: "onnx-ops.alias.refused",
     NotificationKind.TROUBLE: "onnx-ops.endpoint.trouble",
-    NotificationKind.DRIFTED: "onnx-ops.champion.drifted",
+    NotificationKind.RECHECK_FAILED: "onnx-ops.champion.recheck-failed",
     NotificationKind.TEST: "onnx-ops.test",
 }
 
@@ -389,9 +389,9 @@ def format_model_id(name: str) -> str:
 def build_event(notice: Notification) -> ReleaseEvent:
     """Return the event of a notification.
 
-    The event of a drift is about a model, any other event about an endpoint.
+    The event of a failed recheck is about a model, any other event about an endpoint.
     """
-    drift = notice.what is NotificationKind.DRIFTED
+    is_recheck = notice.what is NotificationKind.RECHECK_FAILED
     payload: dict[str, Json] = {
         "what": notice.headline,
         "why": notice.why,
@@ -405,42 +405,44 @@ def build_event(notice: Notification) -> ReleaseEvent:
     }
     return ReleaseEvent(
         event=EVENT_NAMES[notice.what],
-        resource=format_model_id(notice.model) if drift else f"{PREFIX}endpoint.{notice.endpoint}",
+        resource=format_model_id(notice.model)
+        if is_recheck
+        else f"{PREFIX}endpoint.{notice.endpoint}",
         name=notice.endpoint,
         at=notice.at,
         payload=payload,
         labels={f"{PREFIX}severity": notice.severity.value},
-        related={"model": format_model_id(notice.model)} if notice.model and not drift else {},
+        related={"model": format_model_id(notice.model)} if notice.model and not is_recheck else {},
         key=digest_json([notice.endpoint, notice.sequence, notice.what.value, notice.at])
         if notice.sequence
         else None,
     )
 
 
-def build_drift_notification(drift: Drift, *, at: float, actor: str) -> Notification:
-    """Return the notification of a champion that has drifted.
+def build_recheck_notification(result: RecheckResult, *, at: float, actor: str) -> Notification:
+    """Return the notification of a champion that failed its recheck.
 
     `at` is in seconds since the epoch.
     """
     return Notification(
-        endpoint=f"{drift.model}@{drift.target}",
+        endpoint=f"{result.model}@{result.target}",
         sequence=0,
         at=at,
         actor=actor,
-        what=NotificationKind.DRIFTED,
+        what=NotificationKind.RECHECK_FAILED,
         severity=Severity.WARNING,
-        headline=f"champion v{drift.version} ({drift.variant}) has drifted",
-        why=drift.reason,
+        headline=f"champion v{result.version} ({result.variant}) failed its recheck",
+        why=result.reason,
         commands={
             "See what it was": (
-                f"onnx-ops explain {drift.model}/{drift.version} --target {drift.target}"
+                f"onnx-ops explain {result.model}/{result.version} --target {result.target}"
             ),
-            "Measure again": f"onnx-ops drift check {drift.pipeline}",
+            "Measure again": f"onnx-ops recheck {result.pipeline}",
             "Choose again": (
-                f"onnx-ops run configs/pipelines/{drift.pipeline}.yaml --no-cache benchmark"
+                f"onnx-ops run configs/pipelines/{result.pipeline}.yaml --no-cache benchmark"
             ),
         },
-        model=drift.model,
-        version=drift.version,
-        serving=drift.version,
+        model=result.model,
+        version=result.version,
+        serving=result.version,
     )

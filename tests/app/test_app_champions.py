@@ -10,15 +10,15 @@ import pytest
 
 from onnx_ops.app.champions import list_champions, measure_again
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
-from onnx_ops.domain.decision import Drift, Verdict, compute_drift_exit_code
-from onnx_ops.domain.notification import NotificationKind, build_drift_notification, build_event
+from onnx_ops.domain.decision import RecheckResult, Verdict, compute_recheck_exit_code
+from onnx_ops.domain.notification import NotificationKind, build_event, build_recheck_notification
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.errors import MeasurementError, UserError
 from tests.app.champion_parts import AS_IT_WAS, SLOWER, ChampionScene
 from tests.release.release_parts import MODEL, TARGET
 
 
-def looked(scene: ChampionScene) -> Drift:
+def looked(scene: ChampionScene) -> RecheckResult:
     (champion,) = list_champions(scene.context)
     return measure_again(scene.context, scene.perform, champion)
 
@@ -34,14 +34,14 @@ def test_measure_again_of_champion_repeats_its_benchmark(tmp_path: Path) -> None
     assert key != scene.key  # the pipeline's result is not replaced
 
 
-def test_measure_again_with_two_worse_results_reports_drift_and_changes(tmp_path: Path) -> None:
+def test_measure_again_with_two_worse_results_reports_failure_and_changes(tmp_path: Path) -> None:
     found = looked(ChampionScene(tmp_path, now=(SLOWER,)).remembered())
-    assert (found.drifted, found.measured) == (True, 2)
+    assert (found.has_failed, found.measured) == (True, 2)
     assert found.reason.startswith("latency: ")
     assert found.reason.endswith("changed since: runtime onnxruntime 2, was onnxruntime 1")
 
 
-def test_measure_again_with_one_worse_result_reports_no_drift(tmp_path: Path) -> None:
+def test_measure_again_with_one_worse_result_reports_no_failure(tmp_path: Path) -> None:
     found = looked(ChampionScene(tmp_path, now=(SLOWER, AS_IT_WAS)).remembered())
     assert (found.verdict, found.measured) == (Verdict.PASS, 2)
 
@@ -122,26 +122,29 @@ def test_list_champions_with_foreign_aliases_ignores_them(tmp_path: Path) -> Non
         ((Verdict.ERROR, Verdict.FAIL), 1),
     ],
 )
-def test_compute_drift_exit_code_of_verdicts_returns_worst_code(
+def test_compute_recheck_exit_code_of_verdicts_returns_worst_code(
     verdicts: tuple[Verdict, ...], code: int
 ) -> None:
     assert (
-        compute_drift_exit_code(
-            [Drift(model="m", version="1", target="t", verdict=v, why="") for v in verdicts]
+        compute_recheck_exit_code(
+            [RecheckResult(model="m", version="1", target="t", verdict=v, why="") for v in verdicts]
         )
         == code
     )
 
 
-def test_build_drift_notification_names_champion_and_changes(tmp_path: Path) -> None:
+def test_build_recheck_notification_names_champion_and_changes(tmp_path: Path) -> None:
     found = looked(ChampionScene(tmp_path, now=(SLOWER,)).remembered())
-    notice = build_drift_notification(found, at=5.0, actor="me")
+    notice = build_recheck_notification(found, at=5.0, actor="me")
     assert (notice.what, notice.title) == (
-        NotificationKind.DRIFTED,
-        f"{MODEL}@{TARGET}: champion v1 (int8) has drifted",
+        NotificationKind.RECHECK_FAILED,
+        f"{MODEL}@{TARGET}: champion v1 (int8) failed its recheck",
     )
     assert "changed since: runtime" in notice.why
-    assert notice.commands["Measure again"] == "onnx-ops drift check p"
+    assert notice.commands["Measure again"] == "onnx-ops recheck p"
     event = build_event(notice)
-    assert (event.event, event.resource) == ("onnx-ops.champion.drifted", f"onnx-ops.model.{MODEL}")
-    assert event.key is None, "each night it is found is a night of its own"
+    assert (event.event, event.resource) == (
+        "onnx-ops.champion.recheck-failed",
+        f"onnx-ops.model.{MODEL}",
+    )
+    assert event.key is None, "each failure is a separate event"

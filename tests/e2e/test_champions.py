@@ -29,18 +29,18 @@ onnxruntime.InferenceSession.run = otherwise
 
 
 def champion(done: Result, code: int) -> dict[str, Any]:
-    drift: dict[str, Any]
-    (drift,) = done.parsed(code)
-    assert (drift["model"], drift["target"], drift["pipeline"]) == (
+    document: dict[str, Any]
+    (document,) = done.parsed(code)
+    assert (document["model"], document["target"], document["pipeline"]) == (
         "digits-mlp",
         "cpu-1t",
         "digits-mlp",
     )
-    return drift
+    return document
 
 
-def test_drift_check_of_unchanged_champion_reports_no_drift(released: Project) -> None:
-    found = champion(released.command("drift", "check", "digits-mlp", "--json"), 0)
+def test_recheck_of_unchanged_champion_reports_no_failure(released: Project) -> None:
+    found = champion(released.command("recheck", "digits-mlp", "--json"), 0)
     assert found["verdict"] in ("pass", "inconclusive"), found
     assert found["changed"] == []
     assert any(
@@ -49,13 +49,13 @@ def test_drift_check_of_unchanged_champion_reports_no_drift(released: Project) -
     )
 
 
-def test_run_after_drift_check_executes_nothing(released: Project) -> None:
+def test_run_after_recheck_executes_nothing(released: Project) -> None:
     again = released.run(ONLY_FP32)
     assert again["executed"] == []
 
 
 @pytest.mark.nightly
-def test_drift_check_with_wrong_runtime_results_reports_failure(
+def test_recheck_with_wrong_runtime_results_reports_failure(
     released: Project, tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(OTHERWISE, encoding="utf-8")
@@ -66,7 +66,7 @@ def test_drift_check_with_wrong_runtime_results_reports_failure(
     )
     inherited = released.environment().get("PYTHONPATH", "")
     environ = {"PYTHONPATH": f"{tmp_path}:{inherited}"}
-    found = champion(released.process("drift", "check", "--json", environ=environ), 1)
+    found = champion(released.process("recheck", "--json", environ=environ), 1)
     assert (found["verdict"], found["measured"]) == ("fail", 2)
     assert any(
         change.startswith("runtime onnxruntime 99.0, was onnxruntime ")

@@ -54,7 +54,7 @@ COMMANDS = (
     "reconcile",
     "report shop/1 --out report.html",
     "keys list",
-    "drift check shop",
+    "recheck shop",
     "prune --dry-run",
 )
 BROKEN = (

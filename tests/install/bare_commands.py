@@ -87,7 +87,7 @@ CALLS = (
     Call("explain m/1", 4, "onnx-ops explain, registry: package mlflow", extras="mlflow"),
     Call("report m/1", 4, "onnx-ops report, registry: package mlflow", extras="mlflow"),
     Call("export-dvc m/1", 4, "onnx-ops export-dvc, registry: package mlflow", extras="mlflow"),
-    Call("drift check", 4, "onnx-ops drift check, registry: package mlflow", extras="mlflow"),
+    Call("recheck", 4, "onnx-ops recheck, registry: package mlflow", extras="mlflow"),
     Call(
         "promote digits/1 -t cpu", 4, "onnx-ops promote, registry: package mlflow", extras="mlflow"
     ),

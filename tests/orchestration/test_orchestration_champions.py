@@ -32,15 +32,17 @@ def table(state: State[Any]) -> list[dict[str, str]]:
     ]
 
 
-def test_champions_flow_with_drift_fails_and_notifies(prefect_server: None, tmp_path: Path) -> None:
+def test_champions_flow_with_failed_recheck_fails_and_notifies(
+    prefect_server: None, tmp_path: Path
+) -> None:
     scene = ChampionScene(tmp_path, now=(SLOWER,)).remembered()
     scene.world.notifiers["chat"] = chat = FakeNotifier()
     state = watched(scene)
-    assert (state.type.value, state.name) == ("FAILED", "Drifted")
-    assert "digits v1 @ cpu: drifted. latency: " in (state.message or "")
-    assert [notice.what for notice in chat.received] == [NotificationKind.DRIFTED]
+    assert (state.type.value, state.name) == ("FAILED", "RecheckFailed")
+    assert "digits v1 @ cpu: failed. latency: " in (state.message or "")
+    assert [notice.what for notice in chat.received] == [NotificationKind.RECHECK_FAILED]
     (row,) = table(state)
-    assert (row["pipeline"], row["version"], row["verdict"]) == ("p", "1", "drifted")
+    assert (row["pipeline"], row["version"], row["verdict"]) == ("p", "1", "failed")
     assert row["changed"] == "runtime onnxruntime 2, was onnxruntime 1"
     assert names_of_task_runs(state, "digits v1 @ cpu") == ["digits v1 @ cpu"]
 
@@ -52,7 +54,7 @@ def test_champions_flow_with_drift_fails_and_notifies(prefect_server: None, tmp_
         (False, "FAILED", "EnvironmentFailed", "not measured"),
     ],
 )
-def test_champions_flow_without_drift_sends_no_notification(
+def test_champions_flow_without_failure_sends_no_notification(
     prefect_server: None, remembered: bool, kind: str, name: str, word: str, tmp_path: Path
 ) -> None:
     scene = ChampionScene(tmp_path).remembered() if remembered else ChampionScene(tmp_path)

@@ -1,4 +1,4 @@
-"""Drift of a released variant between its release and now.
+"""Judge the change of a released variant between its release and now.
 
 The same files are measured both times.
 """
@@ -22,11 +22,11 @@ _ROUNDING = 1e-9
 """Tolerance above a limit, since shares of rows are rounded floats."""
 
 
-def judge_drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[GateResult, ...]:
+def judge_recheck(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[GateResult, ...]:
     """Judge the present evidence, and its change since the evidence of the decision.
 
     A result is advisory if the old evidence fails the same gate against the present baseline, since
-    this shows no drift. Measurements can change as far as the gates allow for a release: by
+    this shows no change. Measurements can change as far as the gates allow for a release: by
     `max_regression` of latency, and by `max_drop` and `max_increase` of a metric.
     """
     changes: list[GateResult] = []
