@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,14 @@ from typing import Any
 import pytest
 import yaml
 
+from onnx_ops.adapters.signers.ecdsa import create_key, public_path
+from onnx_ops.app.context import open_project
+from onnx_ops.cli.diagnosis import diagnose
 from onnx_ops.config.settings import load_settings
+from onnx_ops.domain.rollout_policy import RolloutPolicy
+from onnx_ops.release.promote import bind_endpoint
 from tests.infra.infra_tools import INFRA
+from tests.release.release_parts import config_of
 
 MANIFESTS = INFRA / "kubernetes" / "onnx-ops.yaml"
 POOLS = {path.stem: path for path in sorted((INFRA / "pools").glob("*.json"))}
@@ -180,30 +188,73 @@ def test_measurer_pod_runs_stages_one_after_another_without_key() -> None:
     assert settings["data"]["ONNX_OPS_STORE"] == shared["data"]["ONNX_OPS_STORE"]
 
 
-def test_reconciler_pod_uses_ledger_of_runs_without_private_key(tmp_path: Path) -> None:
+def read_reconciler() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the reconciler's Deployment and its container."""
     (manifest,) = [one for one in manifests() if one["metadata"]["name"] == "reconciler"]
+    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    return manifest, container
+
+
+def read_variables(container: dict[str, Any], secrets: dict[str, str]) -> dict[str, str]:
+    """Return the variables of a container with the settings of runs, as the kubelet sets them."""
+    assert container["envFrom"] == [{"configMapRef": {"name": "onnx-ops"}}]
+    (shared,) = [
+        one
+        for one in manifests()
+        if (one["kind"], one["metadata"]["name"]) == ("ConfigMap", "onnx-ops")
+    ]
+    variables: dict[str, str] = dict(shared["data"])
+    for entry in container["env"]:
+        source = entry.get("valueFrom", {}).get("secretKeyRef")
+        variables[entry["name"]] = secrets[source["name"]] if source else entry["value"]
+    return variables
+
+
+def test_reconciler_pod_uses_ledger_of_runs_and_public_keys(tmp_path: Path) -> None:
+    manifest, container = read_reconciler()
     pod = manifest["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
     assert (manifest["spec"]["replicas"], manifest["spec"]["strategy"]) == (1, {"type": "Recreate"})
     assert container["command"][:3] == ["onnx-ops", "reconcile", "--watch"]
     assert pod["serviceAccountName"] == "onnx-ops-reconciler"
-    shared = next(
-        one
-        for one in manifests()
-        if one["kind"] == "ConfigMap" and one["metadata"]["name"] == "onnx-ops"
-    )
-    assert container["envFrom"] == [{"configMapRef": {"name": "onnx-ops"}}]
-    settings = load_settings(
-        tmp_path, {**shared["data"], **{one["name"]: one["value"] for one in container["env"]}}
-    )
-    assert (settings.signing, settings.ledger) == ("off", shared["data"]["ONNX_OPS_LEDGER"])
+    variables = read_variables(container, {"onnx-ops-signing": "a key"})
+    settings = load_settings(tmp_path, variables)
+    assert settings.ledger == variables["ONNX_OPS_LEDGER"]
     (keys,) = [volume for volume in pod["volumes"] if volume["name"] == "keys"]
-    assert set(keys) == {"name", "configMap"}, (
-        "public keys are no secret, and no private one is here"
-    )
+    assert set(keys) == {"name", "configMap"}, "public keys are no secret"
     assert {"name": "keys", "mountPath": str(settings.trusted_keys), "readOnly": True} in container[
         "volumeMounts"
     ]
+
+
+def test_reconciler_pod_has_release_key_and_signs_tables_and_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, container = read_reconciler()
+    key = tmp_path / "made" / "signing.pem"
+    create_key(key)
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    shutil.copy(public_path(key), keys)
+    secrets = {"onnx-ops-signing": key.read_text(encoding="ascii")}
+    local = {
+        "ONNX_OPS_STATE": str(tmp_path / "state"),
+        "ONNX_OPS_LEDGER": "",
+        "ONNX_OPS_TRACKING_URI": "",
+        "ONNX_OPS_TRUSTED_KEYS": str(keys),
+    }
+    for name, value in (read_variables(container, secrets) | local).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    project = open_project()
+    bind_endpoint(
+        project.context, replace(config_of("digits"), provider="replicas"), RolloutPolicy()
+    )
+    findings = {one.check: one for one in diagnose(project)}
+    assert findings["signatures"].found.endswith(
+        "can sign decisions and ledger entries that need a key"
+    )
+    (release_key, *_) = project.context.provider("replicas").diagnose({})
+    assert (release_key.check, release_key.ok) == ("release key", True)
 
 
 @pytest.mark.parametrize("kind", POOLS)
