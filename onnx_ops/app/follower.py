@@ -99,7 +99,8 @@ _CHECK_S = 0.2
 _SERVER_CHECK_S = 0.5
 _PUBLISH_S = 300.0
 _ADMIN_S = 5.0
-_NAME_FILE = "replica"
+NAME_FILE = "replica"
+"""File in the folder of a replica with its name, unless the name is given."""
 _MODELS = "models"
 _PACKAGES = ("onnx-ops", "onnxruntime")
 
@@ -596,7 +597,7 @@ def name_replica(folder: Path, given: str) -> str:
     """
     if given:
         return check_replica_name(given)
-    path = folder / _NAME_FILE
+    path = folder / NAME_FILE
     if not path.exists():
         host = re.sub(r"[^A-Za-z0-9-]", "-", platform.node()).strip("-")[:40] or "replica"
         write_durably(path, f"{host}-{secrets.token_hex(3)}".encode())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -18,9 +18,10 @@ from onnx_ops.cli.progress import working
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.config.server_options import format_flags, list_options
 from onnx_ops.domain.pipeline import PLACEABLE, StageKind
+from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import UserError
 from onnx_ops.plugins import EXTRAS, require
-from onnx_ops.protocol.server_process import ServerOptions
+from onnx_ops.protocol.server_process import FOLLOW_VARIABLE, ServerOptions
 
 
 def doctor(
@@ -35,22 +36,16 @@ def doctor(
     """Check packages, providers, services, keys and pins.
 
     Every problem is shown with a remedy. With --provider, only the requirements of that endpoint
-    provider are checked: package, credentials, region, role, quota. Exit code 4 if something is
-    broken.
+    provider are checked: package, credentials, region, role, quota. In the container of a replica
+    (ONNX_OPS_FOLLOW is set), the container is checked: folders, keys, store, clock, memory. Exit
+    code 4 if something is broken.
 
     Example: onnx-ops doctor --provider azureml configs/pipelines/digits.yaml
     """
-    from onnx_ops.cli.diagnosis import CHECKS, diagnose, diagnose_provider
-
-    project = open_project()
-    with working(
-        "doctor", provider or CHECKS[0], *([] if provider else CHECKS[1:]), quiet=as_json
-    ) as progress:
-        findings = (
-            diagnose_provider(project, provider, files or ())
-            if provider
-            else diagnose(project, progress.begin)
-        )
+    if os.environ.get(FOLLOW_VARIABLE) and not provider:
+        findings = _diagnose_container(as_json)
+    else:
+        findings = _diagnose_project(provider, files or (), as_json)
     if as_json:
         print_json(codec.to_json(findings))
     else:
@@ -73,6 +68,25 @@ def doctor(
         print_table(("", "check", "found"), rows)
     if any(not finding.ok for finding in findings):
         raise typer.Exit(4)
+
+
+def _diagnose_project(provider: str, files: Sequence[Path], quiet: bool) -> list[Diagnosis]:
+    from onnx_ops.cli.diagnosis import CHECKS, diagnose, diagnose_provider
+
+    project = open_project()
+    with working(
+        "doctor", provider or CHECKS[0], *([] if provider else CHECKS[1:]), quiet=quiet
+    ) as progress:
+        if provider:
+            return diagnose_provider(project, provider, files)
+        return diagnose(project, progress.begin)
+
+
+def _diagnose_container(quiet: bool) -> list[Diagnosis]:
+    from onnx_ops.app.replica_diagnosis import CHECKS, diagnose_replica
+
+    with working("doctor", *CHECKS, quiet=quiet) as progress:
+        return diagnose_replica(os.environ, progress.begin)
 
 
 def targets(as_json: AsJson = False) -> None:

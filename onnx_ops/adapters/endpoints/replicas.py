@@ -52,6 +52,8 @@ from onnx_ops.errors import (
 from onnx_ops.ports import EndpointProvider, Signer
 from onnx_ops.protocol.messages import Counts, EpochCounts, TableCounts, UserCountsRequest
 from onnx_ops.protocol.replica_reports import (
+    CLOCK_FILE,
+    CLOCK_FOLDER,
     COUNTS_FOLDER,
     EPOCHS_FOLDER,
     MAX_REPORT_BYTES,
@@ -88,7 +90,6 @@ from onnx_ops.protocol.server_process import CONTAINER_PROVIDERS, explain_unserv
 
 _STORE = "the object store"
 _CLOCKS_S = 2.0
-_CLOCK = "clock"
 """Folder of an object whose modification time is the current time of the store."""
 _READERS = 16
 _PREPARE_S = 300.0
@@ -643,8 +644,8 @@ class ReplicaEndpoints(EndpointProvider):
         reports = self._reports(config)
         with suppress(OnnxOpsError):
             # A client with read access only uses the time of the last report instead.
-            reports.write(f"{_CLOCK}/now", b"")
-        entries = [*reports.list_objects(STATUS_FOLDER), *reports.list_objects(_CLOCK)]
+            reports.write(CLOCK_FILE, b"")
+        entries = [*reports.list_objects(STATUS_FOLDER), *reports.list_objects(CLOCK_FOLDER)]
         now = max((entry.at for entry in entries), default=0.0)
         listed = [entry for entry in entries if entry.name.startswith(f"{STATUS_FOLDER}/")]
 

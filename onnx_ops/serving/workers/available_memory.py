@@ -9,12 +9,14 @@ import ctypes
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops.domain.endpoint import Deployment
 
 ROOT = Path("/")
 """Folder below which /proc and /sys are read."""
+_UNLIMITED_BYTES = 1 << 60
 _CUDA_PROVIDERS = frozenset(
     {"CUDAExecutionProvider", "NvTensorRTRTXExecutionProvider", "TensorrtExecutionProvider"}
 )
@@ -34,17 +36,55 @@ def read_available_bytes(root: Path | None = None) -> int | None:
         root: folder below which /proc and /sys are read.
     """
     root = root or ROOT
-    sizes = [*_list_group_bytes(root)]
+    sizes = [
+        size for group in _list_groups(root) if (size := group.read_available_bytes()) is not None
+    ]
     if (machine := _read_numbers(root / "proc/meminfo").get("MemAvailable:")) is not None:
         sizes.append(machine << 10)
     return max(0, min(sizes)) if sizes else None
 
 
-def _list_group_bytes(root: Path) -> Iterator[int]:
-    """Yield the remaining bytes of each memory group of this process.
+def read_limit_bytes(root: Path | None = None) -> int | None:
+    """Return the memory limit of this process's control groups; None without a limit.
 
-    These are its own group and all groups above it.
+    Args:
+        root: folder below which /proc and /sys are read.
     """
+    limits = [
+        limit for group in _list_groups(root or ROOT) if (limit := group.read_limit()) is not None
+    ]
+    return min(limits, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MemoryGroup:
+    """A memory control group: its folder, and its files in this version of control groups."""
+
+    folder: Path
+    limit_file: str
+    usage_file: str
+    prefix: str
+
+    def read_limit(self) -> int | None:
+        """Return the group's limit in bytes; None if it has no limit."""
+        limit = _read_text(self.folder / self.limit_file).strip()
+        # Version 2 writes `max`, and version 1 the largest number of pages.
+        return int(limit) if limit.isdecimal() and int(limit) < _UNLIMITED_BYTES else None
+
+    def read_available_bytes(self) -> int | None:
+        """Return the limit minus the memory that cannot be freed; None without a limit."""
+        limit, usage = self.read_limit(), _read_text(self.folder / self.usage_file).strip()
+        if limit is None or not usage.isdecimal():
+            return None
+        stat = _read_numbers(self.folder / "memory.stat")
+        cache = sum(
+            stat.get(f"{self.prefix}{name}", 0) for name in ("inactive_file", "active_file")
+        )
+        return limit - max(0, int(usage) - cache - stat.get("slab_reclaimable", 0))
+
+
+def _list_groups(root: Path) -> Iterator[_MemoryGroup]:
+    """Yield each memory group of this process: its own group and all groups above it."""
     base = root / "sys/fs/cgroup"
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -58,12 +98,14 @@ def _list_group_bytes(root: Path) -> Iterator[int]:
             )
         else:
             continue
-        for folder in _list_groups(mount, name):
-            if (size := _read_group_bytes(folder, *files)) is not None:
-                yield size
+        for folder in _list_folders(mount, name):
+            limit_file, usage_file, prefix = files
+            yield _MemoryGroup(
+                folder=folder, limit_file=limit_file, usage_file=usage_file, prefix=prefix
+            )
 
 
-def _list_groups(mount: Path, name: str) -> list[Path]:
+def _list_folders(mount: Path, name: str) -> list[Path]:
     """Return the folders of a group and of the groups above it.
 
     In a container without a namespace for groups, the group is mounted as the root. In /proc, its
@@ -74,19 +116,6 @@ def _list_groups(mount: Path, name: str) -> list[Path]:
     if ".." in parts or not folder.is_dir():
         return [mount]
     return [folder, *folder.parents[: len(parts)]]
-
-
-def _read_group_bytes(folder: Path, limit_file: str, usage_file: str, prefix: str) -> int | None:
-    """Return a group's limit minus its memory that cannot be freed.
-
-    The result is None if the group has no limit.
-    """
-    limit, usage = _read_text(folder / limit_file).strip(), _read_text(folder / usage_file).strip()
-    if not limit.isdecimal() or not usage.isdecimal():  # cgroup v2 writes `max`
-        return None
-    stat = _read_numbers(folder / "memory.stat")
-    cache = sum(stat.get(f"{prefix}{name}", 0) for name in ("inactive_file", "active_file"))
-    return int(limit) - max(0, int(usage) - cache - stat.get("slab_reclaimable", 0))
 
 
 def _read_text(path: Path) -> str:
