@@ -42,10 +42,16 @@ _SLOW_AFTER_S = 2.0
 def read_durations(console: Console) -> Durations:
     """Return the last durations of commands, from the user's cache.
 
-    Without a terminal, they are empty, since no estimate is shown.
+    Without a terminal, they are empty, since no estimate is shown. In a container, the user can
+    have no home folder.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Durations(home / "onnx-ops" / "durations.json" if console.is_terminal else None)
+    if not console.is_terminal:
+        return Durations(None)
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return Durations(None)
+    return Durations(home / "onnx-ops" / "durations.json")
 
 
 class StepProgress:

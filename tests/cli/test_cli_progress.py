@@ -44,6 +44,18 @@ def test_step_progress_with_known_durations_shows_time_left(clock: list[float]) 
     ]
 
 
+def test_step_progress_of_user_without_home_shows_no_time_left(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raise_error() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", raise_error)
+    for _ in range(2):
+        assert shown(clock, ["a"], [10]) == ["a … 10 s"]
+
+
 def test_step_progress_with_damaged_durations_shows_no_time_left(
     clock: list[float], tmp_path: Path
 ) -> None:
