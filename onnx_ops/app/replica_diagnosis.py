@@ -89,7 +89,7 @@ def diagnose_replica(
             ok, found, remedy = False, str(error), error.remedy or _REMEDY
         except OSError as error:
             ok, found, remedy = False, str(error), _REMEDY
-        findings.append(Diagnosis(check=name, ok=ok, found=found, remedy=remedy))
+        findings.append(Diagnosis(check=name, ok=ok, found=found, remedy="" if ok else remedy))
     return findings
 
 
