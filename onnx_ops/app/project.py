@@ -108,6 +108,9 @@ def check(
         unservable=lambda entry, target: project.context.provider(
             entry.provider
         ).explain_unservable(target),
+        uncounted=lambda entry: project.context.provider(entry.provider).explain_uncounted(
+            str(entry.metrics.get("source", "")), entry.settings
+        ),
         preflight=(lambda *_: ()) if static else preflight,
         shared=project.settings.shared_targets,
         overrides=tuple(overrides),

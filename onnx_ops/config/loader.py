@@ -22,6 +22,7 @@ from onnx_ops.config.reach import PROJECT_ONLY, Reach
 from onnx_ops.config.rollout_rules import (
     ABILITIES,
     Capabilities,
+    Uncounted,
     Unservable,
     check_providers,
     check_rollouts,
@@ -68,6 +69,7 @@ def load_pipeline(
     metrics: SettingsCheck = lambda *_: None,
     capabilities: Capabilities = lambda _: frozenset(ABILITIES),
     unservable: Unservable = lambda *_: "",
+    uncounted: Uncounted = lambda _: "",
     preflight: PreflightCheck = lambda *_: (),
 ) -> Pipeline:
     """Read a pipeline file, or report all its problems.
@@ -89,6 +91,7 @@ def load_pipeline(
             metrics sources.
         capabilities, unservable: Functions that return the capabilities of an endpoint plugin for
             an entry, and why the plugin cannot run the entry's models.
+        uncounted: Function that returns why an entry's metrics source counts no requests.
         preflight: Function that returns the problems that a run would have.
 
     Raises:
@@ -114,7 +117,7 @@ def load_pipeline(
             *check_plugins(draft, targets, plugins),
             *check_endpoint_settings(draft, plugins, settings, metrics),
             *check_providers(
-                draft, targets, plugins.get("endpoints", ()), capabilities, unservable
+                draft, targets, plugins.get("endpoints", ()), capabilities, unservable, uncounted
             ),
             *check_other_files(draft, path, root),
         ]

@@ -26,6 +26,9 @@ Unservable = Callable[[Deploy, Target], str]
 The plugin must run them as they were measured on the target. The result is empty if it can.
 """
 
+Uncounted = Callable[[Deploy], str]
+"""Function that returns why an entry's metrics source counts no requests; empty if it counts."""
+
 _TOLERANCE = 1e-9
 ABILITIES = {
     "split": "divide traffic",
@@ -51,15 +54,20 @@ def check_providers(
     providers: Sequence[str],
     capabilities: Capabilities,
     unservable: Unservable,
+    uncounted: Uncounted,
 ) -> Iterator[Issue]:
-    """Yield policies and targets that an installed provider does not support.
+    """Yield policies, metrics sources and targets that an installed provider does not support.
 
     A provider supports a policy if it has the capabilities that the policy needs. It supports a
     target if it can run models as they were measured on the target.
     """
-    for loc, entry in draft.deploy:
+    for loc, declared in draft.deploy:
+        entry = declared
         if entry.provider not in providers:
             continue
+        if why := uncounted(entry):
+            yield Issue((*loc, "metrics", "source"), why)
+            entry = replace(entry, metrics={})  # the policy is checked as with the remedy applied
         able = capabilities(entry)
         for need, key in entry.rollout.needs().items():
             if need not in able:

@@ -210,6 +210,17 @@ class EndpointProvider(Plugin):
         The result is empty if an endpoint can run them.
         """
 
+    def explain_uncounted(self, source: str, settings: Mapping[str, Json]) -> str:
+        """Return why a metrics source counts no requests of an endpoint with these settings.
+
+        The result is empty if it counts them, or if the provider does not know the source.
+
+        Args:
+            source: name of the plugin, as in section `metrics` of the endpoint.
+            settings: settings of the endpoint.
+        """
+        return ""
+
     @abstractmethod
     def place(self, config: EndpointConfig) -> str:
         """Return the endpoint's location, for people, without network access.

@@ -61,3 +61,16 @@ def test_list_capabilities_of_cloud_endpoint_has_users_with_table_only(
     able = list_capabilities(open_project(tmp_path), entry)
     assert "split" in able
     assert able & BY_USER == expected
+
+
+@pytest.mark.parametrize(
+    ("provider", "own"), [("sagemaker", "cloudwatch"), ("azureml", "azuremonitor")]
+)
+def test_metrics_service_of_cloud_counts_nothing_with_table_only(
+    tmp_path: Path, provider: str, own: str
+) -> None:
+    endpoints = open_project(tmp_path).context.provider(provider)
+    for settings in ({}, {"traffic": "table"}):
+        assert "leave out 'metrics'" in endpoints.explain_uncounted(own, settings)
+        assert endpoints.explain_uncounted("prometheus", settings) == ""
+    assert endpoints.explain_uncounted(own, {"traffic": "native"}) == ""

@@ -598,6 +598,20 @@ _AZURE = (
     "image: 'registry.example/i:1', control: abfs://c@a.dfs.core.windows.net/t, "
     "reports: abfs://r@a.dfs.core.windows.net/t}, rollout"
 )
+CLOUDS = (
+    Mistake(
+        "counts of CloudWatch for versions that a table routes to",
+        "deploy[0].metrics.source",
+        "rollout",
+        f"metrics: {{source: cloudwatch}}, {_SAGEMAKER}",
+    ),
+    Mistake(
+        "counts of Azure Monitor for versions that a table routes to",
+        "deploy[0].metrics.source",
+        "rollout",
+        f"metrics: {{source: azuremonitor}}, {_AZURE}",
+    ),
+)
 MACHINE = (
     Mistake(
         "no credentials for AWS",
@@ -631,7 +645,7 @@ MACHINE = (
         hidden=("torch",),
     ),
 )
-FILES = (*YAML, *NAMES, *RULES, *OPTIONS, *DATA, *CODES, *MODELS, *MACHINE)
+FILES = (*YAML, *NAMES, *RULES, *OPTIONS, *DATA, *CODES, *MODELS, *CLOUDS, *MACHINE)
 
 
 def command(name: str, words: str, change: Change = lambda _: None, code: int = 2) -> Mistake:

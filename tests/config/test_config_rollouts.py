@@ -192,3 +192,19 @@ def test_describe_policy_lists_requests_each_step_needs(golden: Golden) -> None:
     assert len(lines) == 4
     assert list(describe_policy(policy, frozenset({"exceedances"}))) == lines[:3]
     assert not list(describe_policy(RolloutPolicy(steps=(0.1, 1.0)), frozenset()))
+
+
+def test_metrics_source_that_counts_nothing_reports_only_its_own_problem(
+    find_problems: FindProblems, pipeline_text: str
+) -> None:
+    """Without the source, the endpoint has the capabilities that the policy needs."""
+    text = pipeline_text.replace(PLAIN, f"{PLAIN}, metrics: {{source: monitor}}")
+    problems = find_problems(
+        text,
+        plugins={**PLUGINS, "metrics": ("monitor",)},
+        capabilities=lambda entry: frozenset() if entry.metrics else frozenset({"split"}),
+        uncounted=lambda entry: f"{entry.metrics['source']} counts nothing",
+    )
+    assert [(one.line, one.path, one.message) for one in problems] == [
+        (20, "deploy[0].metrics.source", "monitor counts nothing")
+    ]

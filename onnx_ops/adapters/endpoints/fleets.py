@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from onnx_ops.adapters.endpoints.cloud import CloudEndpoints
 from onnx_ops.adapters.endpoints.replicas import ADOPT_S, ReplicaEndpoints
 from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings
 from onnx_ops.domain.artifact import Digest, digest_bytes, digest_json
@@ -199,7 +200,7 @@ class TrafficModes(EndpointProvider):
     cloud routes by its own weights.
     """
 
-    def __init__(self, table: EndpointProvider, native: EndpointProvider) -> None:
+    def __init__(self, table: EndpointProvider, native: CloudEndpoints) -> None:
         self._table = table
         self.native = native
 
@@ -239,6 +240,16 @@ class TrafficModes(EndpointProvider):
     def explain_unservable(self, target: Target) -> str:
         """Return why the image cannot run models of the target; empty if it can."""
         return self.native.explain_unservable(target)
+
+    def explain_uncounted(self, source: str, settings: Mapping[str, Json]) -> str:
+        """Return why the cloud's metrics service counts no version that a table routes to."""
+        if source != self.native.metrics_plugin or self._select(settings) is self.native:
+            return ""
+        return (
+            f"source '{source}' counts no version of an endpoint with `traffic: table`, because "
+            "the cloud runs one deployment for all versions; leave out 'metrics', so that the "
+            "instances report their counts"
+        )
 
     def place(self, config: EndpointConfig) -> str:
         """Return the endpoint's location in the cloud."""
