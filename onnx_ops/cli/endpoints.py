@@ -272,6 +272,7 @@ def status_document(status: EndpointStatus) -> dict[str, Any]:
         "traffic": dict(status.actual.split.weights) if status.actual is not None else None,
         "drift": list(status.actual.drift) if status.actual is not None else [],
         "out_of_service": list(status.actual.out_of_service) if status.actual is not None else [],
+        "replacements": list(status.actual.replacements) if status.actual is not None else [],
         "stragglers": list(status.actual.stragglers) if status.actual is not None else [],
         "servers": codec.to_json(status.servers),
         "outliers": codec.to_json(status.outliers),
@@ -362,6 +363,7 @@ def _print_served(status: EndpointStatus, actual: EndpointState, address: str) -
     found = (
         ("[red]out of service[/red]: {}", actual.out_of_service),
         ("[yellow]behind[/yellow]: {}", actual.stragglers),
+        ("[yellow]the cloud replaces the instances[/yellow]: {}", actual.replacements),
         ("[yellow]differs from its settings[/yellow]: {}", actual.drift),
         ("[yellow]replicas differ[/yellow]: {}", [outlier.summary for outlier in status.outliers]),
     )

@@ -89,9 +89,11 @@ class EndpointState:
     `drift` describes how the observed endpoint differs from its settings: instances, image,
     autoscaling. Applying any state restores the settings. `out_of_service` are deployments to which
     the endpoint gives no requests, with the reason. `stragglers` are servers that may still serve
-    an earlier state, with the reason. In a desired state, `drift`, `out_of_service` and
-    `stragglers` are empty. `limits_s` are latencies in seconds, by name of a deployment. While
-    deployments are compared, their requests above these latencies are counted.
+    an earlier state, with the reason. `replacements` are changes that the provider makes to the
+    instances at this moment; no rollout advances meanwhile. In a desired state, `drift`,
+    `out_of_service`, `stragglers` and `replacements` are empty. `limits_s` are latencies in
+    seconds, by name of a deployment. While deployments are compared, their requests above these
+    latencies are counted.
     """
 
     deployments: tuple[Deployment, ...]
@@ -100,6 +102,7 @@ class EndpointState:
     drift: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     out_of_service: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     stragglers: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    replacements: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     limits_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:

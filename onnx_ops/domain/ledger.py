@@ -724,9 +724,10 @@ def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseSta
 
 def _complete(state: ReleaseState, action: Action, at: float) -> ReleaseState:
     """Close the open intent, and apply the roles of its action."""
-    # An action that restores the state, or was decided before the command, ignores the command.
+    # An action that keeps the state, or was decided before the command, ignores the command.
     keeps_command = action.roles.candidate is not None and (
-        action.kind is ActionKind.RESTORE or state.command_sequence > state.decision_sequence
+        action.kind in (ActionKind.RESTORE, ActionKind.RECONFIGURE)
+        or state.command_sequence > state.decision_sequence
     )
     last_rollback = state.last_rollback
     if action.reject:

@@ -60,6 +60,7 @@ class WaitKind(StrEnum):
 
     IDLE = "idle"
     ANALYZING = "analyzing"
+    REPLACING = "replacing-instances"
     APPROVAL = "waiting-for-approval"
     PAUSED = "paused"
     INCONCLUSIVE = "inconclusive"
@@ -268,12 +269,13 @@ def choose_next_action(
     now: float,
     analysis: AnalysisResult | None = None,
     draws_epochs: bool = False,
+    has_fleet: bool = False,
 ) -> Action | Wait:
     """Return the next action, or the reason to wait.
 
     A policy without analysis waits for an operator at each step. Otherwise `analysis` determines
     the steps. A command to advance then skips requirements that are not met yet; no command keeps a
-    candidate that a guardrail rejects.
+    candidate that a guardrail rejects, or advances while the provider replaces instances.
 
     Args:
         desired: the verified deployment that the registry requests; None if it requests none.
@@ -282,6 +284,7 @@ def choose_next_action(
         command: the operator's last command that is not carried out yet.
         now: seconds since the epoch.
         draws_epochs: whether the provider can assign users anew in each epoch.
+        has_fleet: whether the provider changes instances separately from the traffic.
     """
     stable = roles.stable
     if stable is None:
@@ -293,10 +296,12 @@ def choose_next_action(
     if observed is None or not observed.covers(expected):
         why = "the endpoint differs from its expected state"
         return Action(kind=ActionKind.RESTORE, state=expected, roles=roles, why=why)
-    if roles.candidate is not None:
-        return rollout.proceed(roles.candidate)
-    if command is OperatorCommand.PAUSE:
-        return Wait(why="paused by an operator")
+    if (hold := rollout.find_hold(observed)) is not None:
+        return hold
+    step = None if roles.candidate is None else rollout.proceed(roles.candidate)
+    is_step_first = isinstance(step, Wait) or not (has_fleet and observed.drift)
+    if step is not None and is_step_first:
+        return step
     if observed.drift:  # before a rollout, so that both versions run with the same settings
         why = f"the endpoint does not match its settings: {'; '.join(observed.drift)}"
         return Action(kind=ActionKind.RECONFIGURE, state=expected, roles=roles, why=why)
@@ -467,6 +472,17 @@ class _Rollout:
         why = "; ".join([failure, *(outlier.summary for outlier in analysis.outliers)])
         return plan_abort(self.roles, self.target, why=why, reject=True)
 
+    def find_hold(self, observed: EndpointState) -> Wait | None:
+        """Return the wait for an operator or for the provider, or None."""
+        if self.command is OperatorCommand.PAUSE:
+            is_rollout = self.roles.candidate is not None
+            kind = WaitKind.PAUSED if is_rollout else WaitKind.IDLE
+            return Wait(why="paused by an operator", kind=kind)
+        if observed.replacements:
+            why = f"the cloud replaces the instances: {'; '.join(observed.replacements)}"
+            return Wait(why=why, kind=WaitKind.REPLACING)
+        return None
+
     def build_expected_state(self) -> EndpointState:
         """Return the state of the endpoint as the last action left it."""
         roles = self.roles
@@ -502,8 +518,6 @@ class _Rollout:
 
     def proceed(self, candidate: Deployment) -> Action | Wait:
         """Advance the rollout in progress, or wait."""
-        if self.command is OperatorCommand.PAUSE:
-            return Wait(why="paused by an operator", kind=WaitKind.PAUSED)
         because = ""
         if self.command is not OperatorCommand.ADVANCE:
             step = find_step(self.policy, self.roles.step)

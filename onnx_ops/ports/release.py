@@ -191,8 +191,8 @@ class EndpointProvider(Plugin):
         """Return the provider's capabilities for an endpoint with these settings.
 
         These are `split`, `sticky`, `epochs` (users are assigned anew in each epoch), `shadow`,
-        `guarded` (the provider itself shifts the traffic and watches alarms), and those of the
-        provider's own metrics source.
+        `guarded` (the provider itself shifts the traffic and watches alarms), `fleet` (instances
+        are changed separately from the traffic), and those of the provider's own metrics source.
         """
 
     @abstractmethod

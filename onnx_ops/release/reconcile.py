@@ -527,6 +527,7 @@ def choose_action(
 
         analysis = analyze(snapshot.observations, state.roles, state.policy)
     provider = journal.context.provider(journal.config.provider)
+    capabilities = provider.capabilities(journal.config.settings)
     action = choose_next_action(
         desired=desired.deployment,
         observed=observed,
@@ -536,7 +537,8 @@ def choose_action(
         command=state.command,
         now=journal.context.clock.now(),
         analysis=analysis,
-        draws_epochs="epochs" in provider.capabilities(journal.config.settings),
+        draws_epochs="epochs" in capabilities,
+        has_fleet="fleet" in capabilities,
     )
     if not isinstance(action, Wait):
         return _hold(action, state.roles, snapshot, state.command)

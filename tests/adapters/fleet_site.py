@@ -86,6 +86,10 @@ class FleetSite(EndpointSite):
     def count_changes(self) -> int:
         """Return how many requests have changed something in the control plane."""
 
+    @abstractmethod
+    def slow_updates(self) -> None:
+        """Let each later change of instances take seconds."""
+
     def open_again(self) -> None:
         """Replace the provider by a new one, as another process of this machine has it."""
         self.provider = self.make_provider(self.folder / "trusted")
@@ -152,6 +156,9 @@ class SageMakerFleet(FleetSite):
             call.removeprefix("SageMaker.").startswith(changing) for call in self.fake.calls()
         )
 
+    def slow_updates(self) -> None:
+        self.fake.behave(reads=600)
+
 
 @dataclass(kw_only=True)
 class AzureFleet(FleetSite):
@@ -201,6 +208,9 @@ class AzureFleet(FleetSite):
 
     def count_changes(self) -> int:
         return sum(method in ("PUT", "PATCH", "DELETE") for method, _ in self.cloud.calls)
+
+    def slow_updates(self) -> None:
+        self.cloud.conditions.looks = 60
 
 
 @contextmanager

@@ -6,8 +6,9 @@ Their instances are real followers with real servers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import pytest
 from onnx_ops.adapters.endpoints.fleets import TrafficModes
 from onnx_ops.adapters.files import FsspecObjects, LocalObjects
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
-from onnx_ops.errors import InfrastructureError, UserError
+from onnx_ops.domain.quantities import Json
+from onnx_ops.errors import ConflictError, InfrastructureError, UserError
 from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite
 from tests.adapters.fleet_site import (
     AzureFleet,
@@ -118,6 +120,29 @@ def test_fleet_with_other_image_is_replaced_without_failed_request(fleet: FleetS
         fleet.provider.delete_orphan(fleet.config, orphan)
     assert not fleet.provider.list_orphans(fleet.config, frozenset())
     assert fleet.invoke("anna").deployment == "blue"
+
+
+@pytest.mark.parametrize("key", ["image", "count"])
+def test_fleet_shows_replaced_instances_and_rolls_back_meanwhile(
+    fleet: FleetSite, key: str
+) -> None:
+    count = "instance_count" if fleet.provider_name == "sagemaker" else "instances"
+    changed: Mapping[str, Json] = {"image": "registry.example/onnx-ops:new"}
+    fleet.slow_updates()
+    with_settings(fleet, **(changed if key == "image" else {count: 3}))
+    with ThreadPoolExecutor(1) as pool:
+        update = pool.submit(fleet.apply, 3, blue=50, green=50)
+        until(lambda: bool(fleet.observed().replacements))
+        assert fleet.observed().is_equivalent(fleet.state(blue=50, green=50))
+        fleet.provider.roll_back(fleet.config, fleet.state(blue=100), generation=4)
+        is_running = not update.done()
+        answering = {fleet.invoke(f"user-{number}").deployment for number in range(10)}
+        with suppress(ConflictError):  # the table of the rollback is later than that of the update
+            update.result(timeout=120)
+    assert is_running
+    assert answering == {"blue"}
+    assert fleet.observed().is_equivalent(fleet.state(blue=100, green=0))
+    assert (fleet.observed().replacements, fleet.drift()) == ((), [])
 
 
 def test_fleet_with_changed_traffic_or_location_is_refused(azure: AzureFleet) -> None:

@@ -29,6 +29,7 @@ from onnx_ops.domain.rollout import (
     OperatorCommand,
     Roles,
     Wait,
+    WaitKind,
     build_split_state,
     choose_next_action,
     plan_abort,
@@ -363,3 +364,63 @@ def test_choose_next_action_with_different_epoch_restores_endpoint() -> None:
 def test_build_split_state_with_invalid_epoch_raises_value_error(epoch_s: float) -> None:
     with pytest.raises(ValueError, match="an epoch must last"):
         build_split_state(VERSIONS[0], VERSIONS[2], 10, epoch_s=epoch_s)
+
+
+REPLACED = "SageMaker's endpoint has the status Updating"
+IN_ROLLOUT = Roles(stable=VERSIONS[0], candidate=VERSIONS[2])
+HALF_WAY = build_split_state(VERSIONS[0], VERSIONS[2], 5)
+
+
+def choose_with_instances(
+    command: OperatorCommand | None, desired: Deployment = VERSIONS[2], **observed: tuple[str, ...]
+) -> Action | Wait:
+    """Return the next action of a rollout whose instances differ, or are being replaced."""
+    return choose_next_action(
+        desired=desired,
+        observed=replace(HALF_WAY, **observed),  # type: ignore[arg-type]
+        roles=IN_ROLLOUT,
+        policy=POLICIES[2],
+        target="cpu",
+        command=command,
+        now=1.0,
+        has_fleet=True,
+    )
+
+
+def test_rollout_holds_while_instances_are_replaced_and_names_the_reason() -> None:
+    for command in (None, OperatorCommand.ADVANCE, OperatorCommand.RESUME):
+        held = choose_with_instances(command, replacements=(REPLACED,), drift=("image: a, not b",))
+        why = f"the cloud replaces the instances: {REPLACED}"
+        assert held == Wait(why=why, kind=WaitKind.REPLACING)
+    paused = choose_with_instances(OperatorCommand.PAUSE, replacements=(REPLACED,))
+    assert isinstance(paused, Wait)
+    assert paused.kind is WaitKind.PAUSED
+
+
+def test_rollout_aborts_while_instances_are_replaced() -> None:
+    action = choose_with_instances(None, VERSIONS[4], replacements=(REPLACED,))
+    assert isinstance(action, Action)
+    assert action.kind is ActionKind.ABORT
+
+
+def test_rollout_does_not_start_while_instances_are_replaced() -> None:
+    observed = replace(build_split_state(VERSIONS[0], None, 0), replacements=(REPLACED,))
+    waiting = choose_next_action(
+        desired=VERSIONS[2],
+        observed=observed,
+        roles=Roles(stable=VERSIONS[0]),
+        policy=POLICIES[2],
+        target="cpu",
+        command=None,
+        now=1.0,
+    )
+    assert isinstance(waiting, Wait)
+    assert waiting.kind is WaitKind.REPLACING
+
+
+def test_step_with_changed_instances_changes_only_the_instances() -> None:
+    action = choose_with_instances(OperatorCommand.ADVANCE, drift=("image: a, not b",))
+    assert isinstance(action, Action)
+    assert (action.kind, action.roles) == (ActionKind.RECONFIGURE, IN_ROLLOUT)
+    assert action.state.is_equivalent(HALF_WAY)
+    assert isinstance(choose_with_instances(None, drift=("image: a, not b",)), Wait)

@@ -5,17 +5,19 @@ The tests show how a version gets traffic, and which versions cannot.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NoReturn
 
 import pytest
 
 from onnx_ops.attestation import sign_record
+from onnx_ops.cli.endpoints import status_document
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.domain.ledger import VersionRefused
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import OperatorCommand, build_split_state
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
@@ -28,7 +30,8 @@ from onnx_ops.errors import (
 )
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_step, reconcile_until_stable
-from onnx_ops.release.status import HistoryFilter, read_history, read_status
+from onnx_ops.release.status import HistoryFilter, read_history, read_rollout_view, read_status
+from onnx_ops.testing.fakes import FakeProvider, FakeWorld
 from tests.release.release_parts import (
     AT_ONCE,
     CANARY,
@@ -365,6 +368,46 @@ def test_changed_settings_are_applied_before_rollout_and_not_during_it(scene: Sc
     assert [report.did for report in scene.reconcile()] == [""]
     scene.roll_back()
     assert [report.did for report in scene.reconcile()][-2:] == ["reconfigure", ""]
+
+
+class FleetProvider(FakeProvider):
+    """Endpoints whose instances change separately from the traffic.
+
+    `replacements` are the changes in progress.
+    """
+
+    replacements: tuple[str, ...] = ()
+
+    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
+        return super().capabilities(settings) | {"fleet"}
+
+    def observe(self, config: EndpointConfig) -> EndpointState | None:
+        state = super().observe(config)
+        return None if state is None else replace(state, replacements=self.replacements)
+
+
+def test_rollout_holds_while_cloud_replaces_instances_and_keeps_command() -> None:
+    provider = FleetProvider()
+    scene = Scene(world=FakeWorld(provider=provider))
+    scene.bind(policy=CANARY)
+    scene.serve(scene.publish("a"))
+    scene.promote(scene.publish("b"))
+    scene.reconcile()
+    scene.say(OperatorCommand.ADVANCE)
+    changed = replace(config_of("digits"), settings={"instance_type": "large"})
+    bind_endpoint(scene.context, changed, CANARY)
+    provider.replacements = ("status Updating",)
+    why = "the cloud replaces the instances: status Updating"
+    assert [(one.did, one.why) for one in scene.reconcile()] == [("", why)]
+    assert must(read_rollout_view(scene.context, "digits")).next == why
+    document = status_document(read_status(scene.context, "digits"))
+    assert document["replacements"] == ["status Updating"]
+    assert scene.traffic() == {"v1": 90, "v2": 10}
+    provider.replacements = ()
+    assert [one.did for one in scene.reconcile()] == ["reconfigure", "advance", ""]
+    provider.replacements = ("status Updating",)
+    scene.roll_back()
+    assert scene.traffic() == {"v1": 100, "v2": 0}
 
 
 def test_bind_endpoint_with_other_model_or_target_raises_user_error(scene: Scene) -> None:

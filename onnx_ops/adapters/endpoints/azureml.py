@@ -22,6 +22,7 @@ from onnx_ops.adapters.endpoints.azureml_plan import (
     read_record,
     read_state,
 )
+from onnx_ops.adapters.endpoints.azureml_resources import OnlineDeployment
 from onnx_ops.adapters.endpoints.azureml_settings import read_azure_settings
 from onnx_ops.adapters.endpoints.azureml_update import AzureEndpoint, SentGeneration
 from onnx_ops.adapters.endpoints.cloud import CloudEndpoints
@@ -39,6 +40,8 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError
 
+_UPDATING = frozenset({"updating", "scaling"})
+"""Provisioning states of a deployment that answers while its instances change."""
 _BLOB_SCHEMES = frozenset({"abfs", "abfss", "az"})
 
 
@@ -196,10 +199,13 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         if resource is None or resource.mirror_traffic:
             return None, {}
         deployments = endpoint.client.deployments()
+        is_table = endpoint.client.settings.is_table
         records = {
             name: record
             for name, deployment in deployments.items()
-            if deployment.has_succeeded and (record := read_record(deployment.tags)) is not None
+            # While Azure adds or removes instances of a fleet, the others answer.
+            if (deployment.has_succeeded or (is_table and deployment.state in _UPDATING))
+            and (record := read_record(deployment.tags)) is not None
         }
         state = read_state(resource.tags, resource.traffic, records)
         if state is None:
@@ -208,7 +214,15 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         drift = [
             endpoint.deployments.drift(deployments[names[d.name]], d) for d in state.deployments
         ]
-        return replace(state, drift=tuple(itertools.chain(*drift))), names
+        replacements = _list_replacements(config, deployments) if is_table else ()
+        return (
+            replace(
+                state,
+                drift=tuple(itertools.chain(*drift)),
+                replacements=tuple(replacements),
+            ),
+            names,
+        )
 
     def _connect(self, config: EndpointConfig) -> AzureEndpoint:
         settings = replace(
@@ -220,6 +234,15 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         name = read_endpoint_name(config.endpoint, config.settings)
         client = AzureClient(settings, name, config.endpoint, self._policy)
         return AzureEndpoint(client, SentGeneration(self._folder / config.endpoint))
+
+
+def _list_replacements(
+    config: EndpointConfig, deployments: Mapping[str, OnlineDeployment]
+) -> Iterator[str]:
+    """Yield the deployments of a fleet whose instances Azure is changing."""
+    for name, deployment in sorted(deployments.items()):
+        if deployment.tags.get(OWNER) == config.endpoint and not deployment.is_settled:
+            yield f"Azure's deployment {name} has the provisioning state {deployment.state}"
 
 
 def _find_unused_deployments(

@@ -82,6 +82,10 @@ class FleetEndpoints(ReplicaEndpoints):
         """Return the options with which the client of the object store is created."""
         return self._read_options(config)
 
+    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
+        """Return those of replicas, and `fleet`: instances change separately from the traffic."""
+        return super().capabilities(settings) | {"fleet"}
+
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
         """Validate settings; raises UserError."""
         self._machines.validate_settings(settings)
@@ -120,7 +124,11 @@ class FleetEndpoints(ReplicaEndpoints):
         state = None if fleet is None else super().observe(config)
         if fleet is None or state is None:
             return None
-        return replace(state, drift=(*state.drift, *self._list_drift(config, fleet)))
+        return replace(
+            state,
+            drift=(*state.drift, *self._list_drift(config, fleet)),
+            replacements=fleet.replacements,
+        )
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Create the fleet or change its settings where needed, and publish the state.

@@ -145,7 +145,7 @@ class SageMakerVariants(CloudEndpoints):
                 return None
             state = _read_state(client, description, claim)
             if state is None or not is_idle:
-                return state
+                return state if state is None else _with_replacement(client, state, description)
             drift = (
                 *self._config_drift(client, description, state),
                 *_list_scaling_drift(client, description, claim),
@@ -334,6 +334,19 @@ class SageMakerVariants(CloudEndpoints):
         if access not in self._clients:
             self._clients[access] = make_clients(access, where=config.endpoint)
         return SageMakerClient(self._clients[access], config.endpoint, settings)
+
+
+def _with_replacement(
+    client: SageMakerClient, state: EndpointState, description: Mapping[str, Any]
+) -> EndpointState:
+    """Return the state of an endpoint that SageMaker is changing.
+
+    An update of an endpoint with `traffic: table` only changes instances.
+    """
+    if not client.settings.is_table:
+        return state
+    status = description["EndpointStatus"]
+    return replace(state, replacements=(f"SageMaker's endpoint has the status {status}",))
 
 
 def _is_weight_step(
