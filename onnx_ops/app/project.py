@@ -164,6 +164,7 @@ def _list_endpoint_findings(project: Project, pipeline: Pipeline, planned: Plan)
     from onnx_ops.app.server_memory import find_memory_shortages
     from onnx_ops.config.document import Issue
     from onnx_ops.domain.pipeline import StageKind
+    from onnx_ops.release.promote import find_refused_change
 
     seen: set[str] = set()
     for stage in planned.stages:
@@ -171,6 +172,9 @@ def _list_endpoint_findings(project: Project, pipeline: Pipeline, planned: Plan)
             continue
         config, _ = binding(stage)
         parts = (project.context.provider(config.provider), project.context.metrics(config))
+        if (refused := find_refused_change(project.context, config)) is not None:
+            index = [entry.endpoint for entry in pipeline.deploy].index(config.endpoint)
+            yield Issue(("deploy", index, "settings"), refused.without_place())
         lacks = [lack for part in parts if (lack := part.find_missing_requirement(config))]
         for lack in lacks:
             # A provider and its metrics source can have the same requirement.
@@ -180,6 +184,19 @@ def _list_endpoint_findings(project: Project, pipeline: Pipeline, planned: Plan)
         # Without credentials, the servers' reports cannot be read.
         for text in () if lacks else find_memory_shortages(project.context, config):
             yield Issue(_location(pipeline, stage), text, environment=True)
+
+
+def _list_refused(project: Project, planned: Plan) -> Iterator[UserError]:
+    """Yield the changes of existing endpoints that a run would refuse."""
+    from onnx_ops.app.handler import binding
+    from onnx_ops.domain.pipeline import StageKind
+    from onnx_ops.release.promote import find_refused_change
+
+    for stage in planned.stages:
+        if stage.kind is StageKind.DEPLOY:
+            error = find_refused_change(project.context, binding(stage)[0])
+            if error is not None:
+                yield error
 
 
 def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
@@ -270,6 +287,8 @@ def prepare(
     planned = plan(pipeline, targets, probe, until=until)
     planned = apply_default_pools(planned, project.settings.default_pools)
     notes = checked.notes
+    if offline:
+        notes += tuple(f"a run is refused: {error}" for error in _list_refused(project, planned))
     if offline and pipeline.model and is_remote(pipeline.model):
         notes += (
             f"only a run checks whether {pipeline.model} has changed; this plan assumes a change",

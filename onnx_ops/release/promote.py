@@ -316,6 +316,20 @@ def require_no_orphans(
         raise _orphan_error(context, orphans)
 
 
+def find_refused_change(context: Context, config: EndpointConfig) -> UserError | None:
+    """Return why an existing endpoint does not support the change to a config, or None.
+
+    The result is also None if the ledger cannot be read.
+    """
+    try:
+        _find_moved(context, read_readable_state(context, config.endpoint), config)
+    except UserError as error:
+        return error
+    except OnnxOpsError:  # the run reports this
+        pass
+    return None
+
+
 def abandon_dropped(
     context: Context,
     pipeline: str,

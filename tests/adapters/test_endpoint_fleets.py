@@ -16,6 +16,7 @@ import pytest
 
 from onnx_ops.adapters.endpoints.fleets import TrafficModes
 from onnx_ops.adapters.files import FsspecObjects, LocalObjects
+from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import ConflictError, InfrastructureError, UserError
@@ -151,6 +152,25 @@ def test_fleet_with_changed_traffic_or_location_is_refused(azure: AzureFleet) ->
     for after, name in ((changed, "traffic"), (moved, "control")):
         with pytest.raises(UserError, match=f"{name} of an existing endpoint"):
             azure.provider.validate_change(azure.config, after)
+
+
+@pytest.mark.parametrize("traffic", ["table", "native"])
+@pytest.mark.parametrize(
+    ("site", "machine"), [("amazon", "ml.m7g.large"), ("azure", "Standard_F8s_v2")]
+)
+def test_other_machine_without_other_target_is_refused(
+    request: pytest.FixtureRequest, site: str, machine: str, traffic: str
+) -> None:
+    fleet: FleetSite = request.getfixturevalue(site)
+    settings = {**fleet.config.settings, "traffic": traffic}
+    before = replace(fleet.config, settings=settings)
+    after = replace(before, settings={**settings, "instance_type": machine})
+    with pytest.raises(UserError) as caught:
+        fleet.provider.validate_change(before, after)
+    assert f"no decision of target {before.target} is about {machine}" in str(caught.value)
+    assert "onnx-ops run" in caught.value.remedy
+    measured = replace(after, target_digest=digest_bytes(b"the target with another machine"))
+    fleet.provider.validate_change(before, measured)
 
 
 def test_fleet_with_other_client_id_drifts_until_applied(azure: AzureFleet) -> None:

@@ -10,11 +10,17 @@ from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import EndpointAbandoned
 from onnx_ops.errors import RefusedError, UserError
 from onnx_ops.release.journal import list_bound_endpoints
-from onnx_ops.release.promote import abandon_dropped, bind_endpoint, require_no_orphans
+from onnx_ops.release.promote import (
+    abandon_dropped,
+    bind_endpoint,
+    find_refused_change,
+    require_no_orphans,
+)
 from onnx_ops.release.status import HistoryFilter, read_history
 from tests.release.release_parts import AT_ONCE, Scene, config_of
 from tests.release.release_scenes import refused_while_at_work
 from tests.support.golden import Golden
+from tests.support.must import must
 
 
 def here(**settings: str | int) -> EndpointConfig:
@@ -79,6 +85,9 @@ def test_bind_endpoint_with_changed_immutable_setting_raises_user_error(scene: S
         bind_endpoint(scene.context, here(auth="token"), AT_ONCE, abandon="never mind")
     with pytest.raises(UserError, match="auth"):
         require_no_orphans(scene.context, here().pipeline, [here(auth="token")])
+    refused = must(find_refused_change(scene.context, here(auth="token")))
+    assert "auth" in str(refused)
+    assert find_refused_change(scene.context, here(instance_count=2)) is None
     assert bind_endpoint(scene.context, here(instance_count=2), AT_ONCE)
 
 

@@ -92,6 +92,10 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         """Validate settings; raises UserError."""
         read_azure_settings(settings)
 
+    def read_machine(self, config: EndpointConfig) -> str:
+        """Return the size of the instances."""
+        return read_azure_settings(config.settings, where=config.endpoint).instance_type
+
     def place(self, config: EndpointConfig) -> str:
         """Return the endpoint's name and workspace; raise UserError for wrong settings."""
         workspace = read_azure_settings(config.settings, where=config.endpoint).place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -11,7 +12,7 @@ from onnx_ops import plugins
 from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import Manifest, digest_folder, short_digest
-from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Diagnosis, Target
 from onnx_ops.errors import (
@@ -49,6 +50,10 @@ class CloudEndpoints(EndpointProvider):
         """Return the metrics service of the cloud."""
         source: MetricsSource = plugins.load("metrics", self.metrics_plugin, {})
         return source
+
+    @abstractmethod
+    def read_machine(self, config: EndpointConfig) -> str:
+        """Return the type of the machines that serve an endpoint; raise UserError."""
 
     def explain_unservable(self, target: Target) -> str:
         """Return why the image cannot run models of the target; empty if it can."""

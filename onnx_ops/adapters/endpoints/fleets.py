@@ -233,7 +233,11 @@ class TrafficModes(EndpointProvider):
         self._select(settings).validate_settings(settings)
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
-        """Refuse a change of `traffic`, and what the selected provider refuses."""
+        """Refuse a change of `traffic`, and what the selected provider refuses.
+
+        Another machine without another target is refused too, because the decisions of a target
+        hold for the hardware on which they were measured.
+        """
         provider = self._select(after.settings)
         if self._select(before.settings) is not provider:
             was, desired = ("native", "table") if provider is self._table else ("table", "native")
@@ -244,6 +248,17 @@ class TrafficModes(EndpointProvider):
                 f"{after.endpoint}` and run again.",
             )
         provider.validate_change(before, after)
+        was, desired = self.native.read_machine(before), self.native.read_machine(after)
+        if was != desired and before.target_digest == after.target_digest:
+            target = after.target
+            raise UserError(
+                f"no decision of target {target} is about {desired}",
+                where=after.endpoint,
+                why=f"the machine changes from {was} to {desired}, and the target has not changed: "
+                f"its decisions were measured for {was}",
+                remedy=f"Describe the new machine in `requires` of configs/targets/{target}.yaml, "
+                "and measure the target on such a machine with `onnx-ops run`.",
+            )
 
     def explain_unservable(self, target: Target) -> str:
         """Return why the image cannot run models of the target; empty if it can."""

@@ -114,6 +114,12 @@ class SageMakerVariants(CloudEndpoints):
         """Validate settings; raises UserError."""
         read_sagemaker_settings(settings)
 
+    def read_machine(self, config: EndpointConfig) -> str:
+        """Return the instance type, or the memory of a serverless endpoint."""
+        settings = read_sagemaker_settings(config.settings, where=config.endpoint)
+        memory = f"serverless with {settings.memory_mib} MiB"
+        return memory if settings.serverless else settings.instance_type
+
     def place(self, config: EndpointConfig) -> str:
         """Return region, profile and bucket; raise UserError for wrong settings."""
         client = self._connect(config)
