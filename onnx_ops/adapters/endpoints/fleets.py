@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.endpoints.cloud import CloudEndpoints
-from onnx_ops.adapters.endpoints.replicas import ADOPT_S, ReplicaEndpoints
+from onnx_ops.adapters.endpoints.replicas import ADOPT_S, ReplicaEndpoints, StorePlace
 from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings
 from onnx_ops.domain.artifact import Digest, digest_bytes, digest_json
 from onnx_ops.domain.endpoint import (
@@ -24,6 +24,7 @@ from onnx_ops.domain.endpoint import (
     OrphanedResource,
     ServerMemory,
     TrafficSplit,
+    drop_idle_deployments,
 )
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout_observations import GenerationCounts
@@ -131,11 +132,22 @@ class FleetEndpoints(ReplicaEndpoints):
         )
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Create the fleet or change its settings where needed, and publish the state.
+        """Publish a state that moves traffic; otherwise restore the fleet too.
 
-        New instances are in service only after they have adopted a table. Therefore the table comes
+        A step needs no control plane, which could be busy or down. `observe` shows how the fleet
+        differs from its settings, and an application of the same traffic restores them. New
+        instances are in service only after they have adopted a table. Therefore the table comes
         first if the fleet does not serve.
         """
+        seen = self._look(config)
+        if _moves_traffic(seen, state):
+            self._publish_seen(config, seen, state, generation)
+        else:
+            self._restore(config, state, generation)
+        self._wait_until_adopted(config, TableNumber(generation), ADOPT_S)
+
+    def _restore(self, config: EndpointConfig, state: EndpointState, generation: int) -> None:
+        """Create the fleet or change its settings where needed, and publish the state."""
         fleet = self._machines.observe(config)
         if fleet is None:
             self._publish_once(config, state, generation)
@@ -144,7 +156,6 @@ class FleetEndpoints(ReplicaEndpoints):
             if any(self._list_drift(config, fleet)):
                 self._change_fleet(config, generation)
             self._publish_once(config, state, generation)
-        self._wait_until_adopted(config, TableNumber(generation), ADOPT_S)
 
     def _list_drift(self, config: EndpointConfig, fleet: EndpointState) -> Iterator[str]:
         settings = self.read_settings(config)
@@ -199,6 +210,14 @@ class FleetEndpoints(ReplicaEndpoints):
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
         """Delete an orphan; raise ConflictError if the endpoint uses it again."""
         self._machines.delete_orphan(config, orphan)
+
+
+def _moves_traffic(seen: StorePlace, state: EndpointState) -> bool:
+    """Return whether a state gives requests to other deployments than the newest table."""
+    if seen.newest is None or seen.went_back:
+        return False
+    newest = drop_idle_deployments(seen.newest.table.state)
+    return not newest.is_equivalent(drop_idle_deployments(state))
 
 
 class TrafficModes(EndpointProvider):

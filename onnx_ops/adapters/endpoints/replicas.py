@@ -134,7 +134,7 @@ class SeenReplica:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class StorePlace:
     """The tables and replicas of an endpoint, as read at one moment.
 
     `age_s` is the age of the newest table by the store's clock. `now` is the time of this clock.
@@ -257,7 +257,12 @@ class ReplicaEndpoints(EndpointProvider):
 
     def _publish_once(self, config: EndpointConfig, state: EndpointState, generation: int) -> bool:
         """Publish a state unless it is published; return whether any replica reports."""
-        seen = self._look(config)
+        return self._publish_seen(config, self._look(config), state, generation)
+
+    def _publish_seen(
+        self, config: EndpointConfig, seen: StorePlace, state: EndpointState, generation: int
+    ) -> bool:
+        """Publish a state unless `seen` shows it; return whether any replica reports."""
         if not self._is_published(config, seen, replace(state, generation=generation)):
             self._publish(config, seen, state, generation)
             self._clean_up(config)
@@ -297,7 +302,7 @@ class ReplicaEndpoints(EndpointProvider):
             self._write_head(config, seen.newest.number)
 
     def _publish(
-        self, config: EndpointConfig, seen: _Place, state: EndpointState, generation: int
+        self, config: EndpointConfig, seen: StorePlace, state: EndpointState, generation: int
     ) -> None:
         """Create the table of a state.
 
@@ -329,7 +334,7 @@ class ReplicaEndpoints(EndpointProvider):
         self._create(config, table)
 
     def _publish_rollback_table(
-        self, config: EndpointConfig, seen: _Place, state: EndpointState, generation: int
+        self, config: EndpointConfig, seen: StorePlace, state: EndpointState, generation: int
     ) -> None:
         goal = state.leader()
         self._upload(config, seen, (goal,))
@@ -352,7 +357,7 @@ class ReplicaEndpoints(EndpointProvider):
             )
 
     def _upload(
-        self, config: EndpointConfig, seen: _Place, deployments: Iterable[Deployment]
+        self, config: EndpointConfig, seen: StorePlace, deployments: Iterable[Deployment]
     ) -> None:
         """Store the files of deployments that are not in the newest table."""
         for deployment in deployments:
@@ -512,7 +517,7 @@ class ReplicaEndpoints(EndpointProvider):
         )
         return not apart, found, remedy
 
-    def _list_stragglers(self, config: EndpointConfig, seen: _Place) -> Iterator[str]:
+    def _list_stragglers(self, config: EndpointConfig, seen: StorePlace) -> Iterator[str]:
         """Yield the replicas that can serve an older table than the newest, with reason."""
         newest = seen.newest
         if newest is None:
@@ -537,7 +542,7 @@ class ReplicaEndpoints(EndpointProvider):
             why = status.refused or f"last report {one.age_s:.0f} s ago"
             yield f"replica {status.replica} serves {what} instead of table {newest.number}: {why}"
 
-    def _has_fallen_back(self, config: EndpointConfig, seen: _Place, one: SeenReplica) -> bool:
+    def _has_fallen_back(self, config: EndpointConfig, seen: StorePlace, one: SeenReplica) -> bool:
         """Return whether a silent replica can only answer as the newest table specifies.
 
         This can be the case once the lease of the replica is over. The replica can have adopted
@@ -609,7 +614,7 @@ class ReplicaEndpoints(EndpointProvider):
     def _read_signed(self, config: EndpointConfig, number: TableNumber) -> ReplicaTable:
         return require_table(self._read_table(config, number))
 
-    def _look(self, config: EndpointConfig, *, with_replicas: bool = True) -> _Place:
+    def _look(self, config: EndpointConfig, *, with_replicas: bool = True) -> StorePlace:
         """Read tables and reports concurrently."""
         control = self._control(config)
         with ThreadPoolExecutor(_READERS) as pool:
@@ -625,7 +630,7 @@ class ReplicaEndpoints(EndpointProvider):
         if newest is not None:
             digest = digest_bytes(self._tables[control.place, newest.number])
             age_s = max(0.0, now - tables[newest.number.name.rpartition("/")[2]].at)
-        return _Place(
+        return StorePlace(
             newest=newest,
             digest=digest,
             age_s=age_s,
@@ -658,7 +663,7 @@ class ReplicaEndpoints(EndpointProvider):
             if status is not None and status.endpoint == config.endpoint
         ], now
 
-    def _is_published(self, config: EndpointConfig, seen: _Place, state: EndpointState) -> bool:
+    def _is_published(self, config: EndpointConfig, seen: StorePlace, state: EndpointState) -> bool:
         """Return whether the newest table publishes exactly this state.
 
         Raises:
@@ -724,7 +729,7 @@ class ReplicaEndpoints(EndpointProvider):
             )
 
     def _find_rollback_goal(
-        self, config: EndpointConfig, seen: _Place, manifest: Digest
+        self, config: EndpointConfig, seen: StorePlace, manifest: Digest
     ) -> TableNumber:
         for number in reversed(seen.numbers):
             with suppress(OnnxOpsError):
@@ -870,7 +875,7 @@ class ReplicaEndpoints(EndpointProvider):
             replace(one, failure="; ".join(filter(None, (one.failure, *missing)))) for one in counts
         ]
 
-    def _list_left_out(self, config: EndpointConfig, seen: _Place) -> Iterator[str]:
+    def _list_left_out(self, config: EndpointConfig, seen: StorePlace) -> Iterator[str]:
         """Yield why registered replicas currently provide no evidence."""
         for one in _list_registered(seen.replicas, self.read_settings(config).replicas):
             if not (one.is_live and one.status.is_healthy):

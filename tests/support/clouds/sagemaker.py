@@ -22,7 +22,7 @@ from typing import Any
 
 from onnx_ops.domain.quantities import Json
 from tests.support.clouds.iam import BUCKET, ROLE, resources
-from tests.support.clouds.sagemaker_parts import ACCOUNT, CALLER, REGION
+from tests.support.clouds.sagemaker_parts import ACCOUNT, CALLER, CONTAINER, REGION
 from tests.support.processes import ROOT, running_process
 
 __all__ = ["BUCKET", "ROLE", "SETTINGS", "FakeSageMaker", "client", "fake_sagemaker"]
@@ -109,6 +109,14 @@ class FakeSageMaker:
         """Return the actions and resources that were denied since the last call."""
         denied: list[str] = self._say("denied", {})["denied"]
         return denied
+
+    def permitted(self) -> tuple[set[str], set[str]]:
+        """Return the actions of the caller and of the containers since the last call.
+
+        Denied actions are left out.
+        """
+        permitted = self._say("permitted", {})["permitted"]
+        return set(permitted[CALLER]), set(permitted[CONTAINER])
 
     def _say(self, what: str, given: Mapping[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(f"{self.url}/_fake/{what}", json.dumps(given).encode())

@@ -85,6 +85,7 @@ class Fake:
         self._moto = DomainDispatcherApplication(create_backend_app)
         self._log = Log()
         self._denied: list[str] = []
+        self._permitted: dict[str, set[str]] = {CALLER: set(), CONTAINER: set()}
         self._turns: dict[str, dict[str, float]] = {}
         self._turning = threading.Lock()
 
@@ -141,16 +142,17 @@ class Fake:
         signature = environ.get("HTTP_AUTHORIZATION", "")
         if f"Credential={CONTAINER}/" in signature:
             # While containers start, the control plane is locked: they call S3 alone.
-            asked, statements = requests_of(environ, {}), container()
+            asked, statements, who = requests_of(environ, {}), container(), CONTAINER
         elif f"Credential={CALLER}/" in signature:
             with self.plane.lock:
-                asked, statements = requests_of(environ, self.plane.tags), caller()
+                asked, statements, who = requests_of(environ, self.plane.tags), caller(), CALLER
         else:
             return None
         for request in asked:
             if not is_allowed(statements, request):
                 self._denied.append(f"{request.action} {request.resource}")
                 return request
+            self._permitted[who].add(request.action)
         return None
 
     def _answer(
@@ -252,14 +254,18 @@ class Fake:
     def _order(self, what: str, given: dict[str, Any]) -> dict[str, Any]:
         """Carry out an order of a test.
 
-        The orders are reset, fault, calls, denied, updates, behaviour, status, startup, shift and
-        count.
+        The orders are reset, fault, calls, denied, permitted, updates, behaviour, status, startup,
+        shift and count.
         """
         denied = list(self._denied)
+        permitted = {who: sorted(actions) for who, actions in self._permitted.items()}
         if what == "reset":
             self.reset()
         elif what == "denied":
             self._denied.clear()
+        elif what == "permitted":
+            for actions in self._permitted.values():
+                actions.clear()
         elif what == "fault":
             self._log = Log(fault=Fault(**given) if given else None)
         elif what == "behaviour":
@@ -274,7 +280,12 @@ class Fake:
         elif what == "count":
             instances = self.plane.serving(given["endpoint"]).production
             next(v for v in instances if v.name == given["variant"]).count = given["instances"]
-        return {"calls": self._log.calls, "denied": denied, "updates": self.plane.updates}
+        return {
+            "calls": self._log.calls,
+            "denied": denied,
+            "permitted": permitted,
+            "updates": self.plane.updates,
+        }
 
 
 def _whole(application: Any, environ: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bytes]:
