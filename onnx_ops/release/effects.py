@@ -16,7 +16,7 @@ from typing import TypeAlias
 from onnx_ops.attestation import verify_authority
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, serves_only
 from onnx_ops.domain.ledger import ActionOutcome, AliasSelection, Intent, LeaseRenewed
-from onnx_ops.domain.rollout import Action
+from onnx_ops.domain.rollout import Action, ActionKind
 from onnx_ops.errors import (
     ConflictError,
     InfrastructureError,
@@ -185,8 +185,10 @@ def _find_missing(
         return "it does not answer"
     if action.is_rollback and serves_only(observed, action.state.leader()):
         return "; ".join(observed.stragglers)
-    is_applied = not action.is_rollback and observed.is_equivalent(action.state)
-    return "" if is_applied else "it serves another state"
+    if action.is_rollback or not observed.is_equivalent(action.state):
+        return "it serves another state"
+    # Other settings do not change which versions serve.
+    return "; ".join(observed.drift) if action.kind is ActionKind.RECONFIGURE else ""
 
 
 def _conclude(journal: Journal, outcome: ActionOutcome) -> None:

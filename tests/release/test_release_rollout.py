@@ -23,6 +23,7 @@ from onnx_ops.domain.rollout import OperatorCommand, build_split_state
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import (
     AlarmRollbackError,
+    InfrastructureError,
     NotFoundError,
     RefusedError,
     ServiceUnavailableError,
@@ -408,6 +409,26 @@ def test_rollout_holds_while_cloud_replaces_instances_and_keeps_command() -> Non
     provider.replacements = ("status Updating",)
     scene.roll_back()
     assert scene.traffic() == {"v1": 100, "v2": 0}
+
+
+def test_settings_that_provider_cannot_apply_are_reported_and_tried_once(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.serve(scene.publish("a"))
+    changed = replace(config_of("digits"), settings={"instance_count": 2})
+    bind_endpoint(scene.context, changed, AT_ONCE)
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise InfrastructureError("there is not enough quota")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(scene.world.provider, "apply", refuse)
+        head = scene.state().head
+        with pytest.raises(InfrastructureError, match="quota"):
+            scene.reconcile()
+        assert scene.state().head == head + 2  # the intent, and its failure
+        assert scene.traffic() == {"v1": 100}
+    assert [report.did for report in scene.reconcile()] == ["reconfigure", ""]
 
 
 def test_bind_endpoint_with_other_model_or_target_raises_user_error(scene: Scene) -> None:
