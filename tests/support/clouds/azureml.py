@@ -68,18 +68,20 @@ class AzureCloud:
     Args:
         folder: folder for the certificate.
         clock: clock by which requests are counted.
+        containers: containers of the deployments; real servers by default.
     """
 
-    def __init__(self, folder: Path, *, clock: Clock | None = None) -> None:
-        self._containers = Containers(
+    def __init__(
+        self, folder: Path, *, clock: Clock | None = None, containers: Containers | None = None
+    ) -> None:
+        self._containers = containers or Containers(
             model_variable="AZUREML_MODEL_DIR", port_variable="ONNX_OPS_PORT"
         )
+        self._clock = clock or SystemClock()
         self._lock = threading.RLock()
         self._served = 0
         self._running: Counter[tuple[str, str]] = Counter()
-        self._web = Web(folder, self._answer)
-        self.blobs = Blobs()
-        self.monitor = Monitor(clock or SystemClock())
+        self._web = Web(folder, self.answer)
         self.calls: list[tuple[str, str]] = []
         """Method and path of every request to the control plane and the storage."""
         self.denied: list[Request] = []
@@ -91,11 +93,25 @@ class AzureCloud:
         """
         self.token_faults: list[Fault] = []
         """Faults of the next requests for a token, in order."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all resources, blobs, requests and faults."""
         path = (
             f"/subscriptions/{SUBSCRIPTION}/resourceGroups/{GROUP}"
             f"/providers/Microsoft.MachineLearningServices/workspaces/{WORKSPACE}"
         )
+        self.blobs, self.monitor = Blobs(), Monitor(self._clock)
         self.control = Control(self._web.url, path, self.blobs, self._containers)
+        self.calls.clear()
+        self.denied.clear()
+        self.token_faults.clear()
+        self.fault_rule = lambda *_: None
+
+    def use(self, containers: Containers, clock: Clock) -> None:
+        """Forget everything, and continue with other containers and another clock."""
+        self._containers, self._clock = containers, clock
+        self.reset()
 
     @property
     def conditions(self) -> Conditions:
@@ -174,7 +190,8 @@ class AzureCloud:
         self._web.close()
         self._containers.stop()
 
-    def _answer(self, call: Call) -> Reply | None:
+    def answer(self, call: Call) -> Reply | None:
+        """Answer a request of any service; None closes the connection."""
         if call.path.startswith("/metadata/"):
             login = {"loginEndpoint": f"{self._web.url}/", "audiences": [f"{self._web.url}/"]}
             described = {
@@ -230,12 +247,14 @@ class AzureCloud:
     def _score(self, call: Call) -> Reply:
         endpoint = call.path.split("/")[2]
         with self._lock:
+            self.control.elapse()
             if endpoint not in self.control.keys:
                 return refuse(404, "NotFound", "There is no such endpoint.")
             if call.headers.get("authorization") != f"Bearer {self.control.keys[endpoint]}":
                 return refuse(401, "Unauthorized", "The key is wrong.")
             pinned = call.headers.get(_PIN)
-            chosen = pinned or self._drawn(self.routes(endpoint)[-1])
+            splits = self.routes(endpoint)
+            chosen = pinned or (self._drawn(splits[-1]) if splits else None)
             node = self.control.nodes.get((endpoint, chosen or ""))
             copies = [] if pinned else list(self.control.mirrors.get(endpoint, {}).items())
             mirrored = [

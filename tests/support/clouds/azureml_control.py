@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,8 @@ _DATASTORE_PATH = re.compile(
 )
 _MOST_DEPLOYMENTS = 20
 _SPARE = 1.2
-_SOON = {"Retry-After": "0.01"}
+_SOON, _LATER = {"Retry-After": "0.01"}, {"Retry-After": "5"}
+"""Headers of the answer to a poll: where polls are counted, and where time counts."""
 _DELETED = {"Retry-After": "1"}
 """Header of the answer to a deletion.
 
@@ -56,6 +58,7 @@ class Conditions:
 
     Args:
         looks: polls until an operation ends.
+        duration: returns the seconds until an operation ends. If it is set, polls are not counted.
         lag: reads that still show the previous state.
         quota: quota in instances.
         broken: deployments that do not start.
@@ -63,6 +66,7 @@ class Conditions:
     """
 
     looks: int = 2
+    duration: Callable[[], float] | None = None
     lag: int = 0
     quota: int = 100
     broken: set[str] = field(default_factory=set)
@@ -96,6 +100,10 @@ class Control:
         self.autoscale = Autoscale()
         self.registries = Registries(url, workspace.split("/")[2], self._copied)
 
+    @property
+    def _soon(self) -> Mapping[str, str]:
+        return _SOON if self.conditions.duration is None else _LATER
+
     def concurrency(self, endpoint: str, deployment: str) -> int:
         """Return the number of requests that a deployment's instances take concurrently."""
         body = self.resources[f"onlineEndpoints/{endpoint}/deployments/{deployment}"].body
@@ -104,7 +112,14 @@ class Control:
             (body.get("sku") or {}).get("capacity", 1)
         )
 
+    def elapse(self) -> None:
+        """Complete the operations whose time is over."""
+        if self.conditions.duration is not None:
+            for resource in list(self.resources.values()):
+                resource.look()
+
     def answer(self, call: Call) -> Reply:
+        self.elapse()
         if self.registries.concerns(call.path):
             return self.registries.answer(call)
         if call.path.startswith("/operations/"):
@@ -379,11 +394,13 @@ class Control:
 
     def _begun(self, resource: Resource, state: str, effect: Callable[[], Any]) -> Reply:
         operation = resource.begin(state, self.conditions.looks, effect)
+        if self.conditions.duration is not None:
+            resource.ends_at = time.monotonic() + self.conditions.duration()
         number = str(len(self._operations) + 1)
         self._operations[number] = (resource, operation)
         headers = {
             "Azure-AsyncOperation": f"{self._url}/operations/{number}?api-version=1",
-            **_SOON,
+            **self._soon,
         }
         return reply(201 if state == "Creating" else 200, resource.body, headers)
 
@@ -400,7 +417,7 @@ class Control:
         resource, operation = self._operations[path.rpartition("/")[2]]
         resource.look()
         if not operation.done:
-            return reply(200, {"status": "InProgress"}, _SOON)
+            return reply(200, {"status": "InProgress"}, self._soon)
         if operation.error is None:
             return reply(200, {"status": "Succeeded"})
         code, message = operation.error

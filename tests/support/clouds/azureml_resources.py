@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,12 +30,14 @@ class Operation:
 class Resource:
     """A resource at a path.
 
-    Its operation ends after `left` polls. Polls replace a clock, so that every run is alike. The
-    next `stale` reads show `before`; None means that they do not find the resource.
+    Its operation ends after `left` polls. Polls replace a clock, so that every run is alike. With
+    `ends_at`, it ends at that time instead. The next `stale` reads show `before`; None means that
+    they do not find the resource.
     """
 
     body: Body
     left: int = 0
+    ends_at: float | None = None
     then: Callable[[], tuple[str, str] | None] | None = None
     operation: Operation = field(default_factory=Operation)
     before: Body | None = None
@@ -50,12 +53,13 @@ class Resource:
 
     def look(self) -> None:
         """Count one poll, and complete the operation after the last one."""
-        if self.left:
-            self.left -= 1
-            if not self.left and self.then is not None:
-                then, self.then = self.then, None
-                self.operation.error = then()
-                self.operation.done = True
+        if not self.left:
+            return
+        self.left = self.left - 1 if self.ends_at is None else int(time.monotonic() < self.ends_at)
+        if not self.left and self.then is not None:
+            then, self.then = self.then, None
+            self.operation.error = then()
+            self.operation.done = True
 
     def begin(
         self, state: str, looks: int, then: Callable[[], tuple[str, str] | None]

@@ -5,7 +5,7 @@ They are variants, fleets, endpoints, and their descriptions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,8 @@ class Endpoint:
     reason: str = ""
     seen: dict[str, Any] | None = None
     stale: int = 0
+    ends_at: float = 0.0
+    """When the present status ends, where `Behaviour.duration` counts time."""
 
 
 @dataclass(slots=True)
@@ -77,6 +79,7 @@ class Behaviour:
 
     Args:
         reads: reads until a change ends.
+        duration: returns the seconds until a change ends. If it is set, reads are not counted.
         lag: reads that still show the previous state.
         taken_back: if set, the next updates are rolled back with this text as reason.
         stuck: if set, the next updates end as UpdateRollbackFailed with this text as reason.
@@ -87,6 +90,7 @@ class Behaviour:
     """
 
     reads: int = 2
+    duration: Callable[[], float] | None = None
     lag: int = 0
     taken_back: str = ""
     stuck: str = ""

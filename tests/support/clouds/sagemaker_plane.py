@@ -1,8 +1,9 @@
 """SageMaker's control plane as a state machine of models, configs and endpoints.
 
-Time is counted in reads: an update ends after a number of `DescribeEndpoint` calls, not of seconds.
-Tests therefore see every state, and none depends on the machine's speed. The behaviour follows the
-service model and the documentation.
+By default, time is counted in reads: an update ends after a number of `DescribeEndpoint` calls, not
+of seconds. Tests therefore see every state, and none depends on the machine's speed. With
+`Behaviour.duration`, an update ends by the clock. The behaviour follows the service model and the
+documentation.
 """
 
 from __future__ import annotations
@@ -53,6 +54,16 @@ class Plane:
         self._configs: dict[str, dict[str, Any]] = {}
         self.tags: dict[str, dict[str, str]] = {}
         """Tags by ARN."""
+
+    @property
+    def models(self) -> Mapping[str, Mapping[str, Any]]:
+        """The models by name."""
+        return self._models
+
+    @property
+    def configs(self) -> Mapping[str, Mapping[str, Any]]:
+        """The endpoint configs by name."""
+        return self._configs
 
     def call(self, operation: str, request: dict[str, Any]) -> dict[str, Any]:
         """Perform an operation.
@@ -149,6 +160,7 @@ class Plane:
         endpoint = Endpoint(
             name, fleet, "Creating", now, now, self.behaviour.reads, stale=self.behaviour.lag
         )
+        self._set_end(endpoint)
         self.endpoints[name] = endpoint
         self._tag(arn_of("endpoint", name), request)
         return {"EndpointArn": arn_of("endpoint", name)}
@@ -225,6 +237,7 @@ class Plane:
             Invalid: there is none.
         """
         with self.lock:
+            self._elapse(name)
             endpoint = self.endpoints.get(name)
             if endpoint is None or endpoint.status in _SILENT:
                 raise Invalid(
@@ -243,6 +256,10 @@ class Plane:
         """Count one read of an endpoint."""
         if endpoint.status not in _BUSY:
             return
+        if self.behaviour.duration is not None:
+            if self._clock() < endpoint.ends_at:
+                return
+            endpoint.left = 0
         if (
             endpoint.status == "Updating"
             and endpoint.pending is not None
@@ -313,6 +330,16 @@ class Plane:
         endpoint.status, endpoint.left, endpoint.stale = status, reads, self.behaviour.lag
         endpoint.pending = pending or endpoint.pending
         endpoint.modified = self._clock()
+        self._set_end(endpoint)
+
+    def _set_end(self, endpoint: Endpoint) -> None:
+        if self.behaviour.duration is not None:
+            endpoint.ends_at = self._clock() + self.behaviour.duration()
+
+    def _elapse(self, name: str) -> None:
+        """End the change of an endpoint whose time is over."""
+        if self.behaviour.duration is not None and name in self.endpoints:
+            self._pass(self.endpoints[name])
 
     def _start(self, fleet: Fleet) -> None:
         for variant in fleet.production:
@@ -378,6 +405,7 @@ class Plane:
         return endpoint
 
     def _endpoint(self, name: str) -> Endpoint:
+        self._elapse(name)
         if name not in self.endpoints:
             raise Invalid(f'Could not find endpoint "{arn_of("endpoint", name)}".')
         return self.endpoints[name]

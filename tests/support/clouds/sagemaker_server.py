@@ -68,13 +68,18 @@ class Log:
 
 
 class Fake:
-    """The fake as a WSGI application."""
+    """The fake as a WSGI application.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: folder for the files of containers.
+        containers: containers of the endpoints; real servers by default.
+    """
+
+    def __init__(self, folder: Path, containers: Containers | None = None) -> None:
         from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
         self.shift_s = 0.0
-        self.containers = Containers(
+        self.containers = containers or Containers(
             model_variable="ONNX_OPS_MODEL_DIR",
             port_variable="SAGEMAKER_BIND_TO_PORT",
             folder=folder,
