@@ -52,6 +52,10 @@ truth-all: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.rollback_debt
 	$(BIN)/python -m benchmarks.two_machines
 	$(BIN)/python -m benchmarks.effects
+	$(BIN)/python -m benchmarks.cloud_faults --cloud sagemaker --traffic native
+	$(BIN)/python -m benchmarks.cloud_faults --cloud sagemaker --traffic table
+	$(BIN)/python -m benchmarks.cloud_faults --cloud azureml --traffic native
+	$(BIN)/python -m benchmarks.cloud_faults --cloud azureml --traffic table
 
 lint: $(VENV)/.dev docs
 	$(BIN)/ruff format --check .
