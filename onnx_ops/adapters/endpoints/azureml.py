@@ -169,6 +169,17 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         """Delete the endpoint, its deployments and the files of their models."""
         self._connect(config).remove()
 
+    def count_instances(self, config: EndpointConfig) -> int | None:
+        """Return how many instances serve now; None if there are none or Azure is silent."""
+        endpoint = self._connect(config)
+        try:
+            resource = endpoint.read()
+            traffic = {} if resource is None else resource.traffic
+            deployments = endpoint.client.deployments().values() if traffic else ()
+        except ServiceUnavailableError:
+            return None
+        return sum(one.instance_count for one in deployments if traffic.get(one.name)) or None
+
     def list_orphans(
         self, config: EndpointConfig, needed: frozenset[Digest]
     ) -> tuple[OrphanedResource, ...]:

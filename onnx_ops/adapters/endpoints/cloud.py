@@ -59,6 +59,10 @@ class CloudEndpoints(EndpointProvider):
         """Return why the image cannot run models of the target; empty if it can."""
         return explain_unservable(target, CONTAINER_PROVIDERS)
 
+    @abstractmethod
+    def count_instances(self, config: EndpointConfig) -> int | None:
+        """Return how many instances serve now; None if there are none or the cloud is silent."""
+
     def _trusted_keys(self) -> str:
         return "" if self._keys is None else self._keys.encoded()
 

@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.endpoints.cloud import CloudEndpoints
-from onnx_ops.adapters.endpoints.replicas import ADOPT_S, ReplicaEndpoints, StorePlace
+from onnx_ops.adapters.endpoints.replicas import (
+    ADOPT_S,
+    ReplicaEndpoints,
+    SeenReplica,
+    StorePlace,
+)
 from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings
 from onnx_ops.domain.artifact import Digest, digest_bytes, digest_json
 from onnx_ops.domain.endpoint import (
@@ -65,7 +70,7 @@ class FleetEndpoints(ReplicaEndpoints):
 
     def __init__(
         self,
-        machines: EndpointProvider,
+        machines: CloudEndpoints,
         read: Callable[[EndpointConfig], ReplicaSettings],
         read_options: Callable[[EndpointConfig], Mapping[str, Any]],
         trusted: Path | None = None,
@@ -156,6 +161,18 @@ class FleetEndpoints(ReplicaEndpoints):
             if any(self._list_drift(config, fleet)):
                 self._change_fleet(config, generation)
             self._publish_once(config, state, generation)
+
+    def count_expected(self, config: EndpointConfig, replicas: Sequence[SeenReplica]) -> int:
+        """Return how many instances must report: at most those that the cloud runs.
+
+        A changed number of instances is not applied during a rollout. A rollback must not wait for
+        instances that the cloud starts only after the rollback.
+        """
+        expected = super().count_expected(config, replicas)
+        if sum(one.is_live for one in replicas) >= expected:
+            return expected
+        running = self._machines.count_instances(config)
+        return expected if running is None else min(running, expected)
 
     def _list_drift(self, config: EndpointConfig, fleet: EndpointState) -> Iterator[str]:
         settings = self.read_settings(config)

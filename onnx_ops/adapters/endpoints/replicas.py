@@ -369,6 +369,10 @@ class ReplicaEndpoints(EndpointProvider):
         """Return the replicas of the endpoint with their last status."""
         return self._read_replicas(config)[0]
 
+    def count_expected(self, config: EndpointConfig, replicas: Sequence[SeenReplica]) -> int:
+        """Return how many of the replicas must report."""
+        return self.read_settings(config).replicas
+
     def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:
         """Return the replicas with their last status, sorted by name."""
         return [
@@ -522,10 +526,7 @@ class ReplicaEndpoints(EndpointProvider):
         newest = seen.newest
         if newest is None:
             return
-        expected, count = (
-            self.read_settings(config).replicas,
-            len(seen.replicas),
-        )
+        expected, count = self.count_expected(config, seen.replicas), len(seen.replicas)
         if count < expected:
             # Reports were deleted, or their location is not mounted on this machine.
             yield (
@@ -877,7 +878,7 @@ class ReplicaEndpoints(EndpointProvider):
 
     def _list_left_out(self, config: EndpointConfig, seen: StorePlace) -> Iterator[str]:
         """Yield why registered replicas currently provide no evidence."""
-        for one in _list_registered(seen.replicas, self.read_settings(config).replicas):
+        for one in _list_registered(seen.replicas, self.count_expected(config, seen.replicas)):
             if not (one.is_live and one.status.is_healthy):
                 yield (
                     f"replica {one.status.replica} is skipped: it does not report, "

@@ -289,6 +289,15 @@ class SageMakerVariants(CloudEndpoints):
         EndpointResources(client).delete_all()
         GenerationFence(client).delete()
 
+    def count_instances(self, config: EndpointConfig) -> int | None:
+        """Return how many instances serve now; None if there are none or SageMaker is silent."""
+        try:
+            description = self._connect(config).describe() or {}
+        except InfrastructureError:
+            return None
+        variants = description.get("ProductionVariants", ())
+        return sum(int(one.get("CurrentInstanceCount", 0)) for one in variants) or None
+
     def list_orphans(
         self, config: EndpointConfig, needed: frozenset[Digest]
     ) -> tuple[OrphanedResource, ...]:
