@@ -135,18 +135,23 @@ def _make_running() -> RunningStages:
     return RunningStages()
 
 
-def build_context(settings: Settings) -> Context:
+def build_context(settings: Settings, *, scratch: Path | None = None) -> Context:
     """Return the adapters that the settings describe.
 
     Each adapter is opened at its first use. The project's source folders become importable, as with
     an editable installation.
+
+    Args:
+        scratch: temporary folder for the caches of a dry run. Opening and reading the adapters then
+            writes nothing below the project's folders.
     """
     sys.path += [
         str(folder)
         for folder in list_source_folders(settings.root)[1:]
         if str(folder) not in sys.path
     ]
-    signer = _once(lambda: _signer(settings))
+    is_read_only, cache = scratch is not None, (scratch or settings.state) / "cache"
+    signer = _once(lambda: _signer(settings, is_read_only=is_read_only))
 
     @functools.cache
     def provider(name: str) -> EndpointProvider:
@@ -159,18 +164,16 @@ def build_context(settings: Settings) -> Context:
     return Context(
         root=settings.root,
         open_store=_once(
-            lambda: ContentStore(
-                open_objects(settings.store), settings.state / "cache", settings.cache_size
-            )
+            lambda: ContentStore(open_objects(settings.store), cache, settings.cache_size)
         ),
-        open_ledger=_once(lambda: _ledger(settings, signer)),
+        open_ledger=_once(lambda: _ledger(settings, signer, is_read_only=is_read_only)),
         files=ModelFolders(settings.models),
         models=UserSuppliedModels(
             root=settings.root, registered=_once(lambda: _registered(settings))
         ),
         clock=SystemClock(),
         host=LocalHost(),
-        registry=_once(lambda: _registry(settings)),
+        registry=_once(lambda: _registry(settings, scratch)),
         verifier=_once(lambda: _verifier(settings)),
         signer=signer,
         provider=provider,
@@ -249,14 +252,19 @@ def _metrics(config: EndpointConfig, provider: Callable[[str], EndpointProvider]
     return source
 
 
-def _registry(settings: Settings) -> Registry:
+def _registry(settings: Settings, scratch: Path | None = None) -> Registry:
     from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 
+    uri = settings.tracking_uri
+    database = Path(uri.removeprefix("sqlite:///"))
+    if scratch is not None and uri.startswith("sqlite:///") and not database.exists():
+        # MLflow creates a missing database when it is opened.
+        uri = f"sqlite:///{scratch / 'mlflow.db'}"
     direct = "://" in settings.tracking_uri and not settings.tracking_uri.startswith(
         ("http://", "https://")
     )
     return MlflowRegistry(
-        settings.tracking_uri,
+        uri,
         artifact_root=settings.artifacts if direct else None,
         public_url=settings.mlflow_url or None,
     )
@@ -268,7 +276,7 @@ def _registered(settings: Settings) -> MlflowModels:
     return MlflowModels(settings.tracking_uri)
 
 
-def _signer(settings: Settings) -> Signer | None:
+def _signer(settings: Settings, *, is_read_only: bool = False) -> Signer | None:
     from onnx_ops.adapters.signers.ecdsa import create_key, read_key
 
     if settings.signing == "off":
@@ -277,7 +285,7 @@ def _signer(settings: Settings) -> Signer | None:
         from onnx_ops.adapters.signers.remote import open_signer
 
         return open_signer(settings.signer)
-    if settings.signing == "auto":
+    if settings.signing == "auto" and not is_read_only:
         return create_key(settings.signing_key)
     if not settings.signing_key.exists():
         remedy = "Create a key with `onnx-ops keys new`, or set signing = 'auto'."
@@ -285,14 +293,18 @@ def _signer(settings: Settings) -> Signer | None:
     return read_key(settings.signing_key)
 
 
-def _ledger(settings: Settings, signer: Callable[[], Signer | None]) -> Ledger:
+def _ledger(
+    settings: Settings, signer: Callable[[], Signer | None], *, is_read_only: bool
+) -> Ledger:
     from onnx_ops.adapters.ledgers.chain import LedgerKeys
     from onnx_ops.adapters.ledgers.log import ObjectLedger
     from onnx_ops.attestation import TrustedKeys
 
     trusted = TrustedKeys(settings.trusted_keys, role="release")
     keys = LedgerKeys(lambda: trusted, signer, trusted.public)
-    return ObjectLedger(open_objects(settings.ledger), keys, settings.seen)
+    return ObjectLedger(
+        open_objects(settings.ledger), keys, settings.seen, is_read_only=is_read_only
+    )
 
 
 def _verifier(settings: Settings) -> Verifier:

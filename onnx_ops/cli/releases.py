@@ -6,6 +6,7 @@ The commands are explain, report, export-dvc, recheck, promote and reconcile.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,11 +33,14 @@ from onnx_ops.cli.common import (
     verdict_markup,
     writing,
 )
+from onnx_ops.cli.dry_runs import DryRunOption, DryRunOutcome, show_dry_run
 from onnx_ops.cli.progress import working
 from onnx_ops.errors import UserError
 
 if TYPE_CHECKING:
     from onnx_ops.domain.decision import RecheckResult
+    from onnx_ops.ports import Context
+    from onnx_ops.release.promote import PromotionResult
 
 Target = Annotated[str, typer.Option("--target", "-t", help="Name of the target, e.g. cpu-1t.")]
 
@@ -101,6 +105,7 @@ def promote(
             "--override", help="Override failed gates or a previous rollback; requires --reason."
         ),
     ] = False,
+    dry_run: DryRunOption = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a version the challenger of a target, and start its rollout.
@@ -114,11 +119,24 @@ def promote(
     from onnx_ops.release.reconcile import reconcile_each
 
     model, number = parse_version(version, "promote")
-    context = open_project().context
-    with working("promote", "registry", "endpoints", "notifications", quiet=as_json) as progress:
-        done = make_challenger(
+
+    def begin(context: Context) -> PromotionResult:
+        return make_challenger(
             context, model, number, target, actor=actor, reason=reason, override=override
         )
+
+    if dry_run:
+
+        def preview(context: Context) -> DryRunOutcome:
+            done = begin(context)
+            reports, errors = reconcile_each(context, done.endpoints, actor=actor)
+            return DryRunOutcome(reports=reports, errors=errors)
+
+        show_dry_run(preview, as_json=as_json)
+        return
+    context = open_project().context
+    with working("promote", "registry", "endpoints", "notifications", quiet=as_json) as progress:
+        done = begin(context)
         progress.begin("endpoints")
         reports, errors = reconcile_each(context, done.endpoints, actor=actor)
         progress.begin("notifications")
@@ -152,6 +170,7 @@ def reconcile(
             metavar="HOST:PORT", help="With --watch: receive MLflow's webhooks.", show_default=False
         ),
     ] = None,
+    dry_run: DryRunOption = False,
     as_json: AsJson = False,
 ) -> None:
     """Move endpoints toward the desired state in the registry.
@@ -165,10 +184,26 @@ def reconcile(
 
     Example: onnx-ops reconcile --watch --interval 5s --listen 127.0.0.1:8650
     """
-    from onnx_ops.release.journal import list_bound_endpoints, read_readable_state
+    from onnx_ops.release.journal import list_bound_endpoints
     from onnx_ops.release.notify import send_pending_each
-    from onnx_ops.release.reconcile import reconcile_with_retries
+    from onnx_ops.release.reconcile import reconcile_each, reconcile_with_retries
 
+    if dry_run:
+        if watch:
+            raise UserError(
+                "--dry-run is for one pass",
+                where="--watch",
+                remedy="Leave out --watch.",
+            )
+
+        def preview(context: Context) -> DryRunOutcome:
+            names = tuple(endpoints or ()) or list_bound_endpoints(context)
+            _require_registry(context, names)
+            reports, errors = reconcile_each(context, names, actor=actor)
+            return DryRunOutcome(reports=reports, errors=errors)
+
+        show_dry_run(preview, as_json=as_json)
+        return
     if watch:
         from onnx_ops.cli.watch import keep_watching
 
@@ -190,9 +225,7 @@ def reconcile(
     names = tuple(endpoints or ()) or list_bound_endpoints(context)
     retry_s = parse_duration(retry, "--retry")
     with working("reconcile", "registry", "endpoints", "notifications", quiet=as_json) as progress:
-        # A pending rollback needs only the ledger.
-        if not any(read_readable_state(context, name).pending_rollback for name in names):
-            context.registry()
+        _require_registry(context, names)
         progress.begin("endpoints")
         reports, errors = reconcile_with_retries(context, names, actor=actor, for_s=retry_s)
         if len(names) == len(errors) == 1:
@@ -205,6 +238,17 @@ def reconcile(
         as_json=as_json,
     )
     exit_after_steps(reports, errors)
+
+
+def _require_registry(context: Context, names: Sequence[str]) -> None:
+    """Open the registry, unless a rollback of an endpoint is pending.
+
+    A pending rollback needs only the ledger.
+    """
+    from onnx_ops.release.journal import read_readable_state
+
+    if not any(read_readable_state(context, name).pending_rollback for name in names):
+        context.registry()
 
 
 def report(

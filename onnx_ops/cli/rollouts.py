@@ -9,7 +9,8 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,6 +40,7 @@ from onnx_ops.cli.common import (
     print_steps,
     say,
 )
+from onnx_ops.cli.dry_runs import DryRunOption, DryRunOutcome, show_dry_run
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.errors import OnnxOpsError, StillPendingError, UserError
 from onnx_ops.plugins import EXTRAS, absent, install_hint
@@ -96,7 +98,11 @@ def rollout_status(
 
 @add_command(rollout, "resume")
 def rollout_resume(
-    endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False
+    endpoint: Endpoint,
+    reason: Reason = "",
+    actor: Actor = "",
+    dry_run: DryRunOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Continue a rollout that an operator paused, at its current step.
 
@@ -105,12 +111,17 @@ def rollout_resume(
 
     Example: onnx-ops rollout resume digits-cnn
     """
-    _command(OperatorCommand.RESUME, endpoint, reason, actor, as_json=as_json)
+    command = partial(_command, OperatorCommand.RESUME, reason=reason, actor=actor)
+    _move_rollout(endpoint, command, actor, dry_run=dry_run, as_json=as_json)
 
 
 @add_command(rollout, "advance")
 def rollout_advance(
-    endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False
+    endpoint: Endpoint,
+    reason: Reason = "",
+    actor: Actor = "",
+    dry_run: DryRunOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Advance a rollout by one step without waiting for its checks.
 
@@ -119,60 +130,87 @@ def rollout_advance(
 
     Example: onnx-ops rollout advance digits-cnn --reason "looked at the answers"
     """
-    _command(OperatorCommand.ADVANCE, endpoint, reason, actor, as_json=as_json)
+    command = partial(_command, OperatorCommand.ADVANCE, reason=reason, actor=actor)
+    _move_rollout(endpoint, command, actor, dry_run=dry_run, as_json=as_json)
 
 
 @add_command(rollout, "pause")
 def rollout_pause(
-    endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False
+    endpoint: Endpoint,
+    reason: Reason = "",
+    actor: Actor = "",
+    dry_run: DryRunOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Pause a rollout at its current step.
 
     Example: onnx-ops rollout pause digits-cnn --reason "looking at the logs"
     """
-    _command(OperatorCommand.PAUSE, endpoint, reason, actor, as_json=as_json)
+    command = partial(_command, OperatorCommand.PAUSE, reason=reason, actor=actor)
+    _move_rollout(endpoint, command, actor, dry_run=dry_run, as_json=as_json)
 
 
 @add_command(rollout, "abort")
 def rollout_abort(
-    endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False
+    endpoint: Endpoint,
+    reason: Reason = "",
+    actor: Actor = "",
+    dry_run: DryRunOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Abort a rollout: move all traffic back to the stable version.
 
     Example: onnx-ops rollout abort digits-cnn --reason "wrong on sevens"
     """
+    command = partial(_abort, reason=reason, actor=actor)
+    _move_rollout(endpoint, command, actor, dry_run=dry_run, as_json=as_json)
+
+
+def _abort(context: Context, endpoint: str, *, reason: str, actor: str) -> None:
     from onnx_ops.release.rollback import roll_back_each
 
-    context = open_project().context
     _, errors = roll_back_each(
         context, (endpoint,), reason=reason, actor=actor, candidate_only=True
     )
     if errors:
         raise errors[endpoint]
-    _reconcile(context, endpoint, actor, as_json=as_json)
 
 
 def _command(
-    command: OperatorCommand, endpoint: str, reason: str, actor: str, *, as_json: bool
+    command: OperatorCommand, context: Context, endpoint: str, *, reason: str, actor: str
 ) -> None:
     from onnx_ops.release.rollback import send_command
 
-    context = open_project().context
     context.registry()  # if the registry is down, fail before the record
     send_command(context, endpoint, command, reason=reason, actor=actor)
-    _reconcile(context, endpoint, actor, as_json=as_json)
 
 
-def _reconcile(context: Context, endpoint: str, actor: str, *, as_json: bool) -> None:
+def _move_rollout(
+    endpoint: str,
+    command: Callable[[Context, str], None],
+    actor: str,
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Carry out a command to a rollout, and reconcile its endpoint."""
     from onnx_ops.release.notify import send_pending_each
-    from onnx_ops.release.reconcile import reconcile_until_stable
+    from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
 
-    reports = reconcile_until_stable(context, endpoint, actor=actor)
+    def move(context: Context) -> dict[str, list[StepReport]]:
+        command(context, endpoint)
+        return {endpoint: reconcile_until_stable(context, endpoint, actor=actor)}
+
+    if dry_run:
+        show_dry_run(lambda context: DryRunOutcome(reports=move(context)), as_json=as_json)
+        return
+    context = open_project().context
+    reports = move(context)
     send_pending_each(context, (endpoint,))
     print_result(
-        lambda: codec.to_json(reports), lambda: print_steps({endpoint: reports}), as_json=as_json
+        lambda: codec.to_json(reports[endpoint]), lambda: print_steps(reports), as_json=as_json
     )
-    exit_after_steps({endpoint: reports})
+    exit_after_steps(reports)
 
 
 def _follow(context: Context, view: RolloutView | None, pause_s: float, *, as_json: bool) -> None:
@@ -284,6 +322,7 @@ def rollback(
             "--write-off", metavar="REPLICA", help="Record that a silent replica is gone for good."
         ),
     ] = "",
+    dry_run: DryRunOption = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -303,20 +342,33 @@ def rollback(
     """
     from onnx_ops.release.rollback import roll_back_each, select_endpoints
 
-    project = open_project()
-    context, names = project.context, tuple(endpoints or ())
+    names = tuple(endpoints or ())
     if withdraw:
-        _withdraw(context, names, reason=reason, actor=actor, as_json=as_json)
+        request = partial(_withdraw, names=names, reason=reason, actor=actor)
+        _record_request(request, dry_run=dry_run, as_json=as_json)
         return
     if write_off:
-        _write_off(context, names, write_off, reason=reason, actor=actor, as_json=as_json)
+        request = partial(_write_off, names=names, server=write_off, reason=reason, actor=actor)
+        _record_request(request, dry_run=dry_run, as_json=as_json)
         return
-    names = select_endpoints(context, names, every=all_, model=model, target=target, to=to)
+    select = partial(
+        select_endpoints, endpoints=names, every=all_, model=model, target=target, to=to
+    )
+    move = partial(roll_back_each, to=to, actor=actor, force=force, pin=not all_)
+    if dry_run:
+        show_dry_run(
+            lambda context: _preview_rollback(
+                context, partial(move, context, select(context), reason=reason), actor
+            ),
+            as_json=as_json,
+        )
+        return
+    project = open_project()
+    context = project.context
+    names = select(context)
     if not (reason or as_json):
         reason = _ask_reason(context, names)
-    moved, errors = roll_back_each(
-        context, names, to=to, reason=reason, actor=actor, force=force, pin=not all_
-    )
+    moved, errors = move(context, names, reason=reason)
     # The moves are printed before the aliases are written, since that takes longer.
     if not as_json:
         _print_moves(moved, errors)
@@ -338,9 +390,38 @@ def rollback(
         raise typer.Exit(max(error.exit_code for error in errors.values()))
 
 
-def _withdraw(
-    context: Context, names: Sequence[str], *, reason: str, actor: str, as_json: bool
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RecordedRequest:
+    """The document and the lines of a request that only writes ledgers."""
+
+    document: Any
+    lines: Sequence[str]
+
+
+def _record_request(
+    request: Callable[[Context], _RecordedRequest], *, dry_run: bool, as_json: bool
 ) -> None:
+    """Record a request, and print it."""
+    if dry_run:
+
+        def preview(context: Context) -> DryRunOutcome:
+            request(context)
+            return DryRunOutcome()
+
+        show_dry_run(preview, as_json=as_json)
+        return
+    recorded = request(open_project().context)
+
+    def report() -> None:
+        for line in recorded.lines:
+            say(line)
+
+    print_result(lambda: recorded.document, report, as_json=as_json)
+
+
+def _withdraw(
+    context: Context, *, names: Sequence[str], reason: str, actor: str
+) -> _RecordedRequest:
     """Withdraw the pending rollback or deletion of each endpoint."""
     from onnx_ops.release.rollback import withdraw_request
 
@@ -353,19 +434,19 @@ def _withdraw(
     withdrawn = {
         name: withdraw_request(context, name, reason=reason, actor=actor) for name in names
     }
-    if as_json:
-        print_json([{"endpoint": name, "withdrawn": what} for name, what in withdrawn.items()])
-        return
-    for name, what in withdrawn.items():
-        say(
+    return _RecordedRequest(
+        document=[{"endpoint": name, "withdrawn": what} for name, what in withdrawn.items()],
+        lines=[
             f"{name}: {what} is withdrawn. The next reconciliation restores the state in the "
             "ledger."
-        )
+            for name, what in withdrawn.items()
+        ],
+    )
 
 
 def _write_off(
-    context: Context, names: Sequence[str], server: str, *, reason: str, actor: str, as_json: bool
-) -> None:
+    context: Context, *, names: Sequence[str], server: str, reason: str, actor: str
+) -> _RecordedRequest:
     """Record that rollbacks no longer wait for a replica of an endpoint."""
     from onnx_ops.release.rollback import write_off_server
 
@@ -377,8 +458,35 @@ def _write_off(
         )
     is_new = write_off_server(context, names[0], server, reason=reason, actor=actor)
     text = "is written off; no rollback waits for it" if is_new else "was already written off"
-    document = {"endpoint": names[0], "written_off": server, "already": not is_new}
-    print_result(lambda: document, f"{names[0]}: replica {server} {text}", as_json=as_json)
+    return _RecordedRequest(
+        document={"endpoint": names[0], "written_off": server, "already": not is_new},
+        lines=[f"{names[0]}: replica {server} {text}"],
+    )
+
+
+def _preview_rollback(
+    context: Context,
+    move: Callable[[], tuple[dict[str, RollbackResult], dict[str, OnnxOpsError]]],
+    actor: str,
+) -> DryRunOutcome:
+    """Move traffic in a dry run, and write the aliases as a background process would."""
+    from onnx_ops.release.reconcile import write_aliases
+
+    moved, errors = move()
+    reasons = {
+        name: write_aliases(context, name, actor=actor)
+        for name, result in moved.items()
+        if result.pending_aliases
+    }
+    notes = [
+        f"{name}: {result.moved_to} already has 100 % of traffic"
+        for name, result in moved.items()
+        if result.already
+    ]
+    notes += [
+        f"{name}: its aliases would be pending: {why}" for name, why in reasons.items() if why
+    ]
+    return DryRunOutcome(errors=errors, notes=notes)
 
 
 def _ask_reason(context: Context, names: Sequence[str]) -> str:

@@ -161,6 +161,17 @@ def build_rollback_state(current: EndpointState, state: EndpointState) -> Endpoi
     )
 
 
+def preview_rollback(current: EndpointState | None, state: EndpointState) -> EndpointState:
+    """Return the state after a rollback that changes only weights.
+
+    The endpoint's drift remains. An endpoint without a present state is started with the
+    deployments that get requests.
+    """
+    if current is None:
+        return drop_idle_deployments(state)
+    return replace(build_rollback_state(current, state), drift=current.drift)
+
+
 def drop_idle_deployments(state: EndpointState) -> EndpointState:
     """Return the state without deployments that get neither traffic nor copies."""
     weights, shadow = state.split.weights, state.split.shadow

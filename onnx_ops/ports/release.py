@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # a process that only runs models imports this module too
         OrphanedResource,
         ServerMemory,
     )
-    from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
+    from onnx_ops.domain.ledger import EntryBody, LedgerEntry, ReleaseState
     from onnx_ops.domain.notification import Notification
     from onnx_ops.domain.quantities import Json
     from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
@@ -166,6 +166,15 @@ class Ledger(Protocol):
         Entries that cannot be read, and entries that this machine has seen before, are included.
         """
 
+    def require_signer(self, state: ReleaseState, body: EntryBody) -> None:
+        """Raise the error of `append` if no trusted key can sign the entry after a state.
+
+        Nothing is written.
+
+        Raises:
+            MissingKeyError: the entry grants something, and no trusted key can sign it here.
+        """
+
     def append(self, entry: LedgerEntry) -> None:
         """Write the entry durably if its sequence is free.
 
@@ -236,6 +245,37 @@ class EndpointProvider(Plugin):
         Raises:
             UserError: the existing endpoint does not support the change.
         """
+
+    def require_changeable(self, config: EndpointConfig) -> None:
+        """Raise an error if the endpoint could not be changed or removed now.
+
+        Nothing is changed, so only errors that a read shows are raised.
+
+        Raises:
+            RefusedError: onnx-ops did not create the resource of that name, or access is denied.
+            ServiceUnavailableError: the provider does not answer.
+        """
+
+    def preview(
+        self,
+        config: EndpointConfig,
+        state: EndpointState,
+        current: EndpointState | None,
+        *,
+        is_rollback: bool = False,
+    ) -> EndpointState:
+        """Return the state after `apply`, or after `roll_back`; change nothing.
+
+        Args:
+            state: the argument of `apply` or `roll_back`.
+            current: the state before the call; None if the endpoint does not answer.
+
+        Raises:
+            OnnxOpsError: an error of the call that is known without a change.
+        """
+        from onnx_ops.domain.endpoint import preview_rollback
+
+        return preview_rollback(current, state) if is_rollback else state
 
     @abstractmethod
     def observe(self, config: EndpointConfig) -> EndpointState | None:

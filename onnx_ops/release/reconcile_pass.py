@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
+from onnx_ops.domain.ledger import EntryBody, LedgerEntry, ReleaseState
 from onnx_ops.errors import CorruptStateError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.ports import Context, Ledger, Registry
 from onnx_ops.release.journal import Journal
@@ -147,6 +147,9 @@ class _CachedLedger(Ledger):
 
     def count(self, endpoint: str) -> int:
         return self._ledger.count(endpoint)
+
+    def require_signer(self, state: ReleaseState, body: EntryBody) -> None:
+        self._ledger.require_signer(state, body)
 
     def append(self, entry: LedgerEntry) -> None:
         self._states.pop(entry.endpoint, None)

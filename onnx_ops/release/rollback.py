@@ -187,6 +187,17 @@ def roll_back_each(
     return results, errors
 
 
+def find_rollback_goal(context: Context, endpoint: str) -> Deployment:
+    """Return the deployment that a rollback without `to` would give all traffic.
+
+    Raises:
+        NotFoundError: the endpoint does not exist, or there is no previous version.
+        RefusedError: the previous version was itself rolled back, or the endpoint is being deleted.
+    """
+    action = _plan(Journal.open(context, endpoint), None, "", force=False)
+    return action.state.leader()
+
+
 def withdraw_request(context: Context, endpoint: str, *, reason: str, actor: str = "") -> str:
     """Withdraw the endpoint's pending deletion, or otherwise its pending rollback.
 

@@ -389,7 +389,7 @@ def _build_lines(entries: Sequence[LedgerEntry], *, traffic_only: bool) -> list[
 
 
 def _build_line(entry: LedgerEntry, *, failed: bool) -> HistoryLine:
-    what, why = _describe_entry(entry.body)
+    what, why = describe_entry(entry.body)
     action = entry.body.action if isinstance(entry.body, Intent) else None
     names = ("stable", "previous", "candidate")
     roles = {} if action is None else {role: getattr(action.roles, role) for role in names}
@@ -406,7 +406,7 @@ def _build_line(entry: LedgerEntry, *, failed: bool) -> HistoryLine:
     )
 
 
-def _describe_entry(body: EntryBody) -> tuple[str, str]:
+def describe_entry(body: EntryBody) -> tuple[str, str]:
     """Return a description of an entry, and its reason."""
     why = ""
     match body:

@@ -192,6 +192,23 @@ class FakeProvider(EndpointProvider):
         """Record that the rollout of the endpoint was confirmed."""
         self.confirmed.append(config.endpoint)
 
+    def require_changeable(self, config: EndpointConfig) -> None:
+        """Raise ServiceUnavailableError while `down`."""
+        self._reach(config)
+
+    def preview(
+        self,
+        config: EndpointConfig,
+        state: EndpointState,
+        current: EndpointState | None,
+        *,
+        is_rollback: bool = False,
+    ) -> EndpointState:
+        """Return the state; a rollback without a present state keeps idle deployments."""
+        if is_rollback and current is None:
+            return state
+        return super().preview(config, state, current, is_rollback=is_rollback)
+
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         state = None if self.down else self._states.get(config.endpoint)
         made = self._settings.get(config.endpoint, {})

@@ -25,7 +25,11 @@ from onnx_ops.adapters.endpoints.azureml_plan import (
 from onnx_ops.adapters.endpoints.azureml_resources import OnlineDeployment
 from onnx_ops.adapters.endpoints.azureml_settings import read_azure_settings
 from onnx_ops.adapters.endpoints.azureml_update import AzureEndpoint, SentGeneration
-from onnx_ops.adapters.endpoints.cloud import CloudEndpoints
+from onnx_ops.adapters.endpoints.cloud import (
+    CloudEndpoints,
+    preview_cloud_rollback,
+    verify_files,
+)
 from onnx_ops.adapters.endpoints.fleets import FleetEndpoints, TrafficModes
 from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings
 from onnx_ops.domain.artifact import Digest
@@ -132,6 +136,37 @@ class AzureDeploymentEndpoints(CloudEndpoints):
             return self._observe(config)[0]
         except ServiceUnavailableError:
             return None
+
+    def require_changeable(self, config: EndpointConfig) -> None:
+        """Raise an error if Azure does not answer, or onnx-ops did not create the endpoint."""
+        self._connect(config).read()
+
+    def preview(
+        self,
+        config: EndpointConfig,
+        state: EndpointState,
+        current: EndpointState | None,
+        *,
+        is_rollback: bool = False,
+    ) -> EndpointState:
+        """Return the state after a change.
+
+        An error is raised if Azure does not support the state, or files that Azure does not store
+        yet are missing.
+        """
+        after = preview_cloud_rollback(current, state) if is_rollback else state
+        endpoint = self._connect(config)
+        plan_traffic(after, generation=0, name=endpoint.deployments.name, where=config.endpoint)
+        new = [
+            deployment
+            for deployment in after.deployments
+            if current is None or current.find_deployment(deployment) is None
+        ]
+        stored = endpoint.models.stored() if new else {}
+        for deployment in new:
+            if build_azure_name(deployment) not in stored:
+                verify_files(deployment)
+        return after
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Bring the endpoint to a state, and delete what the state does not need."""

@@ -12,7 +12,13 @@ from onnx_ops import plugins
 from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import Manifest, digest_folder, short_digest
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.endpoint import (
+    Deployment,
+    EndpointConfig,
+    EndpointState,
+    drop_idle_deployments,
+    preview_rollback,
+)
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Diagnosis, Target
 from onnx_ops.errors import (
@@ -92,6 +98,27 @@ def verify_files(deployment: Deployment) -> dict[str, Path]:
             remedy="Remove the folder; the files are then fetched again.",
         )
     return {name: folder / name for name in manifest}
+
+
+def verify_new_files(state: EndpointState, current: EndpointState | None) -> None:
+    """Verify the files of the deployments that an endpoint does not have yet.
+
+    Raises:
+        NotFoundError, DigestMismatchError: files are missing, or do not match their manifest.
+    """
+    for deployment in state.deployments:
+        if current is None or current.find_deployment(deployment) is None:
+            verify_files(deployment)
+
+
+def preview_cloud_rollback(current: EndpointState | None, state: EndpointState) -> EndpointState:
+    """Return the state after a rollback of an endpoint with native traffic.
+
+    If the endpoint does not have the deployment, the deployment alone is deployed again.
+    """
+    if current is None or current.find_deployment(state.leader()) is None:
+        return drop_idle_deployments(state)
+    return preview_rollback(current, state)
 
 
 def format_follower_variables(

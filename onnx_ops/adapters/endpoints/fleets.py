@@ -136,6 +136,10 @@ class FleetEndpoints(ReplicaEndpoints):
             replacements=fleet.replacements,
         )
 
+    def require_changeable(self, config: EndpointConfig) -> None:
+        """Raise an error if the fleet could not be changed now."""
+        self._machines.require_changeable(config)
+
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Publish a state that moves traffic; otherwise restore the fleet too.
 
@@ -317,6 +321,23 @@ class TrafficModes(EndpointProvider):
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return the endpoint's state, and how it differs from its settings."""
         return self._select(config.settings).observe(config)
+
+    def require_changeable(self, config: EndpointConfig) -> None:
+        """Raise an error if the endpoint could not be changed now."""
+        self._select(config.settings).require_changeable(config)
+
+    def preview(
+        self,
+        config: EndpointConfig,
+        state: EndpointState,
+        current: EndpointState | None,
+        *,
+        is_rollback: bool = False,
+    ) -> EndpointState:
+        """Return the state after a change; raise the errors that are known before it."""
+        return self._select(config.settings).preview(
+            config, state, current, is_rollback=is_rollback
+        )
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Bring the endpoint to a state."""

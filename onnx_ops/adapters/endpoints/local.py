@@ -16,6 +16,7 @@ from typing import Annotated
 from annotated_types import Ge, Le, doc
 
 from onnx_ops import codec
+from onnx_ops.adapters.endpoints.cloud import verify_new_files
 from onnx_ops.adapters.endpoints.local_server import APPLY_LOCK, LOG_FILE, LOOPBACK, LocalServer
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.config.binding import bind_settings, file_fields
@@ -213,6 +214,27 @@ class LocalEndpoints(EndpointProvider):
             and server.is_orphaned()
             and bool(server.is_ready(port, timeout_s=_OBSERVE_S))
         )
+
+    def preview(
+        self,
+        config: EndpointConfig,
+        state: EndpointState,
+        current: EndpointState | None,
+        *,
+        is_rollback: bool = False,
+    ) -> EndpointState:
+        """Return the state after a change.
+
+        An error is raised if a package or files are missing, or another program uses the port.
+        """
+        after = super().preview(config, state, current, is_rollback=is_rollback)
+        restarts = current is None or (bool(current.drift) and not is_rollback)
+        if restarts:
+            require(*self.tools, where=f"endpoint {config.endpoint}")
+            if (error := self.find_missing_requirement(config)) is not None:
+                raise error
+        verify_new_files(after, None if restarts else current)
+        return after
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Start the server if needed, publish the state, and wait until it is served."""

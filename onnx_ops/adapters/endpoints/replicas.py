@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onnx_ops import codec
-from onnx_ops.adapters.endpoints.cloud import Finding, run_check, verify_files
+from onnx_ops.adapters.endpoints.cloud import (
+    Finding,
+    run_check,
+    verify_files,
+    verify_new_files,
+)
 from onnx_ops.adapters.endpoints.replica_ends import find_ends
 from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings, read_replica_settings
 from onnx_ops.adapters.files import ListedObject, LocalObjects, ObjectStore, open_objects
@@ -35,6 +40,7 @@ from onnx_ops.domain.endpoint import (
     EndpointState,
     ServerMemory,
     build_rollback_state,
+    preview_rollback,
     serves_only,
 )
 from onnx_ops.domain.quantities import Json
@@ -246,6 +252,27 @@ class ReplicaEndpoints(EndpointProvider):
             drift=() if lease == settings.lease else (f"lease is {lease}, not {settings.lease}",),
             limits_s={},
         )
+
+    def require_changeable(self, config: EndpointConfig) -> None:
+        """Raise an error if the tables cannot be read."""
+        self._look(config, with_replicas=False)
+
+    def preview(
+        self,
+        config: EndpointConfig,
+        state: EndpointState,
+        current: EndpointState | None,
+        *,
+        is_rollback: bool = False,
+    ) -> EndpointState:
+        """Return the state after a change; raise an error for a missing key or missing files."""
+        if is_rollback:
+            after = state if current is None else preview_rollback(current, state)
+        else:
+            self._require_signer(config)
+            after = state
+        verify_new_files(after, current)
+        return after
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Store the models, load them in all replicas, and publish the state.
@@ -702,8 +729,10 @@ class ReplicaEndpoints(EndpointProvider):
         self._write_head(config, table.number)
 
     def _sign(self, config: EndpointConfig, table: StoredTable) -> Signer | None:
-        if isinstance(table, RollbackTable):
-            return None
+        return None if isinstance(table, RollbackTable) else self._require_signer(config)
+
+    def _require_signer(self, config: EndpointConfig) -> Signer:
+        """Return the signer of tables; raise MissingKeyError without one."""
         try:
             signer = self._signer()
         except OnnxOpsError as error:

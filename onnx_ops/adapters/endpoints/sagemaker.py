@@ -22,7 +22,11 @@ from onnx_ops.adapters.aws import (
     make_clients,
     read_access,
 )
-from onnx_ops.adapters.endpoints.cloud import CloudEndpoints
+from onnx_ops.adapters.endpoints.cloud import (
+    CloudEndpoints,
+    preview_cloud_rollback,
+    verify_files,
+)
 from onnx_ops.adapters.endpoints.fleets import FleetEndpoints, TrafficModes
 from onnx_ops.adapters.endpoints.sagemaker_client import (
     IN_PROGRESS,
@@ -168,6 +172,36 @@ class SageMakerVariants(CloudEndpoints):
         return layout.has_config(description["EndpointConfigName"]) and has_weights(
             description, layout.weights
         )
+
+    def require_changeable(self, config: EndpointConfig) -> None:
+        """Raise an error if SageMaker does not answer, or denies access."""
+        self._connect(config).describe()
+
+    def preview(
+        self,
+        config: EndpointConfig,
+        state: EndpointState,
+        current: EndpointState | None,
+        *,
+        is_rollback: bool = False,
+    ) -> EndpointState:
+        """Return the state after a change.
+
+        An error is raised if the state cannot be built with the settings, or files that SageMaker
+        does not store yet are missing.
+        """
+        client = self._connect(config)
+        after = state
+        if is_rollback:
+            is_guarded = client.settings.guarded
+            after = preview_cloud_rollback(None if is_guarded else current, state)
+        self._layout(client, after)
+        resources = EndpointResources(client, part_bytes=self._part_bytes)
+        for deployment in () if client.settings.is_table else after.deployments:
+            is_served = current is not None and current.find_deployment(deployment) is not None
+            if not is_served and not resources.has_archive(deployment):
+                verify_files(deployment)
+        return after
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Upload archives, create models and a config, and update the endpoint to it.

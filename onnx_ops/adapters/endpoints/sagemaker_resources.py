@@ -73,18 +73,24 @@ class EndpointResources:
         self._archives = f"{client.folder}/archives/"
         self._part_bytes = part_bytes
 
+    def has_archive(self, deployment: Deployment) -> bool:
+        """Return whether the deployment's archive is stored."""
+        where, named = self._locate_archive(deployment)
+        stored = self._client.call(
+            "s3", "head_object", ignored_codes=MISSING_OBJECT, where=where, **named
+        )
+        return stored is not None
+
+    def _locate_archive(self, deployment: Deployment) -> tuple[str, dict[str, Any]]:
+        """Return the URL of an archive, and the arguments of S3 that name it."""
+        key = build_archive_key(self._client.settings.prefix, self._client.endpoint, deployment)
+        return f"s3://{self._bucket}/{key}", {"Bucket": self._bucket, "Key": key}
+
     def ensure_archive(self, deployment: Deployment) -> None:
         """Upload the deployment's archive unless its key exists."""
-        key = build_archive_key(self._client.settings.prefix, self._client.endpoint, deployment)
-        where = f"s3://{self._bucket}/{key}"
-        named: dict[str, Any] = {"Bucket": self._bucket, "Key": key}
-        if (
-            self._client.call(
-                "s3", "head_object", ignored_codes=MISSING_OBJECT, where=where, **named
-            )
-            is not None
-        ):
+        if self.has_archive(deployment):
             return
+        where, named = self._locate_archive(deployment)
         with tempfile.TemporaryFile() as packed:
             pack_archive(deployment, packed)
             size = packed.tell()

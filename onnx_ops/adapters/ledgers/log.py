@@ -30,6 +30,7 @@ from onnx_ops.adapters.ledgers.seen import SeenHeads, require_fixed
 from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.ledger import (
     FOLD_VERSION,
+    EntryBody,
     LedgerAdopted,
     LedgerEntry,
     ReleaseState,
@@ -80,12 +81,20 @@ class ObjectLedger(Ledger):
         keys: the keys that sign appended entries and verify entries that grant something.
         seen: folder in which this machine records how far it has read a ledger. The record
             shows whether a ledger was reset to an earlier state.
+        is_read_only: whether this machine's record is only read.
     """
 
-    def __init__(self, objects: ObjectStore, keys: LedgerKeys, seen: Path | None = None) -> None:
+    def __init__(
+        self,
+        objects: ObjectStore,
+        keys: LedgerKeys,
+        seen: Path | None = None,
+        *,
+        is_read_only: bool = False,
+    ) -> None:
         self._objects = objects
         self._keys = keys
-        self._seen = SeenHeads(seen)
+        self._seen = SeenHeads(seen, is_read_only=is_read_only)
         self._heads: dict[str, Head] = {}
         self._listed: set[str] = set()
 
@@ -136,6 +145,13 @@ class ObjectLedger(Ledger):
         return max(
             [int(max(names, default="0").partition(".")[0]), *self._seen.list_fixed(endpoint)]
         )
+
+    @override
+    def require_signer(self, state: ReleaseState, body: EntryBody) -> None:
+        if grant := explain_grant(state, body):
+            name = format_name(state.endpoint, state.head + 1)
+            # The signature is over bytes that are no entry, so it cannot be used for one.
+            self._keys.sign(b"signature test", grant, f"ledger {name}", state.keys)
 
     @override
     def append(self, entry: LedgerEntry) -> None:
@@ -386,6 +402,10 @@ class MemoryLedger(Ledger):
     @override
     def count(self, endpoint: str) -> int:
         return len(self.read(endpoint))
+
+    @override
+    def require_signer(self, state: ReleaseState, body: EntryBody) -> None:
+        """Do nothing, since entries in memory are not signed."""
 
     @override
     def append(self, entry: LedgerEntry) -> None:

@@ -64,11 +64,13 @@ class SeenHeads:
     """Store of the verified heads of ledgers, with one file for each endpoint.
 
     Without a folder, nothing is recorded. Users who can change the ledger's storage must not have
-    write access to this folder. A damaged file, for example after a power failure, is ignored.
+    write access to this folder. A damaged file, for example after a power failure, is ignored. With
+    `is_read_only`, existing records are read, and nothing is recorded.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, *, is_read_only: bool = False) -> None:
         self._folder = folder
+        self._is_read_only = is_read_only
         self._known: dict[str, SeenHead | None] = {}
 
     def list_fixed(self, endpoint: str) -> dict[int, FixedEntry]:
@@ -86,7 +88,7 @@ class SeenHeads:
     def remember(self, endpoint: str, sequence: int, digest: Digest) -> None:
         """Record the verified head of a ledger, unless a later head is recorded."""
         head = SeenHead(sequence=sequence, digest=digest)
-        if self._folder is None or self._known.get(endpoint) == head:
+        if self._folder is None or self._is_read_only or self._known.get(endpoint) == head:
             return
         self._known[endpoint] = head
         path = _format_path(self._folder, endpoint)

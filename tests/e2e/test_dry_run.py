@@ -1,0 +1,54 @@
+"""Dry runs of commands on a real project: they change no file, and equal the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.e2e_project import Project
+from tests.support.command import run_command
+
+pytestmark = pytest.mark.services
+
+MODEL = "digits-mlp"
+
+
+def read_files(root: Path) -> dict[str, tuple[int, bytes]]:
+    """Return time and content of every file of a project, by path."""
+    return {
+        str(path.relative_to(root)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and not path.is_symlink()
+    }
+
+
+def preview(project: Project, *arguments: str, code: int = 0) -> dict[str, Any]:
+    """Return the document of a dry run, after which every file must be unchanged."""
+    before = read_files(project.root)
+    shown = run_command(
+        *arguments, "--dry-run", "--json", cwd=project.root, environ=project.environment(None)
+    )
+    after = read_files(project.root)
+    assert {name for name in before.keys() | after if before.get(name) != after.get(name)} == set()
+    document: dict[str, Any] = shown.parsed(code)
+    return document
+
+
+def test_dry_runs_change_no_file_and_rollback_does_what_its_dry_run_lists(twice: Project) -> None:
+    old = twice.status()["roles"]["previous"]["name"]
+    preview(twice, "reconcile")
+    preview(twice, "promote", f"{MODEL}/1", "--target", "cpu-1t")
+    preview(twice, "rollout", "pause", "digits", code=2)
+    predicted = preview(twice, "rollback", "digits", "--reason", "slow")
+    twice.document("rollback", "digits", "--reason", "slow", "--wait")
+    entries = [c for c in predicted["changes"] if c["kind"] == "ledger-entry"]
+    traffic = [c["after"] for c in predicted["changes"] if c["kind"] == "traffic"]
+    written = twice.document("history", "digits")[-len(entries) :]
+    assert [c["what"].split()[2] for c in entries] == [str(e["sequence"]) for e in written]
+    texts = [f"{e['what']} ({e['why']})" if e["why"] else e["what"] for e in written]
+    assert [c["after"] for c in entries] == texts
+    assert traffic == [f"{old} 100 %"]
+    assert twice.status()["traffic"][old] == 100
+    assert predicted["rollbacks"] == [{"endpoint": "digits", "to": old, "why": ""}]
