@@ -31,6 +31,7 @@ from onnx_ops.cli.common import (
     print_text,
     say,
 )
+from onnx_ops.cli.dry_runs import DryRunOption, DryRunOutcome, show_dry_run
 from onnx_ops.cli.progress import format_seconds, working
 from onnx_ops.domain.artifact import short_digest
 from onnx_ops.errors import OnnxOpsError, UserError
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from onnx_ops.domain.endpoint import EndpointServer, EndpointState
     from onnx_ops.domain.ledger import PendingRollback
     from onnx_ops.domain.release import ListedVersion
-    from onnx_ops.ports import PoolStatus
+    from onnx_ops.ports import Context, PoolStatus
     from onnx_ops.release.prune import OrphanSurvey, PrunePlan
     from onnx_ops.release.status import EndpointStatus, HistoryLine
 
@@ -187,6 +188,7 @@ def prune(
             "--yes", "-y", help="Remove them; without --yes, only show what would be removed."
         ),
     ] = False,
+    dry_run: DryRunOption = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove old versions from the registry, this machine, store and providers.
@@ -201,12 +203,21 @@ def prune(
     from onnx_ops.release.prune import plan_pruning
     from onnx_ops.release.prune import prune as remove
 
-    context = open_project().context
     older_than_s = parse_duration(older_than, "--older-than")
+    plan = partial(plan_pruning, models=models, keep=keep, older_than_s=older_than_s)
+    if dry_run:
+
+        def preview(context: Context) -> DryRunOutcome:
+            remove(context, plan(context))
+            return DryRunOutcome()
+
+        show_dry_run(preview, as_json=as_json)
+        return
+    context = open_project().context
     with working(
         "prune", "reading what there is", *(["removing"] if yes else []), quiet=as_json
     ) as progress:
-        done = plan_pruning(context, models, keep=keep, older_than_s=older_than_s)
+        done = plan(context)
         if yes:
             progress.begin("removing")
             done = remove(context, done)
@@ -222,6 +233,7 @@ def delete(
         bool,
         typer.Option("--yes", "-y", help="Skip confirmation (required in non-interactive shells)."),
     ] = False,
+    dry_run: DryRunOption = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete an endpoint and free its name. Versions, aliases and history stay.
@@ -230,12 +242,21 @@ def delete(
     """
     from onnx_ops.release.promote import delete_with_timeout as end
 
+    end_endpoint = partial(end, endpoint=endpoint, reason=reason, actor=actor)
+    if dry_run:
+
+        def preview(context: Context) -> DryRunOutcome:
+            end_endpoint(context)
+            return DryRunOutcome()
+
+        show_dry_run(preview, as_json=as_json)
+        return
     if not yes and not (
         sys.stdin.isatty()
         and typer.confirm(f"Delete endpoint {endpoint}? Requests to it will fail")
     ):
         raise UserError("nothing was deleted", where=endpoint, remedy="Confirm with --yes.")
-    end(open_project().context, endpoint, reason=reason, actor=actor)
+    end_endpoint(open_project().context)
     print_result(
         lambda: {"endpoint": endpoint, "deleted": True}, f"{endpoint}: deleted", as_json=as_json
     )

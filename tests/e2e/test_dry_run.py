@@ -41,6 +41,10 @@ def test_dry_runs_change_no_file_and_rollback_does_what_its_dry_run_lists(twice:
     preview(twice, "reconcile")
     preview(twice, "promote", f"{MODEL}/1", "--target", "cpu-1t")
     preview(twice, "rollout", "pause", "digits", code=2)
+    removed = preview(twice, "delete", "digits", "--reason", "old")["changes"]
+    assert [change["after"] for change in removed if change["kind"] == "traffic"] == ["none"]
+    pruned = preview(twice, "prune", MODEL, "--keep", "0", "--older-than", "0d")["changes"]
+    assert {change["kind"] for change in pruned} <= {"version", "model-folder", "stored-object"}
     predicted = preview(twice, "rollback", "digits", "--reason", "slow")
     twice.document("rollback", "digits", "--reason", "slow", "--wait")
     entries = [c for c in predicted["changes"] if c["kind"] == "ledger-entry"]
