@@ -84,11 +84,21 @@ def build_dry_run_document(
 
 def print_dry_run(dry_run: DryRun, outcome: DryRunOutcome, failure: OnnxOpsError | None) -> None:
     """Print the changes of a dry run, what they need, and how the command would end."""
+    print_changes(dry_run, outcome, failure)
+    say(
+        "Nothing was changed."
+        if outcome.errors or failure
+        else "Nothing was changed. Run the same command without --dry-run."
+    )
+
+
+def print_changes(dry_run: DryRun, outcome: DryRunOutcome, failure: OnnxOpsError | None) -> None:
+    """Print the changes of a dry run, their needs, the next rollbacks, and the errors."""
     from onnx_ops.release.dry_run import format_rollbacks
 
     for change in dry_run.changes:
         say(change.describe())
-    if not dry_run.changes:
+    if not (dry_run.changes or outcome.notes):
         say("would change nothing")
     for note in outcome.notes:
         say(note)
@@ -102,11 +112,5 @@ def print_dry_run(dry_run: DryRun, outcome: DryRunOutcome, failure: OnnxOpsError
         say(f"Needs: {'; '.join(needs)}.")
     for text in format_rollbacks(dry_run.list_rollbacks()).values():
         say(text)
-    errors = [*outcome.errors.values(), *([] if failure is None else [failure])]
-    for error in errors:
+    for error in (*outcome.errors.values(), *([] if failure is None else [failure])):
         render_error(error_console(), error, "would end with")
-    say(
-        "Nothing was changed."
-        if errors
-        else "Nothing was changed. Run the same command without --dry-run."
-    )

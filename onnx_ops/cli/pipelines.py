@@ -20,6 +20,7 @@ from onnx_ops.cli.common import (
     console,
     documents,
     error_console,
+    exit_after_steps,
     open_project,
     print_json,
     print_result,
@@ -27,14 +28,16 @@ from onnx_ops.cli.common import (
     render_error,
     say,
 )
+from onnx_ops.cli.dry_runs import DryRunOutcome, build_dry_run_document, print_changes
 from onnx_ops.cli.progress import RunProgress
 from onnx_ops.domain.pipeline import StageKind, StageOutcome, StageStatus
 from onnx_ops.errors import ConfigError, OnnxOpsError, Problem, UserError, config_error
 
 if TYPE_CHECKING:
     from onnx_ops.app.context import Project
-    from onnx_ops.app.project import PipelineResult
+    from onnx_ops.app.project import PipelineResult, PreparedPipeline
     from onnx_ops.app.results import Summary
+    from onnx_ops.cli.tables import PlannedStage
     from onnx_ops.domain.release import BaseRelease
 
 File = Annotated[
@@ -172,19 +175,72 @@ def plan(
 
     The plan shows which results are already stored. The time of a stage is that of its last
     execution from this machine, without waiting. Its price is this time multiplied by the
-    `price_per_hour` of the target.
+    `price_per_hour` of the target. Below the stages, the plan shows what the release would do to
+    endpoints if it passes its gates.
 
     Example: onnx-ops plan configs/pipelines/digits-mlp.yaml --set train.with.seed=3
     """
+    _show_plan(
+        file, overrides=overrides or (), until=until, no_cache=no_cache or (), as_json=as_json
+    )
+
+
+def _show_plan(
+    file: Path,
+    *,
+    overrides: Sequence[str],
+    until: StageKind | None,
+    no_cache: Sequence[StageKind],
+    abandon: str = "",
+    as_json: bool,
+) -> None:
+    """Print the plan of a run, and what the run would do to endpoints after its gates.
+
+    Exit with the code of the worst error of a deployment that is known in advance.
+    """
     from onnx_ops.app import project as projects
-    from onnx_ops.cli.tables import PlannedStage, plan_table
+    from onnx_ops.app.deploy_preview import preview_deployments
+    from onnx_ops.app.dry_run import open_dry_run
+    from onnx_ops.cli.tables import plan_table
     from onnx_ops.pipeline import preview
+
+    with open_dry_run() as dry_run:
+        project = replace(open_project(), context=dry_run.context)
+        prepared = projects.prepare(project, file, overrides=overrides, until=until, offline=True)
+        handler = replace(project.handler(abandon=abandon), confirms=False)
+        outcomes = preview(prepared.plan, handler=handler, no_cache=no_cache)
+        rows = _list_planned(project, prepared, outcomes)
+        deployed = preview_deployments(handler, prepared.plan, outcomes, abandon=abandon)
+        outcome = DryRunOutcome(notes=deployed.notes, errors=deployed.errors)
+        if not as_json:
+            for note in prepared.notes:
+                say(note, err=True)
+        name = prepared.plan.pipeline
+
+        def report() -> None:
+            plan_table(name, rows)
+            if dry_run.changes or deployed.notes or deployed.errors:
+                print_changes(dry_run, outcome, None)
+
+        print_result(
+            lambda: {
+                "pipeline": name,
+                "stages": codec.to_json(rows),
+                "deploy": build_dry_run_document(dry_run, outcome, None),
+            },
+            report,
+            as_json=as_json,
+        )
+    exit_after_steps({}, deployed.errors)
+
+
+def _list_planned(
+    project: Project, prepared: PreparedPipeline, outcomes: Mapping[str, StageOutcome | None]
+) -> list[PlannedStage]:
+    """Return the rows of a plan: what a run would do with each stage, where and how long."""
+    from onnx_ops.cli.tables import PlannedStage
     from onnx_ops.pipeline.stage_settings import get_pool
 
-    project = open_project()
-    prepared = projects.prepare(project, file, overrides=overrides or (), until=until, offline=True)
-    handler = replace(project.handler(), confirms=False)
-    outcomes = preview(prepared.plan, handler=handler, no_cache=no_cache or ())
     last = project.durations(prepared.plan.pipeline).last
     rows = []
     for stage in prepared.plan.stages:
@@ -204,11 +260,7 @@ def plan(
                 price=None if seconds is None or hourly is None else seconds / 3600 * hourly,
             )
         )
-    if not as_json:
-        for note in prepared.notes:
-            say(note, err=True)
-    name, report = prepared.plan.pipeline, partial(plan_table, prepared.plan.pipeline, rows)
-    print_result(lambda: {"pipeline": name, "stages": codec.to_json(rows)}, report, as_json=as_json)
+    return rows
 
 
 def _describe_outcome(outcome: StageOutcome | None) -> str:
@@ -235,6 +287,10 @@ def run(
     base: Base = "",
     hand_over: HandOver = None,
     take_over: TakeOver = None,
+    *,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show the plan, as `onnx-ops plan` does.")
+    ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -256,8 +312,18 @@ def run(
     from onnx_ops.app import project as projects
     from onnx_ops.app.project import run_files
 
-    project, is_silent = open_project(), as_json or quiet
     set_values, repeated = tuple(overrides or ()), tuple(no_cache or ())
+    if dry_run:
+        _show_plan(
+            _get_only_file(files, hand_over, take_over),
+            overrides=set_values,
+            until=until,
+            no_cache=repeated,
+            abandon=abandon,
+            as_json=as_json,
+        )
+        return
+    project, is_silent = open_project(), as_json or quiet
     if len(files) > 1:
         if hand_over or take_over:
             raise UserError(
@@ -313,6 +379,16 @@ def run(
         projects.write_evaluation(project, prepared, result, hand_over)
     _print_run(project, summary, result.errors, against, details=details, as_json=as_json)
     raise typer.Exit(summary.exit_code)
+
+
+def _get_only_file(files: Sequence[Path], hand_over: Path | None, take_over: Path | None) -> Path:
+    """Return the file of a dry run; raise UserError for options that a plan does not have."""
+    if len(files) > 1 or hand_over or take_over:
+        raise UserError(
+            "--dry-run is for one file, without --hand-over and --take-over",
+            remedy="Run `onnx-ops plan FILE` for each file.",
+        )
+    return files[0]
 
 
 def _check_folders(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.e2e_project import Project
+from tests.e2e.e2e_project import MLP, ONLY_FP32, SECOND, Project
 from tests.support.command import run_command
 
 pytestmark = pytest.mark.services
@@ -45,6 +45,24 @@ def test_dry_runs_change_no_file_and_rollback_does_what_its_dry_run_lists(twice:
     assert [change["after"] for change in removed if change["kind"] == "traffic"] == ["none"]
     pruned = preview(twice, "prune", MODEL, "--keep", "0", "--older-than", "0d")["changes"]
     assert {change["kind"] for change in pruned} <= {"version", "model-folder", "stored-object"}
+    planned = preview(twice, "run", MLP, "--set", ONLY_FP32, "--set", "train.with.seed=9")
+    assert planned["deploy"]["changes"] == []
+    (note,) = planned["deploy"]["notes"]
+    new = twice.status()["roles"]["stable"]["name"]
+    assert note.startswith(f"digits: a release that passes is newer than {new}, which serves")
+    bound = preview(
+        twice,
+        "run",
+        MLP,
+        "--set",
+        ONLY_FP32,
+        "--set",
+        SECOND,
+        "--set",
+        "deploy[0].rollout.scale_down_delay=2 h",
+    )["deploy"]["changes"]
+    assert [change["kind"] for change in bound] == ["ledger-entry"]
+    assert "bound to digits-mlp" in bound[0]["after"]
     predicted = preview(twice, "rollback", "digits", "--reason", "slow")
     twice.document("rollback", "digits", "--reason", "slow", "--wait")
     entries = [c for c in predicted["changes"] if c["kind"] == "ledger-entry"]
