@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -106,9 +106,11 @@ def _summarize(
     return dict(reports), {name: str(error) for name, error in errors.items()}
 
 
-def choose_operation(random_: random.Random) -> tuple[str, Operation]:
+def choose_operation(
+    random_: random.Random, versions: Sequence[str] = VERSIONS
+) -> tuple[str, Operation]:
     """Return a random operation and its name."""
-    endpoint, version = random_.choice(ENDPOINTS), random_.choice(VERSIONS)
+    endpoint, version = random_.choice(ENDPOINTS), random_.choice(versions)
     is_forced, to = random_.random() < 0.3, random_.choice((None, None, version))
     word = random_.choice(tuple(OperatorCommand))
     operations: dict[str, Operation] = {
@@ -279,17 +281,18 @@ def _comparable_entry(entry: LedgerEntry) -> object:
     return codec.dumps(entry)
 
 
-def _comparable_state(state: EndpointState | None) -> object:
+def _comparable_state(state: EndpointState | None) -> dict[str, Any] | None:
+    """Return what an endpoint serves, without data that a provider does not report."""
     if state is None:
         return None
-    kept = replace(state, limits_s={}, deployments=tuple(sorted(state.deployments, key=_by_name)))
-    return codec.to_json(
-        replace(kept, split=replace(kept.split, weights=dict(sorted(kept.split.weights.items()))))
-    )
-
-
-def _by_name(deployment: Any) -> str:
-    return str(deployment.name)
+    return {
+        "deployments": {d.name: d.manifest for d in state.deployments},
+        "weights": {name: weight for name, weight in state.split.weights.items() if weight},
+        "copies": {name: percent for name, percent in state.split.shadow.items() if percent},
+        "epoch_s": state.split.epoch_s,
+        "generation": state.generation,
+        "drift": state.drift,
+    }
 
 
 def attempt(operation: Operation, context: Context) -> object:
@@ -365,9 +368,7 @@ def check_changes(changes: Sequence[Change], before: Snapshot, after: Snapshot) 
 
 
 def _weights(state: Any) -> Any:
-    if state is None:
-        return None
-    return {name: weight for name, weight in state["split"]["weights"].items() if weight}
+    return None if state is None else state["weights"]
 
 
 def _format_weights(weights: Mapping[str, int] | None) -> str:
