@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from onnx_ops.release.dry_run import DryRun
     from onnx_ops.release.reconcile import StepReport
 
+NOTHING_CHANGED = "Nothing was changed. Run the same command without --dry-run."
+"""Last line of a dry run without errors."""
+
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Only show what the command would change.")
 ]
@@ -85,11 +88,7 @@ def build_dry_run_document(
 def print_dry_run(dry_run: DryRun, outcome: DryRunOutcome, failure: OnnxOpsError | None) -> None:
     """Print the changes of a dry run, what they need, and how the command would end."""
     print_changes(dry_run, outcome, failure)
-    say(
-        "Nothing was changed."
-        if outcome.errors or failure
-        else "Nothing was changed. Run the same command without --dry-run."
-    )
+    say("Nothing was changed." if outcome.errors or failure else NOTHING_CHANGED)
 
 
 def print_changes(dry_run: DryRun, outcome: DryRunOutcome, failure: OnnxOpsError | None) -> None:

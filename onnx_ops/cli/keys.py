@@ -18,6 +18,7 @@ from onnx_ops.cli.common import (
     print_result,
     say,
 )
+from onnx_ops.cli.dry_runs import NOTHING_CHANGED
 from onnx_ops.domain.artifact import Digest, short_digest
 from onnx_ops.errors import NotFoundError, RefusedError, ServiceUnavailableError, UserError
 
@@ -197,7 +198,7 @@ def keys_retire(
         bool, typer.Option("--force", help="Retire it even if versions in use lose their decision.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only list the versions that would lose it.")
+        bool, typer.Option("--dry-run", help="Only show what the command would change.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -244,6 +245,8 @@ def keys_retire(
     )
     for path in archived:
         say(f"  archived: {path}")
+    if dry_run:
+        say(NOTHING_CHANGED)
 
 
 def _list_dependents(context: Context, key: Digest, *, force: bool) -> tuple[Dependent, ...]:
