@@ -16,7 +16,6 @@ import os
 import random
 import sys
 import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,7 +27,7 @@ from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.replicas import ReplicaEndpoints
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
-from onnx_ops.adapters.signers.ecdsa import create_key
+from onnx_ops.adapters.signers.ecdsa import public_path
 from onnx_ops.adapters.store import ModelFolders
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
@@ -37,8 +36,9 @@ from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError
 from onnx_ops.ports import Context, EndpointProvider
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.testing.endpoints import scaling_deployment
-from onnx_ops.testing.fakes import FakeProvider
+from onnx_ops.testing.fakes import FakeProvider, FakeSigner
 from tests.adapters.azureml_parts import POLICY, inside
+from tests.adapters.replica_site import ReplicaProcesses
 from tests.release.dry_run_truth import ENDPOINTS, choose_operation, compare, failing
 from tests.release.release_parts import (
     AT_ONCE,
@@ -53,9 +53,14 @@ from tests.release.release_parts import (
 from tests.support.clouds.azureml import AzureCloud
 from tests.support.clouds.sagemaker import SETTINGS, fake_sagemaker
 
-PROVIDERS = ("local", "replicas", "sagemaker", "azureml")
+PROVIDERS = ("memory", "local", "replicas", "sagemaker", "azureml")
 RECENT = 4
 """Number of the newest versions among which operations choose."""
+CHAIN = 25
+"""Number of states after which the endpoints are created again.
+
+A comparison reads the whole ledger, so long chains take time.
+"""
 DISTURBED, FAILED = 0.3, 0.15
 """Shares of states before which the world is disturbed, or a call of the provider fails."""
 
@@ -92,17 +97,38 @@ class ProviderScene(Scene):
 
 
 @contextmanager
+def start_replica(folder: Path, endpoint: str) -> Iterator[None]:
+    """Run a replica of an endpoint."""
+    replicas = ReplicaProcesses(
+        folder=folder / "replicas" / endpoint,
+        control_url=str(folder / endpoint / "control"),
+        reports_url=str(folder / endpoint / "reports"),
+        endpoint=endpoint,
+        keys=folder / "keys",
+    )
+    replicas.start()
+    try:
+        yield
+    finally:
+        replicas.stop_all()
+
+
+@contextmanager
 def open_scene(name: str, folder: Path) -> Iterator[ProviderScene]:
     """Yield a scene of a provider, with its cloud if it has one."""
     with ExitStack() as stack:
         provider: EndpointProvider
         settings: dict[str, Any] = {}
-        if name == "local":
+        if name == "memory":
+            provider = FakeProvider()
+        elif name == "local":
             provider = LocalEndpoints(folder / "endpoints")
         elif name == "replicas":
-            key = create_key(folder / "keys" / "signing.pem")
+            signer = FakeSigner()
+            (folder / "keys").mkdir()
+            public_path(folder / "keys" / "fake.pem").write_bytes(signer.public_pem())
             provider = ReplicaEndpoints(trusted=folder / "keys")
-            provider.sign_with(lambda: key)
+            provider.sign_with(lambda: signer)
         elif name == "sagemaker":
             (folder / "cloud").mkdir()
             fake = stack.enter_context(fake_sagemaker(folder / "cloud"))
@@ -117,10 +143,8 @@ def open_scene(name: str, folder: Path) -> Iterator[ProviderScene]:
         for endpoint in ENDPOINTS:
             given = dict(settings)
             if name == "replicas":
-                given = {
-                    "control": str(folder / endpoint / "c"),
-                    "reports": str(folder / endpoint / "r"),
-                }
+                stack.enter_context(start_replica(folder, endpoint))
+                given |= {key: str(folder / endpoint / key) for key in ("control", "reports")}
             configs[endpoint] = replace(config_of(endpoint), provider=name, settings=given)
         scene = ProviderScene(provider=provider, configs=configs, folder=folder)
         for _ in range(RECENT):
@@ -160,10 +184,10 @@ def bind_all(scene: ProviderScene, random_: random.Random) -> None:
             scene.bind(name, random_.choice((AT_ONCE, CANARY)))
 
 
-def measure(scene: ProviderScene, states: int, random_: random.Random) -> tuple[int, Counter[str]]:
-    """Compare until `states` states with changes were seen; return wrong ones and counts."""
-    wrong, counts = 0, Counter[str]()
-    while counts["states"] < states and counts["attempts"] < 20 * states:
+def measure(scene: ProviderScene, states: int, random_: random.Random) -> Counter[str]:
+    """Compare until `states` states with changes were seen, and return the counts."""
+    counts = Counter[str]()
+    while counts["states"] < states and counts["attempts"] < 10 * states:
         counts["attempts"] += 1
         with suppress(OnnxOpsError):
             bind_all(scene, random_)
@@ -175,20 +199,28 @@ def measure(scene: ProviderScene, states: int, random_: random.Random) -> tuple[
             with failing(scene.provider, random_, error=error) as failed, suppress(OnnxOpsError):
                 operation(scene.context)
             counts["after a failed call"] += bool(failed)
-        compared = compare(
-            scene.context,
-            scene.configs,
-            operation,
-            ModelFolders(scene.folder / f"temporary-{counts['attempts']}"),
-        )
+        temporary = ModelFolders(scene.folder / f"temporary-{counts['attempts']}")
+        compared = compare(scene.context, scene.configs, operation, temporary)
         counts["states"] += bool(compared.changes)
         counts["changes"] += len(compared.changes)
         counts[f"command {name}"] += bool(compared.changes)
         if compared.differences:
-            wrong += 1
+            counts["wrong"] += 1
             sys.stdout.write(f"{name}: {'; '.join(compared.differences)[:2000]}\n")
         scene.restart()
-    return wrong, counts
+    return counts
+
+
+def measure_provider(name: str, states: int, seed: int) -> Counter[str]:
+    """Compare in several chains of states, each with new endpoints."""
+    total = Counter[str]()
+    while total["states"] < states and total["chains"] < states:
+        random_ = random.Random(seed + total["chains"])  # noqa: S311 (a seed repeats the states)
+        with tempfile.TemporaryDirectory() as folder, open_scene(name, Path(folder)) as scene:
+            total += measure(scene, min(CHAIN, states - total["states"]), random_)
+        total["chains"] += 1
+        sys.stderr.write(f"{name}: {total['states']} states, {total['wrong']} wrong\n")
+    return total
 
 
 def main() -> int:
@@ -198,19 +230,14 @@ def main() -> int:
     parser.add_argument("--states", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    total = 0
+    wrong = 0
     for name in options.provider or PROVIDERS:
-        random_ = random.Random(options.seed)  # noqa: S311 (a seed repeats the states)
-        with tempfile.TemporaryDirectory() as folder, open_scene(name, Path(folder)) as scene:
-            try:
-                wrong, counts = measure(scene, options.states, random_)
-            except Exception:
-                traceback.print_exc()
-                return 1
-        total += wrong
-        listed = ", ".join(f"{text} {count}" for text, count in sorted(counts.items()))
-        sys.stdout.write(f"{name}: {wrong} wrong; {listed}\n")
-    return 1 if total else 0
+        counts = measure_provider(name, options.states, options.seed)
+        wrong += counts["wrong"]
+        listed = ", ".join(f"{text} {count}" for text, count in sorted(counts.items()) if count)
+        sys.stdout.write(f"{name}: {counts['wrong']} wrong; {listed}\n")
+        sys.stdout.flush()
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from onnx_ops.errors import ServiceUnavailableError
-from onnx_ops.ports import EndpointProvider, MetricsSource
+from onnx_ops.ports import Context, EndpointProvider, MetricsSource
 from onnx_ops.release.changes import ChangeKind
 from onnx_ops.release.dry_run import DryRun
 from onnx_ops.release.endpoint_overlay import EndpointOverlay, MetricsOverlay
@@ -21,6 +21,7 @@ from tests.release.dry_run_truth import (
     failing,
     grow,
     promote_version,
+    roll_back,
 )
 from tests.release.release_parts import CANARY, Scene
 from tests.release.release_scenes import serving
@@ -52,6 +53,19 @@ def test_dry_run_after_partial_failure_lists_what_remains(seed: int) -> None:
         assert after - before == len(intended), name
     compared = compare(scene.context, CONFIGS, operation, FakeModelFiles())
     assert not compared.differences, (name, compared)
+
+
+def test_dry_run_while_endpoint_does_not_answer_ends_with_error_of_rollback() -> None:
+    scene = serving("a", "b")
+    scene.world.provider.down = True
+
+    def operate(context: Context) -> object:
+        return roll_back(context, ("digits",))
+
+    compared = compare(scene.context, CONFIGS, operate, FakeModelFiles())
+    assert not compared.differences
+    assert "still pending" in str(compared.result)
+    assert [change.kind for change in compared.changes] == [ChangeKind.LEDGER_ENTRY] * 3
 
 
 @pytest.mark.parametrize(
