@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.store import ModelFolders
 from onnx_ops.domain.rollout_policy import RolloutPolicy, SplitTest
+from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.release.promote import bind_endpoint
+from onnx_ops.statistics.rollout.guardrails import FEWEST_REQUESTS
 from tests.adapters.fleet_site import FleetSite
 from tests.chaos.test_live_rollouts import ENDPOINT, TIMEOUT_S, WIDTH, Site
 from tests.release.release_parts import TARGET_DIGEST
 from tests.support.endpoints import endpoint_config
 from tests.support.load.loops import Users, users_that_report
+from tests.support.processes import until
 
 ODD_PERCENT = 5
 """Percent of requests that fail on a model with a short table."""
@@ -72,6 +75,21 @@ def users_of_fleet(
         return answer.deployment, answer.token
 
     return users_that_report(invoke, site.fleet.report, shares)
+
+
+def wait_for_latencies(site: FleetRollouts) -> None:
+    """Wait until the first version has answered enough requests for thresholds of latencies.
+
+    Without thresholds, a rollout compares no latencies.
+    """
+
+    def is_enough() -> bool:
+        with suppress(ServiceUnavailableError):
+            latencies = site.context.metrics(site.config).latencies(site.config, "v1")
+            return latencies is not None and sum(latencies[1]) >= FEWEST_REQUESTS
+        return False
+
+    until(is_enough, "the count of requests", seconds=TIMEOUT_S, pause_s=0.5)
 
 
 def decide_by_feedback(site: FleetRollouts, *, stable: float, candidate: float) -> str:

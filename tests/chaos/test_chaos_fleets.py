@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.chaos.fleet_rollouts import (
     build_body,
     decide_by_feedback,
     users_of_fleet,
+    wait_for_latencies,
 )
 from tests.chaos.test_live_rollouts import CANARY, ENDPOINT, SHADOW
 from tests.release.release_parts import roll_back
@@ -73,7 +73,7 @@ def test_rollout_of_healthy_candidate_with_shadow_finishes(site: FleetRollouts) 
     bind_endpoint(site.context, site.config, replace(SHADOW, min_requests=FEW))
     site.release("first")
     with users_of_fleet(site, {}) as users:
-        time.sleep(6)
+        wait_for_latencies(site)
         site.release("second")
         why = site.drive()
     assert site.traffic() == {"v2": 100}, why
@@ -86,7 +86,7 @@ def test_rollout_of_failing_candidate_is_rolled_back_and_so_is_finished_one(
     bind_endpoint(site.context, site.config, replace(CANARY, min_requests=FEW))
     site.release("first")
     with users_of_fleet(site, {}, odd_percent=ODD_PERCENT) as users:
-        time.sleep(6)
+        wait_for_latencies(site)
         site.release("second", table=4)
         why = site.drive()
     assert site.traffic() == {"v1": 100}, why
