@@ -84,7 +84,8 @@ def request_json(
             timeout=timeout_s,
             # The target of a redirect must receive neither message nor token.
             follow_redirects=False,
-            verify=ssl.create_default_context(),
+            # Loading certificates takes 20 ms, and plain http needs none.
+            verify=ssl.create_default_context() if url.startswith("https:") else False,
         ) as response:
             if not response.is_success:
                 text = b""

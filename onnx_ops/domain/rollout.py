@@ -542,7 +542,7 @@ class _Rollout:
         if why := analysis.split_mismatch or analysis.hold_reason:
             return Wait(why=f"{share} and is paused: {why}", kind=WaitKind.PAUSED)
         elapsed = self.now - analysis.started_at
-        missing = _find_missing(step, policy, analysis, elapsed)
+        missing = find_missing(step, policy, analysis, elapsed)
         is_late = elapsed >= policy.step_timeout
         if (
             step.kind == "ab_test"
@@ -639,10 +639,10 @@ def _describe_evidence(step: PlannedStep, analysis: AnalysisResult) -> str:
     return summary or f"no regression detected in {analysis.requests} requests"
 
 
-def _find_missing(
+def find_missing(
     step: PlannedStep, policy: RolloutPolicy, analysis: AnalysisResult, elapsed: float
 ) -> str:
-    """Return the first requirement that the step does not meet yet, or empty.
+    """Return the first requirement that a step does not meet yet, or empty.
 
     A measurement of NaN meets no requirement.
     """

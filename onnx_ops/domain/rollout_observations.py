@@ -440,6 +440,9 @@ class Observations:
 
     For other sources, the next interval starts at `reading`. If the split changed since, `reading`
     is None, and the interval starts with the next reading. The last change was at `split_at`.
+
+    With `is_independent`, each request was assigned to a version independently of all others. The
+    counts then need no design effect, whatever causes the events.
     """
 
     candidate: Digest
@@ -456,6 +459,7 @@ class Observations:
     cold_s: tuple[tuple[float, ...], tuple[float, ...]] = field(
         default=((), ()), metadata=OMIT_DEFAULT
     )
+    is_independent: bool = field(default=False, metadata=OMIT_DEFAULT)
 
     @property
     def drawn(self) -> tuple[GenerationUnits, ...]:

@@ -6,15 +6,17 @@ One query reads all series, so all counts come from the same scrape.
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Annotated, Any
-from urllib.parse import quote, urlsplit
+from typing import Annotated
 
-from onnx_ops.adapters.http_json import request_json, require_https
+from onnx_ops.adapters.metrics.prometheus_api import (
+    make_answer_error,
+    query_prometheus,
+    quote_text,
+)
 from onnx_ops.adapters.server_metrics import count_slower
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.artifact import digest_bytes, short_digest
@@ -26,11 +28,10 @@ from onnx_ops.domain.rollout_observations import (
     RequestCounts,
     ShadowCounts,
 )
-from onnx_ops.errors import RefusedError, ServiceUnavailableError, quoted
+from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.ports import MetricsSource
 from onnx_ops.protocol.messages import FAILURE_STATUSES, REJECTION_STATUSES
 
-VARIABLE = "ONNX_OPS_PROMETHEUS_TOKEN"
 _SCRAPED = "onnx_ops_scraped"
 """Label that marks the times of scrapes."""
 _SHADOW = (
@@ -69,15 +70,15 @@ class PrometheusSettings:
 
     def build_query(self, endpoint: str) -> str:
         """Return a query for all series of an endpoint and the times of their scrapes."""
-        selected = [f"{label}={_quoted(value)}" for label, value in self.select.items()]
-        matchers = [f"{self.endpoint_label}={_quoted(endpoint)}", *selected]
+        selected = [f"{label}={quote_text(value)}" for label, value in self.select.items()]
+        matchers = [f"{self.endpoint_label}={quote_text(endpoint)}", *selected]
         metrics = [
             self.requests,
             f"{self.histogram}_bucket",
             *((*_SHADOW, *_FEEDBACK) if self.is_own_server else ()),
         ]
         origin = f"{self.origin}{{{','.join(matchers if self.is_own_server else selected)}}}"
-        named = f"__name__=~{_quoted('|'.join(metrics))}"
+        named = f"__name__=~{quote_text('|'.join(metrics))}"
         series = f"{{{','.join([named, *matchers])}}}"
         return (
             f'{origin} or label_replace(timestamp({origin}), "{_SCRAPED}", "yes", "", "") '
@@ -181,13 +182,15 @@ class PrometheusMetrics(MetricsSource):
 
     def _page(self, config: EndpointConfig) -> _Page:
         page, names = _Page(), self._names
-        for sample in self._query(config):
+        for sample in query_prometheus(
+            self._url, names.build_query(config.endpoint), where=config.endpoint
+        ):
             try:
                 labels, value = dict(sample["metric"]), float(sample["value"][1])
             except (KeyError, TypeError, ValueError, IndexError) as error:
-                raise _invalid_answer(config, sample) from error
+                raise make_answer_error(config.endpoint, sample) from error
             if not math.isfinite(value):
-                raise _invalid_answer(config, sample)
+                raise make_answer_error(config.endpoint, sample)
             metric, deployment = labels.get("__name__", ""), labels.get(names.deployment_label, "")
             if _SCRAPED in labels:
                 page.scraped_at = min(page.scraped_at, value)
@@ -210,41 +213,3 @@ class PrometheusMetrics(MetricsSource):
                 "see `onnx-ops docs metrics-sources`.",
             )
         return page
-
-    def _query(self, config: EndpointConfig) -> list[Any]:
-        token = os.environ.get(VARIABLE, "").strip()
-        host = (
-            require_https(self._url, "prometheus' url")
-            if token
-            else str(urlsplit(self._url).hostname)
-        )
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        url = (
-            f"{self._url}/api/v1/query"
-            f"?query={quote(self._names.build_query(config.endpoint), safe='')}"
-        )
-        try:
-            answer = request_json("GET", url, host=host, headers=headers)
-        except RefusedError as error:
-            what = "Prometheus refused the query"
-            raise ServiceUnavailableError(what, where=config.endpoint, why=str(error)) from error
-        try:
-            partial, samples = answer.get("warnings"), answer["data"]["result"]
-        except (AttributeError, KeyError, TypeError) as error:
-            raise _invalid_answer(config, answer) from error
-        if partial:  # some stores did not respond, so the counts would be too low
-            what = "Prometheus returned a partial response"
-            raise ServiceUnavailableError(what, where=config.endpoint, why=quoted(partial))
-        if not isinstance(samples, list):
-            raise _invalid_answer(config, answer)
-        return samples
-
-
-def _invalid_answer(config: EndpointConfig, answer: object) -> ServiceUnavailableError:
-    what = "Prometheus returned an unexpected response"
-    return ServiceUnavailableError(what, where=config.endpoint, why=quoted(repr(answer)))
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'

@@ -315,7 +315,8 @@ def _find_shortage(
     if observations.counts:
         users = _count_users(observations, "feedback" if step.kind == "ab_test" else "errors")
         return "" if users >= policy.min_units else _explain_few_users(users, policy)
-    if policy.guardrails and len(here) < (fewest := design_effect.MIN_INTERVALS):
+    fewest = 0 if observations.is_independent else design_effect.MIN_INTERVALS
+    if policy.guardrails and len(here) < fewest:
         # Without units, all events of an interval may come from one user.
         return (
             f"{len(here)} of the {fewest} intervals that a source needs if it does not count by "
@@ -467,8 +468,11 @@ def judge_split_test(
 def _compute_effect(observations: Observations, place: str, rows: Sequence[Row]) -> float:
     """Return the design effect of events.
 
-    It is computed from blocks of users if the source counts them, otherwise from intervals.
+    It is computed from blocks of users if the source counts them, otherwise from intervals. It is 1
+    if each request was assigned independently.
     """
+    if observations.is_independent:
+        return 1.0
     if blocks := observations.sum_blocks(place):
         return design_effect.compute_block_effect(blocks)
     return float(design_effect.estimate_dispersion(rows)) if rows else 1.0

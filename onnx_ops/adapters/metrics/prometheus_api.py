@@ -1,0 +1,60 @@
+"""Queries of the HTTP API of Prometheus, Thanos, Mimir or VictoriaMetrics."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from onnx_ops.adapters.http_json import request_json, require_https
+from onnx_ops.errors import RefusedError, ServiceUnavailableError, quoted
+
+VARIABLE = "ONNX_OPS_PROMETHEUS_TOKEN"
+
+
+def query_prometheus(
+    url: str, query: str, *, where: str, timeout_s: float | None = None
+) -> list[Any]:
+    """Return the samples of an instant query.
+
+    The token of the environment is sent over https only.
+
+    Args:
+        url: address of the server, without `/api`.
+        where: what the query is for, in errors.
+
+    Raises:
+        ServiceUnavailableError: the server does not answer, refuses the query, or returns a partial
+            or unexpected response.
+    """
+    token = os.environ.get(VARIABLE, "").strip()
+    host = require_https(url, "prometheus' url") if token else str(urlsplit(url).hostname)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    address = f"{url}/api/v1/query?query={quote(query, safe='')}"
+    try:
+        answer = request_json("GET", address, host=host, headers=headers, timeout_s=timeout_s)
+    except RefusedError as error:
+        what = "Prometheus refused the query"
+        raise ServiceUnavailableError(what, where=where, why=str(error)) from error
+    try:
+        partial, samples = answer.get("warnings"), answer["data"]["result"]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise make_answer_error(where, answer) from error
+    if partial:  # some stores did not respond, so the counts would be too low
+        what = "Prometheus returned a partial response"
+        raise ServiceUnavailableError(what, where=where, why=quoted(partial))
+    if not isinstance(samples, list):
+        raise make_answer_error(where, answer)
+    return samples
+
+
+def make_answer_error(where: str, answer: object) -> ServiceUnavailableError:
+    """Return the error about an unexpected response."""
+    what = "Prometheus returned an unexpected response"
+    return ServiceUnavailableError(what, where=where, why=quoted(repr(answer)))
+
+
+def quote_text(text: str) -> str:
+    """Return a text as a string literal of PromQL."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

@@ -1,0 +1,379 @@
+"""Analyses of rollouts that other programs move, such as Argo Rollouts and Flagger.
+
+An *analysis* is a named policy: what is compared, and what is tolerated. A *rollout* compares a
+canary with a stable revision. Its state is the fold of recorded entries. Each entry holds an
+observation together with the verdict that it leads to, so that no answer depends on anything that
+is not recorded. A failed verdict is final: later entries of the same attempt do not change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, TypeAlias
+
+from annotated_types import Le, MinLen, doc
+
+from onnx_ops.domain.artifact import digest_json, hex_digits
+from onnx_ops.domain.quantities import OMIT_DEFAULT, Count, Notation, Seconds
+from onnx_ops.domain.rollout import GuardrailResult
+from onnx_ops.domain.rollout_observations import (
+    LatencyThresholds,
+    MetricsReading,
+    ObservationInterval,
+    RequestCounts,
+)
+from onnx_ops.domain.rollout_policy import (
+    DAY,
+    Guardrail,
+    RolloutPolicy,
+    ServiceLevel,
+)
+
+MAX_INTERVALS = 2_000
+"""Maximum number of intervals of one attempt.
+
+The evidence is computed from all of them whenever one is added.
+"""
+LONGEST_GAP_S = 600.0
+"""Shortest limit of an interval's length; a longer interval is left out.
+
+Over a long time without observation, the traffic split can have changed and changed back.
+"""
+CLOCK_TOLERANCE_S = 60.0
+"""Tolerated lead of another clock; counts from later are refused."""
+
+VerdictKind: TypeAlias = Literal["pass", "fail", "inconclusive"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnalysisPolicy:
+    """What is compared between the two revisions, and what is tolerated."""
+
+    guardrails: Annotated[
+        tuple[Guardrail, ...],
+        MinLen(1),
+        doc(
+            "What must not get worse: errors, latency, latency_p50, latency_p90, latency_p95, "
+            "latency_p99."
+        ),
+    ] = (Guardrail(name="errors"),)
+    min_requests: Annotated[
+        tuple[Count, ...],
+        Notation.SINGLE_ENTRY,
+        doc(
+            "Requests of the canary before a verdict `pass`: one number, or one for each step; "
+            "default 300."
+        ),
+    ] = ()
+    slo: Annotated[
+        ServiceLevel | None, doc("Service level that must be shown before a verdict `pass`.")
+    ] = None
+    assignment: Annotated[
+        Literal["request", "sticky"],
+        doc(
+            "How the proxy assigns a revision: `request` if it draws one for each request, "
+            "`sticky` if a user or a connection stays with one."
+        ),
+    ] = "request"
+    interval: Annotated[Seconds, doc("Shortest time between two recorded readings.")] = 15.0
+    max_duration: Annotated[
+        Seconds, Le(30 * DAY), doc("Time after which a rollout without a verdict gets none.")
+    ] = DAY
+
+    @property
+    def recording_s(self) -> float:
+        """Shortest time between two recorded readings, in seconds.
+
+        It is at least `interval`, and keeps the number of intervals below `MAX_INTERVALS`.
+        """
+        return max(self.interval, self.max_duration / MAX_INTERVALS)
+
+    @property
+    def longest_s(self) -> float:
+        """Longest time that an interval can cover, in seconds."""
+        return max(LONGEST_GAP_S, 5 * self.recording_s)
+
+    def make_rollout_policy(self, step: int) -> RolloutPolicy:
+        """Return the policy of the rollout up to a step.
+
+        The shares of traffic are those of other programs, and unknown here. A placeholder stands
+        for them, and no result depends on it.
+        """
+        return RolloutPolicy(
+            steps=(*[0.5] * (step + 1), 1.0),
+            guardrails=self.guardrails,
+            min_requests=self.min_requests,
+            slo=self.slo,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutKey:
+    """Identity of a rollout of an analysis.
+
+    `stable`, `canary` and `checksum` are empty where the client names a rollout only by its name.
+    """
+
+    analysis: str
+    rollout: str
+    stable: str = ""
+    canary: str = ""
+    checksum: str = ""
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder of the rollout's entries.
+
+        A digest stands for the names of the client, so that no name leads to another folder.
+        """
+        names = [self.rollout, self.stable, self.canary, self.checksum]
+        return f"{self.analysis}/{hex_digits(digest_json(names))[:32]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnalysisVerdict:
+    """A verdict, its reason, and the results of the guardrails.
+
+    `waits_for` names the first requirement of a verdict that is not met yet. `requests` are those
+    of the canary and of the stable revision in the present step.
+    """
+
+    verdict: VerdictKind
+    reason: str
+    waits_for: str = ""
+    requests: tuple[int, int] = (0, 0)
+    guardrails: tuple[GuardrailResult, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnalysisStarted:
+    """The start of an attempt, with the policy that applies to it."""
+
+    kind: Literal["started"] = "started"
+    stable: str
+    canary: str
+    policy: AnalysisPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountsRecorded:
+    """Counts of both revisions, and the verdict that they lead to.
+
+    `reading` is where the next interval starts; None for counts that a client sends by interval.
+    `interval` is None if it was left out for the reason `left_out`. `margins` are the requests of
+    the canary and of both revisions since the last reading. `id` and `digest` identify counts that
+    a client sent.
+    """
+
+    kind: Literal["counts"] = "counts"
+    step: int
+    verdict: AnalysisVerdict
+    reading: MetricsReading | None = None
+    interval: ObservationInterval | None = None
+    left_out: str = ""
+    margins: tuple[int, int] | None = None
+    thresholds: LatencyThresholds | None = None
+    slower: LatencyThresholds | None = None
+    id: str = ""
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficOpened:
+    """Permission for the first traffic of the canary, which needs no evidence."""
+
+    kind: Literal["opened"] = "opened"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutForgotten:
+    """The end of an attempt on request of a client."""
+
+    kind: Literal["forgotten"] = "forgotten"
+
+
+EntryBody: TypeAlias = AnalysisStarted | CountsRecorded | TrafficOpened | RolloutForgotten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnalysisEntry:
+    """One entry of a rollout's log; `at` is in seconds since the epoch."""
+
+    key: RolloutKey
+    sequence: int
+    at: float
+    body: EntryBody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnalysisState:
+    """State of a rollout after a number of entries.
+
+    `head` is the sequence number of the last entry. An attempt is in progress if `policy` is not
+    None. `ids` maps the counts that a client sent to their digests. `left_out` is the number of
+    intervals that were left out, and `left_out_reason` why the last of them was.
+    """
+
+    key: RolloutKey
+    head: int = 0
+    stable: str = ""
+    canary: str = ""
+    policy: AnalysisPolicy | None = None
+    started_at: float = 0.0
+    recorded_at: float = 0.0
+    opened_at: float = 0.0
+    step: int = 0
+    reading: MetricsReading | None = None
+    margins: tuple[int, int] | None = None
+    intervals: tuple[ObservationInterval, ...] = ()
+    thresholds: LatencyThresholds | None = None
+    slower: LatencyThresholds | None = None
+    ids: Mapping[str, str] = field(default_factory=dict, metadata=OMIT_DEFAULT)
+    left_out: int = 0
+    left_out_reason: str = ""
+    verdict: AnalysisVerdict | None = None
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether the verdict is `fail`, which is final."""
+        return self.verdict is not None and self.verdict.verdict == "fail"
+
+    def is_expired(self, now: float) -> bool:
+        """Return whether the attempt has lasted longer than its policy allows."""
+        return self.policy is not None and now - self.started_at > self.policy.max_duration
+
+    def is_abandoned(self, now: float) -> bool:
+        """Return whether the attempt is so old that a new query starts another attempt.
+
+        A failed attempt is never abandoned.
+        """
+        return (
+            self.policy is not None
+            and not self.is_failed
+            and self.is_expired(now)
+            and now - max(self.recorded_at, self.started_at) > self.policy.max_duration
+        )
+
+
+def apply_entry(state: AnalysisState, entry: AnalysisEntry) -> AnalysisState:
+    """Return the state after one more entry."""
+    head = replace(state, head=entry.sequence)
+    match entry.body:
+        case AnalysisStarted(stable=stable, canary=canary, policy=policy):
+            return AnalysisState(
+                key=state.key,
+                head=entry.sequence,
+                stable=stable,
+                canary=canary,
+                policy=policy,
+                started_at=entry.at,
+            )
+        case RolloutForgotten():
+            return AnalysisState(key=state.key, head=entry.sequence)
+        case TrafficOpened():
+            return replace(head, opened_at=entry.at)
+        case CountsRecorded():
+            return _apply_counts(head, entry.body, entry.at)
+
+
+def _apply_counts(state: AnalysisState, body: CountsRecorded, at: float) -> AnalysisState:
+    intervals = state.intervals if body.interval is None else (*state.intervals, body.interval)
+    return replace(
+        state,
+        recorded_at=at,
+        step=body.step,
+        reading=state.reading if body.reading is None else body.reading,
+        margins=body.margins,
+        intervals=intervals,
+        thresholds=body.thresholds or state.thresholds,
+        slower=body.slower or state.slower,
+        ids={**state.ids, body.id: body.digest} if body.id else state.ids,
+        left_out=state.left_out + bool(body.left_out),
+        left_out_reason=body.left_out or state.left_out_reason,
+        verdict=state.verdict if state.is_failed else body.verdict,
+    )
+
+
+def fold_entries(key: RolloutKey, entries: Iterable[AnalysisEntry]) -> AnalysisState:
+    """Return the state after all entries of a rollout."""
+    state = AnalysisState(key=key)
+    for entry in entries:
+        state = apply_entry(state, entry)
+    return state
+
+
+def diff_revisions(
+    before: MetricsReading, now: MetricsReading, state: AnalysisState
+) -> tuple[ObservationInterval | None, str]:
+    """Return the interval between two readings, or why it must be left out.
+
+    The reason is empty if there is an interval.
+    """
+    if before.origin != now.origin:
+        return None, "a target of Prometheus started, stopped or restarted"
+    counts = []
+    for revision in (state.canary, state.stable):
+        difference = now.tallies.get(revision, RequestCounts()).minus(
+            _align(before.tallies.get(revision, RequestCounts()), now.tallies.get(revision))
+        )
+        if difference is None:
+            return None, f"a count of revision {revision} fell"
+        counts.append(difference)
+    seconds = now.at - before.at
+    if state.policy is not None and seconds > state.policy.longest_s:
+        return None, f"{seconds:.0f} s passed without a reading"
+    if not before.tallies.get(state.canary, RequestCounts()).requests and counts[0].requests:
+        return None, "the traffic of the canary began within the interval"
+    interval = ObservationInterval(
+        step=state.step, canary=counts[0], stable=counts[1], seconds=seconds
+    )
+    return interval, ""
+
+
+def _align(before: RequestCounts, now: RequestCounts | None) -> RequestCounts:
+    """Return earlier counts, with zero latencies if the revision had no histogram yet."""
+    if now is None or (before.timed is None) == (now.timed is None):
+        return before
+    return replace(before, timed=0).with_over(dict.fromkeys(now.over(), 0))
+
+
+def make_document(state: AnalysisState, verdict: AnalysisVerdict) -> dict[str, Any]:
+    """Return a verdict as the JSON document of the HTTP service.
+
+    Evidence and limit are odds: 60 stands for 60:1.
+    """
+    canary, stable = verdict.requests
+    return {
+        "verdict": verdict.verdict,
+        "reason": verdict.reason,
+        "waits_for": verdict.waits_for,
+        "analysis": state.key.analysis,
+        "rollout": state.key.rollout,
+        "stable": state.stable or state.key.stable,
+        "canary": state.canary or state.key.canary,
+        "step": state.step,
+        "requests": {"canary": canary, "stable": stable},
+        "intervals": len(state.intervals),
+        "left_out": state.left_out,
+        "left_out_reason": state.left_out_reason,
+        "recorded_at": state.recorded_at,
+        "guardrails": [_describe_guardrail(each) for each in verdict.guardrails],
+    }
+
+
+def _describe_guardrail(result: GuardrailResult) -> dict[str, Any]:
+    known = result.low is not None and result.high is not None
+    return {
+        "name": result.name,
+        "canary": {"events": result.canary[0], "requests": result.canary[1]},
+        "stable": {"events": result.stable[0], "requests": result.stable[1]},
+        "evidence": _to_odds(result.evidence),
+        "limit": _to_odds(result.limit),
+        "odds_ratio": {"low": result.low, "high": result.high} if known else None,
+        "summary": result.summary,
+    }
+
+
+def _to_odds(log10: float) -> float:
+    return float(f"{10 ** min(max(log10, -300.0), 300.0):.4g}")
