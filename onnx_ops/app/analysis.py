@@ -410,13 +410,17 @@ def _judge(state: AnalysisState, policy: AnalysisPolicy, body: CountsRecorded) -
     return replace(body, verdict=judge_state(apply_entry(state, entry), policy))
 
 
+def find_state(config: AnalysisServiceConfig, folder: Path) -> str:
+    """Return the location of the state; a relative path is below `folder`."""
+    return config.state if "://" in config.state else str(folder / config.state)
+
+
 def make_service(config: AnalysisServiceConfig, folder: Path, clock: Clock) -> AnalysisService:
     """Return the service of a configuration; a relative `state` is below `folder`."""
-    place = config.state if "://" in config.state else str(folder / config.state)
     counters = {
         name: RevisionCounters(name, settings.prometheus)
         for name, settings in config.analyses.items()
         if settings.prometheus is not None
     }
-    log = AnalysisLog(open_objects(place, deadline_s=STORE_S))
+    log = AnalysisLog(open_objects(find_state(config, folder), deadline_s=STORE_S))
     return AnalysisService(config, log, clock, counters)

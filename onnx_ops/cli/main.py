@@ -36,6 +36,7 @@ _COMMANDS = {
     "history": (RELEASES, "endpoints"),
     "prune": (RELEASES, "endpoints"),
     "delete": (RELEASES, "endpoints"),
+    "analysis": (RELEASES, "analysis"),
     "inspect": (TOOLS, "inspect"),
     "judge": (TOOLS, "judge"),
     "bench": (TOOLS, "tools"),

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
+from onnx_ops.adapters.webhooks.analysis_server import AnalysisServer
 from onnx_ops.app.analysis import AnalysisAnswer, AnalysisService, make_service
+from onnx_ops.app.analysis_routes import AnalysisRoutes
 from onnx_ops.config.analysis import load_analysis_config
 from onnx_ops.domain.rollout_analysis import RolloutKey
 from onnx_ops.testing.fakes import FakeClock
@@ -89,3 +92,42 @@ def open_site(folder: Path, **changes: Any) -> Iterator[AnalysisSite]:
         path = write_config(folder / "analysis.yaml", url, **changes)
         service = make_service(load_analysis_config(path), folder, clock)
         yield AnalysisSite(folder, clock, prometheus, service)
+
+
+@dataclass
+class AnalysisClient:
+    """A client of the HTTP service over a site."""
+
+    site: AnalysisSite
+    url: str
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        document: object = None,
+        *,
+        content: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> httpx.Response:
+        """Send a request with a JSON body or with raw content."""
+        return httpx.request(
+            method,
+            f"{self.url}{path}",
+            json=document,
+            content=content,
+            headers=dict(headers or {}),
+            timeout=30,
+        )
+
+
+@contextmanager
+def open_client(folder: Path, *, token: str = "", **changes: Any) -> Iterator[AnalysisClient]:
+    """Yield a client of the HTTP service over a fake Prometheus."""
+    with (
+        open_site(folder, **changes) as site,
+        AnalysisServer(
+            "127.0.0.1", 0, token=token, handle=AnalysisRoutes(site.service).handle
+        ) as server,
+    ):
+        yield AnalysisClient(site, server.url)

@@ -139,6 +139,7 @@ CALLS = (
     ),
     Call("rollback --withdraw digits --reason no", 0, "is withdrawn"),
     Call("delete digits --yes", 0, "digits: deleted"),
+    Call("analysis status analysis.yaml", 2, "no such file"),
     Call("inspect model.onnx", 0, "opset"),
     Call(
         "inspect model.onnx --serve", 4, "onnx-ops inspect, --serve: package netron", extras="view"

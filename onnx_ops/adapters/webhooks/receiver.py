@@ -1,33 +1,21 @@
-"""An HTTP server for MLflow's webhooks and for metrics, and the webhook secret.
-
-The server runs on a separate thread. It uses Starlette and uvicorn, on which MLflow and Prefect
-also depend.
-"""
+"""An HTTP server for MLflow's webhooks and for metrics, and the webhook secret."""
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-import socket
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from onnx_ops.adapters.files import read_private
-from onnx_ops.adapters.webhooks.connections import MAX_HEAD_BYTES, BoundedProtocol
+from onnx_ops.adapters.webhooks.server import BackgroundServer, read_body
 from onnx_ops.errors import (
     InvalidSignatureError,
     NotFoundError,
     OnnxOpsError,
-    ServiceUnavailableError,
     TooLargeError,
     UserError,
 )
@@ -40,11 +28,9 @@ VARIABLE = "ONNX_OPS_WEBHOOK_SECRET"
 _SHORTEST_SECRET = 16
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of metrics in Prometheus' text format."""
-_TIMEOUT_S = 10.0
-"""Maximum time in seconds to receive a body, and to stop the server."""
 
 
-class WebhookReceiver:
+class WebhookReceiver(BackgroundServer):
     """HTTP server that listens while this context manager is open.
 
     Port 0 selects a free port. For each valid delivery, the receiver calls `wake` with the model's
@@ -69,61 +55,26 @@ class WebhookReceiver:
         self._refused = refused
         self._metrics = metrics
         self._recent = RecentDeliveryIds()
-        try:
-            self._socket = socket.create_server(
-                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-            )
-        except OSError as error:
-            remedy = "Choose another address with --listen HOST:PORT."
-            raise ServiceUnavailableError(
-                "the webhook receiver cannot listen on this address",
-                where=f"{host}:{port}",
-                why=error.strerror or str(error),
-                remedy=remedy,
-            ) from error
-        deliveries = Route(PATH, self._receive, methods=["POST"])
-        config = uvicorn.Config(
-            Starlette(routes=[deliveries, Route("/metrics", self._show_metrics, methods=["GET"])]),
-            http=BoundedProtocol,
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            ws="none",
-            loop="asyncio",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=5,
-            timeout_graceful_shutdown=2,
-        )
-        self._server = uvicorn.Server(config)
-        # The thread is a daemon, so that a second signal ends the process despite open requests.
-        self._thread = threading.Thread(
-            target=self._server.run, args=([self._socket],), name="webhooks", daemon=True
+        super().__init__(
+            host,
+            port,
+            routes=[
+                Route(PATH, self._receive, methods=["POST"]),
+                Route("/metrics", self._show_metrics, methods=["GET"]),
+            ],
+            name="webhooks",
+            what="the webhook receiver",
+            remedy="Choose another address with --listen HOST:PORT.",
         )
 
     @property
     def address(self) -> str:
         """Return the address to which MLflow on this machine would send deliveries."""
-        host, port = self._socket.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}{PATH}"
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.should_exit = True
-        self._thread.join(timeout=_TIMEOUT_S)
-        self._socket.close()
+        return f"{self.url}{PATH}"
 
     async def _receive(self, request: Request) -> Response:
         try:
-            body = await _read_body(request)
+            body = await read_body(request, MAX_BODY_BYTES, "the delivery")
             delivery = verify_delivery(
                 request.headers, body, secret=self._secret, now=self._clock.now()
             )
@@ -148,25 +99,6 @@ class WebhookReceiver:
             return Response(self._metrics(), media_type=CONTENT_TYPE)
         except OnnxOpsError as error:
             return PlainTextResponse(str(error), status_code=503)
-
-
-async def _read_body(request: Request) -> bytes:
-    """Read the body of a delivery.
-
-    Raises:
-        TooLargeError: the body exceeds MAX_BODY_BYTES; the rest is not read.
-        UserError: the body does not arrive within the time limit.
-    """
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise TooLargeError(f"the delivery is larger than {MAX_BODY_BYTES} bytes")
-    except TimeoutError as error:
-        raise UserError("the delivery was not received in time") from error
-    return bytes(body)
 
 
 def read_secret(path: Path, environ: Mapping[str, str]) -> str:

@@ -1,0 +1,173 @@
+"""The HTTP API of the service of analyses.
+
+`/v1/rollouts` is for scripts. The state of a rollout is the same for all instances.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from onnx_ops import codec
+from onnx_ops.app.analysis import AnalysisAnswer, AnalysisService, ClientCounts
+from onnx_ops.config.analysis import bind_policy
+from onnx_ops.config.binding import bind_settings
+from onnx_ops.domain.artifact import digest_json
+from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.rollout_analysis import RolloutKey, make_document
+from onnx_ops.domain.rollout_observations import RequestCounts
+from onnx_ops.domain.rollout_policy import LATENCY_QUANTILES
+from onnx_ops.errors import (
+    CorruptStateError,
+    NotFoundError,
+    OnnxOpsError,
+    RefusedError,
+    TooLargeError,
+    UserError,
+)
+from onnx_ops.protocol.analysis import (
+    AnalysisReply,
+    AnalysisRequest,
+    CountsDocument,
+    RevisionDocument,
+    StartDocument,
+    check_name,
+    parse_query,
+    parse_step,
+)
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_STATUSES: Mapping[type[OnnxOpsError], int] = {
+    NotFoundError: 404,
+    TooLargeError: 413,
+    UserError: 400,
+    RefusedError: 409,
+}
+
+
+class AnalysisRoutes:
+    """Handlers of the requests to a service of analyses."""
+
+    def __init__(self, service: AnalysisService) -> None:
+        self._service = service
+        self._routes: Mapping[str, Callable[[AnalysisRequest, list[str]], AnalysisReply]] = {
+            "rollouts": self._handle_rollout,
+        }
+
+    def handle(self, request: AnalysisRequest) -> AnalysisReply:
+        """Return the reply to a request; errors become replies."""
+        try:
+            return self._dispatch(request)
+        except OnnxOpsError as error:
+            return make_error_reply(error)
+        except Exception:
+            # A fault must neither end the service nor count as success.
+            _log.exception("%s %s", request.method, request.path)
+            return AnalysisReply(status=500, document={"error": "internal error"})
+
+    def _dispatch(self, request: AnalysisRequest) -> AnalysisReply:
+        parts = request.path.split("/")
+        route = self._routes.get(parts[2]) if parts[:2] == ["", "v1"] and len(parts) > 3 else None
+        if route is None:
+            raise NotFoundError("no such address")
+        return route(request, parts[3:])
+
+    def _handle_rollout(self, request: AnalysisRequest, parts: list[str]) -> AnalysisReply:
+        """Start, show or forget a rollout, or add counts to it."""
+        fields = parse_query(request.query)
+        is_counts = len(parts) == 3 and parts[2] == "counts"
+        if len(parts) != 2 and not is_counts:
+            raise NotFoundError("no such address")
+        names = {
+            name: check_name(fields[name], name)
+            for name in ("stable", "canary", "checksum")
+            if name in fields
+        }
+        key = RolloutKey(
+            analysis=check_name(parts[0], "analysis"),
+            rollout=check_name(parts[1], "rollout"),
+            **names,
+        )
+        match request.method, is_counts:
+            case "PUT" | "POST", False:
+                return _reply(self._start(key, request.body))
+            case "POST", True:
+                return _reply(self._service.add_counts(key, _parse_counts(request.body)))
+            case "GET", False:
+                return _reply(self._service.show(key))
+            case "DELETE", False:
+                if not self._service.forget(key):
+                    raise NotFoundError("the rollout was not started, or is forgotten")
+                return AnalysisReply(status=200, document={"forgotten": True})
+            case _:
+                return AnalysisReply(status=405, document={"error": "method not allowed"})
+
+    def _start(self, key: RolloutKey, body: bytes) -> AnalysisAnswer:
+        document = _bind(parse_body(body), StartDocument)
+        defaults = self._service.get_settings(key.analysis).policy
+        return self._service.start(
+            key,
+            check_name(document.stable, "stable"),
+            check_name(document.canary, "canary"),
+            bind_policy(document.policy, defaults),
+        )
+
+
+def make_error_reply(error: OnnxOpsError) -> AnalysisReply:
+    """Return the reply about an error; a fault of a service or of the state is 503."""
+    status = next((code for kind, code in _STATUSES.items() if isinstance(error, kind)), 503)
+    document = {"error": error.what, "where": error.where, "why": error.why}
+    return AnalysisReply(status=status, document={**document, "remedy": error.remedy})
+
+
+def parse_body(body: bytes) -> dict[str, Json]:
+    """Return the JSON object of a body.
+
+    Raises:
+        UserError: the body is not a JSON object.
+    """
+    try:
+        return codec.loads(body, dict[str, Any])
+    except CorruptStateError as error:
+        raise UserError("the body is not a JSON object") from error
+
+
+def _reply(answer: AnalysisAnswer) -> AnalysisReply:
+    return AnalysisReply(status=200, document=make_document(answer.state, answer.verdict))
+
+
+def _bind(document: dict[str, Json], kind: type[T]) -> T:
+    return bind_settings(document, kind, where="body")
+
+
+def _parse_counts(body: bytes) -> ClientCounts:
+    document = _bind(parse_body(body), CountsDocument)
+    if document.interval:
+        check_name(document.interval, "interval")
+        if document.at is not None or document.origin:
+            raise UserError("counts of an interval have neither 'at' nor 'origin'")
+    sent = codec.to_json(document)
+    return ClientCounts(
+        stable=_make_counts(document.stable, "stable"),
+        canary=_make_counts(document.canary, "canary"),
+        step=parse_step(document.step),
+        interval=document.interval,
+        digest=digest_json(sent),
+        origin=document.origin,
+        at=document.at,
+    )
+
+
+def _make_counts(document: RevisionDocument, what: str) -> RequestCounts:
+    unknown = sorted(set(document.slow) - set(LATENCY_QUANTILES))
+    if unknown:
+        known = ", ".join(LATENCY_QUANTILES)
+        raise UserError(f"'slow' has the unknown key {unknown[0][:80]!r}", why=f"known: {known}")
+    counts = RequestCounts(requests=document.requests, errors=document.errors)
+    counts = counts.with_over(dict(document.slow))
+    if not counts.is_consistent:
+        raise UserError(f"{what} has more errors or slow requests than requests")
+    return counts
