@@ -1,6 +1,12 @@
 """The HTTP API of the service of analyses.
 
-`/v1/rollouts` is for scripts. The state of a rollout is the same for all instances.
+`/v1/rollouts` is for scripts.
+
+`/v1/argo` is for the web metric of Argo Rollouts. A reply of 200 is a measurement: `fail` meets the
+failureCondition, `pass` the successCondition, and `inconclusive` neither of them, so that Argo
+measures again up to its `inconclusiveLimit` and then pauses. Missing counts are `inconclusive`. A
+wrong request has another status, which Argo counts as an error; errors abort the rollout after
+`consecutiveErrorLimit`. No reply about a fault is a success.
 """
 
 from __future__ import annotations
@@ -46,6 +52,8 @@ _STATUSES: Mapping[type[OnnxOpsError], int] = {
     UserError: 400,
     RefusedError: 409,
 }
+_ARGO_FIELDS = frozenset({"stable", "canary", "step"})
+_NOT_ALLOWED = AnalysisReply(status=405, document={"error": "method not allowed"})
 
 
 class AnalysisRoutes:
@@ -54,6 +62,7 @@ class AnalysisRoutes:
     def __init__(self, service: AnalysisService) -> None:
         self._service = service
         self._routes: Mapping[str, Callable[[AnalysisRequest, list[str]], AnalysisReply]] = {
+            "argo": self._handle_argo,
             "rollouts": self._handle_rollout,
         }
 
@@ -103,7 +112,30 @@ class AnalysisRoutes:
                     raise NotFoundError("the rollout was not started, or is forgotten")
                 return AnalysisReply(status=200, document={"forgotten": True})
             case _:
-                return AnalysisReply(status=405, document={"error": "method not allowed"})
+                return _NOT_ALLOWED
+
+    def _handle_argo(self, request: AnalysisRequest, parts: list[str]) -> AnalysisReply:
+        """Return a measurement for the web metric of Argo Rollouts.
+
+        The revisions and the step are in the query, or in the body of a POST or PUT.
+        """
+        if len(parts) != 2:
+            raise NotFoundError("no such address")
+        fields: Mapping[str, Json] = parse_query(request.query)
+        if request.body and request.method in ("POST", "PUT"):
+            fields = {**parse_body(request.body), **fields}
+        elif request.method not in ("GET", "POST", "PUT"):
+            return _NOT_ALLOWED
+        if unknown := sorted(set(fields) - _ARGO_FIELDS):
+            raise UserError(f"unknown field {unknown[0][:80]!r}", why="known: stable, canary, step")
+        stable, canary = (check_name(fields.get(name), name) for name in ("stable", "canary"))
+        key = RolloutKey(
+            analysis=check_name(parts[0], "analysis"),
+            rollout=check_name(parts[1], "rollout"),
+            stable=stable,
+            canary=canary,
+        )
+        return _reply(self._service.observe(key, stable, canary, parse_step(fields.get("step"))))
 
     def _start(self, key: RolloutKey, body: bytes) -> AnalysisAnswer:
         document = _bind(parse_body(body), StartDocument)
