@@ -7,6 +7,16 @@ failureCondition, `pass` the successCondition, and `inconclusive` neither of the
 measures again up to its `inconclusiveLimit` and then pauses. Missing counts are `inconclusive`. A
 wrong request has another status, which Argo counts as an error; errors abort the rollout after
 `consecutiveErrorLimit`. No reply about a fault is a success.
+
+`/v1/flagger` is for the webhooks of Flagger. Flagger reads only the status, and shows the text of a
+refusal in its events. The kind of the webhook is in the path, since the payload does not have it.
+Most kinds are answered with 200 only for `pass`. There are these exceptions:
+
+- `rollback`: 200 only for `fail`, since Flagger then rolls back.
+- `confirm-rollout` and `pre-rollout`: the canary has no traffic yet. 200 if the counts of the
+  stable revision are recorded, and the verdict is not `fail`.
+- `confirm-traffic-increase`: Flagger also asks before the first traffic. It is allowed once.
+- `post-rollout` and `event`: nothing depends on the status.
 """
 
 from __future__ import annotations
@@ -21,7 +31,7 @@ from onnx_ops.config.analysis import bind_policy
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.artifact import digest_json
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.rollout_analysis import RolloutKey, make_document
+from onnx_ops.domain.rollout_analysis import AnalysisVerdict, RolloutKey, make_document
 from onnx_ops.domain.rollout_observations import RequestCounts
 from onnx_ops.domain.rollout_policy import LATENCY_QUANTILES
 from onnx_ops.errors import (
@@ -33,12 +43,14 @@ from onnx_ops.errors import (
     UserError,
 )
 from onnx_ops.protocol.analysis import (
+    FLAGGER_HOOKS,
     AnalysisReply,
     AnalysisRequest,
     CountsDocument,
     RevisionDocument,
     StartDocument,
     check_name,
+    parse_flagger_call,
     parse_query,
     parse_step,
 )
@@ -63,6 +75,7 @@ class AnalysisRoutes:
         self._service = service
         self._routes: Mapping[str, Callable[[AnalysisRequest, list[str]], AnalysisReply]] = {
             "argo": self._handle_argo,
+            "flagger": self._handle_flagger,
             "rollouts": self._handle_rollout,
         }
 
@@ -137,6 +150,40 @@ class AnalysisRoutes:
         )
         return _reply(self._service.observe(key, stable, canary, parse_step(fields.get("step"))))
 
+    def _handle_flagger(self, request: AnalysisRequest, parts: list[str]) -> AnalysisReply:
+        """Answer a webhook of Flagger."""
+        if len(parts) != 2 or parts[1] not in FLAGGER_HOOKS:
+            raise NotFoundError("no such webhook", remedy=f"Known: {', '.join(FLAGGER_HOOKS)}.")
+        if request.method != "POST":
+            return _NOT_ALLOWED
+        hook = parts[1]
+        call = parse_flagger_call(parse_body(request.body))
+        key = RolloutKey(
+            analysis=check_name(parts[0], "analysis"),
+            rollout=f"{call.namespace}/{call.name}",
+            stable=call.stable,
+            canary=call.canary,
+            checksum=call.checksum,
+        )
+        if hook in ("post-rollout", "event"):
+            self._service.get_settings(key.analysis)
+            return AnalysisReply(status=200, document="noted\n")
+        answer = self._service.observe(key, call.stable, call.canary)
+        return _make_hook_reply(answer.verdict, is_open=self._allows(hook, answer))
+
+    def _allows(self, hook: str, answer: AnalysisAnswer) -> bool:
+        """Return whether a webhook of Flagger lets the rollout continue, or roll back."""
+        kind = answer.verdict.verdict
+        match hook:
+            case "rollback":
+                return kind == "fail"
+            case "confirm-rollout" | "pre-rollout":
+                return answer.is_ready and kind != "fail"
+            case "confirm-traffic-increase":
+                return kind == "pass" or self._service.open_traffic(answer)
+            case _:
+                return kind == "pass"
+
     def _start(self, key: RolloutKey, body: bytes) -> AnalysisAnswer:
         document = _bind(parse_body(body), StartDocument)
         defaults = self._service.get_settings(key.analysis).policy
@@ -165,6 +212,12 @@ def parse_body(body: bytes) -> dict[str, Json]:
         return codec.loads(body, dict[str, Any])
     except CorruptStateError as error:
         raise UserError("the body is not a JSON object") from error
+
+
+def _make_hook_reply(verdict: AnalysisVerdict, *, is_open: bool) -> AnalysisReply:
+    """Return 200 or a refusal; Flagger repeats requests after 5xx, but not after 409."""
+    text = f"{verdict.verdict}: {verdict.reason}\n"
+    return AnalysisReply(status=200 if is_open else 409, document=text)
 
 
 def _reply(answer: AnalysisAnswer) -> AnalysisReply:

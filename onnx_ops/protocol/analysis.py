@@ -81,6 +81,51 @@ class CountsDocument:
     step: Step = 0
 
 
+FLAGGER_HOOKS = (
+    "confirm-rollout",
+    "pre-rollout",
+    "rollout",
+    "confirm-traffic-increase",
+    "confirm-promotion",
+    "post-rollout",
+    "rollback",
+    "event",
+)
+"""Kinds of webhooks of Flagger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlaggerCall:
+    """A call of a webhook of Flagger; `checksum` identifies the state of the canary."""
+
+    name: str
+    namespace: str
+    checksum: str
+    stable: str
+    canary: str
+
+
+def parse_flagger_call(document: Mapping[str, Any]) -> FlaggerCall:
+    """Return the call that the payload of a webhook describes.
+
+    The revisions are those of `metadata`, by default the names of Flagger's workloads.
+
+    Raises:
+        UserError: a field is missing or no name.
+    """
+    name = check_name(document.get("name"), "name")
+    metadata = document.get("metadata") or {}
+    if not isinstance(metadata, Mapping):
+        raise UserError("metadata is not a JSON object")
+    return FlaggerCall(
+        name=name,
+        namespace=check_name(document.get("namespace"), "namespace"),
+        checksum=check_name(document.get("checksum"), "checksum"),
+        stable=check_name(metadata.get("stable", f"{name}-primary"), "metadata.stable"),
+        canary=check_name(metadata.get("canary", name), "metadata.canary"),
+    )
+
+
 def check_name(value: object, what: str) -> str:
     """Return a name that a client sent.
 
