@@ -16,11 +16,13 @@ import pytest
 import yaml
 from cli_page import commands, flags
 
+from onnx_ops.config.analysis import load_analysis_config
 from onnx_ops.config.loader import load_pipeline, load_policy
 from onnx_ops.config.reach import Reach
 from onnx_ops.config.schema import pipeline_schema, target_schema
 from onnx_ops.config.targets import TargetFiles
 from onnx_ops.config.yaml_reader import read_text
+from tests.docs.docs_analysis import find_check
 from tests.docs.docs_blocks import PAGES, ROOT, SHELL, Block, blocks_of, calls, commands_of
 
 COMMANDS = dict(commands())
@@ -134,6 +136,12 @@ def test_yaml_block_is_valid_for_its_reader(block: Block, project: Path, tmp_pat
         file.parent.mkdir(parents=True)
         file.write_text(("" if "name" in value else "name: part\n") + block.text, encoding="utf-8")
         TargetFiles(tmp_path).load(file.stem)
+    elif (check := find_check(value)) is not None:
+        check(value)
+    elif "analyses" in value:
+        file = tmp_path / "analysis.yaml"
+        file.write_text(block.text, encoding="utf-8")
+        load_analysis_config(file)
     elif "rules" in value:
         file = tmp_path / "policy.yaml"
         file.write_text(block.text, encoding="utf-8")
