@@ -1,0 +1,269 @@
+"""How long a healthy candidate waits for each requirement of a step.
+
+A step ends at the first look after its last requirement is met. Waiting times for counts are
+quantiles of a Gamma distribution, the law of the n-th event of a Poisson process (see
+`forecast_units`). Requirements that count the same requests are drawn with the same quantile, so
+that they agree in each simulated rollout. The rate is a Gamma number if it was measured from few
+requests (Poisson counts with Jeffreys' prior). Only a service level has no closed form: intervals
+are drawn, and judged by `is_rate_certified` with the design effect of the judge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import gammaincinv, pdtrc
+
+from onnx_ops.domain.rollout_forecast import Cadence, Traffic, WaitKind
+from onnx_ops.domain.rollout_observations import USER_BLOCKS
+from onnx_ops.domain.rollout_policy import PlannedStep, RolloutPolicy, ShadowTrial
+from onnx_ops.statistics.rollout import design_effect, guardrails
+from onnx_ops.statistics.rollout import evidence as ev
+from onnx_ops.statistics.rollout.evidence import Array
+from onnx_ops.statistics.rollout.forecast_units import model_units, wait_for_count
+
+SEED = 20_240_229
+ROLLOUTS = 200
+"""Number of simulated rollouts."""
+LOOKS = 40
+"""Number of times at which simulated evidence is evaluated, in a geometric sequence."""
+_LEVEL_ROLLOUTS = 48
+_MAX_INTERVALS = 4000
+_MERGED_REQUESTS = 2.0
+_LEVEL_BEYOND = 4.0
+"""Multiple of the shortest time for a service level up to which it is searched for."""
+INTERVAL_S = 60.0
+"""Time between two recorded readings."""
+WARM_UP_REQUESTS = 64
+"""First requests to a candidate, whose latencies are discarded by endpoint servers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimulatedWait:
+    """A requirement of a step, and its time in each simulated rollout."""
+
+    kind: WaitKind
+    needed: float
+    times: Array
+    per_s: float = 0.0
+
+
+class WaitSimulation:
+    """The waits of simulated rollouts of one policy, with one traffic."""
+
+    def __init__(self, policy: RolloutPolicy, traffic: Traffic, cadence: Cadence) -> None:
+        self.policy, self.traffic, self.cadence = policy, traffic, cadence
+        self.steps = policy.planned()[:-1]
+        order = np.random.default_rng(SEED)
+        strata = (np.arange(ROLLOUTS) + 0.5) / ROLLOUTS
+        self._chances = [order.permutation(strata) for _ in self.steps]
+        self.offsets = [order.permutation(strata) for _ in self.steps]
+        """Part of an epoch from the beginning of each step to the first whole epoch."""
+        self._delays = [cadence.look_s * order.permutation(strata) for _ in self.steps]
+        self.rates = np.ones(ROLLOUTS)
+        if traffic.counted:
+            shape = traffic.counted + 0.5
+            self.rates = order.permutation(gammaincinv(shape, strata)) / shape
+        self.epoch = model_units(traffic.rate * policy.epoch, traffic.users)
+        self._certified: dict[tuple[int, float], Array] = {}
+
+    def find_limit(self, step: PlannedStep) -> float:
+        """Return the time after which a step pauses; an A/B test ends with its duration."""
+        return math.inf if step.kind in ("cold", "ab_test") else self.policy.step_timeout
+
+    def find_ends(self, index: int, waits: Sequence[SimulatedWait]) -> Array:
+        """Return when a step ends in each rollout: at the first look after its last wait."""
+        if not waits:
+            return np.zeros(ROLLOUTS)
+        return np.asarray(np.max([each.times for each in waits], axis=0) + self.find_delay(index))
+
+    def find_delay(self, index: int) -> Array:
+        """Return the time from a count until the next look, in each rollout."""
+        return self._delays[index]
+
+    def begin_after(self, index: int, ends: Array) -> None:
+        """Set where in an epoch the next step begins, from the ends of a step."""
+        if index + 1 < len(self.steps) and np.isfinite(ends).all():
+            begun = 1 - self.offsets[index] + ends / self.policy.epoch
+            self.offsets[index + 1] = 1 - np.mod(begun, 1.0)
+
+    def list_waits(self, index: int, errors: float) -> Iterator[SimulatedWait]:
+        """Yield the requirements of a step.
+
+        Args:
+            errors: share of the candidate's requests that fail.
+        """
+        step, policy = self.steps[index], self.policy
+        if step.kind == "cold":
+            return
+        if step.kind == "shadow" and policy.shadow is not None:
+            yield self._wait_for_copies(index, policy.shadow)
+        elif step.kind == "ab_test" and policy.ab_test is not None:
+            # Equal versions are almost never shown to differ, so that the test ends with its time.
+            duration = policy.ab_test.duration
+            yield SimulatedWait("duration", duration, np.full(ROLLOUTS, duration))
+            yield from self.wait_for_users(step)
+        else:
+            yield from self._wait_for_traffic(index)
+            if policy.slo is not None:
+                key = (step.percent, errors)
+                if key not in self._certified:
+                    self._certified[key] = self._certify(step, errors, policy.slo.error_rate)
+                times = self._certified[key]
+                yield SimulatedWait(
+                    "service level", ev.compute_clean_requests(policy.slo.error_rate), times
+                )
+        if policy.min_step_duration:
+            duration = policy.min_step_duration
+            yield SimulatedWait("min_step_duration", duration, np.full(ROLLOUTS, duration))
+
+    def _wait_for_copies(self, index: int, trial: ShadowTrial) -> SimulatedWait:
+        step = self.steps[index]
+        needed = max(trial.min_requests, ev.compute_clean_requests(trial.max_differing))
+        rate = self.traffic.rate * step.mirror_percent / 100
+        times = wait_for_count(needed, rate, 1.0, self._chances[index]) / self.rates
+        return SimulatedWait("copies", needed, times, rate)
+
+    def wait_for_users(self, step: PlannedStep) -> Iterator[SimulatedWait]:
+        """Yield the wait for users of an A/B test, who stay with a version.
+
+        The test cannot decide if a version has too few users.
+        """
+        model = self.epoch
+        if model.has_users and self.cadence.source == "units":
+            smaller = min(step.percent, 100 - step.percent) / 100
+            weights = model.members * model.activity**2
+            users = smaller * model.requests**2 / weights.sum()
+            effective = 1 / (1 / users + 1 / USER_BLOCKS)
+            if effective < self.policy.min_units:
+                yield SimulatedWait(
+                    "users", self.policy.min_units, np.full(ROLLOUTS, np.inf), effective
+                )
+
+    def _wait_for_traffic(self, index: int) -> Iterator[SimulatedWait]:
+        """Yield the waits of a canary step for requests, units and intervals."""
+        step, chances = self.steps[index], self._chances[index]
+        share, rate = step.percent / 100, self.traffic.rate * step.percent / 100
+        is_drawn = self.cadence.source == "units"
+        clumps = self.epoch.measure_clumps(share) if is_drawn else 1.0
+        times = wait_for_count(step.minimum, rate, clumps, chances) / self.rates
+        yield SimulatedWait("requests", step.minimum, times, rate)
+        if self.cadence.source == "percentiles" and self._has_latency():
+            yield self._wait_for_percentiles(rate, chances)
+        elif self._has_latency():
+            timed = rate * self._find_compared(share)
+            warm = WARM_UP_REQUESTS if is_drawn and self._is_first(index) else 0
+            needed = step.minimum + warm
+            times = wait_for_count(needed, timed, clumps, chances) / self.rates
+            yield SimulatedWait("timed requests", needed, times, timed)
+            if 0 < sum(self.traffic.latencies) < guardrails.FEWEST_REQUESTS:
+                never = np.full(ROLLOUTS, np.inf)
+                yield SimulatedWait("thresholds", guardrails.FEWEST_REQUESTS, never)
+        if is_drawn:
+            yield self._wait_for_units(index)
+        elif self.policy.guardrails:
+            # The first reading only marks where the first interval begins.
+            begun = self.cadence.look_s * self.offsets[index] + self.cadence.lag_s
+            times = begun + (design_effect.MIN_INTERVALS - 1) * INTERVAL_S
+            yield SimulatedWait("intervals", design_effect.MIN_INTERVALS, times, 1 / INTERVAL_S)
+
+    def _wait_for_percentiles(self, rate: float, chances: Array) -> SimulatedWait:
+        """Return the wait for intervals with enough requests to compare their percentiles."""
+
+        fewest = max(
+            (guardrails.MIN_SIGN_REQUESTS.get(rail.name, 0) for rail in self.policy.guardrails),
+            default=0,
+        )
+        chance = float(pdtrc(fewest - 1, rate * INTERVAL_S))
+        needed = guardrails.MIN_SIGN_INTERVALS
+        per_s = chance / INTERVAL_S
+        times = np.full(ROLLOUTS, np.inf)
+        if chance > 1e-9:
+            times = wait_for_count(needed, per_s, max(0.02, 1 - chance), chances)
+            times = np.maximum(times, needed * INTERVAL_S)
+        return SimulatedWait("comparisons", needed, times, per_s)
+
+    def _wait_for_units(self, index: int) -> SimulatedWait:
+        """Return the wait for units, which are counted at the ends of whole epochs."""
+        step, needed, epoch_s = self.steps[index], self.policy.min_units, self.policy.epoch
+        share = step.percent / 100
+        compared = self._find_compared(share) if self._has_latency() else 1.0
+        per_epoch = self.epoch.units * share * compared
+        spread = self.epoch.measure_unit_spread(share * compared)
+        epochs = wait_for_count(needed, per_epoch, spread, self._chances[index]) / self.rates
+        if self._has_latency():
+            epochs = epochs + self.count_warm_epochs(index)
+        whole = np.maximum(1.0, np.ceil(epochs - 1e-9))
+        times = (self.offsets[index] + whole) * epoch_s + self.cadence.lag_s
+        return SimulatedWait("units", needed, times, per_epoch / epoch_s)
+
+    def count_warm_epochs(self, index: int) -> int:
+        """Return the number of epochs with discarded latencies, without a partial first one."""
+        if not self._is_first(index) or self.cadence.source != "units":
+            return 0
+        per_epoch = self.epoch.requests * self.steps[index].percent / 100
+        return math.ceil(max(0.0, WARM_UP_REQUESTS / per_epoch - 0.5))
+
+    def _is_first(self, index: int) -> bool:
+        """Return whether a step is the first one in which the candidate gets traffic."""
+        return not any(step.percent for step in self.steps[:index])
+
+    def _has_latency(self) -> bool:
+        return any(rail.name not in ("errors", "cold_start") for rail in self.policy.guardrails)
+
+    def _find_compared(self, share: float) -> float:
+        """Return the share of the candidate's requests whose latency is compared."""
+        return min(1.0, (1 - share) / share) if self.cadence.source == "units" else 1.0
+
+    def _certify(self, step: PlannedStep, errors: float, level: float) -> Array:
+        """Return when a service level is shown in each rollout; infinite where it is not."""
+        times = np.full(ROLLOUTS, np.inf)
+        share = step.percent / 100
+        per_interval = self.traffic.rate * INTERVAL_S * share
+        clean = ev.compute_clean_requests(level)
+        first = max(clean * design_effect.OUTAGE_SHARE, clean / per_interval)
+        last = self.policy.step_timeout / INTERVAL_S
+        if errors >= level or first > last:
+            return times
+        # Intervals with few requests can be merged, since the outage is then no limit.
+        merged = max(1.0, min(_MERGED_REQUESTS / per_interval, last / _MAX_INTERVALS))
+        horizon = min(last, max(_MAX_INTERVALS, _LEVEL_BEYOND * first))
+        count, mean = math.ceil(horizon / merged), per_interval * merged
+        random = np.random.default_rng(SEED)
+        shape = (_LEVEL_ROLLOUTS, count)
+        busy = np.ones(shape)
+        if self.cadence.source == "units" and self.epoch.has_users:
+            excess = self.epoch.measure_clumps(share) - 1
+            busy = random.gamma(mean / excess, excess / mean, shape)
+        mine = random.poisson(mean * busy)
+        theirs = random.poisson(mean * (1 - share) / share, shape)
+        bad, others = random.binomial(mine, errors), random.binomial(theirs, self.traffic.errors)
+        rows = np.stack([bad, mine, others, theirs], axis=-1)
+        shown, before = np.full(_LEVEL_ROLLOUTS, np.inf), 0
+        for looked in space_looks(math.ceil(first / merged), count):
+            part = rows[:, :looked]
+            effects = design_effect.estimate_error_effect(part)
+            is_shown = ev.is_rate_certified(
+                part[..., 0].sum(axis=1), part[..., 1].sum(axis=1), level, effects
+            )
+            # It was shown at some time since the last look.
+            intervals = math.sqrt(looked * (before or looked)) * merged
+            shown = np.where(is_shown & np.isinf(shown), intervals * INTERVAL_S, shown)
+            before = looked
+        places = np.random.default_rng(SEED).permutation(np.arange(ROLLOUTS) % _LEVEL_ROLLOUTS)
+        return np.asarray(np.sort(shown)[places])
+
+
+def space_looks(first: int, last: int, count: int = LOOKS) -> npt.NDArray[np.int64]:
+    """Return ascending whole numbers that form a geometric sequence."""
+    return np.unique(np.round(np.geomspace(max(1, first), max(first, last), count)).astype(int))
+
+
+def find_quantile(times: Array, share: float) -> float | None:
+    """Return a quantile of times in seconds; None if it is infinite."""
+    time_s = float(np.quantile(times, share, method="inverted_cdf"))
+    return time_s if math.isfinite(time_s) else None
