@@ -27,6 +27,7 @@ _COMMANDS = {
     "export-dvc": (RELEASES, "releases"),
     "recheck": (RELEASES, "releases"),
     "promote": (RELEASES, "releases"),
+    "forecast": (RELEASES, "forecasts"),
     "rollout": (RELEASES, "rollouts"),
     "rollback": (RELEASES, "rollouts"),
     "reconcile": (RELEASES, "releases"),

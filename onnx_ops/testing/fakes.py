@@ -340,7 +340,7 @@ class FakeMetrics(MetricsSource):
         added = replace(none, tallies=new, shadow=now.shadow.minus(before.shadow))
         self._counts[key] = self._counts.get(key, none).plus(added)
         epochs = self._epochs.setdefault(name, [])
-        if new:
+        if new and len(deployments) == 2:
             candidate, stable = (
                 new.get(each, RequestCounts(over_p50=0, over_p99=0)) for each in deployments
             )

@@ -91,6 +91,8 @@ CALLS = (
     Call(
         "promote digits/1 -t cpu", 4, "onnx-ops promote, registry: package mlflow", extras="mlflow"
     ),
+    Call("forecast released.yaml --rate 5/s", 0, "waits for `onnx-ops rollout advance`"),
+    Call("forecast digits --rate 5/s", 0, "waits for `onnx-ops rollout advance`"),
     Call("rollout status digits", 0, "no rollout in progress"),
     Call(
         "rollout pause digits",

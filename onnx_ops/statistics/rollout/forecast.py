@@ -46,7 +46,12 @@ def choose_harms(policy: RolloutPolicy, traffic: Traffic) -> tuple[Harm, ...]:
     harms = []
     for rail in policy.guardrails:
         if rail.name == "errors":
-            odds = HARM_TIMES * rail.tolerated("errors") * traffic.errors / (1 - traffic.errors)
+            odds = (
+                HARM_TIMES
+                * rail.tolerated("errors")
+                * traffic.errors
+                / max(1e-9, 1 - traffic.errors)
+            )
             harms.append(Harm(name="errors", value=max(LEAST_HARM, odds / (1 + odds))))
         elif rail.name != "cold_start":
             slower = policy.max_latency_increases()[rail.places[-1]]
