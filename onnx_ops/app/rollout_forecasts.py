@@ -12,7 +12,7 @@ from onnx_ops.domain.pipeline import Deploy, Pipeline
 from onnx_ops.domain.rollout_forecast import Cadence, Harm, Traffic
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import NotFoundError, OnnxOpsError, UserError
-from onnx_ops.reporting.rollout_forecast import EndpointForecast
+from onnx_ops.reporting.rollout_forecast import EndpointForecast, list_warnings
 
 if TYPE_CHECKING:
     from onnx_ops.app.context import Project
@@ -65,20 +65,21 @@ def forecast_named(project: Project, name: str, request: ForecastRequest) -> lis
     return [_forecast(project, name, policy, find_cadence, request)]
 
 
-def summarize_rollouts(project: Project, pipeline: Pipeline) -> list[EndpointForecast]:
+def forecast_offline(project: Project, pipeline: Pipeline) -> list[EndpointForecast]:
     """Return the forecast of each endpoint with an analyzed rollout, without network access.
 
     The traffic is that of the endpoint's last rollout, if this machine has its ledger. Otherwise,
     the result is the shortest duration at any traffic, and `origin` is empty.
     """
-    from onnx_ops.statistics.rollout.forecast import forecast_rollout
-
     results = []
     for entry in pipeline.deploy:
-        if not entry.rollout.is_analyzed:
+        if not entry.rollout.is_analyzed or len(entry.rollout.planned()) == 1:
             continue
+        # The import takes longer than most checks.
+        from onnx_ops.statistics.rollout.forecast import forecast_rollout
+
         traffic = _read_local(project, entry.endpoint)
-        origin = "as in its last rollout"
+        origin = "traffic of its last rollout"
         if traffic is None:
             traffic, origin = Traffic(rate=_ENDLESS), ""
         cadence = _find_entry_cadence(project, entry)
@@ -91,6 +92,15 @@ def summarize_rollouts(project: Project, pipeline: Pipeline) -> list[EndpointFor
             )
         )
     return results
+
+
+def warn_of_rollouts(project: Project, pipeline: Pipeline) -> list[str]:
+    """Return warnings about rollouts that do not end, or take absurdly long."""
+    return [
+        f"warning: {result.endpoint}{f' ({result.origin})' if result.origin else ''}: {warning}"
+        for result in forecast_offline(project, pipeline)
+        for warning in list_warnings(result)
+    ]
 
 
 def _read_local(project: Project, endpoint: str) -> Traffic | None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from onnx_ops.app.project import PipelineResult, PreparedPipeline
     from onnx_ops.app.results import Summary
     from onnx_ops.cli.tables import PlannedStage
+    from onnx_ops.domain.pipeline import Pipeline
     from onnx_ops.domain.release import BaseRelease
 
 File = Annotated[
@@ -132,6 +133,7 @@ def check(
     Example: onnx-ops check configs/pipelines/*.yaml
     """
     from onnx_ops.app import project as projects
+    from onnx_ops.app.rollout_forecasts import warn_of_rollouts
 
     project = open_project()
     problems: list[Problem] = []
@@ -144,7 +146,11 @@ def check(
             place = f"{file}: " if len(files) > 1 else ""
             notes += [
                 f"{place}{note}"
-                for note in (*checked.notes, *projects.describe_rollouts(project, checked.pipeline))
+                for note in (
+                    *checked.notes,
+                    *projects.describe_rollouts(project, checked.pipeline),
+                    *warn_of_rollouts(project, checked.pipeline),
+                )
             ]
         except ConfigError as error:
             problems.extend(error.problems)
@@ -215,6 +221,7 @@ def _show_plan(
         if not as_json:
             for note in prepared.notes:
                 say(note, err=True)
+            _print_rollouts(project, prepared.pipeline)
         name = prepared.plan.pipeline
 
         def report() -> None:
@@ -261,6 +268,16 @@ def _list_planned(
             )
         )
     return rows
+
+
+def _print_rollouts(project: Project, pipeline: Pipeline) -> None:
+    """Print how long the rollout of each endpoint takes, as a note."""
+    if any(entry.rollout.is_analyzed for entry in pipeline.deploy):
+        from onnx_ops.app.rollout_forecasts import forecast_offline
+        from onnx_ops.reporting.rollout_forecast import summarize_forecast
+
+        for result in forecast_offline(project, pipeline):
+            say(summarize_forecast(result), err=True)
 
 
 def _describe_outcome(outcome: StageOutcome | None) -> str:

@@ -262,8 +262,21 @@ def _render(view: RolloutView) -> Group:
             *(text for text in texts if text and text not in view.next),
             view.next,
         ]
-    first = Text.from_markup(f"{head}, here for {view.seconds:.0f} s", emoji=False)
+    here = f"{head}, here for {view.seconds:.0f} s{_forecast_requests(view)}"
+    first = Text.from_markup(here, emoji=False)
     return Group(first, *(Padding(Text(line), (0, 0, 0, 2), expand=False) for line in lines))
+
+
+def _forecast_requests(view: RolloutView) -> str:
+    """Return when the step will have enough requests, by those counted so far; or empty."""
+    if view.judged is None:
+        return ""
+    from onnx_ops.reporting.rollout_forecast import format_duration
+    from onnx_ops.statistics.rollout.forecast import forecast_rest
+
+    needed = view.steps[view.step].minimum
+    rest = forecast_rest(view.judged.requests, needed, view.seconds)
+    return "" if rest is None else f"; {needed:,} requests in {format_duration(rest)}"
 
 
 def _describe_end(context: Context, endpoint: str) -> tuple[Text, bool]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from onnx_ops.cli import rollouts
+from onnx_ops.domain.rollout_forecast import Traffic
 from onnx_ops.testing.models import rows, write_perceptron
+from tests.release.release_scenes import begun
 from tests.support.command import Result, run_command
 from tests.support.golden import Golden
 
@@ -89,3 +93,48 @@ def test_forecast_with_impossible_input_is_refused(
     done = run(project, "forecast", *arguments)
     assert done.code == 2
     assert message in " ".join(done.stderr.split())
+
+
+def test_check_warns_of_step_that_cannot_end_at_any_traffic(project: Path) -> None:
+    assert "warning" not in run(project, "check", "--static", "p.yaml").stdout
+    write_file(project, ", slo: {error_rate: 0.01%}")
+    done = run(project, "check", "--static", "p.yaml")
+    assert done.code == 0
+    assert "warning: digits: step 1, 10 %: this step cannot end" in done.stdout
+    assert "manual" not in done.stdout
+
+
+def test_plan_and_check_use_traffic_of_last_rollout(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "onnx_ops.release.traffic.read_recorded_traffic", lambda *_: Traffic(rate=0.001)
+    )
+    shown = run(project, "check", "--static", "p.yaml").stdout
+    assert "warning: digits (traffic of its last rollout): step 1, 10 %: this step cannot" in shown
+    assert "send 2.08 requests/min" in shown
+    notes = run(project, "plan", "p.yaml").stderr
+    assert "with 3.6 requests/h, requests without a key, 0 % errors, traffic of its" in notes
+
+
+def test_plan_prints_least_duration_of_each_rollout(project: Path) -> None:
+    notes = run(project, "plan", "p.yaml").stderr
+    assert "rollout of digits: at least " in notes
+    assert "rollout of manual" not in notes
+    assert json.loads(run(project, "plan", "p.yaml", "--json").stdout)["pipeline"] == "digits"
+
+
+def test_rollout_status_shows_time_until_enough_requests(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scene = begun()
+    counted = scene.world.provider.counted
+    counted.clock.advance(100.0)
+    counted.count("v1", requests=900)
+    counted.count("v2", requests=100)
+    monkeypatch.setattr(
+        "onnx_ops.app.context.open_project", lambda: SimpleNamespace(context=scene.context)
+    )
+    rollouts.rollout_status("digits")
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "here for 100 s; 200 requests in 2 min (90 %: 79 s to 2 min)" in shown
