@@ -38,6 +38,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "aws": ("boto3",),
     "azure": ("azure-ai-ml", "azure-identity", "azure-storage-blob"),
     "blob": ("adlfs",),
+    "console": ("starlette", "uvicorn"),
     "grpc": ("grpcio", "grpcio-health-checking", "grpcio-reflection"),
     "huggingface": ("transformers",),
     "keras": ("keras",),
@@ -70,8 +71,6 @@ _BROUGHT_BY = {
     "simdjson": "pysimdjson",
     "sklearn": "scikit-learn",
     "sqlalchemy": "mlflow",
-    "starlette": "mlflow",
-    "uvicorn": "mlflow",
 }
 """Distribution to install for a package with another name, or for a dependency."""
 

@@ -35,6 +35,7 @@ _COMMANDS = {
     "notify": (RELEASES, "messages"),
     "status": (RELEASES, "endpoints"),
     "history": (RELEASES, "endpoints"),
+    "console": (RELEASES, "console"),
     "prune": (RELEASES, "endpoints"),
     "delete": (RELEASES, "endpoints"),
     "analysis": (RELEASES, "analysis"),

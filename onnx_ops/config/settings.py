@@ -148,6 +148,11 @@ class Settings:
         return self.state / "webhook.secret"
 
     @property
+    def console_token(self) -> Path:
+        """File that contains the token of the console's viewers."""
+        return self.state / "console.token"
+
+    @property
     def shared_targets(self) -> Path | None:
         """Folder of target files that several projects share, if there is one."""
         return Path(self.targets) if self.targets else None

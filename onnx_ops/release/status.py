@@ -48,7 +48,7 @@ from onnx_ops.errors import CorruptStateError, NotFoundError, OnnxOpsError
 from onnx_ops.ports import Context, EndpointProvider
 from onnx_ops.release.endpoint_calls import call_each
 from onnx_ops.release.journal import Journal, list_bound_endpoints, read_readable_state
-from onnx_ops.release.reconcile import choose_action, read_metrics
+from onnx_ops.release.reconcile import MetricsSnapshot, choose_action, read_metrics
 from onnx_ops.release.registry_sync import DesiredState
 
 _TIMELINE = (
@@ -168,9 +168,13 @@ def read_status(context: Context, endpoint: str) -> EndpointStatus:
     Raises:
         NotFoundError: no pipeline has bound the endpoint.
     """
-    journal = Journal.open(context, endpoint)
+    return observe_status(Journal.open(context, endpoint))
+
+
+def observe_status(journal: Journal) -> EndpointStatus:
+    """Return the status of the endpoint of a journal, whose ledger is not read again."""
     config = journal.config
-    provider = context.provider(config.provider)
+    provider = journal.context.provider(config.provider)
     actual = provider.observe(config)
     servers = tuple(provider.list_servers(config))
     return EndpointStatus(
@@ -254,7 +258,7 @@ def read_history(
         ]
 
     entries.sort(key=lambda entry: (entry.at, entry.endpoint, entry.sequence))
-    lines = _build_lines(entries, traffic_only=selection.traffic)
+    lines = build_lines(entries, traffic_only=selection.traffic)
     return tuple(lines[-selection.limit :] if selection.limit else lines), errors
 
 
@@ -266,19 +270,32 @@ def read_rollout_view(context: Context, endpoint: str) -> RolloutView | None:
     Raises:
         NotFoundError: no pipeline has bound this endpoint.
     """
-    from onnx_ops.statistics.rollout.judge import judge
-
     journal = Journal.open(context, endpoint)
-    config, state, now = journal.config, journal.state, context.clock.now()
-    stable, candidate = state.roles.stable, state.roles.candidate
-    if stable is None or candidate is None:
+    config, roles = journal.config, journal.state.roles
+    if roles.stable is None or roles.candidate is None:
         return None
     snapshot = read_metrics(journal)
     observed = context.provider(config.provider).observe(config)
+    return describe_rollout(journal, observed, snapshot)
+
+
+def describe_rollout(
+    journal: Journal, observed: EndpointState | None, snapshot: MetricsSnapshot
+) -> RolloutView | None:
+    """Return the rollout in progress as the endpoint and its metrics show it, or None.
+
+    Nothing is read.
+    """
+    from onnx_ops.statistics.rollout.judge import judge
+
+    state, now = journal.state, journal.context.clock.now()
+    stable, candidate = state.roles.stable, state.roles.candidate
+    if stable is None or candidate is None:
+        return None
     action = choose_action(journal, DesiredState(deployment=candidate), observed, snapshot)
     counts = snapshot.observations
     return RolloutView(
-        endpoint=endpoint,
+        endpoint=state.endpoint,
         stable=stable.name,
         candidate=candidate.name,
         step=state.roles.step,
@@ -372,7 +389,7 @@ def _is_selected(
     return any(config.serves(selection.model, selection.target) for config in configs)
 
 
-def _build_lines(entries: Sequence[LedgerEntry], *, traffic_only: bool) -> list[HistoryLine]:
+def build_lines(entries: Sequence[LedgerEntry], *, traffic_only: bool = False) -> list[HistoryLine]:
     """Return lines for all entries, or only for entries that moved traffic.
 
     A failed action is treated as one that moved no traffic.

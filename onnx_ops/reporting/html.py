@@ -61,11 +61,15 @@ _MARKS = {Verdict.PASS: "✓", Verdict.INCONCLUSIVE: "?", Verdict.ERROR: "!", Ve
 
 
 @functools.cache
-def _load_environment() -> Environment:
+def load_environment(*folders: Path) -> Environment:
+    """Return the templates of the reports, after those of further folders.
+
+    Values are escaped. A value that is not given is an error.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        loader=FileSystemLoader([*folders, Path(__file__).parent / "templates"]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -85,7 +89,7 @@ def render(template: str, **values: Any) -> str:
 
     The same values always give the same text.
     """
-    return show(_load_environment().get_template(template).render(values))
+    return show(load_environment().get_template(template).render(values))
 
 
 def release_report(

@@ -633,11 +633,33 @@ Evidence beyond this distance is drawn at the edge.
 def evidence_svg(paths: Sequence[EvidencePath]) -> str:
     """Return an SVG plot with one line for each guardrail that has counts.
 
-    The text is empty if no guardrail has counts.
+    The text is empty if no guardrail has counts. The plot contains its style sheet.
     """
     drawn = [path for path in paths if path.requests]
     if not drawn:
         return ""
+    return make_standalone(_draw_evidence(drawn, is_named=True), "svg{background:var(--bg)}")
+
+
+def evidence_figure(paths: Sequence[EvidencePath]) -> Figure | None:
+    """Plot the evidence against a candidate, one line for each guardrail that has counts.
+
+    Return None if no guardrail has counts.
+    """
+    drawn = [path for path in paths if path.requests]
+    if not drawn:
+        return None
+    last = "; ".join(f"{path.name} {path.log10_evidence[-1]:.2g}" for path in drawn)
+    return Figure(
+        title="Evidence against the candidate",
+        svg=_draw_evidence(drawn, is_named=False),
+        caption=f"A guardrail that reaches {drawn[0].limit:.2g} is violated. Now: {last}.",
+        keys=tuple((index, path.name) for index, path in enumerate(drawn)),
+    )
+
+
+def _draw_evidence(drawn: Sequence[EvidencePath], *, is_named: bool) -> str:
+    """Draw the lines of guardrails, with their names beside the lines if `is_named`."""
     limit = drawn[0].limit
     last = max(path.requests[-1] for path in drawn)
     values = [value for path in drawn for value in path.log10_evidence]
@@ -650,10 +672,9 @@ def evidence_svg(paths: Sequence[EvidencePath]) -> str:
     for index, path in enumerate(drawn):
         points = [(0.0, 0.0), *zip(map(float, path.requests), path.log10_evidence, strict=True)]
         chart.path(points, f"line s{index % 6}")
-        chart.note(points[-1][0], points[-1][1], path.name, above=points[-1][1] <= limit)
-    return make_standalone(
-        chart.render("evidence against the candidate"), "svg{background:var(--bg)}"
-    )
+        if is_named:
+            chart.note(points[-1][0], points[-1][1], path.name, above=points[-1][1] <= limit)
+    return chart.render("evidence against the candidate")
 
 
 def as_data_url(svg: str) -> str:

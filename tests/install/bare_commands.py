@@ -126,6 +126,7 @@ CALLS = (
         environ={"ONNX_OPS_STORE": "s3://b/x"},
     ),
     Call("history digits", 0, "digits"),
+    Call("console", 4, "onnx-ops console: packages starlette", extras="console"),
     Call("prune digits", 4, "onnx-ops prune, registry: package mlflow", extras="mlflow"),
     Call(
         "rollback digits --reason slow --wait",

@@ -1,0 +1,224 @@
+"""What the console's pages show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.console.snapshot import SnapshotReader
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointServer, EndpointState
+from onnx_ops.domain.rollout import OperatorCommand
+from onnx_ops.errors import StillPendingError
+from onnx_ops.testing.fakes import FakeProvider
+from tests.console.console_parts import serving_console
+from tests.release.disk_scenes import on_disk
+from tests.release.release_parts import Scene, roll_back
+from tests.release.release_scenes import counted_out, on_trial, serving
+
+HOSTILE = "<script>alert(1)</script>\u202egnp.exe"
+
+
+def test_endpoints_page_shows_split_and_step(tmp_path: Path) -> None:
+    with serving_console(tmp_path, on_trial().context) as console:
+        page = console.show("/")
+    assert 'href="/endpoints/digits"' in page
+    assert "v3 10 %" in page
+    assert "v2 90 %" in page
+    assert '<li aria-current="step">10 %' in page
+
+
+def test_endpoints_page_shows_pending_rollback(tmp_path: Path) -> None:
+    scene = serving("a", "b")
+    scene.world.provider.down = True
+    with pytest.raises(StillPendingError):
+        scene.roll_back()
+    with serving_console(tmp_path, scene.context) as console:
+        page = console.show("/")
+    assert "rollback pending" in page
+    assert "to v1" in page
+    assert "cannot be reached" in page
+
+
+def test_endpoints_page_shows_replica_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = (
+        EndpointServer(name="r1", state="reports", table="7", age_s=1.0),
+        EndpointServer(name="r2", state="silent", table="6", age_s=90.0),
+    )
+    monkeypatch.setattr(FakeProvider, "list_servers", lambda *_: servers)
+    with serving_console(tmp_path, serving("a").context) as console:
+        overview, page = console.show("/"), console.show("/endpoints/digits")
+    assert "1 reports, 1 silent" in overview.replace("\n", "")
+    assert "90 s ago" in page
+
+
+def test_endpoint_page_of_canary_shows_evidence_and_commands(tmp_path: Path) -> None:
+    scene = counted_out(bad=False)
+    scene.reconcile_some()
+    with serving_console(tmp_path, scene.context) as console:
+        page = console.show("/endpoints/digits")
+    assert "Rollout in progress" in page
+    assert "Evidence against the candidate" in page
+    assert "Share of the candidate" in page
+    assert "of 1000" in page
+    for command in ("rollout pause", "rollout resume", "rollout advance", "rollout abort"):
+        assert f"onnx-ops {command} digits --reason" in page
+        assert page.count(f"onnx-ops {command} digits --reason") == 2
+    assert "--dry-run" in page
+
+
+def test_endpoint_page_after_rollback_shows_reason_and_end(tmp_path: Path) -> None:
+    scene = counted_out(bad=True)
+    scene.reconcile_some()
+    with serving_console(tmp_path, scene.context) as console:
+        page = console.show("/endpoints/digits")
+    assert "was taken back" in page
+    assert "ROLL BACK" in page
+
+
+def test_endpoint_page_without_rollout_offers_rollback_to_previous(tmp_path: Path) -> None:
+    with serving_console(tmp_path, serving("a", "b").context) as console:
+        page = console.show("/endpoints/digits")
+    assert "onnx-ops rollback digits --reason" in page
+
+
+def test_page_of_unknown_endpoint_is_missing(tmp_path: Path) -> None:
+    with serving_console(tmp_path, serving("a").context) as console:
+        assert console.ask("/endpoints/nothing").status == 404
+        assert console.ask("/history?endpoint=nothing").status == 404
+        assert console.ask("/nothing").status == 404
+
+
+def test_history_page_shows_signatures_and_folds_long_reasons(tmp_path: Path) -> None:
+    with on_disk(tmp_path):
+        scene = on_trial()
+        roll_back(scene.context, "digits", reason="x" * 10_000, candidate_only=True)
+    with serving_console(tmp_path, scene.context) as console:
+        page = console.show("/history?endpoint=digits")
+    assert "✓ verified" in page
+    assert "not needed" in page
+    assert '<details class="long">' in page
+    assert "x" * 10_000 in page
+
+
+@pytest.mark.parametrize(("damaged", "is_state_lost"), [(4, False), (-1, True)])
+def test_pages_of_damaged_ledger_show_error_and_intact_entries(
+    tmp_path: Path, damaged: int, is_state_lost: bool
+) -> None:
+    with on_disk(tmp_path):
+        scene = on_trial()
+    entries = sorted((tmp_path / ".onnx-ops" / "ledger" / "digits").glob("*.jsonl"))
+    entries[damaged].write_bytes(entries[damaged].read_bytes()[:50] + b"#\n")
+    scene.restart()
+    with serving_console(tmp_path, scene.context) as console:
+        history, overview = console.show("/history"), console.show("/")
+        page = console.show("/endpoints/digits")
+    assert "ledger-damaged" in history
+    assert "bound to digits on cpu" in history
+    assert ("cannot be read" in overview) is is_state_lost
+    assert "ledger-damaged" in page
+    assert "Traceback" not in history + overview + page
+
+
+def test_pages_show_hostile_reason_as_text(tmp_path: Path) -> None:
+    scene = serving("a", "b")
+    roll_back(scene.context, "digits", reason=HOSTILE, actor=HOSTILE)
+    with serving_console(tmp_path, scene.context) as console:
+        pages = [console.show(path) for path in ("/history", "/endpoints/digits", "/")]
+    for page in pages:
+        assert "<script>alert" not in page
+        assert "\u202e" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;\\u202e" in pages[0]
+
+
+def test_endpoint_that_fails_does_not_hide_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene()
+    scene.bind("good")
+    scene.bind("bad")
+    scene.promote(scene.publish("a"))
+    scene.reconcile_all()
+    observe = FakeProvider.observe
+
+    def fail(provider: FakeProvider, config: EndpointConfig) -> EndpointState | None:
+        if config.endpoint == "bad":
+            raise RuntimeError("a fault")
+        return observe(provider, config)
+
+    monkeypatch.setattr(FakeProvider, "observe", fail)
+    with serving_console(tmp_path, scene.context) as console:
+        page = console.show("/")
+    assert "v1 100 %" in page
+    assert "RuntimeError: a fault" in page
+
+
+def test_snapshot_does_not_ask_endpoint_again_while_it_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader = SnapshotReader(serving("a").context)
+    reader._busy.add("digits")
+    monkeypatch.setattr(FakeProvider, "observe", lambda *_: pytest.fail("was asked"))
+    reading = reader.read().endpoints["digits"]
+    assert reading.error is not None
+    assert "did not answer" in reading.error.what
+
+
+def test_revision_changes_with_the_ledger_but_not_with_time() -> None:
+    scene = on_trial()
+    reader = SnapshotReader(scene.context)
+    first = reader.read().revision
+    scene.world.clock.advance(5.0)
+    assert reader.read().revision == first
+    scene.say(OperatorCommand.PAUSE)
+    assert reader.read().revision != first
+
+
+def test_releases_page_lists_versions_with_aliases(tmp_path: Path) -> None:
+    with serving_console(tmp_path, serving("a", "b").context) as console:
+        page = console.show("/releases")
+    assert 'href="/releases/digits/2"' in page
+    assert "champion-cpu" in page
+
+
+def test_releases_page_without_registry_shows_error_in_place(tmp_path: Path) -> None:
+    scene = serving("a")
+    scene.world.registry.down = True
+    with serving_console(tmp_path, scene.context) as console:
+        page = console.show("/releases")
+        version = console.show("/releases/digits/1")
+    assert "the registry cannot be read" in page
+    assert "the registry cannot be read" in version
+
+
+def test_release_page_shows_decision_problem_and_promotion(tmp_path: Path) -> None:
+    with serving_console(tmp_path, serving("a").context) as console:
+        page = console.show("/releases/digits/1")
+        missing = [console.ask(f"/releases/{name}/9").status for name in ("digits", "other")]
+    assert "onnx-ops promote digits/1 --target cpu" in page
+    assert "cannot be judged again" in page
+    assert missing == [404, 404]
+
+
+def test_targets_page_lists_profiles_and_pools(tmp_path: Path) -> None:
+    folder = tmp_path / "configs" / "targets"
+    folder.mkdir(parents=True)
+    (folder / "broken.yaml").write_text("nothing: here\n")
+    with serving_console(tmp_path, serving("a").context) as console:
+        page = console.show("/targets")
+    assert "cpu-1t" in page
+    assert "broken" in page
+    assert "no worker is running" in page
+    assert "benchmark/fp32" in page
+
+
+def test_endpoint_reading_keeps_state_if_provider_is_missing(tmp_path: Path) -> None:
+    scene = serving("a")
+    broken = replace(scene.context, provider=scene.context.exporter)  # type: ignore[arg-type]
+    with serving_console(tmp_path, broken) as console:
+        page = console.show("/endpoints/digits")
+    assert "there is no fake called fake" in page
+    assert "v1" in page
