@@ -179,13 +179,17 @@ class Pages:
         problem: OnnxOpsError | None = None
         try:
             detail = await self._find_release(model, version)
-            has_report = bool(await self.read_report(model, version))
-        except NotFoundError as error:
-            if detail is None:
-                return await self.show_missing()
-            problem = error
+        except NotFoundError:
+            return await self.show_missing()
         except OnnxOpsError as error:
             problem = error
+        if detail is not None:
+            try:
+                has_report = bool(await self.read_report(model, version))
+            except NotFoundError:
+                has_report = False
+            except OnnxOpsError as error:
+                problem = error
         return await self._render(
             "version.html",
             snapshot,

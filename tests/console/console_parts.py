@@ -10,11 +10,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from onnx_ops import codec
 from onnx_ops.app.context import Project
+from onnx_ops.attestation import sign_record
 from onnx_ops.config.settings import load_settings
 from onnx_ops.console.server import ConsoleServer
+from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
+from onnx_ops.domain.decision import Decision
+from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.ports import Context
 from onnx_ops.ports.run import PlacedRun, PoolStatus
+from onnx_ops.testing.fakes import FakeWorld
+from tests.release.release_parts import decision_record
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "schema-4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,38 @@ class Console:
         answer = self.ask(path)
         assert answer.status == 200, answer.text
         return answer.text
+
+
+def publish_with_evidence(world: FakeWorld, folder: Path, *, report: str) -> str:
+    """Register a version of model `digits` with stored evidence and a report; return its number."""
+    case = GOLDEN / "patients-mlp-fp32"
+    decision = codec.loads((case / "decision.json").read_bytes(), Decision)
+    model, page = folder / "model.onnx", folder / "page.html"
+    model.write_bytes(b"model")
+    page.write_text(report, encoding="utf-8")
+    manifest = Manifest(files={"model.onnx": digest_file(model)})
+    record = replace(
+        decision_record(digest_bytes(b"evidence"), decision.variant, manifest.digest()),
+        target=decision.target,
+        evidence=digest_file(case / "evidence.json"),
+        gates_digest=digest_file(case / "gates.json"),
+        verdict=decision.verdict,
+        verdicts=decision.verdicts,
+    )
+    variant = VariantRecord(
+        variant=decision.variant,
+        files={"model.onnx": model},
+        manifest=manifest,
+        evidence={
+            f"evidence/{decision.target}.json": case / "evidence.json",
+            f"evidence/{decision.target}.gates.json": case / "gates.json",
+            "report.html": page,
+        },
+        signed={decision.target: sign_record(record, world.signer)},
+    )
+    lineage = Lineage(pipeline="p", release=record.release)
+    publication = Publication(model="digits", lineage=lineage, variants=(variant,))
+    return world.registry.publish(publication)[decision.variant]
 
 
 class FakePools:

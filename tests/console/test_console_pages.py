@@ -12,7 +12,7 @@ from onnx_ops.domain.endpoint import EndpointConfig, EndpointServer, EndpointSta
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.errors import StillPendingError
 from onnx_ops.testing.fakes import FakeProvider
-from tests.console.console_parts import serving_console
+from tests.console.console_parts import publish_with_evidence, serving_console
 from tests.release.disk_scenes import on_disk
 from tests.release.release_parts import Scene, roll_back
 from tests.release.release_scenes import counted_out, on_trial, serving
@@ -201,6 +201,22 @@ def test_release_page_shows_decision_problem_and_promotion(tmp_path: Path) -> No
     assert "onnx-ops promote digits/1 --target cpu" in page
     assert "cannot be judged again" in page
     assert missing == [404, 404]
+
+
+def test_release_page_shows_gates_of_verified_decision_and_report(tmp_path: Path) -> None:
+    scene = serving("a")
+    report = "<p>report</p><script>alert(1)</script>"
+    number = publish_with_evidence(scene.world, tmp_path, report=report)
+    with serving_console(tmp_path, scene.context) as console:
+        page = console.show(f"/releases/digits/{number}")
+        stored = console.ask(f"/reports/digits/{number}")
+    assert "✓ verified" in page
+    assert "the same verdicts" in page
+    assert "parity" in page
+    assert f'src="/reports/digits/{number}"' in page
+    assert "alert(1)" not in page
+    assert stored.headers["content-security-policy"].startswith("sandbox; default-src 'none'")
+    assert stored.text == report
 
 
 def test_targets_page_lists_profiles_and_pools(tmp_path: Path) -> None:
