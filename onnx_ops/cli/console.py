@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -59,15 +61,29 @@ def console(
         raise UserError(what, where="--interval", remedy=remedy)
     project = open_project()
     stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
-    with ConsoleServer(
-        project,
-        host.strip("[]") or "127.0.0.1",
-        int(port),
-        token=read_token(project.settings.console_token, os.environ),
-        interval_s=interval_s,
-        allowed_hosts=tuple(name for name in allowed_hosts.split(",") if name.strip()),
-    ) as server:
+    with (
+        _stopping(stopped),
+        ConsoleServer(
+            project,
+            host.strip("[]") or "127.0.0.1",
+            int(port),
+            token=read_token(project.settings.console_token, os.environ),
+            interval_s=interval_s,
+            allowed_hosts=tuple(name for name in allowed_hosts.split(",") if name.strip()),
+        ) as server,
+    ):
         say(f"The console is at {server.address} until Ctrl-C.", err=True)
         stopped.wait()
+
+
+@contextlib.contextmanager
+def _stopping(stopped: threading.Event) -> Iterator[None]:
+    """Set the event at SIGTERM and SIGINT until the block ends."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
+        signal.signal(number, lambda *_: stopped.set())
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
