@@ -19,6 +19,7 @@ from onnx_ops.console.shared_reads import SharedReads
 from onnx_ops.console.snapshot import EndpointReading, Snapshot, SnapshotReader
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.release import ListedVersion, VersionRecord
+from onnx_ops.domain.rollout import ActionKind
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, OnnxOpsError
 from onnx_ops.ports import PoolStatus
@@ -398,7 +399,11 @@ def _plot_rollout(
     if detail is None or timeline is None:
         return []
     points = [(s.at, s.percent, s.what) for s in timeline.steps if s.percent is not None]
-    until = now if timeline.end is None else timeline.steps[-1].at
+    until = now
+    if timeline.end is not None:  # the last action has no candidate any more
+        until = next(s.at for s in reversed(timeline.steps) if s.what == timeline.end.value)
+        share = 100 if timeline.end is ActionKind.FINISH else 0
+        points.append((until, share, timeline.end.value))
     judged = None if reading.rollout is None else reading.rollout.judged
     figures = (
         share_figure(points, until=until),

@@ -54,7 +54,12 @@ def share_figure(points: Sequence[tuple[float, int, str]], *, until: float) -> F
     duration = max(until - start, points[-1][0] - start, 1.0)
     scale, unit = next(
         (size, name)
-        for size, name in ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "s"))
+        for size, name in (
+            (86_400.0, "days"),
+            (3600.0, "hours"),
+            (60.0, "minutes"),
+            (1.0, "seconds"),
+        )
         if duration >= 2 * size or size == 1.0
     )
     chart = Chart(
