@@ -11,13 +11,18 @@ COMPILE_OWN := $(BIN)/python -m compileall -qq onnx_ops
 # Processes that run tests side by side.
 WORKERS ?= 2
 
-.PHONY: check demo demo-stop test test-all test-processor lint truth truth-all docs clean
+.PHONY: check demo demo-stop wheel test test-all test-processor lint truth truth-all docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
 demo-stop: $(VENV)/.demo
 	$(BIN)/python examples/demo.py --stop
+
+# A source distribution in dist/, and the wheel that is built from it. Times of files are that of the commit, so the same
+# commit gives the same bytes.
+wheel: $(VENV)/.build
+	SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)} $(BIN)/python -m build --outdir dist .
 
 # What has changed since the last commit, or since BASE: lint, types and the nearest tests, in at most 20 s of CPU.
 BASE ?= HEAD
@@ -69,6 +74,11 @@ docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "The site is in .site/: open .site/index.html; for its search: python3 -m http.server --directory .site"
 
+$(VENV)/.build: constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) build
+	@touch $@
+
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing onnx-ops and what the demo needs into $(VENV) (a few minutes the first time) ..."
@@ -80,7 +90,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	@echo "Installing onnx-ops with everything its tests need into $(VENV) (a few minutes the first time) ..."
 	@$(PIP) --editable '.[dev]'
 	@$(COMPILE)
-	@touch $@ $(VENV)/.demo
+	@touch $@ $(VENV)/.demo $(VENV)/.build
 
 $(VENV)/.all: $(VENV)/.dev
 	@echo "Installing the frameworks that only the nightly tests need into $(VENV) ..."
@@ -89,4 +99,4 @@ $(VENV)/.all: $(VENV)/.dev
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .onnx-ops .site
+	rm -rf $(VENV) .onnx-ops .site build dist

@@ -63,6 +63,13 @@ def judge(
             metavar="LIMIT", help="Largest loss of the metric: points, or a share of A's error."
         ),
     ] = "1%",
+    retrained: Annotated[
+        bool,
+        typer.Option(
+            "--retrained",
+            help="B was trained again: judge the task metric, not the difference of the answers.",
+        ),
+    ] = False,
     lower_is_better: Annotated[
         bool, typer.Option("--lower-is-better", help="Direction of a custom metric.")
     ] = False,
@@ -137,7 +144,8 @@ def judge(
 
     Answers, task metric, latency and size are judged. The kind of the candidate is derived from
     both files. A float model must give the same answers. A rounded model (int8, 4-bit, float16) is
-    judged by its weights, activations, function without rounding, and task metric.
+    judged by its weights, activations, function without rounding, and task metric. A model that
+    was trained again gives other answers: with --retrained, its task metric decides.
 
     Exit code: 0 accepted, 1 rejected, 2 wrong input, 3 inconclusive, 4 not measured.
 
@@ -155,12 +163,7 @@ def judge(
     batches = _parse_options(only, batch, {"--markdown": page, "--html": str(html or "")})
     regression, drop = _share(max_regression, "--max-regression"), _share(max_drop, "--max-drop")
     _check_metric(metric, lower_is_better=lower_is_better)
-    if data is None and (labels or metric):
-        raise UserError(
-            "a metric needs rows",
-            where="--metric" if metric else "--labels",
-            remedy="Give --data FILE.",
-        )
+    _check_rows(data, labels, metric, retrained=retrained and only != "latency")
     project = open_project()
     chosen = [
         project.targets.load(name, where="--target")
@@ -181,7 +184,7 @@ def judge(
         request = JudgeRequest(
             baseline=a,
             candidate=b,
-            kind=kind,
+            kind=replace(kind, changes=("trained again", *kind.changes)) if retrained else kind,
             targets=chosen,
             settings=settings,
             runtime=guard_context(project.context, timeout).runtime,
@@ -194,6 +197,7 @@ def judge(
             concurrency=concurrency,
             cold=cold_start,
             only=only,  # type: ignore[arg-type]
+            retrained=retrained,
             sizes=frozenset(fixed if data else sweep),
             seed=seed,
         )
@@ -345,7 +349,7 @@ def _load_dataset(
 
     if data is None:
         return None, None
-    arrays, samples = load_rows(inputs, context, data, _MOST_ROWS, fix)
+    arrays, samples = load_rows(inputs, context, data, _MOST_ROWS, fix, labels)
     if labels is not None and labels not in arrays:
         others = [name for name in arrays if name not in samples.rows]
         hint = did_you_mean(labels, others) or f"; it has {', '.join(others) or 'only the inputs'}"
@@ -365,6 +369,24 @@ def _load_dataset(
         )
         raise UserError(what, where=str(data), remedy="Store one label for each row.")
     return Dataset(inputs=samples.rows, label=label), samples
+
+
+def _check_rows(
+    data: Path | None, labels: str | None, metric: str | None, *, retrained: bool
+) -> None:
+    """Raise UserError if options need rows or labels that are missing."""
+    if data is None and (labels or metric):
+        raise UserError(
+            "a metric needs rows",
+            where="--metric" if metric else "--labels",
+            remedy="Give --data FILE.",
+        )
+    if retrained and labels is None:
+        raise UserError(
+            "the metric of a model that was trained again needs labels",
+            where="--retrained",
+            remedy="Give --data FILE and --labels NAME.",
+        )
 
 
 def _check_metric(name: str | None, *, lower_is_better: bool) -> None:

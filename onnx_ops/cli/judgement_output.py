@@ -37,6 +37,11 @@ def build_heading(
             "generated rows show whether B computes the same as A; ranges, "
             "accuracy and times that depend on values need real rows"
         )
+    if _have_other_answers(judgement):
+        notes.append(
+            "B must compute the same as A; if B was trained again, its task metric decides: "
+            "--retrained, --data and --labels"
+        )
     several = len(judgement.targets) > 1
     times = []
     for target in judgement.targets:
@@ -57,6 +62,15 @@ def build_heading(
         verdict=judgement.verdict,
         notes=notes,
         advice=next((target.advice for target in judgement.targets if target.advice), ()),
+    )
+
+
+def _have_other_answers(judgement: Judgement) -> bool:
+    """Return whether the answers of float models differ, as those of two trainings do."""
+    return any(
+        result.verdict is Verdict.FAIL and result.metric.startswith("outputs")
+        for target in judgement.targets
+        for result in target.decision.results
     )
 
 

@@ -74,7 +74,8 @@ def build_app(command: str = "") -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         help="Release engineering for ONNX models: one file from training to rollback.",
-        epilog="Start with: onnx-ops check FILE, onnx-ops plan FILE, onnx-ops run FILE.",
+        epilog="Start with two files: onnx-ops judge OLD.onnx NEW.onnx. With a pipeline file: "
+        "onnx-ops check FILE, onnx-ops plan FILE, onnx-ops run FILE.",
     )
     for name in [command] if command in _COMMANDS else _COMMANDS:
         panel, module = _COMMANDS[name]

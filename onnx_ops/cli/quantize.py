@@ -333,7 +333,7 @@ def _load_tuning(
             remedy="For example: --tuning-data tune.npz, with the model's inputs and an array "
             "'label'.",
         )
-    arrays, samples = load_rows(read_model_info(model).inputs, context, path, 512, fix)
+    arrays, samples = load_rows(read_model_info(model).inputs, context, path, 512, fix, name)
     if name not in arrays and not metric.label_free:
         raise UserError(
             f"the file has no array {name!r}",

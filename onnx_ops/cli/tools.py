@@ -188,10 +188,12 @@ def load_rows(
     data: Path,
     limit: int,
     fix: Mapping[str, Any] | None = None,
+    labels: str | None = None,
 ) -> tuple[Mapping[str, ndarray], SampleRows]:
     """Return the arrays of a file of rows, and its first `limit` rows for a model.
 
-    The rows are checked against the inputs of the model.
+    The rows are checked against the inputs of the model. A single array, apart from `labels`, is
+    that of a single input with as many axes, whatever its name.
     """
     from onnx_ops.domain.pipeline import FileData
     from onnx_ops.tools.supplied_rows import check_samples
@@ -200,6 +202,10 @@ def load_rows(
         raise NotFoundError("no such file", where=str(data))
     path = data.resolve()
     arrays = context.source("file").load(FileData(file=path.name), path.parent)
+    specs = [spec for spec in inputs if spec.name not in (fix or ())]
+    others = [array for name, array in arrays.items() if name != labels]
+    if len(specs) == len(others) == 1 and others[0].ndim == len(specs[0].shape):
+        arrays = {**arrays, specs[0].name: others[0]}
     return arrays, check_samples(inputs, arrays, where=str(data), limit=limit, fix=fix)
 
 

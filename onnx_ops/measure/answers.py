@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -62,25 +62,43 @@ def read_answers(
     while batches:
         current, batches = batches[:at_once], batches[at_once:]
         answers = runtime.run(model, target, tuple(feed for feed, _ in current))
-        for outputs, (feed, count) in zip(answers, current, strict=True):
-            results.append(read(_cut_rows(outputs, len(next(iter(feed.values()))), count)))
-        largest = max(sum(array.nbytes for array in outputs.values()) for outputs in answers)
-        at_once = max(1, _OUTPUT_BYTES // max(1, largest))
+        largest = 1
+        for answer, (feed, count) in zip(answers, current, strict=True):
+            outputs = _cut_rows(answer, len(next(iter(feed.values()))), count)
+            results.append(read(outputs))
+            largest = max(largest, sum(getattr(array, "nbytes", 0) for array in answer.values()))
+        at_once = max(1, _OUTPUT_BYTES // largest)
     return results
 
 
 def _cut_rows(outputs: Tensors, fed: int, count: int) -> Tensors:
     """Return the first `count` rows of the outputs that have one entry per row.
 
-    `fed` is the number of rows in the model's input.
+    `fed` is the number of rows in the model's input. A map for each row (ZipMap) becomes a row of a
+    matrix.
     """
-    by_row = {
-        name: array[:count] for name, array in outputs.items() if array.ndim and len(array) == fed
+    arrays = {
+        name: join_maps(value)[0] if are_maps(value) else value for name, value in outputs.items()
     }
+    shapes = {name: getattr(array, "shape", ()) for name, array in arrays.items()}
+    by_row = {name: arrays[name][:count] for name, shape in shapes.items() if shape[:1] == (fed,)}
     if not by_row:
-        shapes = {name: tuple(array.shape) for name, array in outputs.items()}
         raise UserError(f"no output has one entry for each of {fed} rows: {shapes}")
     return by_row
+
+
+def are_maps(value: Any) -> TypeGuard[list[Mapping[Any, Any]]]:
+    """Return whether an output is a sequence of maps, as ZipMap writes it: one for each row."""
+    return (
+        isinstance(value, list) and bool(value) and all(isinstance(entry, dict) for entry in value)
+    )
+
+
+def join_maps(maps: Sequence[Mapping[Any, Any]]) -> tuple[Array, Array]:
+    """Return a matrix with a row per map and a column per key, and the keys."""
+    keys = sorted({key for entry in maps for key in entry})
+    table = np.array([[entry.get(key, np.nan) for key in keys] for entry in maps])
+    return table.astype(np.float32) if table.dtype.kind == "f" else table, np.array([keys])
 
 
 def split_batches(

@@ -20,7 +20,13 @@ from onnx_ops.domain.evidence import Advice, Int8Coverage, ParityMeasurement, Tr
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.measure.answers import GroupAnswers, explain_rejection, run_groups
+from onnx_ops.measure.answers import (
+    GroupAnswers,
+    are_maps,
+    explain_rejection,
+    join_maps,
+    run_groups,
+)
 from onnx_ops.measure.execution import (
     ExecutionReport,
     inspect_execution,
@@ -295,7 +301,10 @@ def _note_omissions(
 def _note_outputs(real: Tensors, answers: JoinedAnswers) -> list[str]:
     """Return notes on outputs that only B has, and on outputs that are not tensors."""
     answered = {name for answer in answers.values() for name in _tensors(answer)}
-    extra = sorted(answered - set(real))
+    # In answers to an empty batch, maps without rows appear as a sequence of length 0.
+    extra = sorted(
+        name for name in answered.difference(real) if name.removesuffix(LENGTH) not in real
+    )
     maps, sequences = (
         [n.removesuffix(end) for n in real if n.endswith(end)] for end in (KEYS, LENGTH)
     )
@@ -377,21 +386,14 @@ def _as_tensors(answer: Mapping[str, Any]) -> Tensors:
             continue
         if not isinstance(maps, list):
             tensors[name] = np.asarray(value)
-        elif maps and all(isinstance(entry, dict) for entry in maps):
-            tensors[name], tensors[f"{name}{KEYS}"] = _join_maps(maps)
+        elif are_maps(maps):
+            tensors[name], tensors[f"{name}{KEYS}"] = join_maps(maps)
         else:
             tensors[f"{name}{LENGTH}"] = np.array([len(maps)])
             tensors |= {
                 f"{name}[{index}]": np.asarray(element) for index, element in enumerate(maps)
             }
     return tensors
-
-
-def _join_maps(maps: Sequence[Mapping[Any, Any]]) -> tuple[Any, Any]:
-    """Return a matrix with a row per map and a column per key, and the keys."""
-    keys = sorted({key for entry in maps for key in entry})
-    table = np.array([[entry.get(key, np.nan) for key in keys] for entry in maps])
-    return table.astype(np.float32) if table.dtype.kind == "f" else table, np.array([keys])
 
 
 def _join_runs(raw: Sequence[Mapping[str, Any]]) -> Tensors:

@@ -66,7 +66,7 @@ def judge_candidate(request: JudgeRequest) -> Judgement:
         return _make_judgement(request, targets, notes)
     rounding = (
         tuple(judge_rounding(request, notes))
-        if request.kind.is_rounded and request.only != "latency"
+        if request.kind.is_rounded and request.only != "latency" and not request.retrained
         else ()
     )
     targets = tuple(_judge_target(request, target, rounding, notes) for target in request.targets)
@@ -225,6 +225,8 @@ def _judge_answers(
     The answers are judged at every setting of the sweep, and by the task metric. The advice is None
     if the execution of the candidate was not inspected.
     """
+    if request.retrained:
+        return judge_task(request, runtime, target), None
     results: list[GateResult] = []
     advice: tuple[Advice, ...] | None = None
     if request.kind.is_rounded:

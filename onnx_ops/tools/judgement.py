@@ -43,7 +43,8 @@ class JudgeRequest:
     `settings` is the sweep. `runtime` returns a runtime by its name. `inside` runs models with
     their intermediate values as outputs. Without a dataset, rows are generated. `functions` holds
     custom metrics by reference. `max_regression` None stands for the defaults. `concurrency` None
-    measures no throughput. `sizes` names dimensions for which one size is sufficient.
+    measures no throughput. `sizes` names dimensions for which one size is sufficient. The answers
+    of a `retrained` candidate are not compared with the baseline's: the task metric decides.
     """
 
     baseline: Path
@@ -61,6 +62,7 @@ class JudgeRequest:
     concurrency: int | None = None
     cold: bool = False
     only: Part | None = None
+    retrained: bool = False
     sizes: frozenset[str] = frozenset()
     seed: int = 0
     report: Reporter = lambda _: None

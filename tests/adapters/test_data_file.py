@@ -115,11 +115,13 @@ def test_npz_sample_with_rows_on_other_axis_cuts_that_axis(
     np.testing.assert_array_equal(part["state"], arrays["state"][:, :50])
 
 
-def test_load_npy_file_raises_user_error(root: Path) -> None:
-    with (root / FILE.file).open("wb") as stream:
-        np.save(stream, np.zeros(3))
+def test_load_npy_file_returns_its_array_under_name_of_file(tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.arange(6.0).reshape(3, 2))
+    (name, array), *others = FileSource().load(section("rows.npy"), tmp_path).items()
+    assert (name, array.shape, others) == ("rows", (3, 2), [])
+    np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
     with pytest.raises(UserError, match=r"\.npz"):
-        FileSource().load(FILE, root)
+        FileSource().load(section("objects.npy"), tmp_path)
 
 
 @settings(
@@ -276,7 +278,7 @@ def test_load_csv_without_pyarrow_names_missing_extra(
     assert caught.value.remedy == "Install it with: pip install 'onnx-ops[tables]'"
 
 
-@pytest.mark.parametrize("name", ["rows.npz", "rows.csv", "rows.parquet"])
+@pytest.mark.parametrize("name", ["rows.npz", "rows.npy", "rows.csv", "rows.parquet"])
 def test_file_sample_of_large_file_returns_its_first_rows(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +287,8 @@ def test_file_sample_of_large_file_returns_its_first_rows(
     path = tmp_path / name
     if name.endswith(".npz"):
         np.savez_compressed(path, **arrays)
+    elif name.endswith(".npy"):
+        np.save(path, arrays["x"])
     elif name.endswith(".csv"):
         path.write_text(
             "x,y\n" + "".join(f"{x},{y}\n" for x, y in zip(arrays["x"], arrays["y"], strict=True))

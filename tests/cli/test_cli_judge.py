@@ -91,6 +91,16 @@ def test_judge_writes_same_verdict_to_json_page_and_report(folder: Path, golden:
     assert "http://" not in report
 
 
+@pytest.mark.parametrize("name", ["rows.npy", "named.npz"])
+def test_judge_with_single_array_uses_it_for_single_input(folder: Path, name: str) -> None:
+    x = np.load(folder / "rows.npz")["x"]
+    np.save(folder / "rows.npy", x)
+    np.savez(folder / "named.npz", features=x, y=np.zeros(len(x), np.int64))
+    options = ("--only", "parity", "--json", *(("--labels", "y") if name == "named.npz" else ()))
+    done = command(folder, "good.onnx", "wrong.onnx", "--data", name, *options)
+    assert (done.code, done.document()["rows"].partition(",")[0]) == (1, f"50 of {name}")
+
+
 def test_judge_with_own_metric_loads_it_from_working_folder(folder: Path) -> None:
     (folder / "own_metric.py").write_text(
         "import numpy as np\n\n\ndef top(scores, labels):\n    return float((scores.argmax(1) "
@@ -158,6 +168,7 @@ def test_judge_of_bfloat16_inputs_adds_casts(tmp_path: Path) -> None:
         ("good.onnx good.onnx --data short.npz", 2),
         ("good.onnx good.onnx --labels y", 2),
         ("good.onnx good.onnx --metric f1", 2),
+        ("good.onnx wrong.onnx --data rows.npz --retrained", 2),
         ("good.onnx good.onnx --data rows.npz --labels labels", 2),
         ("good.onnx good.onnx --data rows.npz --metric acuracy", 2),
         ("good.onnx good.onnx --data rows.npz --metric f1", 2),

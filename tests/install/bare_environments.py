@@ -80,18 +80,21 @@ def _entry_points() -> Iterator[str]:
         yield from (f"{name} = {place}" for name, place in entries.items())
 
 
-def install_base(folder: Path) -> Path:
-    """Build the wheel and install it into a new environment; return its interpreter."""
-    source = folder / "source"  # a folder without the files of an earlier build
+def build_wheel(source: Path, folder: Path) -> Path:
+    """Build the wheel in a new folder without the files of an earlier build; return its path."""
     shutil.copytree(
         ROOT / "onnx_ops", source / "onnx_ops", ignore=shutil.ignore_patterns("__pycache__")
     )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    _call(
-        [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder / "wheel"), str(source)]
-    )
-    (wheel,) = (folder / "wheel").glob("*.whl")
+    _call([sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(source)])
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def install_base(folder: Path) -> Path:
+    """Build the wheel and install it into a new environment; return its interpreter."""
+    wheel = build_wheel(folder / "source", folder / "wheel")
     _call(["uv", "venv", "--quiet", "--python", sys.executable, str(folder / "environment")])
     python = folder / "environment" / "bin" / "python"
     options = [

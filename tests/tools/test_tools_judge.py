@@ -33,6 +33,7 @@ from tests.measure.scripted import Scripted
 from tests.support.graphs import write_graph
 from tests.support.pairs import derive, write_changed
 from tests.support.processor import detect_here, saturates_here
+from tests.support.zipmap import zipped
 
 pytestmark = pytest.mark.processor
 
@@ -406,6 +407,27 @@ def test_judge_of_copied_model_passes_with_zero_change_on_few_labels(
     result = results_of(judged(source, copy, dataset, metric=gate))[gate.definition().label]
     assert (result.verdict, result.low, result.high) == (Verdict.PASS, 0.0, 0.0), result.reason
     assert "exactly 0" in result.reason
+
+
+def test_judge_of_retrained_candidate_uses_task_metric_only(source: Path) -> None:
+    dataset = dataset_of(source)
+    other = without_relu(source)
+    assert judged(source, other, dataset).verdict is Verdict.FAIL
+    for candidate, verdict in ((other, Verdict.FAIL), (source, Verdict.PASS)):
+        found = judged(source, candidate, dataset, retrained=True)
+        assert {name: r.verdict for name, r in results_of(found).items()} == {"accuracy": verdict}
+
+
+def test_judge_of_classifier_with_maps_scores_them_as_matrix(tmp_path: Path) -> None:
+    for name, keys in (("a.onnx", [0, 1, 2]), ("b.onnx", [0, 2, 1])):
+        onnx.save(zipped(keys), tmp_path / name)
+    x = np.random.default_rng(0).standard_normal((600, 3)).astype(np.float32)
+    dataset = Dataset(inputs={"x": x}, label=x.argmax(axis=1))
+    right, wrong = (
+        results_of(judged(tmp_path / "a.onnx", tmp_path / name, dataset))["accuracy"]
+        for name in ("a.onnx", "b.onnx")
+    )
+    assert (right.verdict, wrong.verdict) == (Verdict.PASS, Verdict.FAIL)
 
 
 def test_build_metric_gate_sets_limit_by_direction_of_metric() -> None:

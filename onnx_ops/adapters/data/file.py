@@ -1,4 +1,4 @@
-"""Read arrays from .npz files and tables of the project."""
+"""Read arrays from .npz files, .npy files and tables of the project."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ _SMALL_BYTES = 16 << 20
 """Files up to this size are read completely when their first rows are requested."""
 
 _HEAD_BYTES = 8 << 20
+
+_ARRAY = b"\x93NUMPY"
+"""Start of the file that `numpy.save` writes: one array."""
 
 _POINTER = b"version https://git-lfs"
 """Start of the file that Git LFS writes in place of a file that was not fetched."""
@@ -61,16 +64,17 @@ def sample_arrays(path: Path, *, where: str) -> Sample:
 def read_arrays(
     path: Path, *, where: str, name: str = "", most_bytes: int | None = None
 ) -> Mapping[str, Array]:
-    """Return the arrays of a `.npz` file or the columns of a table.
+    """Return the arrays of a `.npz` file, that of a `.npy` file, or the columns of a table.
 
     No pickled data is loaded. The suffix of `name`, the file's original name, determines the
     format. With `most_bytes`, only the first rows of each array are read.
     """
-    suffix = find_table_suffix(Path(name or path).name)
+    named = Path(name or path)
+    suffix = find_table_suffix(named.name)
     _require_data(path, where)
     if suffix:
         return read_table(path, suffix, where=where, most_bytes=most_bytes)
-    shapes, arrays = _read_archive(path, where, most_bytes)
+    shapes, arrays = _read_archive(path, where, most_bytes, named.stem)
     empty = [name for name, shape in shapes.items() if 0 in shape]
     if empty or not shapes:
         what = (
@@ -98,18 +102,25 @@ def _require_data(path: Path, where: str) -> None:
 
 
 def _read_archive(
-    path: Path, where: str, most_bytes: int | None
+    path: Path, where: str, most_bytes: int | None, stem: str
 ) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, Array]]:
     """Return the shapes of all arrays in a `.npz` file, and the arrays.
 
-    With `most_bytes`, only the first rows of the arrays are returned.
+    With `most_bytes`, only the first rows of the arrays are returned. The array of a `.npy` file
+    has no name; it gets the name `stem`.
     """
     import numpy as np
 
     try:
         with path.open("rb") as stream:
+            head = stream.peek(len(_ARRAY))
+            if head.startswith(_ARRAY):
+                array = np.load(path, mmap_mode="r", allow_pickle=False)
+                row_bytes = max(1, array.nbytes // max(1, len(array)))
+                rows = len(array) if most_bytes is None else max(1, most_bytes // row_bytes)
+                return {stem: array.shape}, {stem: np.array(array[:rows])}
             # These are the first bytes of a zip archive, which `numpy.savez` writes.
-            if stream.peek(2)[:2] != b"PK":
+            if not head.startswith(b"PK"):
                 raise ValueError(f"it is not an archive: it begins with {stream.peek(16)[:16]!r}")
             archive = np.load(stream, allow_pickle=False)
             if most_bytes is None:
