@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.data.tables import find_table_suffix
-from onnx_ops.app.scaffold import TEMPLATES, write_wheel
+from onnx_ops.app.scaffold import TEMPLATES, keep_gate_jobs, read_workflow, write_wheel
 from onnx_ops.config.folders import PIPELINES, WITHIN, list_source_folders
 from onnx_ops.config.functions import (
     check_arguments,
@@ -69,6 +69,7 @@ class RepositorySource:
         label: Column of the labels; None to find it by its name.
         framework: Exporter; empty to choose it by the imports of the training module.
         parameters: Values of the training function's parameters.
+        releases: Whether the pipeline registers versions, instead of running gates only.
     """
 
     source: str
@@ -76,6 +77,7 @@ class RepositorySource:
     label: str | None = None
     framework: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    releases: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,10 +158,16 @@ def _list_files(
     )
     if rows is not None:
         yield rows
-    extras = ",".join(filter(None, ("platform", "tables", extras)))
-    words = {"name": name, "version": distribution("onnx-ops").version, "extras": extras}
-    yield f"{folder}/{PIPELINES}/{name}.yaml", _compose_pipeline(name, lines)
-    yield FILE, TEMPLATES / "project" / FILE
+    needs_tables = given.releases or is_function or any(map(find_table_suffix, given.data.values()))
+    parts = ("platform" if given.releases else "", "tables" if needs_tables else "", extras)
+    extras = ",".join(filter(None, parts))
+    words = {
+        "name": name,
+        "version": distribution("onnx-ops").version,
+        "extras": f"[{extras}]" if extras else "",
+    }
+    yield f"{folder}/{PIPELINES}/{name}.yaml", _compose_pipeline(name, lines, given)
+    yield FILE, TEMPLATES / "project" / ("" if given.releases else "ci-only") / FILE
     for path in sorted((TEMPLATES / "schema").glob("*.json")):
         yield f"{folder}/schema/{path.name}", path
     yield (
@@ -167,13 +175,18 @@ def _list_files(
         _fill("onnx-ops.txt", words).replace("./vendor/", f"./{folder}/vendor/"),
     )
     yield f"{folder}/requirements.txt", _compose_requirements(root, words)
+    if given.releases:
+        yield f"{folder}/prefect.yaml", _compose_deployments(words)
+    if (root / ".github").is_dir():
+        yield from _list_github_files(releases=given.releases)
+
+
+def _compose_deployments(words: Mapping[str, str]) -> str:
     # The flows are imported from the package, since the repository's linters would check copies.
     flows = re.sub(
         r"flows/(\w+)\.py:(\w+)", r"onnx_ops.templates.flows.\1.\2", _fill("prefect.yaml", words)
     )
-    yield f"{folder}/prefect.yaml", _replace(flows).replace("prefect --no-prompt deploy", _DEPLOY)
-    if (root / ".github").is_dir():
-        yield from _list_github_files()
+    return _replace(flows).replace("prefect --no-prompt deploy", _DEPLOY)
 
 
 _DEPLOY = "prefect --no-prompt deploy --prefect-file onnx-ops/prefect.yaml"
@@ -187,11 +200,14 @@ _WORKFLOWS = {
 """Workflows of a new project, and their names in an existing repository."""
 
 
-def _list_github_files() -> Iterator[tuple[str, str | Path]]:
+def _list_github_files(*, releases: bool) -> Iterator[tuple[str, str | Path]]:
     yield ".github/actions/onnx-ops/action.yml", TEMPLATES / "actions" / "onnx-ops" / "action.yml"
+    if not releases:
+        gates = keep_gate_jobs(read_workflow("model-commit"))
+        yield f".github/workflows/{_WORKFLOWS['model-commit']}.yml", _replace(gates)
+        return
     for workflow, place in _WORKFLOWS.items():
-        text = (TEMPLATES / "workflows" / f"{workflow}.yml").read_text(encoding="utf-8")
-        yield f".github/workflows/{place}.yml", _replace(text)
+        yield f".github/workflows/{place}.yml", _replace(read_workflow(workflow))
 
 
 def _replace(text: str) -> str:
@@ -211,7 +227,7 @@ def _compose_requirements(root: Path, words: Mapping[str, str]) -> str:
     lines = [
         "# What onnx-ops needs here: pip install --requirement onnx-ops/requirements.txt",
         "--requirement vendor/onnx-ops.txt",
-        f"onnx-ops[{words['extras']}]",
+        f"onnx-ops{words['extras']}",
     ]
     if (root / "requirements.txt").is_file():
         lines.append("--requirement ../requirements.txt")
@@ -224,7 +240,8 @@ def _has_build(file: Path) -> bool:
     return file.is_file() and "[project]" in file.read_text(encoding="utf-8", errors="replace")
 
 
-def _compose_pipeline(name: str, lines: Sequence[str]) -> str:
+def _compose_pipeline(name: str, lines: Sequence[str], given: RepositorySource) -> str:
+    register = ["register:", f"  model: {name}", "  promote: manual # onnx-ops docs promote", ""]
     return "\n".join(
         [
             "# yaml-language-server: $schema=../schema/pipeline.schema.json",
@@ -244,10 +261,7 @@ def _compose_pipeline(name: str, lines: Sequence[str]) -> str:
             "  # A metric against the labels of `test`: onnx-ops docs gates",
             "  # - {kind: metric, name: accuracy, min: 90%}",
             "",
-            "register:",
-            f"  model: {name}",
-            "  promote: manual # onnx-ops docs promote",
-            "",
+            *(register if given.releases else ()),
         ]
     )
 

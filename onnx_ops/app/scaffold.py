@@ -1,8 +1,9 @@
 """New projects, made from files of this repository.
 
-A project starts with a model of the examples. Its flows, workflows, infrastructure and example are
-those that onnx-ops runs and tests: `templates/` links to them, and a wheel contains copies. A
-project also gets the wheel of this release, so that a CI runner can install onnx-ops from it.
+A preset determines the model and the files of a project. Flows, workflows, infrastructure and
+examples are those that onnx-ops runs and tests: `templates/` links to them, and a wheel contains
+copies. A project also gets the wheel of this release, so that a CI runner can install onnx-ops from
+it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from onnx_ops.errors import UserError
 PACKAGE = Path(__file__).parents[1]
 TEMPLATES = PACKAGE / "templates"
 
-TemplateName = Literal["sklearn", "table", "torch", "onnx"]
+PresetName = Literal["ci-only", "sklearn", "table", "torch", "onnx"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Template:
-    """Starting point of a project.
+class Preset:
+    """Starting point of a project: a model of the examples and its pipeline.
 
     Attributes:
         pipeline: Name of the example's pipeline file.
@@ -40,6 +41,8 @@ class Template:
         extras: Extras of onnx-ops that the project installs.
         description: Description of the file at `place` for the user.
         change: Option of `onnx-ops run` that changes the model, for the tutorial.
+        releases: Whether the project registers and deploys. Otherwise it only runs gates, and has
+            neither flows nor infrastructure.
         renamed: Texts of the pipeline file and their replacements.
         data: Data files of the example, and their paths in the project.
     """
@@ -49,7 +52,8 @@ class Template:
     place: str
     extras: str
     description: str
-    change: str
+    change: str = ""
+    releases: bool = True
     renamed: Mapping[str, str] = field(default_factory=dict)
     data: Mapping[str, str] = field(default_factory=dict)
 
@@ -62,8 +66,22 @@ deploy:
     target: cpu-1t # serves champion-cpu-1t
     rollout: {steps: [100%], scale_down_delay: 24h}"""
 
-PROJECTS: Mapping[TemplateName, Template] = {
-    "sklearn": Template(
+PRESETS: Mapping[PresetName, Preset] = {
+    "ci-only": Preset(
+        pipeline="iris-gates.yaml",
+        model="models/iris.onnx",
+        place="models/model.onnx",
+        extras="",
+        description="the ONNX file; replace it by your file, and its rows in `data/`",
+        releases=False,
+        renamed={
+            "iris-gates": "{name}",
+            "examples/models/iris.onnx": "models/model.onnx",
+            "examples/data/iris-": "data/",
+        },
+        data={"data/iris-test.npz": "data/test.npz"},
+    ),
+    "sklearn": Preset(
         pipeline="digits-mlp.yaml",
         model="digits_mlp.py",
         place="models/train.py",
@@ -82,7 +100,7 @@ PROJECTS: Mapping[TemplateName, Template] = {
             "min_requests: [300, 1000], epoch: 5 s": "steps: [100%], scale_down_delay: 24h",
         },
     ),
-    "table": Template(
+    "table": Preset(
         pipeline="churn-table.yaml",
         model="churn_table.py",
         place="models/train.py",
@@ -97,7 +115,7 @@ PROJECTS: Mapping[TemplateName, Template] = {
         },
         data={"data/churn-train.csv": "data/train.csv", "data/churn-test.csv": "data/test.csv"},
     ),
-    "torch": Template(
+    "torch": Preset(
         pipeline="digits-cnn.yaml",
         model="digits_cnn.py",
         place="models/train.py",
@@ -106,13 +124,12 @@ PROJECTS: Mapping[TemplateName, Template] = {
         change=" --set train.with.seed=8",
         renamed={"digits-cnn": "{name}", "examples.digits_cnn": "models.train"},
     ),
-    "onnx": Template(
+    "onnx": Preset(
         pipeline="iris-onnx.yaml",
         model="models/iris.onnx",
         place="models/model.onnx",
         extras="demo",
         description="the ONNX file; replace it by your file, and set its data in the pipeline",
-        change="",
         renamed={
             "iris-onnx": "{name}",
             "examples/models/iris.onnx": "models/model.onnx",
@@ -123,9 +140,16 @@ PROJECTS: Mapping[TemplateName, Template] = {
 
 _COPIED: tuple[tuple[str, str, str], ...] = (
     ("", "constraints.txt", ""),
-    ("flows", "*.py", "flows"),
     ("schema", "*.json", "configs/schema"),
     ("actions", "*/action.yml", ".github/actions"),
+)
+"""Files that are copied unchanged.
+
+Each entry has a folder of the templates, a pattern of files in it, and a folder of the project.
+"""
+
+_COPIED_FOR_RELEASES: tuple[tuple[str, str, str], ...] = (
+    ("flows", "*.py", "flows"),
     *(
         ("workflows", name, ".github/workflows")
         for name in ("model-commit.yml", "promote.yml", "rollback.yml")
@@ -142,14 +166,48 @@ _COPIED: tuple[tuple[str, str, str], ...] = (
         for pattern in ("*.yaml", "endpoint/*", "examples/*/*")
     ),
 )
-"""Files that are copied unchanged.
-
-Each entry has a folder of the templates, a pattern of files in it, and a folder of the project.
-"""
+"""Files that are copied unchanged into projects that register and deploy."""
 
 
-def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]:
+def scaffold(folder: Path, name: str, preset: PresetName) -> tuple[str, ...]:
     """Write a project into an empty or new folder; return its sorted file names."""
+    _require_name(name)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(
+            "the folder is not empty",
+            where=str(folder),
+            remedy="Name a folder that is new or empty.",
+        )
+    chosen = PRESETS[preset]
+    installed = distribution("onnx-ops")
+    words = {
+        "name": name,
+        "extras": f"[{chosen.extras}]" if chosen.extras else "",
+        "version": installed.version,
+        "models": chosen.description,
+        "change": chosen.change,
+    }
+    for source, place in _sources(chosen):
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, folder / place)
+    for source, place in _written(name, chosen):
+        _write(folder / place, source.read_text(encoding="utf-8"), words)
+    if not chosen.releases:
+        file = folder / ".github" / "workflows" / "model-commit.yml"
+        _write(file, keep_gate_jobs(read_workflow("model-commit")), {})
+    pipeline = (TEMPLATES / "pipelines" / chosen.pipeline).read_text(encoding="utf-8")
+    for old, new in chosen.renamed.items():
+        pipeline = pipeline.replace(old, new)
+    _write(folder / "configs" / "pipelines" / f"{name}.yaml", pipeline, words)
+    (folder / "models" / "__init__.py").touch()
+    write_wheel(installed, folder / "vendor")
+    return tuple(
+        sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    )
+
+
+def _require_name(name: str) -> None:
+    """Raise UserError if a name cannot name a pipeline, or the package of a project."""
     remedy = "Use lower-case letters, digits and hyphens, beginning with a letter or digit."
     if not re.fullmatch(NAME_PATTERN, name):
         raise UserError(f"{name!r} cannot name a pipeline", where="--name", remedy=remedy)
@@ -164,35 +222,29 @@ def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]
         why = "the name is a keyword of Python" if keyword.iskeyword(name) else package
         remedy = "Choose another name: --name."
         raise UserError(f"{name!r} cannot name a project", where="--name", why=why, remedy=remedy)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(
-            "the folder is not empty",
-            where=str(folder),
-            remedy="Name a folder that is new or empty.",
-        )
-    chosen = PROJECTS[template]
-    installed = distribution("onnx-ops")
-    words = {
-        "name": name,
-        "extras": chosen.extras,
-        "version": installed.version,
-        "models": chosen.description,
-        "change": chosen.change,
-    }
-    for source, place in _sources(chosen):
-        (folder / place).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, folder / place)
-    for source, place in _written(name):
-        _write(folder / place, source.read_text(encoding="utf-8"), words)
-    pipeline = (TEMPLATES / "pipelines" / chosen.pipeline).read_text(encoding="utf-8")
-    for old, new in chosen.renamed.items():
-        pipeline = pipeline.replace(old, new)
-    _write(folder / "configs" / "pipelines" / f"{name}.yaml", pipeline, words)
-    (folder / "models" / "__init__.py").touch()
-    write_wheel(installed, folder / "vendor")
-    return tuple(
-        sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def read_workflow(name: str) -> str:
+    """Return the text of a workflow of GitHub Actions."""
+    return (TEMPLATES / "workflows" / f"{name}.yml").read_text(encoding="utf-8")
+
+
+def keep_gate_jobs(workflow: str) -> str:
+    """Return the workflow of commits without the jobs of merged changes, which release them.
+
+    The remaining jobs run for pull requests. They need no environment, secret or cloud role.
+    """
+    head, jobs = workflow.split("\njobs:\n")
+    head = head[head.index("name: model-commit") :].replace("  push:\n    branches: [main]\n", "")
+    parts = re.split(r"\n(?=  \w+:\n)", jobs.rstrip())
+    kept = [part.rstrip() for part in parts if not re.match(r"  (evaluate|release):", part)]
+    about = (
+        "# Run the gates of the pipelines that a pull request affects. `judge` runs code of the "
+        "pull request, and holds neither\n# a key nor a token that writes. `publish` writes the "
+        "verdict as a check and a comment.\n"
     )
+    text = "\n\n".join(kept).replace("needs: [judge, evaluate, release]", "needs: judge")
+    return f"{about}{head}\njobs:\n{text}\n"
 
 
 def write_wheel(installed: Distribution, folder: Path) -> Path:
@@ -252,31 +304,36 @@ def _build_record(files: Mapping[str, bytes], name: str) -> bytes:
     return "\n".join([*lines, f"{name},,", ""]).encode()
 
 
-def _sources(chosen: Template) -> Iterator[tuple[Path, str]]:
+def _sources(chosen: Preset) -> Iterator[tuple[Path, str]]:
     """Yield files that are copied unchanged, and their paths in the project."""
     for source, place in {chosen.model: chosen.place, **chosen.data}.items():
         yield TEMPLATES / "examples" / source, place
-    for folder, pattern, place in _COPIED:
+    for folder, pattern, place in (*_COPIED, *(_COPIED_FOR_RELEASES if chosen.releases else ())):
         for path in sorted((TEMPLATES / folder).glob(pattern)):
             yield path, (Path(place) / path.relative_to(TEMPLATES / folder)).as_posix()
 
 
-def _written(name: str) -> Iterator[tuple[Path, str]]:
+def _written(name: str, chosen: Preset) -> Iterator[tuple[Path, str]]:
     """Yield templates that are filled with the project's name, and their paths."""
     places = {
-        "Dockerfile": "infra/docker/Dockerfile",
-        "Dockerfile.dockerignore": "infra/docker/Dockerfile.dockerignore",
         "Makefile": "Makefile",
         "README.md": "README.md",
         "gitignore": ".gitignore",
         "onnx-ops.toml": "onnx-ops.toml",
         "onnx-ops.txt": "vendor/onnx-ops.txt",
-        "prefect.yaml": "prefect.yaml",
         "pyproject.toml": "pyproject.toml",
         "requirements.txt": "requirements.txt",
         "test_project.txt": f"tests/test_{name.replace('-', '_')}.py",
     }
-    yield from ((TEMPLATES / "project" / file, place) for file, place in places.items())
+    if chosen.releases:
+        places |= {
+            "Dockerfile": "infra/docker/Dockerfile",
+            "Dockerfile.dockerignore": "infra/docker/Dockerfile.dockerignore",
+            "prefect.yaml": "prefect.yaml",
+        }
+    for file, place in places.items():
+        own = TEMPLATES / "project" / "ci-only" / file
+        yield own if own.is_file() and not chosen.releases else TEMPLATES / "project" / file, place
 
 
 def _write(path: Path, text: str, words: Mapping[str, str]) -> None:

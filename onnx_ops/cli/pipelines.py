@@ -36,6 +36,7 @@ from onnx_ops.errors import ConfigError, OnnxOpsError, Problem, UserError, confi
 if TYPE_CHECKING:
     from onnx_ops.app.context import Project
     from onnx_ops.app.project import PipelineResult, PreparedPipeline
+    from onnx_ops.app.repository_setup import RepositorySource
     from onnx_ops.app.results import Summary
     from onnx_ops.cli.tables import PlannedStage
     from onnx_ops.domain.pipeline import Pipeline
@@ -504,9 +505,10 @@ def affected(
         say("no pipeline is affected")
 
 
-class TemplateChoice(StrEnum):
-    """Names of the templates of new projects."""
+class PresetChoice(StrEnum):
+    """Names of the presets of new projects."""
 
+    CI_ONLY = "ci-only"
     SKLEARN = "sklearn"
     TABLE = "table"
     TORCH = "torch"
@@ -517,10 +519,14 @@ def init(
     folder: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="New or empty folder.", show_default=False)
     ] = None,
-    template: Annotated[
-        TemplateChoice,
-        typer.Option(help="scikit-learn, a CSV table, PyTorch, or your ONNX file."),
-    ] = TemplateChoice.SKLEARN,
+    preset: Annotated[
+        PresetChoice | None,
+        typer.Option(
+            help="Gates on pull requests only, or releases of a model: scikit-learn (default), a "
+            "CSV table, PyTorch, or an ONNX file. With --into: ci-only or none.",
+            show_default=False,
+        ),
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option(
@@ -583,12 +589,13 @@ def init(
     """Create a working project, or add a pipeline to an existing repository.
 
     A new project has a pipeline, a model, flows, workflows, infrastructure and tests. Its demo and
-    tests run immediately, on data included in scikit-learn.
+    tests run immediately. With --preset ci-only it runs gates on pull requests, and has neither a
+    registry nor an endpoint.
 
     In a repository, only missing files are written: files below onnx-ops/, onnx-ops.toml, and
     workflows if .github/ exists. Existing files are not changed.
 
-    Example: onnx-ops init fraud --template sklearn
+    Example: onnx-ops init fraud --preset sklearn
 
     Example: onnx-ops init --into . --from fraud.training:train --data test=data/test.csv
     """
@@ -596,9 +603,11 @@ def init(
         if source is None or folder is not None:
             remedy = "For example: onnx-ops init --into . --from models/model.onnx."
             raise UserError("--into needs --from and no argument DIR", where="init", remedy=remedy)
-        _add_to_repository(
-            into, name, source, data or [], label, parameters or [], framework, as_json=as_json
-        )
+        if preset not in (None, PresetChoice.CI_ONLY):
+            raise UserError("--into takes the preset ci-only, or none", where=f"--preset {preset}")
+        given = _read_source(source, data or [], label, parameters or [], framework)
+        given = replace(given, releases=preset is None)
+        _add_to_repository(into, name, given, as_json=as_json)
         return
     if folder is None or source is not None:
         remedy = (
@@ -609,35 +618,31 @@ def init(
     from onnx_ops.app.scaffold import scaffold
 
     chosen = name or folder.resolve().name
-    files = scaffold(folder, chosen, template.value)
+    wanted = preset or PresetChoice.SKLEARN
+    files = scaffold(folder, chosen, wanted.value)
     if as_json:
         print_json({"name": chosen, "folder": str(folder), "files": list(files)})
         return
     typer.echo(
         f"Created {len(files)} files in {folder} (pipeline: configs/pipelines/{chosen}.yaml)"
     )
+    does = "trains, releases and serves"
+    if wanted is PresetChoice.CI_ONLY:
+        does = "measures the model and judges it by its gates"
     typer.echo(
         f"\n  cd {shlex.quote(str(folder))}\n"
-        "  make demo                    # makes .venv/; trains, releases and serves\n"
+        f"  make demo                    # makes .venv/; {does}\n"
         "  make test\n"
         "  . .venv/bin/activate         # puts onnx-ops on the path\n"
         "\nSee README.md for the project layout."
     )
 
 
-def _add_to_repository(
-    root: Path,
-    name: str | None,
-    source: str,
-    data: list[str],
-    label: str | None,
-    parameters: list[str],
-    framework: str,
-    *,
-    as_json: bool,
-) -> None:
-    """Add a pipeline to a repository; list the files written and the existing ones."""
-    from onnx_ops.app.repository_setup import RepositorySource, add_to_repository, choose_name
+def _read_source(
+    source: str, data: list[str], label: str | None, parameters: list[str], framework: str
+) -> RepositorySource:
+    """Return the model of a repository and its data, from the options of `init --into`."""
+    from onnx_ops.app.repository_setup import RepositorySource
     from onnx_ops.cli.tools import parse_values
 
     sets = dict(text.partition("=")[::2] for text in data)
@@ -647,13 +652,21 @@ def _add_to_repository(
             where="--data",
             remedy="For example: --data test=data/test.csv.",
         )
-    given = RepositorySource(
+    return RepositorySource(
         source=source,
         data=sets,
         label=label,
         framework=framework,
         parameters=parse_values(parameters, "--with"),
     )
+
+
+def _add_to_repository(
+    root: Path, name: str | None, given: RepositorySource, *, as_json: bool
+) -> None:
+    """Add a pipeline to a repository; list the files written and the existing ones."""
+    from onnx_ops.app.repository_setup import add_to_repository, choose_name
+
     setup = add_to_repository(root, name or choose_name(root), given)
     if as_json:
         print_json(
@@ -667,7 +680,11 @@ def _add_to_repository(
     typer.echo(
         f"\n{prefix}"
         f"  onnx-ops check {setup.pipeline}\n"
-        f"  onnx-ops run {setup.pipeline} --until gate    # measures, registers nothing"
+        + (
+            f"  onnx-ops run {setup.pipeline} --until gate    # measures, registers nothing"
+            if given.releases
+            else f"  onnx-ops run {setup.pipeline}"
+        )
     )
 
 

@@ -23,7 +23,7 @@ from tests.support.processes import ROOT
 KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
 """Variable with the folder for environments that later test runs reuse."""
 
-LIGHT = ("iris-onnx",)
+LIGHT = ("iris-gates", "iris-onnx")
 HEAVY = (
     "cancer-lightgbm",
     "churn-table",

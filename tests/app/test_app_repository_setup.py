@@ -241,6 +241,28 @@ def test_init_into_repository_creates_pipeline_whose_gates_pass(
     assert ".onnx-ops" not in listed.stdout
 
 
+def test_init_into_repository_with_ci_only_runs_gates_and_registers_nothing(
+    tmp_path: Path,
+) -> None:
+    given = make_model_repository(tmp_path)
+    (tmp_path / ".github").mkdir(exist_ok=True)
+    document = add(tmp_path, [*given, "--preset", "ci-only"])
+    assert "onnx-ops/prefect.yaml" not in document["written"]
+    workflows = [path.name for path in (tmp_path / ".github/workflows").glob("onnx-ops*")]
+    assert workflows == ["onnx-ops.yml"]
+    assert "register" not in yaml.safe_load((tmp_path / document["pipeline"]).read_text())
+    requirements = (tmp_path / "onnx-ops/requirements.txt").read_text()
+    assert "platform" not in requirements
+    ran = run(tmp_path, "onnx_ops", "run", document["pipeline"], "--quiet")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_init_into_repository_with_preset_of_project_raises_user_error(tmp_path: Path) -> None:
+    options = ["init", "--into", str(tmp_path), "--from", "m.onnx", "--preset", "table"]
+    assert CliRunner().invoke(app, options).exit_code == 2
+    assert not list(tmp_path.iterdir())
+
+
 def test_init_into_repository_with_settings_file_keeps_it(tmp_path: Path) -> None:
     root = write(tmp_path / "own", **{"onnx-ops.toml": 'signing = "off"\n'})
     document = add(root, make_model_repository(root))

@@ -1,8 +1,9 @@
-"""A new project immediately passes its own tests, from each template."""
+"""A new project immediately passes its own tests, from each preset."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,7 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from onnx_ops.app.scaffold import PROJECTS, TemplateName, scaffold, write_wheel
+from onnx_ops.app.scaffold import PRESETS, PresetName, scaffold, write_wheel
 from onnx_ops.cli.main import app
 from onnx_ops.errors import UserError
 
@@ -27,28 +28,27 @@ TOP = {
     "README.md",
     "configs",
     "constraints.txt",
-    "flows",
-    "infra",
     "models",
     "onnx-ops.toml",
-    "prefect.yaml",
     "pyproject.toml",
     "requirements.txt",
     "tests",
     "vendor",
 }
+RELEASED = {"flows", "infra", "prefect.yaml"}
+"""What only projects that register and deploy have."""
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("template", PROJECTS)
-def test_scaffold_of_each_template_creates_project_whose_tests_pass(
-    template: TemplateName, tmp_path: Path
+@pytest.mark.parametrize("preset", PRESETS)
+def test_scaffold_of_each_preset_creates_project_whose_tests_pass(
+    preset: PresetName, tmp_path: Path
 ) -> None:
     folder = tmp_path / "fraud"
-    files = scaffold(folder, "fraud", template)
-    assert {name.partition("/")[0] for name in files} == TOP | (
-        {"data"} if template == "table" else set()
-    )
+    files = scaffold(folder, "fraud", preset)
+    released = set() if preset == "ci-only" else RELEASED
+    data = {"data"} if preset in ("ci-only", "table") else set()
+    assert {name.partition("/")[0] for name in files} == TOP | released | data
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"],
         cwd=folder,
@@ -61,12 +61,12 @@ def test_scaffold_of_each_template_creates_project_whose_tests_pass(
     assert "2 passed" in done.stdout
 
 
-@pytest.mark.parametrize("template", PROJECTS)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_scaffold_with_project_name_leaves_no_placeholders_in_files(
-    template: TemplateName, tmp_path: Path
+    preset: PresetName, tmp_path: Path
 ) -> None:
     folder = tmp_path / "fraud"
-    scaffold(folder, "fraud", template)
+    scaffold(folder, "fraud", preset)
     for path in (
         path
         for path in folder.rglob("*")
@@ -81,18 +81,30 @@ def test_scaffold_with_project_name_leaves_no_placeholders_in_files(
             "{change}",
             "examples",
             "digits-",
-            "iris-onnx",
+            "iris-",
         ):
             assert word not in text or "infra" in path.parts or "schema" in path.parts, (path, word)
     assert (
         tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
         == "fraud"
     )
-    deployments = yaml.safe_load((folder / "prefect.yaml").read_text(encoding="utf-8"))[
-        "deployments"
-    ]
-    for one in deployments:
+    if preset == "ci-only":
+        return
+    text = (folder / "prefect.yaml").read_text(encoding="utf-8")
+    for one in yaml.safe_load(text)["deployments"]:
         assert (folder / one["entrypoint"].partition(":")[0]).is_file()
+
+
+def test_scaffold_of_ci_only_has_no_registry_endpoint_or_secret(tmp_path: Path) -> None:
+    scaffold(tmp_path / "fraud", "fraud", "ci-only")
+    text = (tmp_path / "fraud/configs/pipelines/fraud.yaml").read_text(encoding="utf-8")
+    assert not yaml.safe_load(text).keys() & {"register", "deploy", "train"}
+    (file,) = (tmp_path / "fraud/.github/workflows").iterdir()
+    workflow = yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert list(workflow["jobs"]) == ["judge", "publish"]
+    assert workflow[True] == {"pull_request": None}  # YAML 1.1 reads the key `on` as a boolean
+    assert workflow["jobs"]["publish"]["needs"] == "judge"
+    assert not re.search(r"secrets\.|id-token|environment:", file.read_text(encoding="utf-8"))
 
 
 def test_scaffold_pipeline_contains_rollout_used_by_tutorials(tmp_path: Path) -> None:
@@ -150,9 +162,9 @@ def test_write_wheel_contains_build_files_and_is_reproducible(tmp_path: Path) ->
 def test_scaffold_from_wheel_writes_same_files_as_checkout(tmp_path: Path) -> None:
     with zipfile.ZipFile(write_wheel(distribution("onnx-ops"), tmp_path)) as archive:
         archive.extractall(tmp_path / "site")
-    for template in PROJECTS:
-        from_checkout = scaffold(tmp_path / "checkout" / template, "fraud", template)
-        call = f"print(*scaffold(Path('{template}'), 'fraud', '{template}'))"
+    for preset in PRESETS:
+        from_checkout = scaffold(tmp_path / "checkout" / preset, "fraud", preset)
+        call = f"print(*scaffold(Path('{preset}'), 'fraud', '{preset}'))"
         done = subprocess.run(
             [
                 sys.executable,
@@ -168,8 +180,9 @@ def test_scaffold_from_wheel_writes_same_files_as_checkout(tmp_path: Path) -> No
         assert done.stdout.split() == list(from_checkout), done.stderr
 
 
-def test_init_command_prints_next_step(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["init", str(tmp_path / "fraud")])
+@pytest.mark.parametrize("options", [[], ["--preset", "ci-only"]])
+def test_init_command_prints_next_step(options: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["init", str(tmp_path / "fraud"), *options])
     assert result.exit_code == 0
     assert "make demo" in result.output
     assert (tmp_path / "fraud" / "configs" / "pipelines" / "fraud.yaml").is_file()

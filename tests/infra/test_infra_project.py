@@ -18,7 +18,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
-from onnx_ops.app.scaffold import PROJECTS, scaffold
+from onnx_ops.app.scaffold import PRESETS, scaffold
 from tests.infra.infra_tools import ROOT, steps, tool
 
 EXTRAS = set(
@@ -29,7 +29,7 @@ EXTRAS = set(
 INSTALL = "pip install --quiet --requirement requirements.txt"
 
 
-@pytest.fixture(scope="module", params=list(PROJECTS))
+@pytest.fixture(scope="module", params=list(PRESETS))
 def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scaffold") / "fraud"
     scaffold(folder, "fraud", request.param)
@@ -121,6 +121,8 @@ def test_readme_refers_to_existing_paths(project: Path) -> None:
 
 def test_dockerfile_copies_existing_files_and_is_built_by_compose(project: Path) -> None:
     file = project / "infra" / "docker" / "Dockerfile"
+    if not (project / "infra").exists():
+        pytest.skip("a project without releases has no image")
     text = file.read_text(encoding="utf-8")
     ignored = (file.with_name("Dockerfile.dockerignore")).read_text(encoding="utf-8").splitlines()
     copied = [

@@ -66,7 +66,7 @@ class Call:
 
 CALLS = (
     Call("--version", 0, "onnx-ops"),
-    Call("init fraud --template sklearn", 0, "Created"),
+    Call("init fraud --preset sklearn", 0, "Created"),
     Call(
         "check --static alone.yaml released.yaml cloud.yaml tidied.yaml trained.yaml",
         0,

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from onnx_ops.app.scaffold import PROJECTS, TemplateName
+from onnx_ops.app.scaffold import PRESETS, PresetName
 from tests.install.bare_environments import install_base, installed_in
 from tests.install.workflow_runner import bare_path
 from tests.install.workflow_world import MACHINE, World, log, open_world
 from tests.support.git import git
 
-# The tests install the platform into new environments, which takes minutes for each template.
+# The tests install the platform into new environments, which takes minutes for each preset.
 pytestmark = pytest.mark.nightly
 
 
@@ -32,10 +32,10 @@ def onnx_ops(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install_base(tmp_path_factory.mktemp("installed")).with_name("onnx-ops")
 
 
-@pytest.fixture(params=list(PROJECTS))
+@pytest.fixture(params=[name for name, preset in PRESETS.items() if preset.releases])
 def world(request: pytest.FixtureRequest, onnx_ops: Path, tmp_path: Path) -> Iterator[World]:
-    template: TemplateName = request.param
-    with open_world(onnx_ops, tmp_path, template) as made:
+    preset: PresetName = request.param
+    with open_world(onnx_ops, tmp_path, preset) as made:
         yield made
 
 
@@ -85,6 +85,27 @@ def test_workflows_of_new_project_run_on_bare_machine(world: World) -> None:
     )
     assert "wrong on sevens" in runner.summary
     assert world.status(runner)["traffic"] == {"v1": 100}
+
+
+def test_gates_of_ci_only_project_run_on_pull_request_with_base_installation(
+    onnx_ops: Path, tmp_path: Path
+) -> None:
+    with open_world(onnx_ops, tmp_path, "ci-only") as world:
+        first = git(world.origin, "rev-parse", "HEAD")
+        head = world.commit(was="max: 2 MB", becomes="max: 100 B")
+        pull = {"pull_request": {"number": 7, "head": {"sha": head}, "base": {"sha": first}}}
+        runner = world.run("judge", "pull_request", pull)
+        packages = installed_in(runner.temp / "venv" / "bin" / "python")
+        assert not packages & {"mlflow", "prefect", "scikit-learn"}
+        published = world.run("publish", "pull_request", pull, code=1)
+        assert "fraud.yaml: FAIL" in published.summary
+        world.forget_artifacts()
+        head = world.commit(was="max: 100 B", becomes="max: 3 MB")
+        pull["pull_request"]["head"] = {"sha": head}
+        world.run("judge", "pull_request", pull)
+        published = world.run("publish", "pull_request", pull)
+        assert "fraud.yaml: PASS" in published.summary
+        assert "fraud.yaml: PASS" in world.github.requests[-1].document["body"]
 
 
 STAGES = ("build", "platform")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.app.scaffold import TemplateName
+from onnx_ops.app.scaffold import PresetName
 from onnx_ops.testing.notifiers import ReceivedRequest, Reply, WebhookSink
 from tests.install.workflow_runner import Runner, bare_path
 from tests.support.git import commit_all, git
@@ -140,7 +140,7 @@ class World:
 
 
 @contextmanager
-def open_world(onnx_ops: Path, folder: Path, template: TemplateName) -> Iterator[World]:
+def open_world(onnx_ops: Path, folder: Path, preset: PresetName) -> Iterator[World]:
     """Yield a committed project; end the processes that its jobs have left.
 
 
@@ -149,7 +149,7 @@ def open_world(onnx_ops: Path, folder: Path, template: TemplateName) -> Iterator
     """
     environ = {"PATH": "/usr/bin:/bin", "HOME": str(folder)}
     subprocess.run(
-        [onnx_ops, "init", "fraud", "--template", template], cwd=folder, env=environ, check=True
+        [onnx_ops, "init", "fraud", "--preset", preset], cwd=folder, env=environ, check=True
     )
     with WebhookSink(answer).open() as github:
         made = World(name="fraud", origin=folder / "fraud", folder=folder, github=github)
