@@ -255,7 +255,7 @@ def test_staged_release_over_all_providers_is_rolled_back_by_one_command(world: 
     second = world.release(model, "second", scale=2.0)
     for one in (far, region):
         assert world.reconcile_all(one).startswith(
-            f"{second} waits for endpoint {near.endpoint}: it does not serve "
+            f"{second} waits for endpoint {near.endpoint}: the endpoint does not serve "
         )
     world.reconcile_all(near, region)
     assert world.reconcile_all(far).endswith(f"for less than {LATE_S:g} s")

@@ -22,6 +22,7 @@ def azurite(packages: Path, container: str) -> Iterator[str]:
 
     `packages` is a folder for npm.
     """
+    from adlfs import AzureBlobFileSystem
     from azure.storage.blob import BlobServiceClient
 
     found = shutil.which("azurite-blob")
@@ -44,6 +45,8 @@ def azurite(packages: Path, container: str) -> Iterator[str]:
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # tests that end a process group must not end Azurite
     ) as process:
+        # Clients are cached by location, with the connection string of an earlier server.
+        AzureBlobFileSystem.clear_instance_cache()
         try:
             account = f"AccountName={ACCOUNT};AccountKey={KEY}"
             opened = f"DefaultEndpointsProtocol=http;{account};BlobEndpoint=http://127.0.0.1:{port}/{ACCOUNT}"
