@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import fsspec
+
 from onnx_ops.adapters.isolation.environments import NpmPackages
 from tests.support.ports import free_port
 
@@ -22,7 +24,6 @@ def azurite(packages: Path, container: str) -> Iterator[str]:
 
     `packages` is a folder for npm.
     """
-    from adlfs import AzureBlobFileSystem
     from azure.storage.blob import BlobServiceClient
 
     found = shutil.which("azurite-blob")
@@ -46,7 +47,7 @@ def azurite(packages: Path, container: str) -> Iterator[str]:
         start_new_session=True,  # tests that end a process group must not end Azurite
     ) as process:
         # Clients are cached by location, with the connection string of an earlier server.
-        AzureBlobFileSystem.clear_instance_cache()
+        fsspec.get_filesystem_class("abfs").clear_instance_cache()
         try:
             account = f"AccountName={ACCOUNT};AccountKey={KEY}"
             opened = f"DefaultEndpointsProtocol=http;{account};BlobEndpoint=http://127.0.0.1:{port}/{ACCOUNT}"
