@@ -152,6 +152,10 @@ class Place(ABC):
         """Return the running deployments, each with its percentage of traffic."""
 
     @abstractmethod
+    def is_busy(self) -> bool:
+        """Return whether the cloud is changing the endpoint, or shows an earlier state of it."""
+
+    @abstractmethod
     def list_machines(self) -> set[Machines]:
         """Return the machines that run."""
 
@@ -223,6 +227,10 @@ class SageMakerPlace(Place):
             assert isinstance(one.containers, SimulatedPool)
             found.append((round(100 * one.weight / total), one.containers))
         return found
+
+    def is_busy(self) -> bool:
+        endpoints = self.fake.plane.endpoints.values()
+        return any(one.stale or one.status not in ("InService", "Failed") for one in endpoints)
 
     def list_machines(self) -> set[Machines]:
         plane, image = self.fake.plane, str(SETTINGS["image"])
@@ -311,6 +319,14 @@ class AzurePlace(Place):
             assert isinstance(pool, SimulatedPool)
             found.append((split.get(name, 0), pool))
         return found
+
+    def is_busy(self) -> bool:
+        self.cloud.control.elapse()
+        return any(
+            resource.left or resource.stale
+            for path, resource in self.cloud.control.resources.items()
+            if path.startswith("onlineEndpoints/")
+        )
 
     def list_machines(self) -> set[Machines]:
         bodies = (body for _, body in self._list_deployments())

@@ -96,7 +96,6 @@ from onnx_ops.protocol.server_process import CONTAINER_PROVIDERS, explain_unserv
 
 _STORE = "the object store"
 _CLOCKS_S = 2.0
-"""Folder of an object whose modification time is the current time of the store."""
 _READERS = 16
 _PREPARE_S = 300.0
 ADOPT_S = 10.0
