@@ -17,6 +17,7 @@ from onnx_ops.app.context import Project
 from onnx_ops.config.targets import profile_names
 from onnx_ops.console.shared_reads import SharedReads
 from onnx_ops.console.snapshot import EndpointReading, Snapshot, SnapshotReader
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.release import ListedVersion, VersionRecord
 from onnx_ops.domain.rollout import ActionKind
@@ -378,7 +379,8 @@ def list_promotions(detail: _ReleaseDetail, model: str, version: str) -> list[tu
             f"Promote it on {target}",
             f'onnx-ops promote {name} --target {shlex.quote(target)} --reason "WHY"',
         )
-        for target in sorted(detail.record.decisions)
+        for target, signed in sorted(detail.record.decisions.items())
+        if signed.record.verdict is Verdict.PASS
     ]
 
 

@@ -30,8 +30,11 @@ from onnx_ops.reporting.svg import STYLE
 MIN_INTERVAL_S, MAX_INTERVAL_S = 2.0, 3600.0
 _WAIT_S = 10.0
 """Maximum time in seconds that a page waits for a read."""
-_MAX_FOLLOWERS = 48
-"""Number of pages that are kept up to date at the same time, below the limit of connections."""
+_MAX_FOLLOWERS = 24
+"""Number of pages that are kept up to date at the same time.
+
+The rest of `MAX_FROM_SOURCE` connections is left to the pages, since all viewers can share a proxy.
+"""
 _ALIVE_S = 15.0
 """Time in seconds after which a silent stream sends a comment, so that no proxy closes it."""
 _TIMEOUT_S = 10.0

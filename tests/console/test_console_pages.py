@@ -213,6 +213,7 @@ def test_release_page_shows_gates_of_verified_decision_and_report(tmp_path: Path
         stored = console.ask(f"/reports/digits/{number}")
     assert "✓ verified" in page
     assert "the same verdicts" in page
+    assert "onnx-ops promote" not in page, "the decision is FAIL"
     assert "parity" in page
     assert f'src="/reports/digits/{number}"' in page
     assert "alert(1)" not in page

@@ -28,7 +28,7 @@
     if (busy) return;
     busy = true;
     try {
-      const answer = await fetch(location.href, {cache: "no-store"});
+      const answer = await fetch(location.pathname + location.search, {cache: "no-store"});
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
       const blocks = [...document.querySelectorAll("[data-live]")];
       const pairs = blocks.map((b) => [b, page.getElementById(b.id)]);
