@@ -142,6 +142,17 @@ def test_console_without_viewers_reads_nothing(
         threading.Event().wait(0.3)
 
 
+def test_console_that_was_stopped_leaves_no_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with serving_console(tmp_path, serving("a").context) as console:
+        console.show("/")
+        assert any(thread.name.startswith("console") for thread in threading.enumerate())
+    left = [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]
+    for thread in left:
+        thread.join(timeout=10)
+    assert not any(thread.is_alive() for thread in left)
+
+
 def test_event_stream_sends_revision_when_ledger_changes(tmp_path: Path) -> None:
     scene = on_trial()
     with serving_console(tmp_path, scene.context) as console:
