@@ -11,7 +11,7 @@ COMPILE_OWN := $(BIN)/python -m compileall -qq onnx_ops
 # Processes that run tests side by side.
 WORKERS ?= 2
 
-.PHONY: check demo demo-stop wheel test test-all test-processor lint truth truth-all docs clean
+.PHONY: check demo demo-stop wheel sbom test test-all test-processor lint truth truth-all docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -21,8 +21,19 @@ demo-stop: $(VENV)/.demo
 
 # A source distribution in dist/, and the wheel that is built from it. Times of files are that of the commit, so the same
 # commit gives the same bytes.
+SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
+
 wheel: $(VENV)/.build
-	SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)} $(BIN)/python -m build --outdir dist .
+	rm -f dist/onnx_ops-*
+	SOURCE_DATE_EPOCH=$(SOURCE_DATE_EPOCH) $(BIN)/python -m build --outdir dist .
+
+# Beside the wheel, its base installation with the tested versions as a CycloneDX document.
+sbom: wheel
+	rm -rf build/base
+	$(BIN)/python -m venv --without-pip build/base
+	$(BIN)/python -m pip --python build/base/bin/python --disable-pip-version-check install --quiet --constraint constraints.txt dist/onnx_ops-*.whl
+	SOURCE_DATE_EPOCH=$(SOURCE_DATE_EPOCH) $(BIN)/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml \
+	  --output-file "$$(ls dist/onnx_ops-*.whl | sed s/-py3-none-any.whl/.cdx.json/)" build/base
 
 # What has changed since the last commit, or since BASE: lint, types and the nearest tests, in at most 20 s of CPU.
 BASE ?= HEAD
@@ -76,7 +87,7 @@ docs: $(VENV)/.dev
 
 $(VENV)/.build: constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) build
+	@$(PIP) build cyclonedx-bom
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml constraints.txt

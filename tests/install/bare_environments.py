@@ -85,7 +85,7 @@ def build_wheel(source: Path, folder: Path) -> Path:
     shutil.copytree(
         ROOT / "onnx_ops", source / "onnx_ops", ignore=shutil.ignore_patterns("__pycache__")
     )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     _call([sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(source)])
     (wheel,) = folder.glob("*.whl")
