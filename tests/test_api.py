@@ -59,7 +59,7 @@ def test_api_judge_accepts_arrays(folder: Path) -> None:
     assert found.exit_code == 0
     assert found["rows"].startswith("900 of ")
     with pytest.raises(UserError, match="wrong"):
-        onnx_ops.judge("good.onnx", "good.onnx", data={"wrong": x})
+        onnx_ops.judge("good.onnx", "good.onnx", data={"wrong": x, "other": x})
 
 
 def test_api_check_of_invalid_file_returns_problems(folder: Path) -> None:

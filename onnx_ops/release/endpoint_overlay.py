@@ -61,6 +61,10 @@ class EndpointOverlay(EndpointProvider):
         """Return why no endpoint can serve the target; empty if one can."""
         return self._inner.explain_unservable(target)
 
+    def explain_uncounted(self, source: str, settings: Mapping[str, Json]) -> str:
+        """Return why a metrics source counts no requests; empty if it counts them."""
+        return self._inner.explain_uncounted(source, settings)
+
     def place(self, config: EndpointConfig) -> str:
         """Return the endpoint's location."""
         return self._inner.place(config)

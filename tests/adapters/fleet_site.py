@@ -157,7 +157,7 @@ class SageMakerFleet(FleetSite):
         )
 
     def slow_updates(self) -> None:
-        self.fake.behave(reads=600)
+        self.fake.behave(reads=3000)
 
 
 @dataclass(kw_only=True)

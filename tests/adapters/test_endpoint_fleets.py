@@ -123,6 +123,7 @@ def test_fleet_with_other_image_is_replaced_without_failed_request(fleet: FleetS
     assert fleet.invoke("anna").deployment == "blue"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("key", ["image", "count"])
 def test_fleet_shows_replaced_instances_and_rolls_back_meanwhile(
     fleet: FleetSite, key: str
