@@ -237,7 +237,7 @@ class WaitSimulation:
         shape = (_LEVEL_ROLLOUTS, count)
         busy = np.ones(shape)
         if self.cadence.source == "units" and self.epoch.has_users:
-            excess = self.epoch.measure_clumps(share) - 1
+            excess = max(1e-9, self.epoch.measure_clumps(share) - 1)
             busy = random.gamma(mean / excess, excess / mean, shape)
         mine = random.poisson(mean * busy)
         theirs = random.poisson(mean * (1 - share) / share, shape)
