@@ -195,9 +195,8 @@ def test_install_page_gives_number_of_base_packages() -> None:
 
 
 def test_readme_lists_commands_without_json_option() -> None:
-    found = re.search(
-        r"All\s+commands except ([^.]*) have\s+`--json`", (ROOT / "README.md").read_text(encoding="utf-8")
-    )
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"All\s+commands except ([^.]*) have\s+`--json`", readme)
     assert found is not None
     lacking = [
         name
