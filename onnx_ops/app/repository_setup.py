@@ -201,7 +201,8 @@ _WORKFLOWS = {
 
 
 def _list_github_files(*, releases: bool) -> Iterator[tuple[str, str | Path]]:
-    yield ".github/actions/onnx-ops/action.yml", TEMPLATES / "actions" / "onnx-ops" / "action.yml"
+    for action in ("judge", "onnx-ops"):
+        yield f".github/actions/{action}/action.yml", TEMPLATES / "actions" / action / "action.yml"
     if not releases:
         gates = keep_gate_jobs(read_workflow("model-commit"))
         yield f".github/workflows/{_WORKFLOWS['model-commit']}.yml", _replace(gates)

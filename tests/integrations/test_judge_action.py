@@ -103,7 +103,21 @@ def test_judge_action_script_contains_no_expression() -> None:
     assert "${{" not in step()["run"]
 
 
-def test_pre_commit_hook_runs_check_on_pipeline_files() -> None:
-    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
-    assert hook["entry"] == "onnx-ops check --static"
-    assert set(hook) <= {"id", "name", "description", "entry", "language", "files"}
+def test_judge_action_passes_options_that_are_set(tmp_path: Path) -> None:
+    given = {"baseline": "a.onnx", "candidate": "b.onnx", "retrained": "true", "only": "parity"}
+    arguments = ran(tmp_path, 0, **given)[1]
+    assert {"--retrained", "--only=parity"} <= set(arguments)
+
+
+def test_judge_action_with_unusable_wheel_is_error_and_judges_nothing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="seen"):
+        ran(tmp_path, 0, baseline="a.onnx", candidate="b.onnx", wheel="--requirement=none.whl")
+    assert (tmp_path / "output").read_text(encoding="utf-8") == "verdict=error\n"
+
+
+def test_pre_commit_hooks_run_existing_commands() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    assert {hook["id"]: hook["entry"] for hook in hooks} == {
+        "onnx-ops-check": "onnx-ops check --static",
+        "onnx-ops-judge": "onnx-ops judge --quiet",
+    }

@@ -1,4 +1,4 @@
-"""The workflow on the page about publishing, which is no file of the repository."""
+"""The workflows on pages, which are no files of the repository."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tests.docs.docs_blocks import ROOT, blocks_of
 from tests.infra.infra_tools import tool
 
 
-@pytest.fixture
-def workflow(tmp_path: Path) -> Path:
-    (block,) = [one for one in blocks_of(ROOT / "docs" / "publish.md") if one.language == "yaml"]
-    file = tmp_path / ".github" / "workflows" / "publish.yml"
-    file.parent.mkdir(parents=True)
-    file.write_text(block.text, encoding="utf-8")
-    return file
-
-
-def test_linters_of_publishing_workflow_report_nothing(workflow: Path) -> None:
+@pytest.mark.parametrize("page", ["judge-ci", "publish"])
+def test_linters_of_workflow_on_page_report_nothing(page: str, tmp_path: Path) -> None:
+    (block,) = [
+        one
+        for one in blocks_of(ROOT / "docs" / f"{page}.md")
+        if one.language == "yaml" and "\njobs:\n" in one.text
+    ]
+    workflow = tmp_path / ".github" / "workflows" / "page.yml"
+    workflow.parent.mkdir(parents=True)
+    workflow.write_text(block.text, encoding="utf-8")
     schema = ("check-jsonschema", "--builtin-schema", "vendor.github-workflows", workflow)
     for command in (("zizmor", "--offline", "--quiet", workflow), schema):
         done = tool(*command)
