@@ -420,14 +420,16 @@ def _may_write_aliases(journal: Journal) -> bool:
 def _is_alias_unrecorded(journal: Journal, champion: str | None) -> bool:
     """Return whether the ledger lacks the registry's champion.
 
-    The endpoint serves the champion, and the ledger has the alias neither as written nor as
-    pending.
+    The endpoint serves the champion, and the ledger does not have the alias as written. A pending
+    alias need not wait for other endpoints if the registry already shows it: until it is recorded,
+    the alias would count as moved by a user, and as a request after the next version.
     """
     state, name = journal.state, format_alias("champion", journal.config.target)
     serving = state.roles.stable
     if champion is None or serving is None or champion != serving.version:
         return False
-    return name not in state.pending_aliases and state.aliases.get(name) != champion
+    is_pending = state.pending_aliases.get(name, champion) != champion
+    return not is_pending and state.aliases.get(name) != champion
 
 
 def _is_request(journal: Journal, name: str, version: str) -> bool:

@@ -658,3 +658,17 @@ def test_reconcile_with_missing_package_is_not_retried(scene: Scene) -> None:
     _, errors = reconcile_with_retries(context, ("digits",), for_s=2.5)
     assert isinstance(errors["digits"], MissingPackageError)
     assert len(tries) == 2 * once
+
+
+def test_champion_moved_by_hand_beside_challenger_does_not_alternate(pair: Scene) -> None:
+    pair.publish("c")
+    pair.publish("d")
+    pair.set_alias(CHAMPION, "3")
+    pair.set_alias(CHALLENGER, "4")
+    reports = pair.reconcile(PAIR[0])
+    assert [report.did for report in reports].count("finish") == 2
+    assert pair.traffic(PAIR[0])["v4"] == 100
+    assert pair.aliases()[CHAMPION] == "3"
+    pair.reconcile_all()
+    assert [pair.traffic(name)["v4"] for name in PAIR] == [100, 100]
+    assert pair.aliases() == {CHAMPION: "4", PREVIOUS: "3"}
