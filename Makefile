@@ -64,6 +64,7 @@ truth: $(VENV)/.dev
 truth-all: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.gate_truth
 	$(BIN)/python -m benchmarks.rollout_truth
+	$(BIN)/python -m benchmarks.analysis_truth
 	$(BIN)/python -m benchmarks.replica_canaries
 	$(BIN)/python -m benchmarks.rollback_debt
 	$(BIN)/python -m benchmarks.two_machines

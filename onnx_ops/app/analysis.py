@@ -350,7 +350,10 @@ def _make_counts(
 
 
 def _compare(state: AnalysisState, reading: MetricsReading, step: int) -> CountsRecorded:
-    """Return the entry about a reading, with the interval since the last one."""
+    """Return the entry about a reading, with the interval since the last one.
+
+    The first interval of a step only shows the split: a proxy can apply a weight after it was set.
+    """
     body = CountsRecorded(step=step, reading=reading, verdict=_PENDING)
     if state.reading is None:
         return body
@@ -361,6 +364,10 @@ def _compare(state: AnalysisState, reading: MetricsReading, step: int) -> Counts
         return replace(body, left_out=why)
     canary = interval.canary.requests
     margins = canary, canary + interval.stable.requests
+    if not margins[1]:
+        return replace(body, interval=interval)
+    if state.margins is None:
+        return replace(body, left_out="the split is not known before it", margins=margins)
     if is_share_changed(state.margins, margins):
         return replace(body, left_out="the share of traffic changed", margins=margins)
     return replace(body, interval=interval, margins=margins)

@@ -162,8 +162,8 @@ class CountsRecorded:
 
     `reading` is where the next interval starts; None for counts that a client sends by interval.
     `interval` is None if it was left out for the reason `left_out`. `margins` are the requests of
-    the canary and of both revisions since the last reading. `id` and `digest` identify counts that
-    a client sent.
+    the canary and of both revisions since the last reading, if they are known. `id` and `digest`
+    identify counts that a client sent.
     """
 
     kind: Literal["counts"] = "counts"
@@ -279,12 +279,13 @@ def apply_entry(state: AnalysisState, entry: AnalysisEntry) -> AnalysisState:
 
 def _apply_counts(state: AnalysisState, body: CountsRecorded, at: float) -> AnalysisState:
     intervals = state.intervals if body.interval is None else (*state.intervals, body.interval)
+    margins = state.margins if body.step == state.step else None
     return replace(
         state,
         recorded_at=at,
         step=body.step,
         reading=state.reading if body.reading is None else body.reading,
-        margins=body.margins,
+        margins=margins if body.margins is None else body.margins,
         intervals=intervals,
         thresholds=body.thresholds or state.thresholds,
         slower=body.slower or state.slower,

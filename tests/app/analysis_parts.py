@@ -70,9 +70,13 @@ class AnalysisSite:
     def serve_traffic(
         self, minutes: int, *, canary: tuple[int, int], stable: tuple[int, int]
     ) -> AnalysisAnswer:
-        """Serve requests and errors of both revisions in each minute, and observe them."""
+        """Serve requests and errors of both revisions in each minute, and observe them.
+
+        The first minute of a rollout is in addition: its interval only shows the split.
+        """
         result = self.observe()
-        for _ in range(minutes):
+        first = int(result.state.margins is None and minutes > 0)
+        for _ in range(minutes + first):
             self.prometheus.add("a", *stable)
             self.prometheus.add("b", *canary)
             self.pass_time()

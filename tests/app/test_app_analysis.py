@@ -88,6 +88,16 @@ def test_observe_of_fallen_counts_leaves_interval_out(site: AnalysisSite) -> Non
     assert after.left_out_reason == "a count of revision b fell"
 
 
+def test_first_interval_of_step_is_left_out(site: AnalysisSite) -> None:
+    site.observe()
+    site.prometheus.add("b", 100, 90)
+    site.prometheus.add("a", 100)
+    site.pass_time()
+    result = site.observe()
+    assert (result.verdict.verdict, result.state.intervals) == ("inconclusive", ())
+    assert result.state.left_out_reason == "the split is not known before it"
+
+
 def test_observe_after_changed_weight_leaves_mixed_interval_out(site: AnalysisSite) -> None:
     site.serve_traffic(3, **SAME)
     mixed = site.serve_traffic(1, canary=(60, 0), stable=(140, 2)).state
@@ -100,10 +110,7 @@ def test_observe_of_next_step_needs_its_own_requests(site: AnalysisSite) -> None
     moved = site.observe(step=1)
     assert moved.verdict.waits_for == "0 of 100 requests"
     assert site.observe(step=0).state.step == 1, "a step never goes back"
-    site.prometheus.add("a", 100, 1)
-    site.prometheus.add("b", 100, 1)
-    site.pass_time()
-    assert site.observe(step=1).verdict.verdict == "pass"
+    assert site.serve_traffic(1, canary=(100, 1), stable=(100, 1)).verdict.verdict == "pass"
 
 
 def test_observe_after_long_gap_leaves_interval_out(site: AnalysisSite) -> None:
@@ -233,7 +240,7 @@ def test_observe_of_same_revision_twice_raises_user_error(site: AnalysisSite) ->
 def test_observe_by_two_instances_records_each_interval_once(site: AnalysisSite) -> None:
     other = site.restart()
     site.observe()
-    for minute in range(6):
+    for minute in range(7):
         site.prometheus.add("a", 100, 1)
         site.prometheus.add("b", 20, 0)
         site.pass_time()
@@ -246,8 +253,9 @@ def test_observe_between_read_and_append_of_other_instance_adopts_its_interval(
     site: AnalysisSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, create = site.restart(), LocalObjects.create
-    site.observe()
+    site.serve_traffic(1, **SAME)
     site.prometheus.add("b", 20)
+    site.prometheus.add("a", 180)
     site.pass_time()
 
     def lose(self: LocalObjects, name: str, data: bytes) -> bool:
@@ -257,7 +265,7 @@ def test_observe_between_read_and_append_of_other_instance_adopts_its_interval(
 
     monkeypatch.setattr(LocalObjects, "create", lose)
     state = site.observe().state
-    assert [each.canary.requests for each in state.intervals] == [20]
+    assert [each.canary.requests for each in state.intervals] == [20, 20]
     assert state == site.observe(other).state
 
 
@@ -354,7 +362,7 @@ def test_cumulative_counts_are_compared_with_the_last_ones(site: AnalysisSite) -
             counts, stable=RequestCounts(requests=10 * requests, errors=requests // 10)
         )
         result = site.service.add_counts(POSTED, counts)
-    assert [each.canary.requests for each in result.state.intervals] == [40, 110]
+    assert [each.canary.requests for each in result.state.intervals] == [110]
     with pytest.raises(RefusedError, match="from the future"):
         site.service.add_counts(POSTED, make_counts((300, 0), at=now + 100))
 

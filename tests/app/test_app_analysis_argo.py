@@ -87,9 +87,11 @@ def test_argo_analysis_with_wrong_request_ends_in_error(client: AnalysisClient, 
 
 
 def test_argo_measurement_by_post_equals_that_by_get(client: AnalysisClient) -> None:
-    client.send("GET", URL)
-    client.site.prometheus.add("b", 40)
-    client.site.pass_time()
+    for _ in range(3):
+        client.send("GET", URL)
+        client.site.prometheus.add("a", 180)
+        client.site.prometheus.add("b", 20)
+        client.site.pass_time()
     document = {"stable": "a", "canary": "b", "step": "0"}
     posted = client.send("POST", "/v1/argo/web/shop", document).json()
     assert posted == client.send("GET", URL).json()

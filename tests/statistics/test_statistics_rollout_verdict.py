@@ -89,5 +89,4 @@ def test_share_is_changed_only_by_more_than_chance() -> None:
     pairs = list(itertools.pairwise(draws))
     assert sum(is_share_changed((int(a), 500), (int(b), 500)) for a, b in pairs) <= 2
     assert is_share_changed((50, 500), (150, 500))
-    assert not is_share_changed(None, (150, 500))
     assert not is_share_changed((0, 500), (0, 500))
