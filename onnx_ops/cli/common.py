@@ -62,7 +62,30 @@ Actor = Annotated[
 Reason = Annotated[
     str, typer.Option("--reason", "-m", help="Reason, recorded in the ledger.", show_default=False)
 ]
-Endpoints = Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")]
+
+
+def complete_endpoint(incomplete: str) -> list[str]:
+    """Return the names of endpoints in the ledger that begin with a text, for the shell.
+
+    A ledger in a cloud is not read, since the shell waits for the names.
+    """
+    try:
+        project = open_project()
+        if "://" in project.settings.ledger:
+            return []
+        names = project.context.ledger.endpoints()
+    except (OnnxOpsError, OSError):
+        return []  # the shell would show an error amid the command line
+    return [name for name in names if name.startswith(incomplete) and "@" not in name]
+
+
+Endpoint = Annotated[
+    str, typer.Argument(help="Name of the endpoint.", autocompletion=complete_endpoint)
+]
+Endpoints = Annotated[
+    list[str] | None,
+    typer.Argument(help="Endpoints; all by default.", autocompletion=complete_endpoint),
+]
 SetValue = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Override a value, e.g. train.with.seed=3."),

@@ -17,6 +17,7 @@ from onnx_ops.cli.common import (
     KEEP,
     Actor,
     AsJson,
+    Endpoint,
     Endpoints,
     Markup,
     Reason,
@@ -226,7 +227,7 @@ def prune(
 
 
 def delete(
-    endpoint: Annotated[str, typer.Argument(help="Name of the endpoint.")],
+    endpoint: Endpoint,
     reason: Reason = "",
     actor: Actor = "",
     yes: Annotated[

@@ -10,6 +10,7 @@ import typer
 from onnx_ops.cli.common import (
     Actor,
     AsJson,
+    Endpoint,
     Reason,
     add_command,
     make_group,
@@ -30,7 +31,7 @@ ledger = make_group(
 
 @add_command(ledger, "adopt")
 def ledger_adopt(
-    endpoint: Annotated[str, typer.Argument(help="Name of the endpoint.")],
+    endpoint: Endpoint,
     last: Annotated[
         int | None,
         typer.Option(

@@ -24,10 +24,12 @@ from onnx_ops import codec
 from onnx_ops.cli.common import (
     Actor,
     AsJson,
+    Endpoint,
     Markup,
     Quiet,
     Reason,
     add_command,
+    complete_endpoint,
     console,
     exit_after_steps,
     make_group,
@@ -56,8 +58,6 @@ rollout = make_group(
     "Show or control a rollout. The reconciler moves it: `onnx-ops reconcile --watch`.",
     "onnx-ops rollout status digits-cnn --watch",
 )
-
-Endpoint = Annotated[str, typer.Argument(help="Name of the endpoint.")]
 
 
 @add_command(rollout, "status")
@@ -297,7 +297,10 @@ def _describe_end(context: Context, endpoint: str) -> tuple[Text, bool]:
 
 def rollback(
     endpoints: Annotated[
-        list[str] | None, typer.Argument(metavar="ENDPOINT...", help="Names of endpoints.")
+        list[str] | None,
+        typer.Argument(
+            metavar="ENDPOINT...", help="Names of endpoints.", autocompletion=complete_endpoint
+        ),
     ] = None,
     to: Annotated[
         str | None, typer.Option("--to", metavar="VERSION", help="Default: the previous version.")

@@ -156,30 +156,66 @@ def test_version_option_prints_installed_version(project: Path) -> None:
     assert run_command("--version", cwd=project).stdout == f"onnx-ops {version('onnx-ops')}\n"
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_in_each_shell_offers_commands(shell: str, project: Path) -> None:
-    """The script of `--show-completion` runs the program with these variables."""
+def complete(shell: str, words: str, folder: Path) -> list[str]:
+    """Return what a shell offers for a command line whose last word is incomplete.
+
+    The script of `--show-completion` runs the program with these variables.
+    """
     typed = (
-        {"COMP_WORDS": "onnx-ops rol", "COMP_CWORD": "1"}
+        {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
         if shell == "bash"
-        else {"_TYPER_COMPLETE_ARGS": "onnx-ops rol"}
+        else {"_TYPER_COMPLETE_ARGS": words}
     )
-    asked = {
+    variables = {
         "_ONNX_OPS_COMPLETE": f"complete_{shell}",
         "_TYPER_COMPLETE_FISH_ACTION": "get-args",
         **typed,
     }
     done = subprocess.run(
         [PROGRAM],
-        cwd=project,
-        env=clean(asked),
+        cwd=folder,
+        env=clean(variables),
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert "rollback" in done.stdout
-    assert "rollout" in done.stdout
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_in_each_shell_offers_commands(shell: str, project: Path) -> None:
+    words = " ".join(complete(shell, "onnx-ops rol", project))
+    assert "rollback" in words
+    assert "rollout" in words
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("onnx-ops rollback ", ["digits", "shop"]),
+        ("onnx-ops status di", ["digits"]),
+        ("onnx-ops rollout pause sh", ["shop"]),
+        ("onnx-ops delete nothing", []),
+    ],
+)
+def test_completion_of_endpoint_offers_names_in_ledger(
+    words: str, names: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "onnx-ops.toml").touch()
+    for name in ("digits", "shop"):
+        (tmp_path / ".onnx-ops" / "ledger" / name).mkdir(parents=True)
+        (tmp_path / ".onnx-ops" / "ledger" / name / "0000000001.json").write_text("{}")
+    assert complete("bash", words, tmp_path) == names
+
+
+def test_completion_of_endpoint_with_unusable_settings_or_cloud_ledger_offers_nothing(
+    tmp_path: Path,
+) -> None:
+    for text in ("ledger = 1\n", "ledger = 's3://bucket/ledger'\n"):
+        (tmp_path / "onnx-ops.toml").write_text(text)
+        assert complete("bash", "onnx-ops rollback ", tmp_path) == []
 
 
 @pytest.mark.parametrize("name", COMMANDS)
