@@ -252,8 +252,13 @@ class Trial:
         self.bind()
 
     def retype(self) -> None:
-        self.machines = replace(self.machines, kind=self.draw.choice(self.place.kinds))
-        self.bind()
+        """Request another machine for the same target, which is refused once it serves."""
+        kept = self.machines
+        self.machines = replace(kept, kind=self.draw.choice(self.place.kinds))
+        try:
+            self.bind()
+        except UserError:
+            self.machines = kept
 
     def new_image(self) -> None:
         self.machines = replace(self.machines, image=f"-{self.draw.randrange(100)}")
