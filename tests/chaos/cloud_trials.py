@@ -397,10 +397,10 @@ class Trial:
     def _check_end(self) -> None:
         for check in (
             self._check_ledger,
-            self._check_service,
-            self._check_provider,
             self._check_silence,
             self._check_leftovers,
+            self._check_service,
+            self._check_provider,
         ):
             try:
                 check()

@@ -24,7 +24,7 @@ from onnx_ops.adapters.endpoints.azureml_plan import (
 from onnx_ops.adapters.endpoints.azureml_resources import OnlineDeployment
 from onnx_ops.domain.artifact import digest_bytes, short_digest
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import ConflictError, RefusedError
+from onnx_ops.errors import ConflictError, InfrastructureError, RefusedError
 from onnx_ops.protocol.server_process import OPTION_PREFIX, TRUSTED_KEYS_VARIABLE
 
 SCORING_ROUTE = "/invocations"
@@ -93,9 +93,10 @@ class AzureDeployments:
 
     def ensure(self, name: str, deployment: Deployment) -> None:
         """Create the deployment if it does not exist, and apply its instance count."""
-        where = f"deployment {name}"
+        where, has_retried = f"deployment {name}", False
 
         def step() -> bool | None:
+            nonlocal has_retried
             resource = self._client.settled_deployment(name)
             if resource is not None and resource.has_succeeded:
                 if not self._is_own(resource):
@@ -105,6 +106,19 @@ class AzureDeployments:
                         remedy="Delete the deployment, or choose another `name` for the endpoint.",
                     )
                 return self._autoscaling.apply(resource) or None
+            if resource is not None and self._has_traffic(name):
+                # A change of its instances failed. Those that run still answer requests.
+                if has_retried:
+                    raise InfrastructureError(
+                        "Azure could not change the instances of a deployment",
+                        where=where,
+                        why="its provisioning state is Failed; the former instances still serve",
+                        remedy=f"See the log of {where}: az ml online-deployment get-logs, "
+                        "or the portal.",
+                    )
+                has_retried = True
+                self._autoscaling.update(resource)
+                return None
             if resource is not None:
                 self.delete(name)
             self._create(name, deployment)
@@ -124,7 +138,7 @@ class AzureDeployments:
             endpoint = None if resource is None else self._client.endpoint()
             if endpoint is None or resource is None:
                 return True
-            if endpoint.traffic.get(name) or endpoint.mirror_traffic.get(name):
+            if endpoint.gives_traffic(name):
                 raise ConflictError("it has traffic", where=where, remedy="Move the traffic first.")
             try:
                 self._autoscaling.remove(resource)
@@ -141,6 +155,10 @@ class AzureDeployments:
         for resource in self._client.deployments().values():
             if resource.tags.get(OWNER) == self._client.owner:
                 self._autoscaling.remove(resource)
+
+    def _has_traffic(self, name: str) -> bool:
+        endpoint = self._client.endpoint()
+        return endpoint is not None and endpoint.gives_traffic(name)
 
     def _is_own(self, resource: OnlineDeployment) -> bool:
         is_owner = resource.tags.get(OWNER) == self._client.owner
@@ -250,6 +268,11 @@ class Autoscaling:
                 document = self._setting(resource.name)
                 self._ask_monitor(self._setting_path(resource.name), "PUT", document)
             return True
+        self.update(resource)
+        return False
+
+    def update(self, resource: OnlineDeployment) -> None:
+        """Request the instance count and the tag of the settings."""
         if not self._settings.scaled:
             self.remove(resource)
         changes: dict[str, Any] = {"tags": {**resource.tags, SCALING: self.tag}}
@@ -257,7 +280,6 @@ class Autoscaling:
             changes["sku"] = {"name": "Default", "capacity": self._settings.instances}
         path = self._client.deployment_path(resource.name)
         self._request(path, f"deployment {resource.name}", "PATCH", changes, ROLE_REMEDY)
-        return False
 
     def remove(self, resource: OnlineDeployment) -> None:
         """Delete the autoscale setting of a deployment."""

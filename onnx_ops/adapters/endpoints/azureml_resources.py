@@ -77,6 +77,10 @@ class OnlineEndpoint(AzureResource):
         """Percentages of the requests that Azure copies, which only a person can configure."""
         return self._read_percentages("mirrorTraffic")
 
+    def gives_traffic(self, name: str) -> bool:
+        """Return whether a deployment gets requests, or copies of requests."""
+        return bool(self.traffic.get(name) or self.mirror_traffic.get(name))
+
     @property
     def scoring_uri(self) -> str:
         """Address that clients call."""

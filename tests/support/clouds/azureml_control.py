@@ -315,7 +315,11 @@ class Control:
                 return self._launched(resource, endpoint, name, before)
             count = int((resource.body.get("sku") or {}).get("capacity", 1))
             variables = resource.body["properties"].get("environmentVariables") or {}
-            self._containers.resize(self.nodes[endpoint, name], variables, count)
+            try:
+                self._containers.resize(self.nodes[endpoint, name], variables, count)
+            except NotReadyError as error:  # the running instances continue
+                resource.state = "Failed"
+                return "ContainerCrashed", f"User container has crashed or terminated: {error}"
             resource.state = "Succeeded"
             resource.lags(self.conditions.lag, before)
             return None
