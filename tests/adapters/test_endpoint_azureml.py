@@ -391,6 +391,23 @@ def test_azureml_apply_with_autoscaling_creates_and_removes_rules(world: World) 
     assert settings == {}
 
 
+def test_azureml_list_orphans_lists_needed_version_with_former_settings(world: World) -> None:
+    """Its machines cost money, and no endpoint state contains it."""
+    world.apply(1, blue=100)
+    former = world.name(world.blue)
+    changed = config_of(world.cloud, image="registry.example/onnx-ops:2")
+    world.cloud.fault_rule = lambda _, call: (
+        FaultRule(fault="forbidden") if call.method == "DELETE" else None
+    )
+    world.apply(2, changed, blue=100)
+    world.cloud.fault_rule = lambda *_: None
+    left = world.provider.list_orphans(changed, frozenset({world.blue.manifest}))
+    assert [(one.kind, one.name) for one in left] == [("deployment", former)]
+    world.provider.delete_orphan(changed, left[0])
+    assert world.provider.list_orphans(changed, frozenset({world.blue.manifest})) == ()
+    assert world.scale(changed) == 2.0
+
+
 def test_azureml_list_orphans_after_promotion_lists_unused_model(world: World) -> None:
     provider, config = world.provider, world.config
     provider.apply(config, world.state(blue=50, green=50), generation=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from onnx_ops.adapters.endpoints.azureml_client import AzureClient, RetryPolicy
 from onnx_ops.adapters.endpoints.azureml_deployments import SCORING_ROUTE
 from onnx_ops.adapters.endpoints.azureml_diagnosis import diagnose
 from onnx_ops.adapters.endpoints.azureml_plan import (
-    MANIFEST,
     OWNER,
     build_azure_name,
     plan_traffic,
@@ -228,7 +227,12 @@ class AzureDeploymentEndpoints(CloudEndpoints):
             for name, deployment in endpoint.client.deployments().items()
             if deployment.tags.get(OWNER) == config.endpoint
         }
-        deployments = _find_unused_deployments(own_tags, used, needed)
+        expected = {
+            endpoint.deployments.name(record)
+            for tags in own_tags.values()
+            if (record := read_record(tags)) is not None and record.manifest in needed
+        }
+        deployments = _find_unused_deployments(own_tags, used | expected)
         models = _find_unused_models(endpoint.models.stored(), own_tags, needed)
         return (*deployments, *models)
 
@@ -295,15 +299,13 @@ def _list_replacements(
             yield f"Azure's deployment {name} has the provisioning state {deployment.state}"
 
 
-def _find_unused_deployments(
-    own_tags: Mapping[str, Mapping[str, str]], used: Set[str], needed: Set[Digest]
-) -> Iterator[OrphanedResource]:
-    """Yield onnx-ops' deployments that are unused and serve no version in `needed`.
+def _find_unused_deployments(names: Iterable[str], used: Set[str]) -> Iterator[OrphanedResource]:
+    """Yield onnx-ops' deployments that are unused.
 
-    `own_tags` are the tags of these deployments by name.
+    A deployment of a needed version is unused if it was created with former settings.
     """
-    for name, tags in sorted(own_tags.items()):
-        if name not in used and tags.get(MANIFEST) not in needed:
+    for name in sorted(names):
+        if name not in used:
             why = "it has no traffic, and no endpoint state contains it"
             yield OrphanedResource(kind="deployment", name=name, why=why, paid=True)
 
