@@ -480,7 +480,8 @@ class Trial:
     def _check_leftovers(self) -> None:
         """After a removal of orphans, only what is needed exists."""
         context = self.cloud.context
-        self.clean_up()
+        for _ in range(2):  # a model is unused after its deployment was deleted
+            self.clean_up()
         survey = find_orphans(context, [ENDPOINT])
         if survey.orphans or survey.silent:
             self._note(f"orphans remain: {survey}")
