@@ -337,6 +337,8 @@ class Trial:
             return
         roles = state.roles
         serving = {d.version for d in (roles.stable, roles.candidate) if d is not None}
+        if self.wanted.newest not in serving:
+            return  # a step that failed can have given the requested version traffic
         if self.place.traffic == "table":
             # Instances adopt the table of a step within a minute. Only a rollback waits for them.
             splits = self.place.list_splits() if serving else []
