@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from onnx_ops.errors import InfrastructureError
+from onnx_ops.protocol.replica_reports import SILENT_S
 from onnx_ops.release.promote import bind_endpoint
 from tests.chaos.cloud_trial_faults import FaultPlan
 from tests.chaos.cloud_trial_places import ENDPOINT, Cloud, Machines, Place, open_place
@@ -20,6 +21,7 @@ from tests.release.release_parts import CANARY, config_of
 from tests.support.clouds.containers import NotReadyError
 from tests.support.clouds.virtual_time import VirtualTime
 from tests.support.extras import require
+from tests.support.must import must
 
 require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed")
 
@@ -59,6 +61,22 @@ def test_fleet_rollback_after_raised_instance_count_completes(cloud: Cloud, tmp_
         assert place.list_splits() == [{2.0: 100}] * 2
         scene.reconcile()
         assert place.list_splits() == [{2.0: 100}] * 3
+
+
+@pytest.mark.parametrize("cloud", ["sagemaker", "azureml"])
+def test_fleet_rollback_without_fleet_creates_it(cloud: Cloud, tmp_path: Path) -> None:
+    """Otherwise, the rollback would stay pending, since no observation could show it."""
+    with open_scene(cloud, tmp_path) as (scene, place):
+        scene.bind_count(2)
+        for factor in (2.0, 3.0):
+            scene.promote(scene.release_factor(factor))
+            scene.reconcile()
+        config = must(scene.state().config)
+        scene.provider.native.remove(config)
+        place.clock.sleep(2 * SILENT_S)
+        scene.roll_back()
+        assert scene.state().pending_rollback is None
+        assert place.list_splits() == [{2.0: 100}] * 2
 
 
 @pytest.mark.parametrize("cloud", ["sagemaker", "azureml"])

@@ -166,6 +166,18 @@ class FleetEndpoints(ReplicaEndpoints):
                 self._change_fleet(config, generation)
             self._publish_once(config, state, generation)
 
+    def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        """Publish the table of a rollback; create the fleet if the cloud has none that serves.
+
+        Without a fleet, no later observation could show the rollback. The cloud is asked only if no
+        instance reports.
+        """
+        super().roll_back(config, state, generation=generation)
+        if any(one.is_live for one in self.list_replicas(config)):
+            return
+        if self._machines.observe(config) is None:
+            self._change_fleet(config, generation)
+
     def count_expected(self, config: EndpointConfig, replicas: Sequence[SeenReplica]) -> int:
         """Return how many instances must report: at most those that the cloud runs.
 
