@@ -108,7 +108,7 @@ def prove(trials: int) -> list[Claim]:
 
 
 def simulate_world(world: RolloutWorld, index: int, trials: int) -> WorldResult:
-    """Run rollouts of one world, each with a state of its own."""
+    """Run rollouts of one world, each with a separate state."""
     result = WorldResult(trials=trials)
     with open_world(world) as client, httpx.Client(base_url=client.url, timeout=30) as http:
         for trial in range(trials):

@@ -31,12 +31,12 @@ PAGE_POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "img-src 'self'; frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Content-Security-Policy of every answer that has none of its own."""
+"""Content-Security-Policy of every answer without another one."""
 REPORT_POLICY = "sandbox; default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'self'"
 """Content-Security-Policy of a stored report.
 
-Anyone who can write to the registry could have changed the report. It runs no script, and has an
-origin of its own.
+Anyone who can write to the registry could have changed the report. It runs no script, and has
+a separate origin.
 """
 _HEADERS = {
     "content-security-policy": PAGE_POLICY,

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from onnx_ops.adapters.webhooks.connections import MAX_HEAD_BYTES, BoundedProtocol
+from onnx_ops.adapters.http_server import BackgroundServer
 from onnx_ops.app.context import Project
 from onnx_ops.console.access import REPORT_POLICY, VARIABLE, AccessControl, choose_hosts
 from onnx_ops.console.pages import Page, Pages
 from onnx_ops.console.shared_reads import SharedReads
-from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, ServiceUnavailableError
+from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError
 from onnx_ops.reporting.svg import STYLE
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 2.0, 3600.0
@@ -37,7 +33,6 @@ The rest of `MAX_FROM_SOURCE` connections is left to the pages, since all viewer
 """
 _ALIVE_S = 15.0
 """Time in seconds after which a silent stream sends a comment, so that no proxy closes it."""
-_TIMEOUT_S = 10.0
 _STATIC = {
     "console.css": "text/css; charset=utf-8",
     "console.js": "text/javascript; charset=utf-8",
@@ -47,7 +42,7 @@ _STATIC = {
 PageReader = Callable[[Request], Awaitable[Page]]
 
 
-class ConsoleServer:
+class ConsoleServer(BackgroundServer):
     """Server that listens while this context manager is open.
 
     Port 0 selects a free port. Endpoints are read at most once in `interval_s` seconds, and only
@@ -68,71 +63,28 @@ class ConsoleServer:
         interval_s: float = 5.0,
         allowed_hosts: Collection[str] = (),
     ) -> None:
-        try:
-            self._socket = socket.create_server(
-                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-            )
-        except OSError as error:
-            remedy = "Choose another address with --listen HOST:PORT."
-            raise ServiceUnavailableError(
-                "the console cannot listen on this address",
-                where=f"{host}:{port}",
-                why=error.strerror or str(error),
-                remedy=remedy,
-            ) from error
-        address = self._socket.getsockname()[0]
-        if not token and (allowed_hosts or not ip_address(address).is_loopback):
-            self._socket.close()
-            raise RefusedError(
-                "other machines could read the console, and it has no token",
-                where=f"{host}:{port}",
-                remedy=f"Set {VARIABLE}, or write a token into "
-                f"{project.settings.console_token} (mode 0600).",
-            )
-        app = AccessControl(
-            _build_app(project, interval_s), token=token, hosts=choose_hosts(address, allowed_hosts)
-        )
-        config = uvicorn.Config(
-            app,
-            http=BoundedProtocol,
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            ws="none",
-            loop="asyncio",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=5,
-            timeout_graceful_shutdown=1,
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, args=([self._socket],), name="console", daemon=True
+        def build_app(address: str) -> ASGIApp:
+            if not token and (allowed_hosts or not ip_address(address).is_loopback):
+                raise RefusedError(
+                    "other machines could read the console, and it has no token",
+                    where=f"{host}:{port}",
+                    remedy=f"Set {VARIABLE}, or write a token into "
+                    f"{project.settings.console_token} (mode 0600).",
+                )
+            pages = _build_pages(project, interval_s)
+            return AccessControl(pages, token=token, hosts=choose_hosts(address, allowed_hosts))
+
+        super().__init__(
+            host,
+            port,
+            build_app=build_app,
+            name="console",
+            what="the console",
+            remedy="Choose another address with --listen HOST:PORT.",
         )
 
-    @property
-    def address(self) -> str:
-        """Return the address at which a browser on this machine finds the console."""
-        host, port = self._socket.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.should_exit = True
-        self._thread.join(timeout=_TIMEOUT_S)
-        self._socket.close()
-
-
-def _build_app(project: Project, interval_s: float) -> Starlette:
+def _build_pages(project: Project, interval_s: float) -> Starlette:
     """Return the routes of the console. None of them changes anything."""
     reads = SharedReads(wait_s=_WAIT_S)
     pages = Pages(project, reads, interval_s=interval_s)

@@ -122,4 +122,4 @@ def serving_console(folder: Path, context: Context, **options: Any) -> Iterator[
     """Serve the console of a context until the block ends."""
     options = {"interval_s": 0.05, **options}
     with ConsoleServer(project_of(folder, context), "127.0.0.1", 0, **options) as server:
-        yield Console(server.address)
+        yield Console(server.url)

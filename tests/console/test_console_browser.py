@@ -57,7 +57,7 @@ def pages(site: Site) -> Iterator[tuple[str, dict[str, Page], list[str]]]:
             page.on("console", lambda message: reports.append(message.text))
             page.on("pageerror", lambda error: reports.append(str(error)))
             shown[name] = page
-        yield server.address, shown, reports
+        yield server.url, shown, reports
         opened.close()
 
 

@@ -6,12 +6,13 @@ import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from onnx_ops.adapters.files import read_private
-from onnx_ops.adapters.webhooks.server import BackgroundServer, read_body
+from onnx_ops.adapters.http_server import BackgroundServer, read_body
 from onnx_ops.errors import (
     InvalidSignatureError,
     NotFoundError,
@@ -55,13 +56,14 @@ class WebhookReceiver(BackgroundServer):
         self._refused = refused
         self._metrics = metrics
         self._recent = RecentDeliveryIds()
+        routes = [
+            Route(PATH, self._receive, methods=["POST"]),
+            Route("/metrics", self._show_metrics, methods=["GET"]),
+        ]
         super().__init__(
             host,
             port,
-            routes=[
-                Route(PATH, self._receive, methods=["POST"]),
-                Route("/metrics", self._show_metrics, methods=["GET"]),
-            ],
+            build_app=lambda _: Starlette(routes=routes),
             name="webhooks",
             what="the webhook receiver",
             remedy="Choose another address with --listen HOST:PORT.",

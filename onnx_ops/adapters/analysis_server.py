@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 
+from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from onnx_ops.adapters.files import read_private
-from onnx_ops.adapters.webhooks.server import BackgroundServer, read_body
+from onnx_ops.adapters.http_server import BackgroundServer, read_body
 from onnx_ops.errors import NotFoundError, OnnxOpsError, TooLargeError, UserError
 from onnx_ops.protocol.analysis import (
     MAX_BODY_BYTES,
@@ -50,13 +51,14 @@ class AnalysisServer(BackgroundServer):
             )
         self._token = token
         self._handle = handle
+        routes = [
+            Route("/healthz", self._show_health, methods=["GET"]),
+            Route("/{path:path}", self._answer, methods=_METHODS),
+        ]
         super().__init__(
             host,
             port,
-            routes=[
-                Route("/healthz", self._show_health, methods=["GET"]),
-                Route("/{path:path}", self._answer, methods=_METHODS),
-            ],
+            build_app=lambda _: Starlette(routes=routes),
             name="analysis",
             what="the service of analyses",
             remedy="Choose another address with `listen` or --listen HOST:PORT.",

@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.routing import BaseRoute
+from starlette.types import ASGIApp
 
-from onnx_ops.adapters.webhooks.connections import MAX_HEAD_BYTES, BoundedProtocol
+from onnx_ops.adapters.http_connections import MAX_HEAD_BYTES, BoundedProtocol
 from onnx_ops.errors import ServiceUnavailableError, TooLargeError, UserError
 
 _TIMEOUT_S = 10.0
@@ -30,6 +29,8 @@ class BackgroundServer:
     Port 0 selects a free port.
 
     Args:
+        build_app: function that returns the application, given the IP address on which the server
+            listens.
         name: name of the thread.
         what: description of the server in the error about its address.
         remedy: what to do if the address cannot be used.
@@ -40,7 +41,7 @@ class BackgroundServer:
         host: str,
         port: int,
         *,
-        routes: Sequence[BaseRoute],
+        build_app: Callable[[str], ASGIApp],
         name: str,
         what: str,
         remedy: str,
@@ -56,19 +57,25 @@ class BackgroundServer:
                 why=error.strerror or str(error),
                 remedy=remedy,
             ) from error
+        try:
+            app = build_app(self._socket.getsockname()[0])
+        except BaseException:
+            self._socket.close()
+            raise
         # asyncio sets this only for sockets of a named protocol. Without it, a client that delays
         # its acknowledgement waits 40 ms for the body of each response.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         config = uvicorn.Config(
-            Starlette(routes=routes),
+            app,
             http=BoundedProtocol,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             ws="none",
             loop="asyncio",
-            lifespan="off",
+            lifespan="on",
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=5,
             timeout_graceful_shutdown=2,
         )
