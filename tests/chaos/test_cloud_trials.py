@@ -37,7 +37,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield opened
 
 
-@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_random_trials_of_clouds_end_as_wanted_without_lost_request(place: Place) -> None:
     for _ in range(TRIALS):
