@@ -50,8 +50,8 @@ def analysis_serve(
 
     config = load_analysis_config(file)
     require("starlette", "uvicorn", where="onnx-ops analysis serve")
-    from onnx_ops.adapters.analysis_server import AnalysisServer, read_analysis_token
     from onnx_ops.adapters.host import SystemClock
+    from onnx_ops.adapters.web.analysis_server import AnalysisServer, read_analysis_token
     from onnx_ops.app.analysis import make_service
     from onnx_ops.app.analysis_routes import AnalysisRoutes
 

@@ -110,7 +110,7 @@ def webhooks_install(
 
     Example: onnx-ops webhooks install --url http://127.0.0.1:8650/webhooks/mlflow
     """
-    from onnx_ops.adapters.webhooks.receiver import make_secret
+    from onnx_ops.adapters.web.webhook_receiver import make_secret
 
     settings, client = _open_webhooks(name)
     _report_webhook(

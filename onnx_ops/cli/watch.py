@@ -142,7 +142,7 @@ def _listening(
     if listen is None:
         yield
         return
-    from onnx_ops.adapters.webhooks.receiver import WebhookReceiver, read_secret
+    from onnx_ops.adapters.web.webhook_receiver import WebhookReceiver, read_secret
 
     host, _, port = listen.rpartition(":")
     if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
@@ -180,7 +180,7 @@ def _repair_webhook(project: Project, watcher: WatchLoop) -> None:
     After a failure, the watch continues, since it also polls.
     """
     from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
-    from onnx_ops.adapters.webhooks.receiver import read_secret
+    from onnx_ops.adapters.web.webhook_receiver import read_secret
 
     try:
         secret = read_secret(project.settings.webhook_secret, os.environ)

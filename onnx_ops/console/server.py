@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from onnx_ops.adapters.http_server import BackgroundServer
+from onnx_ops.adapters.web.server import BackgroundServer
 from onnx_ops.app.context import Project
 from onnx_ops.console.access import REPORT_POLICY, VARIABLE, AccessControl, choose_hosts
 from onnx_ops.console.pages import Page, Pages

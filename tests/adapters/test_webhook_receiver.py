@@ -16,8 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters import http_connections
-from onnx_ops.adapters.webhooks.receiver import VARIABLE, WebhookReceiver, make_secret, read_secret
+from onnx_ops.adapters.web import connections
+from onnx_ops.adapters.web.webhook_receiver import (
+    VARIABLE,
+    WebhookReceiver,
+    make_secret,
+    read_secret,
+)
 from onnx_ops.errors import (
     NotFoundError,
     OnnxOpsError,
@@ -208,7 +213,7 @@ def test_webhook_connection_without_complete_head_is_closed(
 ) -> None:
     import httpx
 
-    monkeypatch.setattr(http_connections, "HEAD_S", 0.05)
+    monkeypatch.setattr(connections, "HEAD_S", 0.05)
     url = httpx.URL(listening.url)
     with socket.create_connection((url.host, must(url.port)), timeout=30) as client:
         # The second request never ends.
@@ -226,7 +231,7 @@ def test_webhook_request_head_above_limit_returns_400(listening: Listening) -> N
     url = httpx.URL(listening.url)
     with socket.create_connection((url.host, must(url.port)), timeout=30) as client:
         client.sendall(
-            b"GET /metrics HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * http_connections.MAX_HEAD_BYTES
+            b"GET /metrics HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * connections.MAX_HEAD_BYTES
         )
         assert client.recv(4096).startswith(b"HTTP/1.1 400 ")
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import yaml
 
-from onnx_ops.adapters.analysis_server import AnalysisServer
+from onnx_ops.adapters.web.analysis_server import AnalysisServer
 from onnx_ops.app.analysis import AnalysisAnswer, AnalysisService, make_service
 from onnx_ops.app.analysis_routes import AnalysisRoutes
 from onnx_ops.config.analysis import load_analysis_config

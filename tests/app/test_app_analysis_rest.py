@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from onnx_ops.adapters.analysis_server import AnalysisServer, read_analysis_token
+from onnx_ops.adapters.web.analysis_server import AnalysisServer, read_analysis_token
 from onnx_ops.errors import NotFoundError, RefusedError, UserError
 from onnx_ops.protocol.analysis import MAX_BODY_BYTES, VARIABLE
 from tests.app.analysis_parts import AnalysisClient, open_client

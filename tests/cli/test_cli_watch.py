@@ -17,7 +17,7 @@ import pytest
 
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
-from onnx_ops.adapters.webhooks.receiver import WebhookReceiver, read_secret
+from onnx_ops.adapters.web.webhook_receiver import WebhookReceiver, read_secret
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
 from tests.cli.watch_parts import CHALLENGER, CHAMPION, Site, watching

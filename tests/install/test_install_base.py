@@ -48,7 +48,7 @@ ROOMS = {
     "onnx_ops.adapters.exporters.torch_fixed_axes": plugins.EXTRAS["torch"],
     "onnx_ops.adapters.exporters.torch_attention": plugins.EXTRAS["torch"],
     "onnx_ops.adapters.exporters.torch_recurrent": plugins.EXTRAS["torch"],
-    "onnx_ops.adapters.webhooks": plugins.EXTRAS["console"],
+    "onnx_ops.adapters.web": plugins.EXTRAS["console"],
     "onnx_ops.console": plugins.EXTRAS["console"],
     "onnx_ops.orchestration": plugins.EXTRAS["prefect"],
     "onnx_ops.integrations.mlflow_deployments": plugins.EXTRAS["mlflow"],

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
+from onnx_ops.adapters.web.webhook_receiver import WebhookReceiver
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.protocol.webhooks import (
     ID_HEADER,

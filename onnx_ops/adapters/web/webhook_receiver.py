@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from onnx_ops.adapters.files import read_private
-from onnx_ops.adapters.http_server import BackgroundServer, read_body
+from onnx_ops.adapters.web.server import BackgroundServer, read_body
 from onnx_ops.errors import (
     InvalidSignatureError,
     NotFoundError,

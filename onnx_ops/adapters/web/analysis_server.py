@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from onnx_ops.adapters.files import read_private
-from onnx_ops.adapters.http_server import BackgroundServer, read_body
+from onnx_ops.adapters.web.server import BackgroundServer, read_body
 from onnx_ops.errors import NotFoundError, OnnxOpsError, TooLargeError, UserError
 from onnx_ops.protocol.analysis import (
     MAX_BODY_BYTES,

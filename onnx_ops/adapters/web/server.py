@@ -16,7 +16,7 @@ import uvicorn
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from onnx_ops.adapters.http_connections import MAX_HEAD_BYTES, BoundedProtocol
+from onnx_ops.adapters.web.connections import MAX_HEAD_BYTES, BoundedProtocol
 from onnx_ops.errors import ServiceUnavailableError, TooLargeError, UserError
 
 _TIMEOUT_S = 10.0
