@@ -62,8 +62,14 @@ def describe(project: Settings) -> dict[str, Any]:
 
 def servers(pid: int | None = None) -> list[psutil.Process]:
     """Return the fork servers of a process, by default of this one."""
-    alive = [one for one in psutil.Process(pid).children() if one.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "onnx_ops.app.worker" in child.cmdline()]
+    return [child for child in psutil.Process(pid).children() if is_fork_server(child)]
+
+
+def is_fork_server(process: psutil.Process) -> bool:
+    try:
+        return "onnx_ops.app.worker" in process.cmdline()
+    except psutil.NoSuchProcess:  # it ended, or is a zombie, since it was listed
+        return False
 
 
 def test_fork_server_process_inherits_current_environment_and_path(
