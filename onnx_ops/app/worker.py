@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.isolation.process import IsolatedProcess, read_memory_bytes
+from onnx_ops.adapters.isolation.worker_main import limit_memory
 from onnx_ops.app.context import build_context
 from onnx_ops.app.execution import PROGRESS
 from onnx_ops.app.fork_server import serve
@@ -59,9 +59,7 @@ def _die_with_parent(scratch: Path) -> None:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     stage, key, inputs = parse_request(request)
     limit = stage.memory or read_memory_bytes()
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    # Only the soft limit is set, so that child processes can set another limit.
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+    limit_memory(limit, children_too=False)
     try:
         with storage_errors(stage.id):
             context = replace(build_context(load_settings()), report_progress=_report_progress)

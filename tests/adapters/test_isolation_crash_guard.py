@@ -9,6 +9,7 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -126,6 +127,23 @@ def test_run_guarded_after_timeout_stops_process_and_shows_its_stack(work: objec
 def test_run_guarded_above_memory_limit_raises_crash_error() -> None:
     with pytest.raises(ProcessCrashError, match=r"more memory than its limit of 0\.6 GB"):
         run_guarded(eat, memory=600_000_000)
+
+
+UNDER_A_LOWER_LIMIT = """
+import resource
+from onnx_ops.adapters.isolation.worker_main import limit_memory
+
+resource.setrlimit(resource.RLIMIT_DATA, (2_000_000_000, 2_000_000_000))
+limit_memory(4_000_000_000, children_too={})
+print(*resource.getrlimit(resource.RLIMIT_DATA))
+"""
+
+
+@pytest.mark.parametrize("children_too", [True, False])
+def test_limit_memory_keeps_lower_limit_of_administrator(children_too: bool) -> None:
+    script = UNDER_A_LOWER_LIMIT.format(children_too)
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout
+    assert output.split() == [b"2000000000"] * 2
 
 
 def test_run_guarded_with_much_output_keeps_its_end() -> None:

@@ -62,7 +62,7 @@ def site(
                 start_new_session=True,
             )
         made.started.append(worker)
-        until(lambda: "takes:" in made.log(), what="a worker that takes stages", seconds=120)
+        until(lambda: "takes stages:" in made.log(), what="a worker that takes stages", seconds=120)
         yield made
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
-import resource
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar, cast
 
 from onnx_ops.adapters.isolation.process import OutputTail, read_memory_bytes
+from onnx_ops.adapters.isolation.worker_main import limit_memory
 from onnx_ops.errors import OnnxOpsError, describe_error, describe_exit
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ def _child(
     # This timer is a C thread. It prints the traceback and ends the process even if a library
     # never releases the GIL.
     faulthandler.dump_traceback_later(timeout, exit=True)
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    limit_memory(memory)
     try:
         answer: tuple[str, object] = ("done", work(*arguments))
     except OnnxOpsError as error:

@@ -27,6 +27,22 @@ _ARRAY = "onnx-ops.npy"
 _PLAIN = (str, int, float, bool)
 
 
+def limit_memory(limit: int, *, children_too: bool = True) -> None:
+    """Limit the data memory of this process, in bytes.
+
+    A lower limit of the machine's administrator stays in force: to raise it raises an error.
+
+    Args:
+        limit: the memory that this process can have.
+        children_too: whether child processes are held to this limit; otherwise they can set
+            another limit, up to the administrator's.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit if children_too else hard))
+
+
 def serve(worker: object, where: str, refusing: Collection[str] = ()) -> None:
     """Answer requests with the worker's methods until standard input is closed.
 
@@ -40,7 +56,7 @@ def serve(worker: object, where: str, refusing: Collection[str] = ()) -> None:
     """
     faulthandler.enable(all_threads=False)
     limit = int(sys.argv[3])
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    limit_memory(limit)
     requests: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as answers:
