@@ -232,7 +232,7 @@ class PoolSite:
         command = [*before, str(PROGRAM), "work", "--pool", pool, *arguments]
         worker = Worker(pool, folder, command, self._start(command, folder))
         self.workers.append(worker)
-        until(lambda: "takes:" in worker.log, what="a worker that takes stages", seconds=120)
+        until(lambda: "takes stages:" in worker.log, what="a worker that takes stages", seconds=120)
         return worker
 
     def restart(self, worker: Worker) -> None:
