@@ -43,7 +43,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    threading.excepthook = lambda _: None  # a killed process also ends its threads
+    # A simulated kill of a process raises an error in its threads, which Python would print.
+    threading.excepthook = lambda _: None
     draw = random.Random(options.seed)  # noqa: S311 (trials, no secret)
     seeds = options.only or [draw.randrange(10**12) for _ in range(options.trials)]
     began, results = time.process_time(), list[TrialResult]()

@@ -131,7 +131,7 @@ def measure(kind: str, folder: Path, options: argparse.Namespace) -> tuple[Count
         for turn in range(options.rounds + WARM_UP):
             for call, do in CALLS.items():
                 if call == PER_MODEL and turn >= WARM_UP + 5:
-                    continue  # takes seconds; for comparison only
+                    continue  # Such a call takes seconds and serves only for comparison.
                 for context, watcher, counter in sides if turn % 2 else reversed(sides):
                     begun = time.perf_counter()
                     do(context, watcher)

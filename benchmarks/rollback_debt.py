@@ -166,7 +166,7 @@ def follow_until_paid(
         slowest = [stack.enter_context(following(place, follower)) for _ in range(fault.followers)]
 
         def is_paid() -> bool:
-            # Unread reports would block the processes.
+            # Processes block while the pipes of their reports are full, so all reports are read.
             seconds.extend(seconds_of_one() for seconds_of_one in slowest)
             return place.is_paid()
 
@@ -324,11 +324,11 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="only this fault")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of kills (0)")
     options = parser.parse_args()
-    os.environ["PYTHONWARNINGS"] = "ignore"  # marshmallow warns about Azure's SDK
+    os.environ["PYTHONWARNINGS"] = "ignore"  # This hides warnings of marshmallow about Azure's SDK.
     names = options.provider or [
         name for name in PROVIDERS if not (options.quick and name in NOT_QUICK)
     ]
-    # A quick run has few trials, which mostly wait: the providers are tried side by side.
+    # The few trials of a quick run mostly wait, so the providers are tested in parallel.
     with ProcessPoolExecutor(
         len(names) if options.quick else 1, mp_context=get_context("spawn")
     ) as pool:

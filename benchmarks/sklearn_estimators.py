@@ -70,7 +70,7 @@ def outcome(name: str, kind: str, make: Any) -> tuple[str, str, str]:
         warnings.simplefilter("ignore")
         try:
             model, rows = fitted(make, kind, rows, data.target)
-        except Exception as error:  # an estimator for other data raises errors of any kind
+        except Exception as error:  # An estimator for other kinds of data can raise any error.
             return name, kind, f"not fitted: {short(error)}"
         try:
             return name, kind, compare(model, rows)

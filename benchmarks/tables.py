@@ -358,11 +358,11 @@ def others(named: set[str]) -> Iterator[Case]:
     """
     from skl2onnx._supported_operators import sklearn_operator_name_map
 
-    # The first category is dropped: with linearly dependent columns, some estimators answer from
-    # rounding noise.
+    # The first category is dropped, since with linearly dependent columns, the answers of some
+    # estimators depend on rounding errors.
     dense = OneHotEncoder(handle_unknown="ignore", drop="first", sparse_output=False)
-    # Estimators that reject negative numbers get numbers from 0 to 1. Estimators that accept only
-    # whole numbers get the numbers of bins.
+    # Some estimators reject negative numbers, so they get numbers from 0 to 1. Others accept only
+    # whole numbers, so they get the numbers of bins.
     scalers = (
         StandardScaler(),
         MinMaxScaler(),
@@ -545,7 +545,7 @@ def outcome(case: Case, folder: Path, endpoint: Endpoint) -> str:
     if isinstance(model, list):
         try:
             model = first_fitted(model, rows, arrays)
-        except Exception as error:  # an estimator for other data raises errors of any kind
+        except Exception as error:  # An estimator for other kinds of data can raise any error.
             return f"not fitted: {short(str(error))}"
     else:
         y = label(kind, arrays, arrays["target"][:, 0])
@@ -586,7 +586,8 @@ def find_difference(
     reference = collect_reference_outputs(exporter, model, path, samples)
     factor = ParityGate().noise_factor
     for measured in measure_parity(OnnxRuntime(), path, Target(name="cpu"), reference.groups):
-        if measured.inside and (measured.mismatch or not measured.ratio <= factor):  # NaN fails
+        if measured.inside and (measured.mismatch or not measured.ratio <= factor):
+            # `not … <=` also reports NaN.
             return (
                 f"{measured.output} in {measured.group}, "
                 f"{short(measured.mismatch or f'{measured.ratio:.3g} x noise')}"
@@ -604,7 +605,7 @@ def first_fitted(models: list[tuple[Any, str]], rows: Any, arrays: Any) -> Any:
     for model, kind in models:
         try:
             return model.fit(rows, label(kind, arrays, arrays["target"][:, 0]))
-        except Exception as error:  # an estimator for other data raises errors of any kind
+        except Exception as error:  # An estimator for other kinds of data can raise any error.
             first = first or error
     raise first or AssertionError("no model was given")
 

@@ -259,9 +259,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what happens when (0)")
     options = parser.parse_args()
     draw = random.Random(options.seed)  # noqa: S311 (events, no secrets)
-    warnings.simplefilter("ignore")  # marshmallow warns about Azure's SDK
+    warnings.simplefilter("ignore")  # This hides warnings of marshmallow about Azure's SDK.
     os.environ["PYTHONWARNINGS"] = "ignore"
-    # The import is slow on a busy machine, and must not count against the time limit of the first
+    # The import is slow on a busy machine. Here, it does not use up the time limit of the first
     # trial.
     importlib.import_module("azure.ai.ml")
     trials: list[Trial | None] = []

@@ -64,7 +64,8 @@ def embedder(folder: Path) -> Model:
 
     torch.manual_seed(0)
     body = encoder_body(384, words=30522)
-    # With the default std of 1, the token embeddings would dominate the layers' contributions.
+    # With the default standard deviation of 1, the token embeddings would be much larger than what
+    # the layers add to them.
     torch.nn.init.normal_(body.tokens.weight, std=0.02)
     body.forward = body.features
     tokens = np.random.default_rng(0).integers(0, 30522, (64 + 64 + 128, 128))

@@ -202,7 +202,7 @@ def attempt(model: Model, name: str, path: Path, make_it: Callable[[Path], objec
             make_it(path)
             session(path).run(None, {model.feed: model.test[0][:1]})
         model.variants[name] = path
-    except Exception as error:  # other tools raise errors of any kind
+    except Exception as error:  # The quantizers of other projects raise many types of errors.
         model.failures[name] = describe(error)
 
 

@@ -94,17 +94,17 @@ def from_json(value: object, kind: TypeForm[T], *, where: str = "") -> T:
     Raises:
         CorruptStateError: the JSON does not describe such a value.
     """
-    # cattrs would accept [] as an object without keys.
+    # Without this check, cattrs would accept [] as an object without keys.
     if is_dataclass(kind) and not isinstance(value, dict):
         raise CorruptStateError(
             f"not a {getattr(kind, '__name__', kind)}", where=where, why="it is not a JSON object"
         )
-    # cattrs would accept an object as the list of its keys.
+    # Without this check, cattrs would accept an object as the list of its keys.
     if get_origin(kind) is tuple and not isinstance(value, list | tuple):
         raise CorruptStateError(f"not a {kind}", where=where, why="it is not a JSON array")
     try:
         return _converter().structure(value, cast("type[T]", kind))
-    # cattrs raises one exception group for all problems of a value.
+    # cattrs raises one exception group that contains all problems of a value.
     except (ExceptionGroup, ValueError, TypeError, KeyError, AttributeError) as error:
         what, why = f"not a {getattr(kind, '__name__', kind)}", _explain(error)
         raise CorruptStateError(what, where=where, why=why) from error
@@ -164,7 +164,7 @@ def _converter() -> JsonConverter:
     )
     converter.register_unstructure_hook(Enum, lambda value: value.value)
     converter.register_unstructure_hook(StrEnum, lambda value: value.value)
-    # Without this hook, the hook of str would apply to a StrEnum.
+    # Without this hook, cattrs would apply the hook of str to a StrEnum.
     converter.register_structure_hook(StrEnum, lambda value, kind: kind(value))
     converter.register_structure_hook(Path, lambda value, _: Path(value))
     converter.register_unstructure_hook(Path, str)
@@ -238,7 +238,8 @@ def _refuse_constant(text: str) -> Any:
 
 
 def _int(value: Any, _: Any) -> int:
-    if type(value) is str and value.isdecimal():  # the keys of a JSON object are always strings
+    if type(value) is str and value.isdecimal():
+        # The keys of a JSON object are always strings, so number keys arrive as strings.
         return int(value)
     if type(value) is not int:
         raise TypeError(f"{value!r} is not a whole number")

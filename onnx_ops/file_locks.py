@@ -65,7 +65,8 @@ def hold_temporary_lock(path: Path) -> Iterator[None]:
     while True:
         with path.open("a") as stream:
             acquire_lock(stream.fileno())
-            if not _has_name(stream.fileno(), path):  # the process with the lock removed the file
+            if not _has_name(stream.fileno(), path):
+                # The process that had the lock has removed the file.
                 continue
             try:
                 yield

@@ -193,7 +193,7 @@ def _find_namesake(package: str) -> str:
     """
     try:
         found = metadata.distribution(_NAMESAKES.get(package, package))
-    except (PackageNotFoundError, ValueError):  # ValueError for an empty name
+    except (PackageNotFoundError, ValueError):  # metadata raises ValueError for an empty name.
         return ""
     has_package = Path(str(found.locate_file(package)), "__init__.py").is_file()
     return str(found.metadata["Name"]) if has_package else ""
@@ -282,7 +282,8 @@ def install_hint(*packages: str) -> str:
     """
     offers = sorted(map(_extras_of, packages), key=len)
     extras: set[str] = set()
-    # Packages with a single extra come first, since this extra can also provide other packages.
+    # Packages that only one extra provides come first, since this extra can provide other packages
+    # of the list too.
     for offer in offers:
         if offer and extras.isdisjoint(offer):
             extras.add(min(offer))

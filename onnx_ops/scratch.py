@@ -57,7 +57,7 @@ class Scratch:
             # Another process can remove the folder before it is locked.
             with contextlib.suppress(FileNotFoundError):
                 handle = os.open(folder.name, _FLAGS)
-                # If the file system has no locks, no other process removes the folder.
+                # On a file system without locks, no other process removes the folder.
                 with contextlib.suppress(OSError):
                     acquire_lock(handle, shared=True)
                 if Path(folder.name).exists():
@@ -158,7 +158,8 @@ def read_plain_file(path: Path, *, most: int) -> bytes:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise
-    except OSError as error:  # for example a symbolic link, because of O_NOFOLLOW
+    except OSError as error:
+        # With O_NOFOLLOW, opening a symbolic link raises OSError, for example.
         raise CorruptStateError(
             "not a plain file", where=str(path), why=error.strerror or str(error)
         ) from error

@@ -316,7 +316,7 @@ def repeat_reconcile(place: Place, connection: Connection) -> None:
 def watch(place: Place, connection: Connection | None = None) -> None:
     del connection
     if place.machine:
-        socket.gethostname = lambda: place.machine  # the name of the lease holder
+        socket.gethostname = lambda: place.machine  # The lease names this machine as its holder.
     WatchLoop(
         place.context(),
         ReconcileQueue(),

@@ -251,7 +251,7 @@ class Local(Site):
             try:
                 taken.bind(("127.0.0.1", port))
                 break
-            except OSError:  # a killed process frees its ports a little later
+            except OSError:  # The kernel frees the ports of a killed process with a delay.
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.02)

@@ -80,7 +80,8 @@ def postgresql(folder: Path) -> Iterator[str]:
         _until_it_listens(port, server)
         yield f"postgresql+psycopg2://onnxops@127.0.0.1:{port}"
     finally:
-        server.send_signal(signal.SIGINT)  # a "fast" shutdown, which does not wait for clients
+        # SIGINT is PostgreSQL's fast shutdown, which does not wait for clients.
+        server.send_signal(signal.SIGINT)
         server.wait(timeout=60)
 
 
@@ -112,7 +113,7 @@ def populate(uri: str, folder: Path, *, models: int, versions: int, alias: str) 
     The versions are spread evenly over the models. Each has the tags of a registered release. The
     last version of each model has the alias.
     """
-    MlflowRegistry(uri, artifact_root=str(folder)).all_aliases()  # creates the tables
+    MlflowRegistry(uri, artifact_root=str(folder)).all_aliases()  # This call creates the tables.
     engine = sqlalchemy.create_engine(uri)
     tables = sqlalchemy.MetaData()
     tables.reflect(

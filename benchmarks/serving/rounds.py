@@ -111,7 +111,7 @@ def run_matches(
                 if turn:
                     contestant.stop()
                 ready.setdefault(contestant, []).append(contestant.start())
-        for score in scores:  # a warm-up, not counted
+        for score in scores:  # These first requests warm the server up and are not counted.
             if not score.match.contestant.answers(score.match.call):
                 raise SystemExit(
                     f"{score.match.name} does not answer 200 to its request: "
@@ -164,7 +164,8 @@ def _move(pids: Sequence[int], processors: set[int]) -> None:
     os.sched_setaffinity(0, processors)
     for pid in pids:
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(ProcessLookupError):  # the thread has ended meanwhile
+            with suppress(ProcessLookupError):
+                # A thread can end between the listing and this call.
                 os.sched_setaffinity(int(thread.name), processors)
 
 

@@ -182,7 +182,8 @@ def _serve_minute(
         prometheus.restart()
     for half, weight in enumerate(weights):
         canary = int(random.binomial(REQUESTS // 2, weight))
-        # An outage is in the second half of its minute, when the weight can be another one.
+        # An outage fills the second half of its minute. The weight of this half can differ from
+        # that of the first half.
         extra = outage if half else 0.0
         for revision, requests, rate in (
             ("b", canary, world.canary),

@@ -53,7 +53,8 @@ def prove_kills(kills: int) -> list[Claim]:
                 timer = threading.Timer(float(random.uniform(0.0, 0.03)), process.kill)
                 timer.start()
                 with contextlib.suppress(httpx.HTTPError, ValueError):
-                    while len(answers) < 100_000:  # until the service is killed
+                    while len(answers) < 100_000:
+                        # The loop ends with an error when the service is killed.
                         answers += [http.get(URL).json()]
                 timer.join()
         changed = _count_changes(folder, answers)

@@ -116,7 +116,7 @@ def _run_prometheus(program: Path, folder: Path, target: str) -> Iterator[str]:
                     if httpx.get(f"{url}/-/ready").status_code == 200:
                         break
                 time.sleep(0.2)
-            time.sleep(2.0)  # for the first scrape
+            time.sleep(2.0)  # Prometheus makes its first scrape in this time.
             yield url
         finally:
             process.kill()

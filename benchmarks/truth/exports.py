@@ -138,10 +138,12 @@ def _judge_sources(step: int) -> tuple[list[Outcome], int]:
         for number, source in enumerate(list_sources(step)):
             path = Path(folder) / f"{number}.onnx"
             try:
-                with contextlib.redirect_stdout(io.StringIO()):  # the older exporter prints graphs
+                with contextlib.redirect_stdout(io.StringIO()):
+                    # The older exporter of torch prints graphs.
                     source.write(path)
                 outcomes.append(judge_export(source, path))
-            except Exception:  # a converter raises errors of any kind; only exports are judged
+            except Exception:
+                # Converters raise many types of errors. Only successful exports are judged.
                 unable += 1
     return outcomes, unable
 

@@ -27,7 +27,7 @@ from onnx_ops.domain.pipeline import Export
 from onnx_ops.measure.reference_outputs import ReferenceGroup, collect_reference_outputs
 from onnx_ops.ports import Exporter, ExportRequest, Tensors, Tree, TreeExporter
 
-torch.set_num_threads(1)  # in tiny models on busy cores, threads only wait for each other
+torch.set_num_threads(1)  # On busy cores, the threads of a tiny model only wait for each other.
 
 ROWS = 256
 """Number of real rows on which the export is validated."""

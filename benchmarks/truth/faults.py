@@ -256,7 +256,7 @@ def _clip(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
 @fault("wrong axis")
 def _axis(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     del draw
-    # The first softmax is that of the attention, over the last of four axes.
+    # The first Softmax belongs to the attention, and normalizes the last of its four axes.
     found = nodes_of(model, "Softmax")
     if found:
         set_attribute(found[0], "axis", 1)

@@ -201,7 +201,7 @@ class SimulatedRollout:
     def _run_step(self, roles: Roles, begun_s: float, action: Action) -> Action | Wait:
         percent = self._policy.planned()[roles.step].percent
         self._units[roles.step] = {}
-        # The split changed within this epoch, so that its units are not counted.
+        # The split changed within the current epoch, so units of this epoch are not counted.
         is_partial = True
         while True:
             length_s = self._epoch_s - self._now % self._epoch_s

@@ -39,7 +39,8 @@ from onnx_ops.tools.supplied_rows import check_samples
 from onnx_ops.tools.task_judgement import build_metric_gate
 
 for _module in ("faults_ends", "faults_inputs"):
-    importlib.import_module(f"benchmarks.truth.{_module}")  # registers its faults
+    # The import registers the faults of the module.
+    importlib.import_module(f"benchmarks.truth.{_module}")
 
 TARGET = TargetFiles(PROFILES).load("cpu-1t")
 SLOWER = {"the same": 0, "+2 %": 2, "+10 %": 10, "+20 %": 20}
@@ -147,7 +148,7 @@ def _judged(
             )
         )
         verdict, reason = found.verdict, found.targets[0].decision.reason
-    except UserError as error:  # the right verdict for a bad candidate
+    except UserError as error:  # For a bad candidate, a refusal is the right verdict.
         verdict, reason = Verdict.FAIL, f"refused: {error}"
     seconds = time.perf_counter() - begun
     return Pair(kind=kind, name=name, good=good, verdict=verdict, reason=reason, seconds=seconds)
@@ -257,7 +258,8 @@ def _other_opset(source: Path, path: Path) -> bool:
     version = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
     try:
         onnx.save(version_converter.convert_version(model, version + 1), path)
-    except Exception:  # the converter does not support all operators and domains
+    except Exception:
+        # The converter does not support all operators and domains, and raises errors of many types.
         return False
     return True
 
@@ -311,7 +313,7 @@ def _narrow(source: Path, folder: Path) -> dict[str, Path]:
             optimizer.optimize(
                 OptimizeRequest(section=section, source=source, path=path, calibration=None)
             )
-        except UserError:  # there is nothing to store in blocks
+        except UserError:  # The model has no weights that can be stored in blocks.
             continue
         made[name] = path
     return made

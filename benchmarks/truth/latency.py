@@ -102,7 +102,7 @@ def prove(*, quick: bool, trials: int | None = None, load: str | None = None) ->
     if quick or not quiet:
         return claims
     median = statistics.median(quiet[0].seconds)
-    # The time depends on the machine. Only the full run claims it, since that run uses a quiet
+    # The time depends on the machine, so only the full run checks it: that run uses a quiet
     # machine.
     promise = Claim(
         gate="latency",
@@ -270,7 +270,7 @@ LOADS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 def _burn(seed: int) -> None:
     draw = random.Random(seed)  # noqa: S311 - not a secret
     parent = os.getppid()
-    while os.getppid() == parent:  # ends even if the benchmark is killed
+    while os.getppid() == parent:  # The process also ends if the benchmark is killed.
         until = time.perf_counter() + draw.uniform(*_BUSY_S)
         while time.perf_counter() < until:
             pass

@@ -43,7 +43,8 @@ def prove(*, quick: bool) -> list[Claim]:
         head,
         rows,
     )
-    error = 3 * (BOUND * (1 - BOUND) / draws) ** 0.5  # three standard errors of the draws
+    # The tolerance is three standard errors of the simulated share.
+    error = 3 * (BOUND * (1 - BOUND) / draws) ** 0.5
     return [
         Claim(
             gate="metric",

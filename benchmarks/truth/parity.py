@@ -38,7 +38,8 @@ from onnx_ops.tools.generated_rows import generate_samples
 from onnx_ops.tools.model_inputs import shared_inputs
 
 for _module in ("faults_ends", "faults_inputs"):
-    importlib.import_module(f"benchmarks.truth.{_module}")  # registers its faults
+    # The import registers the faults of the module.
+    importlib.import_module(f"benchmarks.truth.{_module}")
 
 TARGET = Target(name="truth")
 LEVELS: tuple[Literal["disabled", "basic", "extended", "all"], ...] = (
@@ -189,12 +190,13 @@ def optimize(source: Path, path: Path, level: str) -> None:
 def _faulty(export: Exported, path: Path) -> Iterator[Trial]:
     for number, (kind, inject) in enumerate(FAULTS.items()):
         model = onnx.load(export.path)
-        del model.graph.value_info[:]  # outdated shapes would reveal the fault
+        # Outdated shapes would reveal the fault before the model runs.
+        del model.graph.value_info[:]
         before = model.SerializeToString(deterministic=True)
         if not inject(model, np.random.default_rng([export.seed, number])):
             continue
         if model.SerializeToString(deterministic=True) == before:
-            continue  # the change had no effect, so that there is no fault
+            continue  # The change had no effect, so the model has no fault to detect.
         onnx.save(model, path)
         result = judged(path, TARGET, export)
         caught = result.verdict is Verdict.FAIL

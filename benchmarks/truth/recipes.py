@@ -151,8 +151,8 @@ def make(name: str, folder: Path, seed: int) -> Trained:
     rows, known = (features[order] / 16).astype(np.float32), labels[order]
     if name == "heavy tails":
         rows = (rows * np.exp(0.5 * draw.standard_normal((len(rows), 1)))).astype(np.float32)
-    # Ranges are calibrated on rows like those that are scored. The ranges of clean rows would cut
-    # the noise off.
+    # The rows for calibration have the same noise as the scored rows. Ranges of clean rows would
+    # clip the noise.
     parts = rows[:TRAINING], np.concatenate([rows[TRAINING:]] * COPIES)
     noisy = [(part + draw.normal(0, 0.05, part.shape)).astype(np.float32) for part in parts]
     rows, held_out = (_shaped(part, shape) for part in noisy)

@@ -274,7 +274,8 @@ class SimulatedServer(LocalServer):
         """
         if self.router.fallback and self._clock.time_ns() >= self._lease_ns:
             self.lapsed += 1
-            return self.router.fallback  # no evidence: the request has no draw
+            # No draw selected the version, so the request is no evidence.
+            return self.router.fallback
         draw, cell = self.router.get_draw(self.shared.header[EPOCH]), KEYLESS_CELL
         if isinstance(user, int):
             name = self.router.slots[user]
@@ -368,7 +369,8 @@ class SimulatedReplica:
         if self._follower is not present:
             return
         for work in (present.poll, present.publish, self._report_if_read):
-            with suppress(OnnxOpsError):  # the real follower tries again too
+            with suppress(OnnxOpsError):
+                # Errors are ignored here, since the real follower also tries again.
                 work()
         self._clock.call_later(REPORT_S, lambda: self._report(present))
 

@@ -158,7 +158,8 @@ class UserTraffic:
         )
         share = shares[:, None]
         mine = place < share
-        # The first users of the version with more traffic are served by its control replica.
+        # The control replica serves some users of the version that has more traffic: the users with
+        # the lowest places.
         compared = np.where(share <= 0.5, place < 2 * share, (place >= share) | (place < 1 - share))
         wave = np.sin(2 * np.pi * look / _DAY) if users.daily else 0.0
         many, bad = self._failures(active, user, mine, 1 + 0.8 * wave, look)
@@ -170,8 +171,8 @@ class UserTraffic:
         self._answered[active] = number[:, -1]
         log += np.where(mine & (number <= users.cold), np.log(_COLD), 0.0)
         warm = number > WARM_UP_REQUESTS
-        # In an epoch with warm-up requests, the server compares no latency by unit, since the
-        # other version has no warm-up requests.
+        # In an epoch with warm-up requests, the server does not compare latencies by unit, since
+        # the stable version has no warm-up requests.
         timed = compared & (
             (warm | ~mine) if self._sticky else (warm | ~mine).all(axis=1, keepdims=True)
         )

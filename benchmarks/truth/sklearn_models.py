@@ -81,7 +81,8 @@ def fitted_models(step: int = 1) -> Iterator[Fitted]:
 
 def _estimator(kind: str, name: str, make: Any, load: Callable[[], Any]) -> Fitted | None:
     data = load()
-    with contextlib.suppress(Exception):  # an estimator for other data raises any error
+    with contextlib.suppress(Exception):
+        # An estimator for other kinds of data can raise any error.
         model, rows = fitted(make, kind, data.data.astype(np.float32), data.target)
         return Fitted(name=name, framework="sklearn", model=model, rows=_shuffled(rows))
     return None

@@ -91,7 +91,8 @@ _IDENTITY_SETTINGS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)  # Slots would break settings that have two bases
+# Slots would break settings classes that inherit from two bases.
+@dataclass(frozen=True, kw_only=True)
 class AwsAccess:
     """Settings that select account and region; boto3 determines the empty settings."""
 
@@ -148,7 +149,7 @@ def find_missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsEr
     The result is None on a machine in AWS, which can have a role that only a request would reveal.
     """
     if absent(("boto3",)):
-        return None  # `make_clients` reports the missing package
+        return None  # `make_clients` reports the missing package.
     import botocore.session
 
     core = botocore.session.Session(profile=access.profile or None)
@@ -230,7 +231,7 @@ def write_conditionally(send: Callable[[], T]) -> T | None:
             _ATTEMPTS,
         )
     except ClientError as error:
-        # `NoSuchKey` answers a condition on an object that was deleted meanwhile.
+        # S3 returns `NoSuchKey` for a conditional write if the object was deleted meanwhile.
         if get_error_code(error) not in ("PreconditionFailed", "412", "NoSuchKey"):
             raise
         return None

@@ -91,7 +91,7 @@ class UserSuppliedModels:
             else:
                 scratch.mkdir(parents=True)
                 system.get_file(remote, str(target))
-        except Exception as error:  # every file system raises its own types
+        except Exception as error:  # Each fsspec file system raises its own types of exceptions.
             what, why = "the model could not be fetched", describe_error(error)
             raise ServiceUnavailableError(what, where=_shown(place), why=why) from error
         return target
@@ -118,7 +118,7 @@ def _open(url: str) -> tuple[Any, str]:
         raise missing_package(
             imported(error), where=f"model {_shown(url)}", why=str(error)
         ) from error
-    except Exception as error:  # every file system raises its own types
+    except Exception as error:  # Each fsspec file system raises its own types of exceptions.
         what, why = "the location of the model does not answer", describe_error(error)
         raise ServiceUnavailableError(what, where=_shown(url), why=why) from error
     raise NotFoundError(

@@ -67,7 +67,7 @@ def sweep_unfinished(folder: Path) -> None:
     """
     before = time.time() - UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
     for path in folder.glob(f"{TEMPORARY}*"):
-        with suppress(FileNotFoundError):  # another process has deleted it
+        with suppress(FileNotFoundError):  # Another process can delete the file at the same time.
             if max(part.stat().st_mtime for part in (path, *path.rglob("*"))) < before:
                 if path.is_dir():
                     shutil.rmtree(path)
@@ -259,14 +259,16 @@ class LocalObjects(ObjectStore):
             return PRIVATE
         for folder in reversed(path.relative_to(self.root).parents[:-1]):
             place = self.root / folder
-            # The folder is created under another name, and its mode is set before it is renamed. If
-            # the writer is killed, there is no folder in place to which only its user can write.
+            # A new folder belongs to one user until its mode is set. It is renamed to its final
+            # name only then, so a killed writer never leaves a folder there to which other users
+            # cannot write.
             if not place.is_dir():
                 made = Path(tempfile.mkdtemp(dir=place.parent, prefix=TEMPORARY))
                 made.chmod(stat.S_IMODE(self.root.stat().st_mode))
                 with suppress(OSError):
                     made.rename(place)
-                with suppress(FileNotFoundError):  # another writer has created the folder
+                with suppress(FileNotFoundError):
+                    # Another writer has created the folder, so the rename failed.
                     made.rmdir()
         return SHARED
 
@@ -304,7 +306,8 @@ class LocalObjects(ObjectStore):
     def list_objects(self, prefix: str) -> list[ListedObject]:
         objects = []
         for path in sorted((self.root / prefix).rglob("*")):
-            with suppress(FileNotFoundError):  # another process has deleted it
+            with suppress(FileNotFoundError):
+                # Another process can delete the file at the same time.
                 status = path.stat()
                 if path.is_file():
                     name = path.relative_to(self.root).as_posix()
@@ -355,7 +358,8 @@ class FsspecObjects(ObjectStore):
         import fsspec
 
         parts = urlsplit(url)
-        user, _, host = parts.netloc.rpartition("@")  # abfs://CONTAINER@ACCOUNT contains no secret
+        # In abfs://CONTAINER@ACCOUNT, the part before the @ is no secret.
+        user, _, host = parts.netloc.rpartition("@")
         self.place = f"{parts.scheme}://{host if ':' in user else parts.netloc}{parts.path}"
         try:
             self._fs: Any
@@ -366,7 +370,8 @@ class FsspecObjects(ObjectStore):
             )
         except ImportError as error:
             raise missing_package(imported(error), where=self.place, why=str(error)) from error
-        except ValueError as error:  # adlfs refuses a URL without an account, for example
+        except ValueError as error:
+            # For example, adlfs raises ValueError for a URL without an account.
             raise UserError(
                 "the object store cannot be opened",
                 where=self.place,

@@ -94,7 +94,8 @@ def request_json(
                 raise _explain(response.status_code, text[:200].decode("utf-8", "replace"), host)
             text = _read(response, deadline, max_bytes)
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-        # The messages of these errors can contain the address, but their types cannot.
+        # The messages of these errors can contain the address, which can be a secret. Their types
+        # contain no address.
         raise ServiceUnavailableError(
             "does not answer", where=host, why=type(error).__name__
         ) from None

@@ -54,7 +54,8 @@ class ContentStore:
         self._objects = objects
         self._cache = objects.root if isinstance(objects, LocalObjects) else cache
         self._cache_bytes = cache_bytes
-        # The first download also checks the size that earlier processes have left.
+        # With this start value, the first download also checks the size of files from earlier
+        # processes.
         self._downloaded = cache_bytes
         self._verified: dict[Digest, tuple[int, ...]] = {}
         self._verified_lock = threading.Lock()
@@ -75,7 +76,7 @@ class ContentStore:
             with self._collecting(shared=True):
                 self._objects.upload(_blob(digest), path)
             self._protect(digest)
-            self.path(digest)  # raises an error if the file changed during the copy
+            self.path(digest)  # This call raises an error if the file changed during the copy.
         return digest
 
     def path(self, digest: Digest) -> Path:
@@ -183,7 +184,7 @@ class ContentStore:
         with self._collecting(shared=True):
             try:
                 os.utime(path)
-            except OSError:  # the content was just deleted, or belongs to another user
+            except OSError:  # The file was just deleted, or belongs to another user.
                 return False
         return True
 
@@ -227,7 +228,7 @@ class ContentStore:
         """
         entries = []
         for path in (self._cache / _BLOBS).glob("*/*"):
-            with suppress(FileNotFoundError):  # another process has deleted this file
+            with suppress(FileNotFoundError):  # Another process can delete a file at the same time.
                 status = path.stat()
                 entries.append((status.st_mtime, status.st_size, path))
         excess = sum(size for _, size, _ in entries) - self._cache_bytes
@@ -308,7 +309,7 @@ class ModelFolders:
             )
         # Reading the structure raises RefusedError if the model refers to files outside its folder.
         for path in sorted(folder.glob("*.onnx")):
-            with suppress(UserError):  # other problems are reported when the model is loaded
+            with suppress(UserError):  # Other problems are reported when the model is loaded.
                 read_structure(path)
         place = self._folder(manifest.digest())
         if self.location(manifest.digest()) is not None:
@@ -327,7 +328,8 @@ class ModelFolders:
                 with copy.open("rb") as stream:
                     os.fsync(stream.fileno())
             temporary.chmod(0o755)
-            if place.exists():  # an intact folder was returned above, so this one is damaged
+            if place.exists():
+                # An intact folder was returned above, so the existing folder is damaged.
                 shutil.rmtree(place)
             temporary.rename(place)
             sync_path(self.root)

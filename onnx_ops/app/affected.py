@@ -144,7 +144,7 @@ def _list_model_files(root: Path, pipeline: Pipeline) -> Iterator[str]:
     """Yield the model's file, and the code that defines, exports or trains the model."""
     if pipeline.model:
         yield from (pipeline.model, f"{pipeline.model}.dvc")
-        if pipeline.export.framework != "onnx":  # an ONNX file needs no code of the project
+        if pipeline.export.framework != "onnx":  # An ONNX file uses no code of the project.
             yield from collect_user_code(
                 find_referenced_modules(root / pipeline.model, root), root
             ).files

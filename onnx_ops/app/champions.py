@@ -72,7 +72,7 @@ def list_champions(context: Context, names: Sequence[str] = ()) -> tuple[Champio
                 target = name.removeprefix(_CHAMPION)
                 try:
                     record = context.registry().version(model, version)
-                except NotFoundError:  # onnx-ops did not register this version
+                except NotFoundError:  # A version without a record was not registered by onnx-ops.
                     continue
                 basis: tuple[Evidence, tuple[Gate, ...]] | OnnxOpsError
                 try:
@@ -135,8 +135,8 @@ def _measured(
             "--no-cache benchmark",
         )
     stage, key, inputs = parse_request(json.loads(context.store.read(memory[REQUEST])))
-    # A new key prevents that the measurement replaces the pipeline's stored result, and that a
-    # pool's worker returns an earlier measurement.
+    # With a new key, the measurement cannot replace the stored result of the pipeline. A worker of
+    # a pool cannot return an earlier measurement either.
     manifest = perform(stage, digest_json(["again", key, uuid.uuid4().hex]), inputs)
     now = codec.loads(context.store.read(manifest["evidence.json"]), Evidence, where=stage.id)
     results = judge_recheck(gates, then, now)

@@ -58,7 +58,8 @@ class StageOutput:
 
     def write(self, output: bytes) -> None:
         """Append output, and show its last line."""
-        # Errors are ignored here: if the disk is full, the stage itself reports the error.
+        # Errors of progress are ignored here. If the disk is full, the stage itself reports the
+        # error.
         with contextlib.suppress(OSError):
             if not self._written:
                 self.file.parent.mkdir(parents=True, exist_ok=True)

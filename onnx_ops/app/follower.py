@@ -182,7 +182,8 @@ class Following:
         tables and written a report, and the beat has changed. A newer table that moves traffic ends
         the lease before this table is adopted.
         """
-        end = self._compute_end()  # must precede `_is_current`; see `_compute_end`
+        # This call must precede `_is_current`. The docstring of `_compute_end` explains why.
+        end = self._compute_end()
         timeout_s = 0.0 if self.adopted is None else self.adopted.judge_timeout_s
         is_judged = self._is_confirmed and (not timeout_s or now - self._beat_at < timeout_s)
         return end if self._is_current() and is_judged else 0.0
@@ -292,7 +293,8 @@ class Follower:
                 self._following.skipped = skipped
                 self._report_due.set()
             self._following.see(found)
-            self._following.listed_at = now  # the time before the request, so it is never too late
+            # The time before the request is never later than that of the list itself.
+            self._following.listed_at = now
         self.renew_lease()
 
     def publish(self) -> None:
@@ -305,7 +307,7 @@ class Follower:
             return
         try:
             self._ask("PUT", TABLE_PATH, codec.dumps(self._locate(table)), timeout_s=_PUBLISH_S)
-            # The server counts by user from the first request that the candidate may get.
+            # Counting by user must begin before the candidate gets its first request.
             if table.limits_s:
                 self._ask(
                     "POST", COUNTS_PATH, codec.dumps(UserCountsRequest(limits_s=table.limits_s))
@@ -342,7 +344,8 @@ class Follower:
         self._attempt(self.renew_lease)
         adopted = self._following.adopted
         if adopted is None:
-            if not self._uptimes:  # so that a server that ends before its first table is counted
+            if not self._uptimes:
+                # The counts record the start of a server even if it ends before its first table.
                 self._write_counts(
                     Counts(origin=self._source.start, at=began, bounds_s=(), deployments={})
                 )
@@ -370,7 +373,8 @@ class Follower:
         self._is_serving = False
         self._server.start(self._options.port, self._options.server)
         self._is_serving = True
-        self._following.adopted = None  # `publish` sends the table to the new server
+        # Without an adopted table, `publish` sends the table to the new server.
+        self._following.adopted = None
         self._report_due.set()
 
     def end(self) -> None:
@@ -424,7 +428,8 @@ class Follower:
         name = work.__name__
         try:
             work()
-        except Exception as error:  # if the thread ended, the replica would never follow again
+        except Exception as error:
+            # If this error ended the thread, the replica would never follow the table again.
             reason = (
                 str(error)
                 if isinstance(error, OnnxOpsError)
@@ -444,7 +449,7 @@ class Follower:
         try:
             return None if data is None else codec.loads(data, TableHead, where=HEAD)
         except CorruptStateError:
-            return None  # the head is only a hint; the tables are also listed regularly
+            return None  # The head only saves time: the tables are also listed regularly.
 
     def _read_table(self, number: TableNumber) -> StoredTable:
         data = self._control.read(number.name)
@@ -526,7 +531,8 @@ class Follower:
         known = self._uptimes.get(generation) or ServerUptime(
             server=self._source.replica, generation=generation
         )
-        seconds = min(now - self._recorded_at, SILENT_S)  # a suspended process did not serve
+        # A suspended process did not serve, so a long pause is counted only in part.
+        seconds = min(now - self._recorded_at, SILENT_S)
         self._uptimes[generation] = replace(
             known, seconds=known.seconds + seconds, ends=known.ends + ends
         )
@@ -716,4 +722,5 @@ def read_release_keys(folder: Path, trusted: str) -> TrustedKeys:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     logging.shutdown()
-    os._exit(code)  # exit without waiting for threads that wait for the store
+    # The process exits here, since waiting for threads that use the store could take minutes.
+    os._exit(code)

@@ -88,7 +88,7 @@ class ForkedProcess:
             if self._code is None:
                 if code := os.read(self._status, _NUMBER):
                     self._code = int.from_bytes(code, "little", signed=True)
-                else:  # the monitor was killed, so it cannot report the exit code
+                else:  # The monitor was killed before it could report the exit code.
                     self._code = -signal.SIGKILL
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(self.pid, signal.SIGKILL)
@@ -132,7 +132,8 @@ class ForkServer:
         Raises:
             StageError: the server process ends immediately.
         """
-        process = self._fork() or self._fork()  # the first call fails if the server was killed
+        # The first attempt fails if the fork server was killed. The second starts a new one.
+        process = self._fork() or self._fork()
         if process is None:
             raise StageError(
                 "no process can be started for a stage",
@@ -193,13 +194,15 @@ def serve() -> None:
 
     This function returns only in the forked processes.
     """
-    with contextlib.suppress(PermissionError):  # this process already leads a process group
+    with contextlib.suppress(PermissionError):
+        # The call fails if this process already leads a process group.
         os.setsid()
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = [entry for entry in sys.path[1:] if entry not in given]
     _import_packages()
-    gc.freeze()  # a collection in a forked process would copy the pages of all imported modules
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps monitors
+    # In a forked process, a garbage collection would copy the pages of all imported modules.
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel reaps the monitors.
     control = socket.socket(fileno=0)
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, 1, 3)
@@ -256,7 +259,7 @@ def _adopt(path: list[str]) -> None:
     memory addresses, which change the speed of a model by a few percent.
     """
     if not (line := sys.stdin.readline()):
-        os._exit(1)  # the requesting process has ended
+        os._exit(1)  # The requesting process has ended.
     request = json.loads(line)
     os.environ.clear()
     os.environ.update(request["environ"])
@@ -267,8 +270,9 @@ def _adopt(path: list[str]) -> None:
     tempfile.tempdir = None
     if generators := sys.modules.get("numpy.random"):
         generators.seed()
-    _SHIFTS.append(bytearray(secrets.randbelow(1 << 16)))  # shifts the heap
-    _SHIFTS.append(mmap.mmap(-1, 1 + secrets.randbelow(1 << 24)))  # shifts large arrays
+    _SHIFTS.append(bytearray(secrets.randbelow(1 << 16)))  # This allocation shifts the heap.
+    # This mapping shifts large arrays.
+    _SHIFTS.append(mmap.mmap(-1, 1 + secrets.randbelow(1 << 24)))
 
 
 FORK_SERVER = ForkServer()

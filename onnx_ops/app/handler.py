@@ -101,7 +101,8 @@ class StageHandler:
                 self.context.store.read(manifest["registration.json"]), Registration
             )
             return manifest if _is_current(self.context, registration) else None
-        if CODE in manifest:  # classes of a trained model may have been changed or deleted
+        if CODE in manifest:
+            # The code of a trained model's classes may have been changed or deleted since.
             known = codec.loads(self.context.store.read(manifest[CODE]), dict[str, Any])
             with contextlib.suppress(NotFoundError):
                 return manifest if self._code(stage, known["modules"]) == known else None
@@ -126,7 +127,7 @@ class StageHandler:
         registration, choice, _ = read_choice(self.context, stage, inputs)
         if choice.variant is None:
             return f"no variant of {registration.model} passed on {choice.target}: {choice.reason}"
-        # An existing endpoint gets new settings and a new policy even if nothing is promoted.
+        # Settings and policy are applied to an existing endpoint even if no version is promoted.
         failed = (
             [name for name in stage.tolerates if name not in inputs]
             if stage.kind is StageKind.DEPLOY
@@ -202,7 +203,7 @@ class StageHandler:
         """
         settings: Mapping[str, Any] = stage.settings
         code = collect_user_code(modules, self.context.root)
-        if code.files:  # `depends` are files that this code reads when it runs
+        if code.files:  # The code reads the files in `depends` when it runs, so they belong to it.
             code = collect_user_code(modules, self.context.root, tuple(settings.get("depends", ())))
         packages = {} if is_isolated(stage) else dict(code.packages)
         return {"modules": modules, "files": dict(code.files), "packages": packages}
@@ -219,8 +220,8 @@ class StageHandler:
         try:
             return not was_compared(self.context, settings["model"], evidence)
         except InfrastructureError:
-            # This error must not discard the variant's measurement. The promotion meets the same
-            # error and raises it.
+            # This error must not discard the measurement of the variant. The promotion will raise
+            # the same error.
             return False
 
     def _is_released(self, stage: Stage, inputs: Mapping[str, Manifest]) -> bool:

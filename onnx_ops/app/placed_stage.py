@@ -93,7 +93,8 @@ def _require_same_release(stage: Stage) -> None:
     differs = dict[str, tuple[object, object]]()
     if revision != REVISIONS[stage.kind]:
         differs["revision of the stage"] = (REVISIONS[stage.kind], revision)
-    # Versions may differ for stages that measure: their evidence contains the worker's versions.
+    # Stages that measure permit other versions, since their evidence records the versions of the
+    # worker.
     if stage.kind not in MEASURED and not is_isolated(stage):
         local = {name: plugins.version(name) for name in stage.tools if name != "python"}
         local |= (

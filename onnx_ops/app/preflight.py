@@ -92,13 +92,13 @@ class Preflight:
         section = self.draft.data[name]
         loc: Loc = ("data", name)
         if get_source_name(section) not in plugins.names("data"):
-            return  # another check reports the missing plugin
+            return  # Another check reports the missing plugin.
         try:
             sample = self.context.source(get_source_name(section)).sample(
                 section, self.context.root
             )
         except MissingPackageError:
-            return  # the check of this machine reports the missing package
+            return  # The check of this machine reports the missing package.
         except OnnxOpsError as error:
             yield _describe_source_error(loc, section, error, self.context.root)
             return
@@ -160,7 +160,7 @@ class Preflight:
         """
         train, export = self.draft.train, self.draft.export
         functions: list[tuple[Loc, str]] = []
-        # If the framework has no exporter, another check reports this.
+        # Another check reports a framework without an exporter.
         plugin = self._plugin("exporters", export.framework) if train and export else None
         if train and export and plugin is not None:
             with contextlib.suppress(OnnxOpsError):
@@ -322,7 +322,8 @@ class Preflight:
         if scored is None or not self.draft.train:
             return
         others = [rows for rows in self._sets.values() if rows is not scored]
-        if not all(rows.whole for rows in others):  # unread rows of a set may have the class
+        if not all(rows.whole for rows in others):
+            # The rows of the class can be among those that were not read.
             return
         label = scored.dataset.label
         trained = [rows.dataset.label for rows in others if rows.dataset.label is not None]

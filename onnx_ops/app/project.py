@@ -92,7 +92,8 @@ def check(
             for name in project.settings.notifiers if pipeline.deploy else ():
                 try:
                     project.context.notifiers()[name].check()
-                except OnnxOpsError as error:  # a failed notification stops no rollout
+                except OnnxOpsError as error:
+                    # A rollout continues if a notification fails, so this problem is only a note.
                     notes.append(f"notifier {name}: {error}")
         return findings
 
@@ -177,11 +178,13 @@ def _list_endpoint_findings(project: Project, pipeline: Pipeline, planned: Plan)
             yield Issue(("deploy", index, "settings"), refused.without_place())
         lacks = [lack for part in parts if (lack := part.find_missing_requirement(config))]
         for lack in lacks:
-            # A provider and its metrics source can have the same requirement.
+            # A provider and its metrics source can lack the same requirement, which is reported
+            # once.
             if lack.what not in seen:
                 seen.add(lack.what)
                 yield Issue(_location(pipeline, stage), lack.without_place(), environment=True)
-        # Without credentials, the servers' reports cannot be read.
+        # Missing requirements include credentials. Without them, the servers' reports cannot be
+        # read.
         for text in () if lacks else find_memory_shortages(project.context, config):
             yield Issue(_location(pipeline, stage), text, environment=True)
 
@@ -239,7 +242,7 @@ def list_capabilities(project: Project, entry: Deploy) -> frozenset[str]:
         return able
     try:
         offered: frozenset[str] = plugins.load("metrics", str(source), settings).capabilities()
-    except UserError:  # another check reports invalid settings
+    except UserError:  # Another check reports invalid settings.
         return able
     # The endpoint itself supplies shadow copies, feedback and cold starts. Another metrics source
     # can report them only if the endpoint has these capabilities.
@@ -465,7 +468,7 @@ def execute(
     if base is None and (branch := read_base_branch(os.environ)):
         base = find_base(project.settings.root, project.context.store, name, branch)
     planned = _add_release_hints(project, prepared.plan, base) if releases else prepared.plan
-    if any(map(get_pool, own)):  # prepare the pools while earlier stages run here
+    if any(map(get_pool, own)):  # The pools are prepared while earlier stages run on this machine.
         threading.Thread(target=project.running().pools.prepare, daemon=True).start()
     handler = project.handler(actor, observer, abandon, no_cache, project.durations(name), planned)
     result = run(

@@ -181,7 +181,7 @@ class _Container:
         if available is not None:
             shown += f", {_format(available)} available"
         status = None
-        with suppress(OnnxOpsError, OSError):  # the check of the reports shows this
+        with suppress(OnnxOpsError, OSError):  # Another check reports unreadable status reports.
             status = self._read_status()
         memory = None if status is None else status.memory
         if memory is None or not memory.worker_bytes:

@@ -210,7 +210,9 @@ def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Prove
     if _first(environ, _BASE_VARIABLES) and ask_git(
         root, "rev-parse", "--verify", "--quiet", "HEAD^2", may_fail=True
     ):
-        head = "HEAD^2"  # for a pull request, the CI service checks out a merge commit
+        # For a pull request, the CI service checks out a merge commit, whose second parent is the
+        # head.
+        head = "HEAD^2"
     commit, _, author = (
         ask_git(root, "log", "-1", "--format=%H%x00%an", head, may_fail=True)
         .strip()
@@ -280,7 +282,9 @@ def import_commits(root: Path, store: Store, folder: Path) -> None:
             for path in place.rglob("*")
             if path.is_file() and not path.is_symlink()
         }
-        if _CHOICES in files:  # computing the key here protects the other results in the store
+        if _CHOICES in files:
+            # The key is computed and not read from the files, so that they cannot replace other
+            # results.
             store.record(_key(root, place.name, place.parent.name), Manifest(files=files))
 
 

@@ -75,7 +75,7 @@ def forecast_offline(project: Project, pipeline: Pipeline) -> list[EndpointForec
     for entry in pipeline.deploy:
         if not entry.rollout.is_analyzed or len(entry.rollout.planned()) == 1:
             continue
-        # The import takes longer than most checks.
+        # This import takes longer than most checks, so it runs only for an analyzed rollout.
         from onnx_ops.statistics.rollout.forecast import forecast_rollout
 
         traffic = _read_local(project, entry.endpoint)
@@ -111,7 +111,7 @@ def _read_local(project: Project, endpoint: str) -> Traffic | None:
         return None
     try:
         return read_recorded_traffic(project.context, endpoint)
-    except OnnxOpsError:  # other commands report a damaged ledger
+    except OnnxOpsError:  # Other commands report a damaged ledger.
         return None
 
 

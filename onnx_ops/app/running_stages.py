@@ -140,7 +140,7 @@ class RunningStages:
 
 
 def _import_registry() -> None:
-    with contextlib.suppress(ImportError):  # the stage that needs MLflow reports the error
+    with contextlib.suppress(ImportError):  # The stage that uses MLflow reports a missing package.
         importlib.import_module("onnx_ops.adapters.registries.mlflow_connection").import_mlflow()
 
 

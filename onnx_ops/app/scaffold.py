@@ -280,14 +280,14 @@ def _list_package_files() -> list[Path]:
     """Return the files of the installed package that a build would put into a wheel."""
     file = PACKAGE.parent / "pyproject.toml"
     project = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    # A checkout also has files that are not part of a wheel.
+    # A checkout also contains files that are not packaged in the wheel.
     if project.get("project", {}).get("name") == "onnx-ops":
         globs = project["tool"]["setuptools"]["package-data"]["onnx_ops"]
         paths = {
             *PACKAGE.rglob("*.py"),
             *(path for pattern in globs for path in PACKAGE.glob(pattern)),
         }
-    else:  # there is no pyproject.toml, or another package installed one in site-packages
+    else:  # Without its own pyproject.toml, the package is installed in site-packages.
         paths = {path for path in PACKAGE.rglob("*") if path.parent.name != "__pycache__"}
     return sorted(path for path in paths if path.is_file())
 

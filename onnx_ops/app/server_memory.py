@@ -30,7 +30,7 @@ def find_memory_shortages(context: Context, config: EndpointConfig) -> Iterator[
     try:
         servers = context.provider(config.provider).list_memory(config)
         stable = read_readable_state(context, config.endpoint).roles.stable if servers else None
-    except OnnxOpsError:  # `status` and the deploy stage report this
+    except OnnxOpsError:  # `status` and the deploy stage report this error.
         return
     if stable is None:
         return

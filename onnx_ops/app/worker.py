@@ -31,7 +31,7 @@ from onnx_ops.scratch import storage_errors, write_durably
 
 def main() -> None:
     """Read one request, execute its stage, and write the result."""
-    # With line buffering, the parent shows the output of user code immediately.
+    # With line buffering, the parent process shows the output of user code immediately.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     IsolatedProcess.copy_output = partial(os.write, sys.stdout.fileno())
     request = json.loads(sys.stdin.readline())

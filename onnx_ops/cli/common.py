@@ -75,7 +75,7 @@ def complete_endpoint(incomplete: str) -> list[str]:
             return []
         names = project.context.ledger.endpoints()
     except (OnnxOpsError, OSError):
-        return []  # the shell would show an error amid the command line
+        return []  # During completion, the shell would show an error within the command line.
     return [name for name in names if name.startswith(incomplete) and "@" not in name]
 
 

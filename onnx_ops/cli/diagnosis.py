@@ -131,8 +131,8 @@ def _packages(project: Project) -> Iterator[Diagnosis]:
         try:
             installed = version(name)
         except PackageNotFoundError:
-            # Either the package belongs to an extra, which is checked below, or ONNX Runtime is
-            # installed from a package with another name.
+            # Either the package belongs to an extra, which is checked below, or another
+            # distribution of ONNX Runtime is installed.
             continue
         ok = SpecifierSet(wanted).contains(Version(installed), prereleases=True)
         yield _finding(name, installed, ok=ok, remedy=f"pip install '{name}{wanted}': {breaks}")
@@ -183,7 +183,7 @@ def _pools(project: Project) -> Iterator[Diagnosis]:
         return
     named = set(project.settings.default_pools.values())
     for name in project.targets.names():
-        with contextlib.suppress(ConfigError):  # `onnx-ops targets` reports an invalid target
+        with contextlib.suppress(ConfigError):  # `onnx-ops targets` reports an invalid target.
             named.add(project.targets.load(name).pool)
     named.discard("")
     try:
@@ -237,7 +237,8 @@ def _state(project: Project) -> Iterator[Diagnosis]:
     found = str(state) if state.exists() else f"{state} (created by the first run)"
     remedy = f"Make {parent} writable, or set ONNX_OPS_STATE."
     yield _finding("state folder", found, ok=os.access(parent, os.W_OK), remedy=remedy)
-    if "://" in project.settings.ledger:  # permissions of a service can be checked only by writing
+    if "://" in project.settings.ledger:
+        # Write permissions of a remote store can only be checked by writing to it.
         return
     ledger = Path(project.settings.ledger)
     for folder in (ledger, *sorted(ledger.glob("*/"))) if ledger.is_dir() else ():

@@ -230,8 +230,8 @@ def keys_retire(
         )
     archived: tuple[Path, ...] = ()
     if not dry_run:
-        # The ledgers stop accepting the key first. If this fails, the key is still known here, so
-        # the command can be repeated.
+        # The ledgers stop accepting the key before it is removed here. If the withdrawal fails, the
+        # command can be repeated with the key.
         _withdraw_from_ledgers(project.context, known.key, last, force=force)
         archived = keyring.retire(known)
     if as_json:

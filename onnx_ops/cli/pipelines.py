@@ -156,7 +156,7 @@ def check(
         except ConfigError as error:
             problems.extend(error.problems)
         except UserError as error:
-            # A file that cannot be read does not stop the check of the others.
+            # One unreadable file does not prevent the check of the other files.
             if len(files) == 1:
                 raise
             message = str(UserError(error.what, why=error.why, remedy=error.remedy))

@@ -145,7 +145,8 @@ class StepProgress:
         names, count = [*begun], len(self._steps)
         remaining = self._estimate(begun)
         left = f", about {format_seconds(remaining)} left" if remaining else ""
-        if len(names) > 1:  # the names are last, since a narrow terminal cuts the line off
+        if len(names) > 1:
+            # The names are last, since a narrow terminal cuts off the end of the line.
             return f"[{len(self._done)}/{count} done{left}] {', '.join(names)} …"
         (name,) = names
         place = (
@@ -179,7 +180,8 @@ class StepProgress:
         now = time.monotonic()
         rest = {name: max(each - (now - begun.get(name, now)), 0.0) for name, each in known.items()}
         chains: dict[str, float] = {}
-        for name, own in rest.items():  # a step comes after the steps for which it waits
+        for name, own in rest.items():
+            # The duration of a chain includes the steps for which its last step waits.
             chains[name] = own + max(
                 (chains.get(need, 0.0) for need in self._needs.get(name, ())), default=0.0
             )

@@ -181,7 +181,8 @@ def _command(
 ) -> None:
     from onnx_ops.release.rollback import send_command
 
-    context.registry()  # if the registry is down, fail before the record
+    # If the registry is unavailable, the command fails here, before it is recorded.
+    context.registry()
     send_command(context, endpoint, command, reason=reason, actor=actor)
 
 
@@ -257,7 +258,7 @@ def _render(view: RolloutView) -> Group:
         summaries = [guard.summary for guard in judged.guardrails]
         outliers = [outlier.summary for outlier in judged.outliers]
         texts = [*summaries, judged.ab_summary, judged.split_mismatch, *outliers]
-        # Texts that are part of `next` are not repeated.
+        # `next` already contains some of these texts, which are not repeated.
         lines = [
             *(text for text in texts if text and text not in view.next),
             view.next,
@@ -385,7 +386,7 @@ def rollback(
     if not (reason or as_json):
         reason = _ask_reason(context, names)
     moved, errors = move(context, names, reason=reason)
-    # The moves are printed before the aliases are written, since that takes longer.
+    # The moves are printed first, since writing the aliases takes longer.
     if not as_json:
         _print_moves(moved, errors)
 

@@ -363,7 +363,8 @@ class _Binder:
             elif is_required(f, kind):
                 bound[f.name] = self._refuse((*loc, key), f"missing key '{key}'", on_key=True)
         valid = {name: item for name, item in bound.items() if item is not BROKEN}
-        # An invalid part gets its default, so that rules between the other parts are still checked.
+        # An invalid part is replaced by its default, so that the rules for the other parts are
+        # still checked.
         if any(
             default_of(known[yaml_key(name)][0]) is MISSING for name in bound.keys() - valid.keys()
         ):

@@ -92,8 +92,8 @@ def check_arguments(reference: str, given: Iterable[str], root: Path) -> list[tu
 def _list_needed(takes: ast.arguments) -> list[str]:
     """Return the parameters without a default, except the one for the data sets."""
     positional = [*takes.posonlyargs, *takes.args][1:]
-    # Defaults belong to the last positional parameters. The first parameter, for the data sets, is
-    # not in `positional`, but its default can be in `defaults`.
+    # Defaults belong to the last positional parameters. `positional` omits the first parameter, for
+    # the data sets, but `defaults` can contain its default.
     first_optional = len(positional) - min(len(positional), len(takes.defaults))
     needed = [argument.arg for argument in positional[:first_optional]]
     keywords = zip(takes.kwonlyargs, takes.kw_defaults, strict=True)

@@ -122,7 +122,9 @@ def load_pipeline(
             *check_other_files(draft, path, root),
         ]
     problems = document.problems()
-    if not beyond:  # otherwise, this check would read files that the settings do not allow
+    if not beyond:
+        # The check reads the project's files, so it is omitted if the settings do not permit one of
+        # them.
         issues += preflight(
             draft, targets, None if problems or target_problems or issues else pipeline
         )

@@ -51,7 +51,7 @@ def load_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Target], l
         try:
             targets[name] = files.load(name)
         except NotFoundError:
-            continue  # `_check_target_names` reports the missing target
+            continue  # `_check_target_names` reports the missing target.
         except ConfigError as error:
             problems += error.problems
     return targets, problems
@@ -111,7 +111,7 @@ def check_reach(
     for loc, reference in _list_functions(draft):
         module = reference.partition(":")[0]
         is_own = any(find_module_file(module, folder) for folder in list_source_folders(root))
-        # Another check reports a module that does not exist.
+        # Another check reports a missing module.
         if is_own or find_source(module, root) is None:
             continue
         if why := reach.explain_package(module):
@@ -248,7 +248,8 @@ def check_other_files(draft: Draft, path: Path, root: Path) -> Iterator[Issue]:
     """Yield endpoints that another pipeline file of the project also declares."""
     taken: dict[str, Path] = {}
     for other in find_pipelines(root) if draft.deploy else ():
-        with contextlib.suppress(OSError):  # the file can be deleted between listing and reading
+        with contextlib.suppress(OSError):
+            # Another process can delete the file after it was listed.
             status = other.stat()
             state = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
             if other.resolve() != path.resolve():

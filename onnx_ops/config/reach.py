@@ -57,7 +57,7 @@ class Reach:
             return f"'{shorten(show(text))}' is not in the project; {remedy}"
         try:
             place = os.path.realpath(root / text)
-        except ValueError:  # the path has a null byte, and the data source reports it
+        except ValueError:  # The path contains a null byte. The data source reports it.
             return ""
         folders = (root, *(root / folder for folder in self.paths if "://" not in folder))
         if any(Path(place).is_relative_to(os.path.realpath(folder)) for folder in folders):

@@ -67,7 +67,8 @@ def check_providers(
             continue
         if why := uncounted(entry):
             yield Issue((*loc, "metrics", "source"), why)
-            entry = replace(entry, metrics={})  # the policy is checked as with the remedy applied
+            # The remedy is to remove `metrics`. The policy is checked as if this were done.
+            entry = replace(entry, metrics={})
         able = capabilities(entry)
         for need, key in entry.rollout.needs().items():
             if need not in able:

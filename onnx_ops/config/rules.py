@@ -110,7 +110,8 @@ def build_draft(document: Document, binding: Binding) -> Draft:
         return binding.objects.get((name,))
 
     def entries(name: str) -> tuple[tuple[Loc, Any], ...]:
-        if (name,) in binding.objects:  # a single entry, written without its list
+        if (name,) in binding.objects:
+            # The pipeline file contains a single entry in place of a list.
             return (((name,), section(name)),)
         return tuple(
             (loc, value)

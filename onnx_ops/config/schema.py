@@ -113,7 +113,8 @@ def _of(hint: Any, definitions: dict[str, Schema]) -> Schema:
     if not (isinstance(kind, type) and is_dataclass(kind)):
         return _scalar(kind, metadata)
     if kind.__name__ not in definitions:
-        definitions[kind.__name__] = {}  # ends the recursion if the type refers to itself
+        # If the type refers to itself, this entry ends the recursion.
+        definitions[kind.__name__] = {}
         definitions[kind.__name__] = _object(kind, definitions)
     reference = {"$ref": f"#/$defs/{kind.__name__}"}
     return _any_of({"type": "string"}, reference) if short_field(kind) else reference

@@ -304,7 +304,8 @@ class Pages:
         log = self._read_log(endpoint)
         try:
             timeline = build_timeline(endpoint, log.entries)
-        except ValueError:  # entries are missing before an adoption
+        except ValueError:
+            # An adoption can skip damaged entries, and a timeline cannot be built without them.
             timeline = None
         evidence = None
         if timeline is not None:
@@ -402,7 +403,8 @@ def _plot_rollout(
         return []
     points = [(s.at, s.percent, s.what) for s in timeline.steps if s.percent is not None]
     until = now
-    if timeline.end is not None:  # the last action has no candidate any more
+    if timeline.end is not None:
+        # The action that ended the rollout has no candidate, so the chart ends at that step.
         until = next(s.at for s in reversed(timeline.steps) if s.what == timeline.end.value)
         share = 100 if timeline.end is ActionKind.FINISH else 0
         points.append((until, share, timeline.end.value))

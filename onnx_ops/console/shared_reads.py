@@ -78,7 +78,7 @@ class SharedReads:
             value = await asyncio.get_running_loop().run_in_executor(self._threads, read)
         except OnnxOpsError as problem:
             error = problem
-        except Exception as problem:  # a page shows each fault in its place
+        except Exception as problem:  # An unexpected error must affect only its part of the page.
             _log.exception("a read of the console failed")
             error = InternalError(
                 "the read ended unexpectedly", why=f"{type(problem).__name__}: {quoted(problem)}"

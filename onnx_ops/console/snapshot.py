@@ -109,7 +109,8 @@ class SnapshotReader:
             return _read_endpoint(self._context, name)
         except OnnxOpsError:
             raise
-        except Exception as error:  # a fault of one endpoint must not hide the others
+        except Exception as error:
+            # An unexpected error of one endpoint must not hide the other endpoints.
             why = f"{type(error).__name__}: {quoted(error)}"
             raise InternalError("the read ended unexpectedly", where=name, why=why) from error
         finally:

@@ -549,7 +549,8 @@ def _withdraw(state: ReleaseState) -> ReleaseState:
     pending = state.pending_rollback
     if state.deleting or pending is None:
         return replace(state, deleting=False)
-    # If an attempt has changed the endpoint, the next reconciliation restores the endpoint.
+    # If an earlier attempt of the rollback has changed the endpoint, the next reconciliation
+    # restores the endpoint.
     return replace(state, pending_rollback=None, open_intent=None, rejected=pending.rejected_before)
 
 
@@ -603,7 +604,7 @@ def _record(
         case ServerWrittenOff():
             after = replace(state, written_off={**state.written_off, body.server: body.reason})
         case OperatorCommandSent():
-            # RESUME removes the command, so that the checks decide again.
+            # RESUME removes the earlier command, so that the guardrails decide again.
             command = None if body.command is OperatorCommand.RESUME else body.command
             after = replace(state, command=command, command_sequence=sequence, pause=None)
         case RolloutPaused():
@@ -714,7 +715,7 @@ def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseSta
         return state
     if outcome.ok:
         return _complete(state, opened.action, at)
-    # A failed action can still have changed the split: no interval of counts spans it.
+    # A failed action can have changed the split, so no interval of counts may span the action.
     observations = None if state.observations is None else state.observations.reset_reading(at)
     pending = state.pending_rollback
     if pending is not None:
@@ -724,7 +725,8 @@ def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseSta
 
 def _complete(state: ReleaseState, action: Action, at: float) -> ReleaseState:
     """Close the open intent, and apply the roles of its action."""
-    # An action that keeps the state, or was decided before the command, ignores the command.
+    # A command stays in force after an action that keeps the state, or that was decided before the
+    # command.
     keeps_command = action.roles.candidate is not None and (
         action.kind in (ActionKind.RESTORE, ActionKind.RECONFIGURE)
         or state.command_sequence > state.decision_sequence

@@ -302,7 +302,8 @@ def choose_next_action(
     is_step_first = isinstance(step, Wait) or not (has_fleet and observed.drift)
     if step is not None and is_step_first:
         return step
-    if observed.drift:  # before a rollout, so that both versions run with the same settings
+    if observed.drift:
+        # Drift is corrected before a rollout, so that both versions run with the same settings.
         why = f"the endpoint does not match its settings: {'; '.join(observed.drift)}"
         return Action(kind=ActionKind.RECONFIGURE, state=expected, roles=roles, why=why)
     if desired is not None and desired.manifest != stable.manifest:
@@ -552,7 +553,7 @@ class _Rollout:
             if elapsed >= policy.ab_test.duration:
                 return self._conclude_test(policy.ab_test, analysis, share, is_complete=not missing)
             missing = missing or analysis.ab_summary or _NO_FEEDBACK
-            is_late = False  # `duration` replaces `step_timeout`
+            is_late = False  # For an A/B test, `duration` takes the place of `step_timeout`.
         if missing and is_late:
             why = f"{share} and needs an operator: step_timeout is over and {missing}"
             return Wait(why=why, kind=WaitKind.INCONCLUSIVE)

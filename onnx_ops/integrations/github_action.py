@@ -139,8 +139,8 @@ def run(
     `evaluated` is the folder of an evaluation to release. The results are written into `folder`.
     """
     root = open_project().settings.root
-    # After a force push, the checkout lacks the event's previous commit. The first push of a branch
-    # has no previous commit.
+    # After a force push, the event's previous commit is not in the checkout. The first push of a
+    # branch has no previous commit.
     base = since or next(
         (name for name in (event.base, "HEAD~1") if name and resolve_commit(root, name)), ""
     )
@@ -148,7 +148,7 @@ def run(
         lines = release_change(
             folder, base, evaluated, hosted=is_hosted(os.environ), metrics_folder=metrics_folder
         )
-    else:  # a pull request is never released
+    else:  # A pull request is only evaluated and never released.
         hand_over = folder if event.pull_request is None else None
         lines = evaluate_change(folder, base, hand_over=hand_over, metrics_folder=metrics_folder)
     # The repository's code must not send commands to the runner through its output. The runner
@@ -222,7 +222,7 @@ def _write_to_github(
             RefusedError,
             ServiceUnavailableError,
             UserError,
-        ) as error:  # the token of a pull request from a fork can only read
+        ) as error:  # The token of a pull request from a fork has no write permission.
             notes.append(f"The {what} could not be written: {error}")
     return notes
 
@@ -255,7 +255,8 @@ def _write_comment(repository: GitHubRepository, number: int, text: str, *, want
     for comment in repository.list_entries(f"issues/{number}/comments"):
         ours = (comment.get("user") or {}).get(
             "type"
-        ) == "Bot"  # a person's comment can quote the mark and is not updated
+            # The comment of a person can quote the mark, so only comments of bots are updated.
+        ) == "Bot"
         if ours and str(comment.get("body") or "").startswith(MARK):
             repository.request("PATCH", f"issues/comments/{int(comment['id'])}", body)
             return

@@ -76,7 +76,9 @@ def compare_rows(
         elif name.startswith(_ERROR):
             label = name.removeprefix(_ERROR)
             metric = label.partition(" ")[0]
-            if metric not in METRICS:  # another version of onnx-ops measured this metric
+            if metric not in METRICS:
+                # Another version of onnx-ops has measured this metric, and this version does not
+                # define it.
                 continue
             definition = MetricDefinition(name=metric)
             errors = {CANDIDATE: candidate[name], "base": base[name]}
@@ -94,7 +96,8 @@ def _load_rows(store: Store, raw: Digest | None) -> Mapping[str, Array]:
         return {}
     try:
         return load_arrays(store, raw)
-    except CorruptStateError:  # the evidence was recorded by a run with another store
+    except CorruptStateError:
+        # A run with another store recorded the evidence, so its arrays are not in this store.
         return {}
 
 

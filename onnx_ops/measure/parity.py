@@ -341,7 +341,8 @@ def _search_graph(
 ) -> Divergence:
     values = list(list_computed_values(failed.model))
     all_names = [value.name for value in values]
-    if failed.worst.output in all_names:  # Later values cannot cause the divergence.
+    if failed.worst.output in all_names:
+        # The divergence was caused before this output, so later values are not compared.
         values = values[: all_names.index(failed.worst.output) + 1]
     while True:
         chosen = pick_evenly([value.name for value in values], SHOWN)

@@ -90,8 +90,8 @@ def measure_activations(
             measurements += _measure_batch(
                 runtime, exact, readable, activations[start : start + PAIRS_AT_ONCE], feeds
             )
-    # Activations with the same range share a stretch, such as the input and output of MaxPool or
-    # Reshape. A range fits if it fits one of them. It is not judged if one of them has no stretch.
+    # Several activations share one range, such as the input and output of MaxPool or Reshape. Such
+    # a range passes if it fits one of them. It is not judged if one of them was not measured.
     stretches: dict[tuple[float, float], list[float | None]] = {}
     for activation, measurement in zip(activations, measurements, strict=True):
         stretches.setdefault((activation.low, activation.high), []).append(measurement.stretch)
@@ -232,8 +232,7 @@ def measure_paired_weights(
             rounded = [pair for pair in pairs if pair.rounded]
             weights = [pair for pair in moved if pair.rounded]
             errors = _measure_layer_errors(runtime, exact, feeds, weights, write_with_layer_errors)
-            # A constant that is not a layer's weight can be a bias that corrects the errors of
-            # weights.
+            # Such a constant can be a bias that corrects the errors of quantized weights.
             others = [pair for pair in moved if pair.name not in errors]
             biases = _measure_layer_errors(
                 runtime, exact, feeds, others, partial(_write_bias_errors, derived, rounded)

@@ -347,10 +347,11 @@ def _count_affordable_rows(
     real = probes[REAL].inputs
     sizes = [_count_rows(probe.inputs) for probe in probes.values()]
     few, some = (slice_rows(real, 0, min(size, sizes[0])) for size in (_FEW, _SOME))
-    copies = COPIES / 2 if source.jumps else 0  # jittered copies run in float64 only
+    # Jittered copies run only in float64, so each counts as half.
+    copies = COPIES / 2 if source.jumps else 0
     affordable: list[int] = []
     try:
-        source.answers(few)  # the first call includes one-time initialization
+        source.answers(few)  # This first call includes one-time initialization, so it is not timed.
         per_call = longer = math.inf
         for _ in range(_TIMES):
             per_call = min(per_call, _time_answers(source, few))

@@ -64,7 +64,7 @@ def _read_rounding(
         for name in names
     )
     if floor is None and answer is not None and answer.dtype.kind == "f":
-        floor = np.zeros(answer.shape)  # the output only copies inputs
+        floor = np.zeros(answer.shape)  # An output that only copies inputs has no rounding error.
     return Rounding(
         floor=floor,
         axis=described.axis,

@@ -94,7 +94,7 @@ class RowLayout:
         return {name: self._read_output(name, value, count) for name, value in outputs.items()}
 
     def _read_output(self, name: str, value: Any, count: int) -> Any:
-        shape = getattr(value, "shape", ())  # a sequence or a map has no shape
+        shape = getattr(value, "shape", ())  # A sequence or a map of ONNX has no shape.
         axis = self.outputs.get(name, list(shape).index(count) if count in shape else 0)
         return _move(value, axis, 0) if 0 < axis < len(shape) else value
 

@@ -249,7 +249,7 @@ def compare_starts(pair: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], Raw
     def figures(samples: Sequence[StartSamples]) -> tuple[RatioSamples, ...]:
         counts = [_join_starts(samples, figure) for figure in FIGURES]
         return tuple(
-            # There is one block per round, and none where a value is unknown.
+            # Each round is one block. A value of 0 is unknown, and has no logarithm.
             split_log_ratios(np.log(values.astype(np.float64))[:, np.newaxis])
             if (values > 0).all()
             else ((), ())
@@ -343,7 +343,7 @@ def measure_speed(
             contextlib.nullcontext() if against == EXPORT else contextlib.suppress(MeasurementError)
         ):
             limits = request.tolerances.get("latency", ())
-            # The choice of a variant also needs to know whether the variant is faster.
+            # The choice of a variant also uses the test of whether the variant is faster.
             if against == EXPORT:
                 limits = (FASTER, *limits, *request.tolerances.get("speedup", ()))
             comparison, raw = compare_latency(replace(pair, tolerances={"latency": limits}))

@@ -202,7 +202,7 @@ def measure_until_decided(
     far; unknown ratios are empty and do not extend the measurement. `tolerances` are the limits of
     each of these ratios, in the same order. `noun` names the pairs in progress messages.
     """
-    load_functions()  # loading them later would disturb the first measurement
+    load_functions()  # Loading the functions during the first measurement would slow it down.
     samples: list[S] = []
     measured, begun = 0, time.monotonic()
     looks = ", ".join(map(str, LOOKS))

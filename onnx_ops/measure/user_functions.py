@@ -47,7 +47,8 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         why = f"{reference} cannot be imported: there is no module {error.name}"
         raise missing_package(imported(error), where=where, why=why) from error
-    except Exception as error:  # the code of a module runs when it is imported
+    except Exception as error:
+        # The import runs the code of the module, which can raise any exception.
         raise _failed(f"{module_name} cannot be imported", error) from error
     function: Callable[..., Any] | None = getattr(module, function_name, None)
     if function is None:
@@ -72,11 +73,11 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
         raise UserError(
             f"{reference} cannot be called: {error}", where="train.with", remedy=remedy
         ) from error
-    except ValueError:  # a function in C has no signature
+    except ValueError:  # A function written in C can lack a signature.
         pass
     try:
         model: object = function(*data_sets, **parameters)
-    except (OnnxOpsError, MemoryError):  # the caller handles these
+    except (OnnxOpsError, MemoryError):  # The caller handles these errors.
         raise
     except Exception as error:
         raise _failed(f"{reference} failed", error) from error
@@ -110,7 +111,7 @@ def _takes_data(function: Callable[..., Any]) -> bool:
     """
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # a function in C has no signature
+    except ValueError:  # A function written in C can lack a signature.
         return True
     return any(
         parameter.kind
@@ -128,7 +129,8 @@ def _failed(what: str, error: Exception) -> OnnxOpsError:
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{_shown_path(error.filename)}:{error.lineno}"
     else:
-        # A line of Python's library or of onnx-ops does not help the user.
+        # The line must be in the user's code: lines of Python's library or of onnx-ops do not help
+        # the user.
         libraries = (
             Path(sysconfig.get_path("stdlib")),
             Path(__file__).parents[1],

@@ -139,7 +139,8 @@ def _fold_copies(model: onnx.ModelProto) -> None:
     outputs = {value.name for graph in iterate_graphs(model) for value in graph.output}
     origin: dict[str, str] = {}
     kept = []
-    for node in model.graph.node:  # in topological order
+    for node in model.graph.node:
+        # The nodes are in topological order, so the source of each value is known.
         source = origin.get(node.input[0], node.input[0]) if node.op_type == "Identity" else ""
         if source in constants and node.output[0] not in outputs:
             origin[node.output[0]] = source

@@ -77,7 +77,7 @@ def check_model(path: Path) -> None:
         RuntimeError,
         ValueError,
     ) as error:
-        # The last three types come from shape inference.
+        # Shape inference raises the last three types.
         remedy = (
             "Export the model again, or fix the named problem; `onnx-ops inspect` shows whether "
             "the file is valid."
@@ -278,7 +278,8 @@ def drop_zipmaps(model: onnx.ModelProto) -> tuple[str, ...]:
                 helper.make_tensor_value_info(value.name, TensorProto.FLOAT, [None, None])
             )
     if zipmaps and not any(entry.domain in DEFAULT_DOMAINS for entry in model.opset_import):
-        model.opset_import.add(version=_OLDEST)  # converters of trees import only ai.onnx.ml
+        # The converters of trees import only the domain ai.onnx.ml.
+        model.opset_import.add(version=_OLDEST)
     if zipmaps:
         helper.set_model_props(
             model,

@@ -291,7 +291,8 @@ def _rewrite_pair(node: onnx.NodeProto, work: _Dequantization) -> list[onnx.Node
             else helper.make_node("Identity", node.input[:1], node.output)
         ]
     name = work.store(f"{node.output[0]}.values", weight.values.astype(np.float32))
-    if maker is not None and maker.op_type == "Gather":  # rows of a table of levels
+    if maker is not None and maker.op_type == "Gather":
+        # The weight consists of selected rows of a table.
         chosen = helper.make_node("Gather", [name, maker.input[1]], node.output)
         chosen.attribute.extend(maker.attribute)
         return [chosen]
@@ -341,7 +342,7 @@ def _float_product(node: onnx.NodeProto, work: _Dequantization) -> onnx.NodeProt
     tensors = work.reader.tensors
     stored = tensors.get(node.input[1])
     if stored is None:
-        inputs = list(node.input[:2])  # both inputs were converted to floats before
+        inputs = list(node.input[:2])  # Earlier nodes have already converted both inputs to floats.
     else:
         levels = numpy_helper.to_array(stored).astype(np.float64)
         if len(node.input) > 3 and node.input[3] in tensors:

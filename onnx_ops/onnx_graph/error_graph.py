@@ -71,7 +71,7 @@ class ErrorGraph:
         graph = self._model.graph
         graph.node.extend(self._nodes)
         for name in outputs:
-            graph.output.add(name=name)  # the runtime infers its type
+            graph.output.add(name=name)  # ONNX Runtime infers the type of the output.
         if not get_opset(self._model):
             self._model.opset_import.add(domain="", version=self._opset)
 

@@ -241,14 +241,14 @@ def read_model(path: Path) -> onnx.ModelProto:
 
     model = read_structure(path)
     refuse_ort(path)
-    # Without a length, the onnx package reads the rest of the file.
+    # Without a length, the onnx package would read the rest of the external file.
     for tensor in iterate_tensors(model):
         size = _bytes_of(tensor) if tensor.external_data else None
         if size is not None and all(entry.key != "length" for entry in tensor.external_data):
             tensor.external_data.add(key="length", value=str(size))
     try:
         load_external_data_for_model(model, str(path.parent))
-    except (ValidationError, ValueError) as error:  # onnx refuses all links, even hard links
+    except (ValidationError, ValueError) as error:  # onnx refuses symbolic links and hard links.
         why = quoted(error)
         raise RefusedError(
             "its external data was not read", where=str(path), why=why, remedy=_PLAIN
@@ -405,7 +405,8 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
     files: dict[Path, None] = {}
     places: list[TensorLocation] = []
     for tensor in iterate_tensors(model):
-        if not (tensor.external_data or tensor.data_location):  # 1 is EXTERNAL
+        if not (tensor.external_data or tensor.data_location):
+            # Location 0 is the default, for values in the model file.
             continue
         entries = _read_entries(tensor)
         path = _find_external_file(entries.get("location"), folder, tensor.name)
@@ -446,7 +447,8 @@ def _find_external_file(name: str | None, folder: Path, tensor: str) -> Path:
         raise RefusedError(
             f"its external data {name!r} is outside the model's folder", where=where, remedy=_AGAIN
         )
-    if not os.path.isfile(path):  # unlike Path.is_file, it does not raise if a name is too long
+    if not os.path.isfile(path):
+        # Unlike Path.is_file, this function does not raise an error for a name that is too long.
         remedy = f"Copy {name} to this folder: the file holds the model's weights."
         raise NotFoundError(
             f"its external data {name!r} is missing", where=str(folder), remedy=remedy
@@ -460,7 +462,7 @@ def _refuse_overlaps(places: Iterable[TensorLocation]) -> None:
     Tied weights share all of their bytes.
     """
     last: TensorLocation | None = None
-    # Sorted by file and start, a place can overlap only with the previous one.
+    # In order of file and start, an overlap is always with the previous place.
     for place in sorted(place for place in places if place.end > place.start):
         is_same = last is not None and (last.start, last.end) == (place.start, place.end)
         if last and last.file == place.file and place.start < last.end and not is_same:
@@ -537,7 +539,8 @@ def _bytes_of(tensor: onnx.TensorProto) -> int | None:
 def _inside(path: Path, folder: Path) -> bool:
     try:
         return path.resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError, ValueError):  # too long, a zero byte, or a cyclic link
+    except (OSError, RuntimeError, ValueError):
+        # The path is too long, contains a null byte, or is a cyclic link.
         return False
 
 

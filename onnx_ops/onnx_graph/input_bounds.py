@@ -184,7 +184,8 @@ class _LazyShapes:
         attribute = _SELECTED_AXIS.get(node.op_type, "")
         axis = next((given.i for given in node.attribute if given.name == attribute), 0)
         if node.op_type == "GatherND" and self._shapes.get(node.input[1], [])[-1:] != [1]:
-            return "?"  # each entry holds indices of several axes
+            # Each entry of the indices selects on several axes, so no single axis limits it.
+            return "?"
         return shape[axis] if attribute and -len(shape) <= axis < len(shape) else "?"
 
 
@@ -211,10 +212,11 @@ def _infer_shapes(model: onnx.ModelProto) -> dict[str, list[int | str]]:
     for value in named.graph.input:
         for axis, size in enumerate(value.type.tensor_type.shape.dim):
             if not size.HasField("dim_value") and not size.dim_param:
-                size.dim_param = f"{value.name}[{axis}]"  # the name that `list_named_axes` gives
+                size.dim_param = f"{value.name}[{axis}]"  # `list_named_axes` uses the same name.
     try:
         graph = onnx.shape_inference.infer_shapes(named).graph
-    except Exception:  # raises various types; an invalid model is reported elsewhere
+    except Exception:
+        # Shape inference raises many types of errors. Another check reports an invalid model.
         return {}
     return {
         value.name: [

@@ -74,7 +74,7 @@ def write_with_outputs(path: Path, names: Sequence[str], copy: Path) -> None:
     outputs = {value.name for value in model.graph.output}
     for name in dict.fromkeys(names):
         if name not in outputs:
-            model.graph.output.add(name=name)  # the runtime infers its type
+            model.graph.output.add(name=name)  # ONNX Runtime infers the type of the output.
     write_model(model, copy)
 
 

@@ -100,7 +100,7 @@ def _read_kind(model: onnx.ModelProto) -> ModelKind:
         return ModelKind(precision="weight-only", why=_describe_weights(operators, weights))
     sizes = Counter[int]()
     for tensor in stored.values():
-        # Single numbers in a float16 graph are sometimes float32.
+        # In a float16 graph, single numbers are sometimes float32, so they are not counted.
         if (elements := math.prod(tensor.dims)) > 1:
             sizes[tensor.data_type] += elements
     half = max(_HALVES, key=lambda kind: sizes[kind])
@@ -123,9 +123,11 @@ def _count_weights(model: onnx.ModelProto, stored: Mapping[str, onnx.TensorProto
 
     The counts are by the type of the weight's levels. Lookups in a quantized table are included.
     """
-    types: dict[str, str] = {}  # types of levels, by the name of the weight's value
+    # The keys are the names of the weights, and the values are the types of their levels.
+    types: dict[str, str] = {}
     counts = Counter[str]()
-    for node in reversed(list(iterate_nodes(model))):  # in graph order
+    for node in reversed(list(iterate_nodes(model))):
+        # `iterate_nodes` yields the last node first, so the order is reversed.
         first = node.input[0] if node.input else ""
         weight = node.input[1] if len(node.input) > 1 else ""
         if kind := _get_levels_type(node, stored):

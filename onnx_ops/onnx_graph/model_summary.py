@@ -220,7 +220,7 @@ def _infer_shapes(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
         if model.functions:
             model = inliner.inline_local_functions(model)
         return shape_inference.infer_shapes(model, data_prop=True), ""
-    except Exception as error:  # shape inference raises various types
+    except Exception as error:  # Shape inference raises many types of errors.
         return model, quoted(error)
 
 
@@ -257,7 +257,7 @@ def _count_macs(
             KeyError,
             IndexError,
         ):
-            # A shape is unknown, or has another rank than the operator accepts.
+            # Either a shape is unknown, or its rank does not suit the operator.
             uncounted[node.op_type] += 1
     return macs, uncounted
 

@@ -171,7 +171,7 @@ def _keep_scale(work: _Rewriting, node: onnx.NodeProto) -> None:
         work.read(name, scale, -1) if work.scales.get(name) == scale else name
         for name in node.input
     ]
-    place = len(work.nodes)  # before the QuantizeLinear nodes of the operator's outputs
+    place = len(work.nodes)  # The new node belongs before the QuantizeLinear nodes of its outputs.
     moved = [work.write(name, scale) if name else "" for name in node.output]
     made = copy.deepcopy(node)
     made.input[:], made.output[:] = inputs, moved

@@ -127,8 +127,8 @@ def pair_quantized_weights(source: Path, derived: Path) -> PairedWeights:
                 stretch=weight.stretch,
             )
         )
-    # A single number without an original was computed from other numbers. The comparison of the
-    # functions without rounding shows whether the number is right.
+    # A single number without an original was computed from other numbers. The comparison of the two
+    # models without rounding checks this number.
     unpaired = {
         weight.name for weight in rounded if weight.tensor not in origins and weight.values.size > 1
     }
@@ -367,7 +367,8 @@ def _add_bias_errors(
         return turned.reshape(dims.get(pair.origin, turned.shape)).astype(np.float32)
 
     value = layer.input[0]
-    if levels is not None:  # the layer reads a quantized value
+    if levels is not None:
+        # The input of the layer is a quantized value, so it is quantized and dequantized here too.
         scales = [store(f"levels{part}", values) for part, values in enumerate(levels)]
         written = add("QuantizeLinear", [value, *scales], "written")
         value = add("DequantizeLinear", [written, *scales], "read")

@@ -83,7 +83,8 @@ def list_ranked_outputs(path: Path) -> frozenset[str]:
     model = read_structure(path)
     ranked: set[str] = set()
     for node in model.graph.node:
-        if node.op_type == "TopK":  # the values of TopK are sorted, and change continuously
+        if node.op_type == "TopK":
+            # Only the indices of TopK jump. Its sorted values change continuously.
             ranked.update(node.output[1:])
         if node.op_type in RANKINGS or not ranked.isdisjoint(node.input):
             ranked.update(node.output)

@@ -295,13 +295,15 @@ def _estimate_normalized(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> 
     The rounding of its scale and offset is included.
     """
     axes = [2] if node.op_type == "InstanceNormalization" else list(range(get_axis(node), 0))
-    if not axes:  # the axis counts from the front, and the rank is unknown
+    if not axes:
+        # The axis counts from the front, so the normalized axes are unknown without the rank.
         return _estimate_unknown(graph, node, name)
     x = node.input[0]
     before = graph.error(x)
     values = graph.as_float(x)
     factor, *offset = (graph.size(parameter) for parameter in node.input[1:3] if parameter)
-    if node.op_type == "InstanceNormalization":  # every channel is a row
+    if node.op_type == "InstanceNormalization":
+        # InstanceNormalization normalizes each channel separately, so every channel is a row.
         rows = graph.constant([0, 0, -1], np.int64)
         values = graph.emit("Reshape", [values, rows])
         before = before and graph.emit("Reshape", [before, rows])
@@ -336,7 +338,7 @@ def _estimate_standardized(
             "Add", [error, graph.emit("Add", [before, graph.reduce("ReduceMean", before, axes)])]
         )
     # If a variance is computed as the mean of squares minus the square of the mean, its error is
-    # eps mean^2.
+    # about eps * mean².
     lost = graph.scale(
         graph.emit("Div", [graph.emit("Mul", [mean, mean]), variance]), graph.epsilon
     )
@@ -399,7 +401,8 @@ def _estimate_trees(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str |
         largest, (np.asarray(trees), np.asarray(targets)), _read_sizes(node, f"{prefix}_weights")
     )
     total = largest.sum(axis=0)
-    if prefix == "class" and len(set(targets)) == 1:  # two classes, of which the file stores one
+    if prefix == "class" and len(set(targets)) == 1:
+        # For two classes, the file stores the scores of only one class.
         total[:] = total.max()
     base = _read_sizes(node, "base_values")
     if base.size == width:

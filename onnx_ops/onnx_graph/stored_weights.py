@@ -265,7 +265,7 @@ class StoredWeightReader:
                 np.nan_to_num(np.rint(values / scale) + centre), *_LIMITS[zero.dtype.name]
             )
         weight = self._scaled(name, levels, scales, transposable=True, stored_as=zero.dtype.name)
-        # The constant was rounded to float16 before.
+        # The rounding of the constant to float16 adds an error of one float16 step.
         if weight is not None and self.tensors[name].data_type == _HALF:
             return replace(
                 weight,
@@ -477,7 +477,7 @@ def expand_scales(
     if values.ndim == len(shape) and all(
         v in (1, s) for v, s in zip(values.shape, shape, strict=True)
     ):
-        return values  # MatMulInteger takes scales of any shape that broadcasts
+        return values  # MatMulInteger accepts scales of any shape that broadcasts.
     if not -len(shape) <= axis < len(shape) or values.size != shape[axis]:
         return None
     sizes = [1] * len(shape)
@@ -515,7 +515,8 @@ def _count_end_steps(levels: Floats, kind: str) -> Floats:
     if kind not in _LIMITS:
         return np.ones((1,) * levels.ndim)
     least, most = _LIMITS[kind]
-    lowest = least + 1 if least < 0 else least  # symmetric quantizers do not use the smallest level
+    # Symmetric quantizers do not use the smallest level.
+    lowest = least + 1 if least < 0 else least
     return np.where((levels <= lowest) | (levels >= most), _END_STEPS, 1.0)
 
 

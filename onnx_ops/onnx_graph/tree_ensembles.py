@@ -245,7 +245,8 @@ def _split_columns(
     probes = {}
     for name, array in samples.items():
         pairs = parts[name]
-        if array.dtype.kind == "i":  # use the next whole number on either side
+        if array.dtype.kind == "i":
+            # For integers, the values are rounded outwards to the next whole numbers.
             pairs = np.where(
                 pairs > pairs.min(axis=1, keepdims=True), np.ceil(pairs), np.floor(pairs)
             )
@@ -270,7 +271,7 @@ def _matrix(model: onnx.ModelProto, names: list[str]) -> tuple[str, list[str]]:
 
 
 def _origin(makers: Mapping[str, onnx.NodeProto], value: str) -> str:
-    for _ in makers:  # a file can contain a cycle
+    for _ in makers:  # The loop is limited, since a damaged file can contain a cycle.
         node = makers.get(value)
         if node is None or node.op_type not in _TRANSPARENT:
             break
@@ -287,7 +288,7 @@ def _probes(
     """
     roots = _find_roots(tree, tree)
     waiting = [(root, rows[index % len(rows)]) for index, root in enumerate(roots)]
-    visited = set(roots)  # a file can contain a cycle
+    visited = set(roots)  # Visited nodes are recorded, since a damaged file can contain a cycle.
     reached: dict[int, Floats] = dict.fromkeys(roots, rows)
     while waiting:
         node, spare = waiting.pop()

@@ -129,8 +129,8 @@ class _PossibleOrigin:
             self.named,
         )
         level = next((place for place, trust in enumerate(trusts) if trust), len(trusts))
-        # The orientation decides between a square matrix and its transpose, unless only one of them
-        # is near.
+        # Only the orientation distinguishes a square matrix from its transpose, unless only one of
+        # them is close in value.
         return level, not (near or self.oriented), self.distance
 
 
@@ -170,7 +170,7 @@ class OriginFinder:
         waiting: list[tuple[StoredWeight, list[_PossibleOrigin]]] = []
         for weight in weights:
             candidates = sorted(self._list_candidates(weight), key=lambda candidate: candidate.rank)
-            # Scalars, such as exponents and factors, can have the same names and places in
+            # Scalars, such as exponents and factors, can have the same names and positions in
             # unrelated files. Only an equal value is evidence.
             if weight.values.size == 1:
                 candidates = [one for one in candidates if one.distance < _SAME_NUMBER]
@@ -352,7 +352,9 @@ def _list_sums(model: onnx.ModelProto) -> dict[str, str]:
     The value may be quantized before the addition.
     """
     follows = _follow_constants(model, collect_constants(model))
-    before: dict[str, str] = {}  # values before quantization, by quantized or dequantized value
+    # The keys are quantized or dequantized values, and the values are the originals before
+    # quantization.
+    before: dict[str, str] = {}
     sums = {}
     for node in model.graph.node:
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):

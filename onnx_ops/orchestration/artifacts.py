@@ -159,5 +159,5 @@ class _Progress(Observer):
 def _patiently() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # Prefect's client raises exceptions of many types
+    except Exception as error:  # Prefect's client raises many types of exceptions.
         get_logger(__name__).info("the progress was not published: %s", type(error).__name__)

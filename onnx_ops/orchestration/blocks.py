@@ -268,10 +268,11 @@ def load_block(place: str) -> Block:
     where = f"prefect block {place}"
     try:
         block: Any = Block.load(place)
-    except ValueError as error:  # the block or its type does not exist
+    except ValueError as error:  # The block does not exist, or its type is not registered.
         remedy = "See `prefect block ls`. Install the package that defines the block's type."
         raise UserError("there is no such block", where=where, remedy=remedy) from error
-    except Exception as error:  # its text can contain a secret, so only its type is reported
+    except Exception as error:
+        # The message can contain a secret, so only the type of the error is reported.
         raise ServiceUnavailableError(
             "cannot be read", where=where, why=type(error).__name__
         ) from None

@@ -39,8 +39,8 @@ class PrefectNotifier(Notifier):
         try:
             block.notify(body="\n".join(notification.lines), subject=notification.title)
         except Exception as error:
-            # The code of a block is third-party. Its exceptions can contain the block's secret, so
-            # that only their type is reported.
+            # A block is third-party code, whose exceptions can contain a secret of the block. So
+            # only their type is reported.
             raise ServiceUnavailableError(
                 "could not notify", where=self._where, why=type(error).__name__
             ) from None

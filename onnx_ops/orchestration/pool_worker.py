@@ -132,15 +132,16 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
         with get_client(sync_client=True) as client:
             retry_soon(client)
             while not done.wait(_WATCH_S):
-                with contextlib.suppress(Exception):  # without the server, the stage continues
+                with contextlib.suppress(Exception):
+                    # While the Prefect server is unavailable, the stage continues.
                     flow_run = client.read_flow_run(run)
                     if is_final(flow_run.state):
                         if flow_run.state is not None and flow_run.state.is_cancelling():
-                            # If this request fails, the worker sets the state when this process has
-                            # ended.
+                            # If this request fails, the worker sets the state after the end of this
+                            # process.
                             with contextlib.suppress(Exception):
-                                # Set the state before the processes end: the flow run would report
-                                # their end as a failure.
+                                # The state must be set before the processes end. Otherwise, the
+                                # flow run would report their end as a failure.
                                 client.set_flow_run_state(
                                     run, Cancelled(message="its result is not needed"), force=True
                                 )
@@ -222,8 +223,8 @@ class PoolWorker:
                     heartbeat = now
                 self._reap(client)
                 free = self.limit - len(self.stages)
-                # Sometimes poll even if no stage can start: the time of the last poll shows that
-                # the worker is alive.
+                # The worker polls at least once per heartbeat even if it cannot start a stage. The
+                # server records the time of the last poll, which shows that the worker is alive.
                 if not self._stopping and (
                     now - polled >= HEARTBEAT_S or (free > 0 and self._is_any_waiting(client))
                 ):
@@ -231,7 +232,8 @@ class PoolWorker:
                     for run in self._waiting(client)[:free]:
                         self._take(client, run)
             self._pause()
-        # If these requests fail, the worker is treated as dead after its last heartbeat.
+        # If these requests fail, the worker counts as dead one silence limit after its last
+        # heartbeat.
         with contextlib.suppress(Exception):
             client.delete_variable_by_name(variable)
             place = {"work_pool_name": self.pool, "name": self.name}
@@ -244,7 +246,8 @@ class PoolWorker:
         """Wait until the next poll, or until a stage ends and another can start."""
         with contextlib.ExitStack() as stack:
             ends = list[int]()
-            # Poll only if the system has no `pidfd_open`, or if too many files are open.
+            # Without a descriptor for each process, the worker polls: `pidfd_open` is missing, or
+            # too many files are open.
             with contextlib.suppress(AttributeError, OSError):
                 for pid in self.stages:
                     ends.append(end := os.pidfd_open(pid))
@@ -275,7 +278,7 @@ class PoolWorker:
         alive = list_alive(client, self.pool, server_time(client))
         for name, worker in read_announcements(client).items():
             if worker.pool == self.pool and worker.name not in alive:
-                # Another worker can have deleted the variable first.
+                # Another worker can have deleted the variable.
                 with contextlib.suppress(ObjectNotFound):
                     client.delete_variable_by_name(name)
         own = replace(
@@ -363,17 +366,20 @@ class PoolWorker:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)  # child processes of a killed stage
+                    # A killed stage can leave child processes behind.
+                    os.killpg(pid, signal.SIGKILL)
                 del self.stages[pid]
                 self._ended[run.id] = describe_exit(os.waitstatus_to_exitcode(status))
                 _LOG.info("%s: ended with %s", run.name, self._ended[run.id])
         for run_id, how in tuple(self._ended.items()):
             try:
                 state = client.read_flow_run(run_id).state
-            except ObjectNotFound:  # a user has deleted the run
+            except ObjectNotFound:  # A user has deleted the flow run.
                 del self._ended[run_id]
                 continue
-            if state is not None and state.is_cancelling():  # cancelled before the stage began
+            if state is not None and state.is_cancelling():
+                # The run was cancelled before its stage began, so the stage could not set the
+                # state.
                 client.set_flow_run_state(
                     run_id, Cancelled(message=f"its process ended with {how}"), force=True
                 )
@@ -411,7 +417,7 @@ def _send_description(sending: Connection) -> None:
     from onnx_ops.adapters.runtimes.onnxruntime_session import DISTRIBUTION, list_providers
 
     providers: tuple[str, ...] = ()
-    with contextlib.suppress(ImportError):  # a machine without ONNX Runtime, which only trains
+    with contextlib.suppress(ImportError):  # A machine that only trains can lack ONNX Runtime.
         providers = list_providers()
     with project_of(()) as project:
         described = WorkerStatus(
@@ -454,7 +460,8 @@ def _execute(run: FlowRun) -> None:
         with get_client(sync_client=True) as client:
             retry_soon(client)
             begun: Any = client.set_flow_run_state(run.id, Running())
-            if begun.status == "ACCEPT":  # the server rejects the state of a cancelled run
+            if begun.status == "ACCEPT":
+                # The server rejects the state of a run that was cancelled meanwhile.
                 state = _work(run.id, run.parameters["request"], run.parameters["store"], logger)
                 client.set_flow_run_state(run.id, state)
                 code = 0 if state.is_completed() else 1

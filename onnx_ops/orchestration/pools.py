@@ -138,7 +138,8 @@ class PrefectPools(Pools):
                     run, is_ours = _create_run(client, deployment, stage, number)
                     if is_ours:
                         self.runs.add(run.id)
-                if is_final(run.state):  # the run belongs to an earlier request
+                if is_final(run.state):
+                    # A final state belongs to an earlier request for the same stage.
                     if is_done():
                         return EndedRun(run=str(run.id), seconds=run.total_run_time.total_seconds())
                     continue
@@ -146,7 +147,7 @@ class PrefectPools(Pools):
                 try:
                     return self._wait(client, run.id, stage)
                 except _WorkerDied as death:
-                    if is_done():  # the worker died after it had stored the result
+                    if is_done():  # The worker can die after it has stored the result.
                         return EndedRun(run=str(run.id))
                     deaths.append(str(death))
                     if len(deaths) == self.tries:
@@ -170,7 +171,8 @@ class PrefectPools(Pools):
     def cancel(self) -> None:
         """Cancel the flow runs that this process created and awaits, and create no others."""
         self._cancelled = True
-        if self._turn.acquire(timeout=HEARTBEAT_S):  # waits for a creation in progress
+        if self._turn.acquire(timeout=HEARTBEAT_S):
+            # This call waits until a creation in progress has ended.
             self._turn.release()
         if runs := tuple(self.runs):
             with contextlib.suppress(Exception), _open_client() as client:
@@ -238,7 +240,8 @@ class PrefectPools(Pools):
             return None
 
     def _check_time(self, stage: PlacedStage, running_s: float) -> None:
-        # The worker normally stops the stage in time. This check is for a worker that does not.
+        # The worker normally enforces the time-out. This check stops a stage whose worker fails to
+        # do so.
         if stage.timeout is not None and running_s > stage.timeout + 2 * self.silence:
             raise StageError(
                 f"the stage ran longer than its time-out of {stage.timeout:g} s and was stopped",
@@ -268,7 +271,7 @@ class PrefectPools(Pools):
         beat: object = None
         while True:
             pause = self.poll if beat is not None else min(self.poll, 0.2)
-            # All threads read at the same time, so that one request reads the runs of all threads.
+            # All threads read at the same time, so one request reads the runs of all threads.
             time.sleep(max(pause / 2, min(pause, self._read_at + pause - time.monotonic())))
             now = time.monotonic()
             flow_run = self._read_if_available(client, run, now - contact)
@@ -279,7 +282,8 @@ class PrefectPools(Pools):
             if ended is not None:
                 return ended
             kind = get_state_type(flow_run.state)
-            # During an outage no heartbeat can be read, so the measurement starts again after it.
+            # No heartbeat can be read during an outage, so the measurement of the silence restarts
+            # after it.
             if (flow_run.updated, kind) != beat or silent:
                 beat, last_beat = (flow_run.updated, kind), now
             if _is_taken(flow_run) and now - last_beat > self.silence:
@@ -368,7 +372,7 @@ def _read_pool(
     try:
         is_paused = client.read_work_pool(pool).is_paused
         alive = list_alive(client, pool, now)
-    except ObjectNotFound:  # the pool was deleted, but its deployment still exists
+    except ObjectNotFound:  # The pool was deleted, but the deployment that names it still exists.
         is_paused, alive = False, []
     workers = tuple(own.get(name, WorkerStatus(pool=pool, name=name)) for name in alive)
     status = PoolStatus(pool=pool, workers=workers, runs=tuple(_list_runs(client, pool, alive)))
@@ -480,7 +484,7 @@ def _cancel(client: SyncPrefectClient, run: UUID) -> None:
     """Stop a running stage, or prevent its start; suppress all exceptions."""
     from prefect.states import Cancelled, Cancelling
 
-    # The caller reports the first error. An exception of Prefect's client would replace it.
+    # The caller reports the first error. An exception of Prefect's client would hide it.
     with contextlib.suppress(Exception):
         state = client.read_flow_run(run).state
         if not is_final(state):
@@ -514,7 +518,8 @@ def _find_end(flow_run: FlowRun) -> EndedRun | None:
 def _open_client() -> Iterator[SyncPrefectClient]:
     from prefect.settings import PREFECT_API_URL
 
-    if not PREFECT_API_URL.value():  # checked first, since the import of the client takes seconds
+    if not PREFECT_API_URL.value():
+        # This check is first, since importing the client takes seconds.
         raise UserError(
             "stages with a `pool` need a Prefect server, and none is configured",
             where="PREFECT_API_URL",

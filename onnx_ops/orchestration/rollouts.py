@@ -88,7 +88,7 @@ def publish_rollout(context: Context, endpoint: str) -> None:
     model, version = timeline.candidate.model, timeline.candidate.version
     try:
         link = context.registry().page(model, version, "report.html")
-    except OnnxOpsError:  # without the registry, the page has no link
+    except OnnxOpsError:  # Without the registry, the page is written without a link.
         link = ""
     command = f"Write the report to a file: `onnx-ops report {model}/{version}`"
     text = page(endpoint, timeline, f"[Report of the release]({link})" if link else command)
@@ -141,7 +141,7 @@ def _reconcile(
 
     try:
         reconcile_until_stable(context, endpoint, actor=by, on_step=record)
-    except ConflictError:  # the next pass reads the action of the other process
+    except ConflictError:  # The next pass reads the action of the other process.
         reports.append(
             StepReport(
                 endpoint=endpoint, did="", why="another process acted meanwhile", stable=False

@@ -108,7 +108,8 @@ def _plan_sources(pipeline: Pipeline, probe: ProjectProbe) -> list[Stage]:
         settings | env,
         needs=needs,
         tools=tools,
-        # User code can crash. It can also be edited while this process runs.
+        # User code can crash a process. Besides, a long-running process would not see changes of
+        # the code.
         own_process=pipeline.train is not None,
         hints=hints,
     )
@@ -221,7 +222,7 @@ def _plan_judgement(
         # affect a measurement, so the key leaves them out.
         **({"throughput": list(request.throughput)} if request.throughput else {}),
         **({"starts": True} if request.starts else {}),
-        # The metrics include accuracy, even without a gate, if the data allow it.
+        # Accuracy is measured even without a gate for it, if the data have labels.
         "metrics": [
             {
                 "definition": codec.to_json(metric),
@@ -518,7 +519,8 @@ def _list_parameters(pipeline: Pipeline) -> dict[str, Json]:
         "export.framework": pipeline.export.framework,
         "export.opset": str(pipeline.export.opset),
     }
-    for path, value in pipeline.parameters.items():  # MLflow rejects brackets in names
+    for path, value in pipeline.parameters.items():
+        # MLflow rejects brackets in the names of parameters.
         name = re.sub(r"[^\w\-. :/]", "_", path.replace("[", ".").replace("]", ""), flags=re.ASCII)
         recorded[f"params.{name}"] = as_json_text(value)
     if pipeline.train is None:

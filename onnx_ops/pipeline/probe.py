@@ -62,7 +62,8 @@ class ProjectProbe:
         plugin = plugins.load(kind, name)
         shaping = plugin.tools
         if kind == "runtimes":
-            # The digest of a target covers the build of a runtime in an isolated environment.
+            # For an isolated environment, the digest of the target includes the version of the
+            # runtime.
             return versions | ({} if env is not None and env.isolated else _versions(shaping))
         if kind != "data" and (wanted := plugins.select_environment(plugin, env)) is not None:
             return versions | {

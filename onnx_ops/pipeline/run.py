@@ -61,7 +61,7 @@ class DaemonThreadPool(Generic[R]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with suppress(Empty):  # removes the queued tasks of an interrupted run
+        with suppress(Empty):  # An interrupted run discards its queued tasks.
             while error is not None:
                 self._tasks.get_nowait()
         for _ in range(self._jobs):
@@ -82,7 +82,8 @@ class DaemonThreadPool(Generic[R]):
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            del item, future, task  # frees the memory of the result while this thread waits
+            # Without these references, the result is freed while this thread waits.
+            del item, future, task
 
 
 def ordered_map(jobs: int, task: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

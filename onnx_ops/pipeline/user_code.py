@@ -35,10 +35,10 @@ _JOBLIB = "joblib"
 """Package that writes its name into files, but is not part of a model's code."""
 
 _NAME_PATTERN = re.compile(
-    rb"(?=\x8c(?P<short>.)(?P<a>[^\W\d][\w.]*)"  # texts in pickles, after their lengths
+    rb"(?=\x8c(?P<short>.)(?P<a>[^\W\d][\w.]*)"  # In a pickle, the length of a text precedes it.
     rb"|X(?P<long>.{4})(?P<b>[^\W\d][\w.]*)"
-    rb"|c(?P<c>[^\W\d][\w.]*)\n"  # classes in pickles of protocols below 4
-    rb'|"(?P<d>[^\W\d][\w.]*)")',  # texts in JSON
+    rb"|c(?P<c>[^\W\d][\w.]*)\n"  # Pickle protocols below 4 write classes on lines.
+    rb'|"(?P<d>[^\W\d][\w.]*)")',  # In JSON, a text is quoted.
     re.DOTALL,
 )
 
@@ -159,7 +159,8 @@ def _list_names(content: bytes) -> Iterator[tuple[str, bool]]:
         name, is_class = match[kind or 0], kind == "c"
         if kind == "a":
             name = name[: match["short"][0]]
-            # A text in a pickle names a module if a second text and the opcode for a class follow.
+            # In a pickle, a text is the name of a module if a second text and the opcode for a
+            # class follow it.
             second = _SECOND_TEXT.match(content, match.start("a") + match["short"][0])
             after = content[second.end() + second[1][0] :][:2] if second else b""
             is_class = after in (b"\x94\x93", b"\x93\x94", b"\x93")
@@ -174,7 +175,8 @@ def _collect_module(
     source = _find_source(module, root)
     if source is None:
         first = module.partition(".")[0]
-        if not any((root / first).glob("*.py")):  # otherwise a name within a module of the project
+        if not any((root / first).glob("*.py")):
+            # With such a folder, the name is an attribute of a module of the project.
             packages.update(find_distributions(first))
         return
     path, base = source
@@ -194,7 +196,7 @@ def _list_imports(path: Path, base: Path) -> Iterator[str]:
     package = list(path.relative_to(base).parts[:-1])
     try:
         tree = parse_python(path.read_bytes())
-    except (SyntaxError, ValueError) as error:  # ValueError for a null byte
+    except (SyntaxError, ValueError) as error:  # A null byte causes ValueError.
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise UserError("not Python", where=f"{path}{line}", why=str(error)) from error
     for node in ast.walk(tree):

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.ports.plugin import Plugin
 
-if TYPE_CHECKING:  # a process that only runs models imports this module too
+if TYPE_CHECKING:
+    # These imports are only for type hints: a process that runs models imports this module too, and
+    # starts faster without them.
     from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
     from onnx_ops.domain.endpoint import (
         EndpointConfig,

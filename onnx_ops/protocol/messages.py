@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# Headers of the public listener, in lower case.
+# The names of the headers of the public listener are in lower case.
 USER_KEY_HEADER = "x-user-key"
 """Header with the key of a user.
 

@@ -125,7 +125,8 @@ def decode_table(data: bytes, *, where: str = "") -> RoutingTable:
     content = document.get("table")
     try:
         is_intact = isinstance(content, dict) and digest_json(content) == document.get("checksum")
-    except ValueError:  # NaN or an infinity, which `encode_table` never writes
+    except ValueError:
+        # Canonical JSON has no NaN and no infinity, and `encode_table` never writes them.
         is_intact = False
     if not is_intact:
         raise CorruptStateError("the table does not match its checksum", where=where)

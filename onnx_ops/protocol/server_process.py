@@ -20,7 +20,7 @@ from annotated_types import Ge, Le, Unit, doc
 from onnx_ops.domain.execution import CPU
 from onnx_ops.domain.target import Target
 
-# Files of a server's folder.
+# The following files are in the folder of a server.
 SERVER_FILE = "server.json"
 """File with the `ServerRecord` of the running server.
 
@@ -49,7 +49,7 @@ AUDIT_FILE = "audit.jsonl"
 FINAL_COUNTS_FILE = "counts.json"
 """The counts of a server that has stopped, including its last requests."""
 
-# Files and environment of a cloud container.
+# The following files and environment variables belong to a cloud container.
 DEPLOYMENT_FILE = "deployment.json"
 """File in a container that describes the deployment, without its location."""
 MODEL_FOLDER = "model"
@@ -253,7 +253,7 @@ class LocalHost:
             return named
         try:
             user = getpass.getuser()
-        except (KeyError, OSError):  # a container's user without an entry in /etc/passwd
+        except (KeyError, OSError):  # The user of a container can have no entry in /etc/passwd.
             user = f"uid-{os.getuid()}"
         return f"{user}@{socket.gethostname()}"
 
@@ -267,7 +267,9 @@ def _started(process: int) -> str:
     with contextlib.suppress(PermissionError):
         if Path("/proc/self").exists():
             return read_start_time(process) or ""
-    with contextlib.suppress(PermissionError):  # the process runs and belongs to another user
+    with contextlib.suppress(PermissionError):
+        # The kernel refuses the signal if the process belongs to another user, so the process
+        # exists.
         try:
             os.kill(process, 0)
         except ProcessLookupError:

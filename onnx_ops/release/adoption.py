@@ -221,8 +221,8 @@ def adopt(
         LedgerConflictError: another process appended an entry meanwhile.
     """
     state = adoption.state
-    # The registry sync writes the tags of the adopted state's rollbacks again, and continues after
-    # this entry. Tags of rollbacks in the lost entries remain in the registry.
+    # After this entry, the registry sync writes the rollback tags of the adopted state again. Tags
+    # that the lost entries caused stay in the registry.
     marked = frozenset(
         version for version, d in state.known.items() if state.find_rejection(d) is not None
     )

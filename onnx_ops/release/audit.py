@@ -172,7 +172,7 @@ def list_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
                     registry.version(model, aliases[name]), target, key, verifier
                 ):
                     dependents.append(Dependent(model=model, version=aliases[name], alias=name))
-            except NotFoundError:  # a version that onnx-ops did not register has no decision
+            except NotFoundError:  # A version that onnx-ops did not register has no decision.
                 continue
     return tuple(dependents)
 

@@ -185,7 +185,7 @@ def is_later(override: SignedOverride, rollback: PublishedRollback) -> bool:
     """Return whether an override was signed after the rollback was published."""
     try:
         return datetime.fromisoformat(override.record.at) >= rollback.at
-    except (ValueError, TypeError):  # the text is not a time, or has no time zone
+    except (ValueError, TypeError):  # The text is not a time, or the time has no time zone.
         return False
 
 

@@ -187,7 +187,7 @@ def _find_missing(
         return "; ".join(observed.stragglers)
     if action.is_rollback or not observed.is_equivalent(action.state):
         return "it serves another state"
-    # Other settings do not change which versions serve.
+    # Only RECONFIGURE applies settings. For other actions, drift of the settings does not matter.
     return "; ".join(observed.drift) if action.kind is ActionKind.RECONFIGURE else ""
 
 
@@ -223,7 +223,7 @@ def _renewing_lease(journal: Journal, sequence: int) -> Iterator[None]:
             try:
                 if not renew_lease(journal, sequence):
                     return
-            except OnnxOpsError:  # the next check tries again
+            except OnnxOpsError:  # The renewal is tried again at the next check.
                 continue
             due = now + LEASE_S / 2
 

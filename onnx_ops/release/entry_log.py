@@ -59,7 +59,7 @@ def _extend(log: EntryLog, entries: Iterable[LedgerEntry], *, is_verified: bool)
         try:
             grant = explain_grant(state, entry.body)
             state = apply_entry(state, entry)
-        except ValueError:  # after unreadable entries, the state is unknown until an adoption
+        except ValueError:  # After unreadable entries, the state is unknown until an adoption.
             grant = None
         added.append(entry)
         grants.append(grant if is_verified else None)

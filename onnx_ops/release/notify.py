@@ -72,7 +72,8 @@ def send_pending_each(context: Context, endpoints: Sequence[str]) -> tuple[Deliv
     for name in endpoints:
         try:
             results += send_pending(context, name)
-        except Exception as error:  # a failing ledger or notifier must not fail the traffic change
+        except Exception as error:
+            # An error of the ledger or of a notifier must not fail the change of traffic.
             results.append(DeliveryResult(endpoint=name, notifier="", error=str(error)))
     return tuple(results)
 
@@ -123,7 +124,7 @@ class NotificationLoop:
             is_last = stopped.is_set()
             try:
                 self.send_all()
-            except Exception:  # a defect must not stop the notifications of all endpoints
+            except Exception:  # An unexpected error must not stop all later notifications.
                 _log.exception("notifications")
             if is_last:
                 return
@@ -163,8 +164,8 @@ def _send_through(context: Context, endpoint: str, name: str, notifier: Notifier
         return DeliveryResult(endpoint=endpoint, notifier=name)
     sent: list[Notification] = []
     try:
-        # The first pass records the starting position of each notifier, so that no notification
-        # expires while a notifier fails.
+        # The start position depends on the present time, so only the first pass computes it. Later
+        # passes would skip notifications that were not sent while a notifier failed.
         positions = [
             e.body.of
             for e in entries

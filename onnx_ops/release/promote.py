@@ -325,7 +325,7 @@ def find_refused_change(context: Context, config: EndpointConfig) -> UserError |
         _find_moved(context, read_readable_state(context, config.endpoint), config)
     except UserError as error:
         return error
-    except OnnxOpsError:  # the run reports this
+    except OnnxOpsError:  # The run reports any other error.
         pass
     return None
 
@@ -365,7 +365,7 @@ def delete_endpoint(context: Context, endpoint: str, *, reason: str = "", actor:
     def delete(journal: Journal) -> None:
         nonlocal requested
         if requested and not journal.state.deleting:
-            return  # another process has completed the deletion
+            return  # Another process has completed the deletion.
         config = journal.config
         journal.require_idle()
         if not journal.state.deleting:
@@ -449,7 +449,8 @@ def _override(
     before = read_override(record, target, verifier)
     registry.annotate(record.model, record.version, {override_reason_tag(target): reason})
     signed = read_override(registry.version(record.model, record.version), target, verifier)
-    if signed is None or signed == before:  # the registry's server did not sign the override
+    if signed is None or signed == before:
+        # The server of the registry has not signed the override, so this process signs it.
         signer = context.signer()
         if signer is None:
             raise RefusedError(

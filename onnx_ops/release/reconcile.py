@@ -683,7 +683,9 @@ def record_selection(journal: Journal, desired: DesiredState) -> None:
         ConflictError: another process acted meanwhile.
     """
     if (selected := _find_unrecorded_selection(journal, desired)) is not None:
-        with suppress(MissingKeyError):  # without a key, only the later start records its time
+        with suppress(MissingKeyError):
+            # Without a signing key, the time of the selection is not recorded. The start of the
+            # rollout records it later.
             journal.append(VersionSelected(selected=selected))
 
 

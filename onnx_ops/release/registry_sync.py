@@ -262,7 +262,7 @@ def revert_alias(journal: Journal, refused: VersionRefused) -> None:
             else:
                 registry.set_alias(model, refused.alias, refused.restored_to)
         except (NotFoundError, RefusedError):
-            # The previous version was also deleted, or is no longer permitted.
+            # The previous version was deleted too, or it is no longer permitted.
             if refused.restored_to is None:
                 raise
             registry.delete_alias(model, refused.alias)
@@ -274,7 +274,7 @@ def conclude_refusal(journal: Journal, refused: VersionRefused) -> None:
 
     The outcome records that the alias no longer points to the version.
     """
-    with contextlib.suppress(NotFoundError):  # the version can have been deleted
+    with contextlib.suppress(NotFoundError):  # The version may have been deleted meanwhile.
         tags = {f"onnxops.rejected.{refused.alias}": refused.reason[:MAX_TEXT]}
         journal.context.registry().annotate(journal.config.model, refused.version, tags)
     journal.append(ActionOutcome(of=journal.state.refusal_sequence, ok=True))
@@ -326,7 +326,7 @@ def write_pending_aliases(journal: Journal) -> str:
         ):
             try:
                 registry.set_alias(config.model, name, version)
-            except NotFoundError:  # the version was deleted, so the alias is not changed
+            except NotFoundError:  # The version was deleted, so the alias stays unchanged.
                 pending[name] = current
     publish_entries(journal, pending)
     return ", ".join(f"{name} -> {version or 'none'}" for name, version in pending.items())
@@ -471,7 +471,8 @@ def _verify_version(journal: Journal, name: str, version: str) -> DesiredState:
     try:
         record = context.registry().version(config.model, version)
         authority = _find_authority(journal, record)
-        # The files are downloaded only after this check, since the version can wait for days.
+        # A version can wait for its dependencies for days, so its files are downloaded only after
+        # this check.
         if why := find_blocking_dependency(journal, record):
             return DesiredState(deployment=None, blocked_by=why)
         return DesiredState(deployment=materialize(context, record, authority))

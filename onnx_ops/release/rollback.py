@@ -104,7 +104,8 @@ def carry_out_pending(journal: Journal) -> None:
         provider = context.provider(config.provider)
         try:
             provider.roll_back(config, state, generation=generation)
-        except (NotFoundError, DigestMismatchError):  # the files are lost or damaged
+        except (NotFoundError, DigestMismatchError):
+            # The files of the previous version are missing or damaged on the endpoint.
             restore_files(context, state.leader())
             provider.roll_back(config, state, generation=generation)
 

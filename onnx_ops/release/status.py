@@ -196,7 +196,7 @@ def _compare_servers(
     deployments = {role.name for role in (roles.stable, roles.candidate) if role is not None}
     if len(reporting) < 2 or not deployments:
         return ()
-    # The import takes longer than most commands, so it is done only if needed.
+    # This import takes longer than most commands, so it runs only if it is needed.
     from onnx_ops.statistics.rollout.outliers import find_outliers
 
     return find_outliers(provider.count_by_server(journal.config, reporting, deployments))
@@ -380,7 +380,7 @@ def _is_selected(
     """Return whether the ledger was ever about the selected model and target."""
     configs = [entry.body.config for entry in entries if isinstance(entry.body, EndpointBound)]
     if is_damaged and not configs:
-        return True  # the binding can be among the lost entries
+        return True  # The lost entries may have contained the binding to the model.
     model, _, target = name.partition("@")
     if target:
         return selection.model in ("", model) and selection.target in ("", target)
@@ -562,7 +562,7 @@ def _find_completed(state: ReleaseState, body: EntryBody) -> Action | None:
     """Return the open action that an entry completes, or None."""
     if state.open_intent is None or not isinstance(body, ActionOutcome):
         return None
-    # The outcome of an action that another action has replaced is ignored.
+    # An outcome is ignored if another action has replaced its action.
     return state.open_intent.action if body.ok and body.of == state.generation else None
 
 

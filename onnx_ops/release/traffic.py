@@ -56,7 +56,8 @@ def measure_traffic(
             remedy="Give the expected traffic: --rate 5/s.",
         )
     seen = state.observations
-    # A rollout in progress reads the same counts. Other limits would interrupt its counting.
+    # A rollout in progress reads the same counts. Reading with other latency limits would restart
+    # its counts.
     limits: dict[str, LatencyThresholds | None] = {
         stable.name: None if seen is None else seen.thresholds
     }

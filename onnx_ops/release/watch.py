@@ -218,14 +218,14 @@ class WatchLoop:
             return self._endpoints or tuple(
                 name for name in self._context.ledger.endpoints() if "@" not in name
             )
-        except Exception as error:  # the storage of the ledger can raise any exception
+        except Exception as error:  # The storage of a ledger can raise any exception.
             self.emit("", WatchEventKind.TROUBLE, why=f"the ledger could not be listed: {error}")
             return ()
 
     def _read_config(self, reconcile_pass: ReconcilePass, name: str) -> EndpointConfig | None:
         try:
             return reconcile_pass.state(name).config
-        except Exception as error:  # the storage of the ledger can raise any exception
+        except Exception as error:  # The storage of a ledger can raise any exception.
             self._fail(name, str(error))
             return None
 

@@ -185,11 +185,10 @@ def html_report(
 
     `timings` are the latency comparisons, each with its decision.
     """
-    # Most verdicts are text in a terminal, which appears faster if charts and templates are not
-    # imported.
+    # Most verdicts are printed as text, which is faster without importing charts and templates.
     from onnx_ops.reporting.html import list_gates, plot_ratios, render
 
-    # The machine of each target is that of its first timing.
+    # The loop is reversed, so that the first timing of a target determines its machine.
     machines = {timing.target: timing for _, timing in reversed(timings)}
     evidence = {
         (d.variant, d.target): machines[d.target] for d in decisions if d.target in machines

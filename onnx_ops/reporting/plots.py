@@ -324,7 +324,7 @@ def pareto_figure(
         if e.variant == chosen:
             chart.dot(left, top, "ring", f"{e.variant} is chosen", radius=9)
         name = e.variant
-        # Many names would overlap; numbers replace them.
+        # Long lists of names would overlap, so numbers replace them.
         if len(points) > _NAMED:
             name, label = f"{series + 1}:", f"{series + 1}: {label}"
         beside = f"{name} {format_figure(value.estimate, value.unit)}" if value else name
@@ -536,7 +536,7 @@ def ratio_figure(
         x=Axis(low=0.4, high=len(pairs) + 0.6, label=noun, marks=marks),
         y=axis_around(values, f"{of} / {comparison.against} (×)"),
     )
-    # Lines come first, so that dots are drawn over them.
+    # The lines are drawn first, so that the dots cover them.
     if _is_bounded(ratio):
         chart.band(ratio.low, ratio.high, "band")
     chart.across(ratio.estimate, "line estimate")

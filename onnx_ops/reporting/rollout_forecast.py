@@ -167,7 +167,7 @@ def _list_remedies(
         few = " at least" if wait.kind == "units" and traffic.users else ""
         if raised <= most:
             remedies.append(f"raise the share to{few} {raised} %")
-    # The requests of a warm-up are needed on top of the minimum.
+    # The warm-up requests are not timed, so they are needed in addition to the minimum.
     warm = max(0.0, wait.needed - step.step.minimum) if wait.kind == "timed requests" else 0.0
     if wait.kind in _LIMITS and (fewest := math.floor(wait.needed / factor - warm)) >= 1:
         remedies.append(f"lower {_LIMITS[wait.kind]} to {fewest:,}")

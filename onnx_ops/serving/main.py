@@ -79,4 +79,4 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     logging.shutdown()
-    os._exit(code)  # no remaining thread may delay the exit until the cloud's SIGKILL
+    os._exit(code)  # No remaining thread may delay the exit until the cloud's SIGKILL.

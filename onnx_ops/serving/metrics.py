@@ -163,9 +163,9 @@ workers, but each worker uses at least `MIN_WARM_UP_REQUESTS`.
 """
 MIN_WARM_UP_REQUESTS = 16
 
-# Columns of a row. Comparable requests that ran on the event loop are counted in the INLINE
-# columns, and all other requests in the QUEUED columns. The comparable ones among the latter are
-# also counted in the SERVICE columns, without their time in the queue.
+# The following constants are columns of a row. Comparable requests that ran on the event loop are
+# counted in the INLINE columns, and all other requests in the QUEUED columns. Comparable requests
+# that waited in the queue are also counted in the SERVICE columns, without their time in the queue.
 _COLUMN_OF = {status: column for column, status in enumerate(STATUSES)}
 OTHER_STATUS = len(STATUSES)
 _STATUS_COLUMNS: Sequence[tuple[int | str, int]] = (*_COLUMN_OF.items(), ("other", OTHER_STATUS))
@@ -180,19 +180,21 @@ SHADOW_SENT, SHADOW_DROPPED, SHADOW_DONE, SHADOW_FAILED = (IN_PROGRESS + k for k
 LOADS, LOAD_FAILURES, LOAD_NANOSECONDS = (SHADOW_FAILED + k for k in range(1, 4))
 CONNECTIONS, CONNECTIONS_REFUSED, LOG_DROPPED = (LOAD_NANOSECONDS + k for k in range(1, 4))
 SHADOW_DIFFERING, FEEDBACK, SUCCESSES, UNKNOWN_FEEDBACK = (LOG_DROPPED + k for k in range(1, 5))
-# Time of requests without status 200. INLINE_NANOSECONDS and QUEUED_NANOSECONDS include it.
+# This column counts the time of requests without status 200, which INLINE_NANOSECONDS and
+# QUEUED_NANOSECONDS include.
 FAILED_NANOSECONDS = UNKNOWN_FEEDBACK + 1
 SHADOW_RESTARTS = FAILED_NANOSECONDS + 1
 EPOCH_FAILURES = SHADOW_RESTARTS + 1
 WORKER_DEATHS = EPOCH_FAILURES + 1
-# These entries are not included in FEEDBACK and SUCCESSES.
+# These columns count feedback on requests that are no evidence. FEEDBACK and SUCCESSES do not
+# include it.
 UNJUDGED_FEEDBACK, UNJUDGED_SUCCESSES = (
     WORKER_DEATHS + 1,
     WORKER_DEATHS + 2,
 )
 WORKER_RESTARTS = UNJUDGED_SUCCESSES + 1
-# Requests by status that are no evidence about a version. They are also counted in the columns by
-# status.
+# These columns count, by status, requests that are no evidence about a version. The columns by
+# status count them, too.
 UNJUDGED = WORKER_RESTARTS + 1
 COLUMNS = UNJUDGED + OTHER_STATUS + 1
 _GAUGES = (QUEUED, IN_PROGRESS, CONNECTIONS)
@@ -400,7 +402,8 @@ class SharedMetrics:
         text = bytes(self._labels[slot * _LABEL_BYTES : (slot + 1) * _LABEL_BYTES]).rstrip(b"\0")
         try:
             return dict(json.loads(text)) if text else None
-        except ValueError:  # the supervisor is writing the labels
+        except ValueError:
+            # The supervisor may be writing the labels, so that the text is incomplete.
             return None
 
     def set_labels(self, slot: int, labels: Mapping[str, str]) -> None:

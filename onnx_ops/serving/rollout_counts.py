@@ -110,7 +110,7 @@ class RolloutCounts:
         split = revision.table.state.split
         if sum(weight > 0 for weight in split.weights.values()) < 2:
             self._shared.header[WATCH] = (
-                0  # without a rollout, requests are not counted by cell, which saves time
+                0  # Without a rollout, requests are not counted by cell, which saves time.
             )
         if self.epoch_s:
             # Epoch 0 is reserved for splits without epochs.
@@ -123,7 +123,7 @@ class RolloutCounts:
         """Return the seconds until the next epoch; None if the split has no epochs."""
         if not self.epoch_s:
             return None
-        # If the clock is set back, an epoch does not become longer.
+        # The limit prevents a longer epoch if the clock is set back.
         return min(self.epoch_s, max(0.0, (self._shared.header[EPOCH] + 1) * self.epoch_s - now))
 
     def turn_epoch(self, now: float, *, is_complete: bool = True) -> None:

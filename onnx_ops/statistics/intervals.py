@@ -148,7 +148,7 @@ def tango_interval(
     def score(difference: float, level: float) -> float:
         return _tango_score(n, only_baseline, only_candidate, difference) - level
 
-    from scipy.optimize import brentq  # without it, the process of a stage starts sooner
+    from scipy.optimize import brentq  # A local import lets the process of a stage start sooner.
 
     low, high = -1.0, 1.0
     if estimate - _EDGE > -1 + _EDGE:

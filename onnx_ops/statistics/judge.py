@@ -255,7 +255,7 @@ def _find_change(evidence: Evidence, metric: str, *, lower: bool) -> Interval | 
 def _compute_change(counts: PairedCounts) -> Interval | None:
     try:
         change = change_interval(counts)
-    except ValueError:  # impossible counts, which the gate reports
+    except ValueError:  # The counts are impossible, and the gate reports them.
         return None
     return change if change.is_finite else None
 

@@ -192,8 +192,8 @@ def _measure_in_tolerance(
     noises = np.maximum(noises, columns.spread(floors))
     ratios = columns.find_largest(np.where(errors == 0, 0.0, np.minimum(errors / noises, LARGEST)))
     worst_errors = columns.find_largest(errors)
-    # The largest error and the largest ratio can be in different places: report the noise that
-    # belongs to both numbers.
+    # The largest error and the largest ratio can be in different places. The reported noise is the
+    # one that belongs to both numbers.
     in_units = np.where(
         ratios > 0, worst_errors / np.where(ratios > 0, ratios, 1.0), columns.find_largest(noises)
     )
@@ -368,7 +368,8 @@ def measure_noise(single: Tensors | None, double: Tensors | None) -> dict[str, f
 
 
 def _compare_batches(name: str, together: Array, single: Array, noise: float) -> BatchInvariance:
-    # Fixed tolerances apply, as for a source with one answer; the noise replaces them below.
+    # `measure_output` applies fixed tolerances to a single answer. The code below replaces them by
+    # the noise.
     measurement = measure_output(group=REAL, output=name, onnx=together, single=single, double=None)
     error, ratio = measurement.error, measurement.ratio
     is_scores = together.dtype.kind == "f"

@@ -136,7 +136,8 @@ def _learn(array: Array, declared: InputValues, bound: tuple[int, int] | None) -
         whole=whole,
         listed=_find_listed(values, whole) if is_free else np.zeros_like(whole),
         categories=categories,
-        # Places of a mask depend on each other, for example by padding at the end of a row.
+        # The values of a mask depend on each other, for example by padding at the end of a row, so
+        # they are not recombined.
         recombined=(array.ndim <= 2 and not is_mask) or bound is not None,
         missing=_find_missing(values, axes, declared),
     )
@@ -219,7 +220,8 @@ def _find_listed(values: Floats, whole: Bools) -> Bools:
 
     Such a column has a few distinct whole numbers, most of which repeat.
     """
-    if whole.ndim != 1:  # one range for all places: the input is no table, or has too many columns
+    if whole.ndim != 1:
+        # Such an input is no table or has too many columns, and it has one range for all places.
         return np.zeros_like(whole)
     distinct = 1 + (np.diff(np.sort(values, axis=0), axis=0) != 0).sum(axis=0)
     return np.asarray(whole & (distinct <= _MOST_CATEGORIES) & (distinct < len(values) / 2))
@@ -234,7 +236,7 @@ def _find_type_limits(dtype: np.dtype[Any]) -> tuple[float, float]:
     """Return the smallest and the largest float64 that fit into a number type."""
     limits = np.finfo(dtype.name) if dtype.kind == "f" else np.iinfo(dtype.name)
     largest = float(limits.max)
-    if int(largest) > limits.max:  # float64 rounds 2**63 - 1 up
+    if int(largest) > limits.max:  # float64 rounds 2**63 - 1 up.
         largest = float(np.nextafter(largest, 0.0))
     return float(limits.min), largest
 
@@ -303,7 +305,8 @@ def make_probe_groups(
 
 def _make_multiples(samples: Tensors, rows: Rows) -> dict[str, ProbeGroup]:
     """Return multiples of real rows, without those that an input's type cannot hold."""
-    room = []  # the largest value of each float input, and the largest of its type
+    # Each pair consists of the largest value of a float input and the largest value of its type.
+    room = []
     for array in (array for array in samples.values() if array.dtype.kind == "f"):
         values = np.abs(array.astype(np.float64))
         room.append(
@@ -421,7 +424,8 @@ def _draw_numbers(chosen: Array, domain: InputDomain, draw: np.random.Generator)
         ends = np.where(row % 2, low.reshape(-1)[place], high.reshape(-1)[place])
         spikes[row, place] = ends
     made[third : 2 * third] = spikes.reshape(made[third : 2 * third].shape)
-    # The rows cover the whole range, so that every index is tested if there is room.
+    # The rows cover the whole range of an integer input, so that every index is tested if there are
+    # enough rows.
     if chosen.dtype.kind in "iu":
         swept = made[2 * third :].shape
         count, width = int(np.prod(swept)), high - low + 1

@@ -73,7 +73,7 @@ class ActivationStatistics:
             wrong = np.maximum(np.abs(after - before) - rounding, 0.0)[inside]
         self.largest = max(self.largest, float(wrong.max(initial=0.0)))
         beyond = truth > highest
-        if self.low < 0:  # a range that begins at 0 clips lower values on purpose
+        if self.low < 0:  # A range that begins at 0 clips negative values on purpose.
             beyond |= truth < lowest
         self.outside += int(beyond.sum())
         self.values += int(truth.size)

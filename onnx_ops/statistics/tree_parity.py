@@ -121,10 +121,11 @@ def compute_envelope(answers: Sequence[Tensors], wide: Sequence[Tensors] = ()) -
                 np.stack([a.min(axis=0), a.max(axis=0)]).astype(np.float64)
                 for a in (stacked, every)
             )
-            with np.errstate(over="ignore", invalid="ignore"):  # infinite answers overflow
+            with np.errstate(over="ignore", invalid="ignore"):
+                # Infinite answers overflow in these differences.
                 followed = INNER_JITTER / JITTER * (near[1] - near[0])
                 jumps = reach[1] - reach[0] > 4 * followed
-                # The change of the inputs also moves answers that are exchanged.
+                # Answers that are exchanged also move with the change of the inputs.
                 reach += np.stack([-followed, followed])
             bounds[name] = np.where(jumps, reach, near)
         else:

@@ -82,7 +82,8 @@ def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
     def fail(*parts: http.client.HTTPConnection | http.client.HTTPResponse) -> NoReturn:
         for part in parts:
             part.close()
-        # Raise `Killed` only in the test's thread: it would end a thread of the client.
+        # In another thread, `Killed` would end a thread of the client, so it is raised only in the
+        # test's thread.
         dies = fault == "kill" and threading.get_ident() == own
         raise Killed if dies else ConnectionResetError("injected")
 

@@ -71,7 +71,8 @@ class OptimizerSuite:
         self, optimizer: Optimizer, request_: OptimizeRequest, count: int
     ) -> None:
         optimizer.optimize(request_)
-        target, feed = Target(name="cpu"), rows(count)  # rows that were used for calibration
+        # The rows are those that were used for calibration.
+        target, feed = Target(name="cpu"), rows(count)
         before = OnnxRuntime().run(request_.source, target, (feed,))[0]["scores"].astype(np.float64)
         after = OnnxRuntime().run(request_.path, target, (feed,))[0]["scores"].astype(np.float64)
         assert after.shape == before.shape

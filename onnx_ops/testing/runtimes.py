@@ -138,5 +138,5 @@ class RuntimeSuite:
         ):
             with pytest.raises(MeasurementError):
                 measure()
-        # The refused call has no side effects.
+        # The refused call must not have a side effect on later calls.
         assert len(runtime.run(file, target, (rows(1),))) == 1

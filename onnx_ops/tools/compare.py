@@ -301,7 +301,7 @@ def _note_omissions(
 def _note_outputs(real: Tensors, answers: JoinedAnswers) -> list[str]:
     """Return notes on outputs that only B has, and on outputs that are not tensors."""
     answered = {name for answer in answers.values() for name in _tensors(answer)}
-    # In answers to an empty batch, maps without rows appear as a sequence of length 0.
+    # For an empty batch, a map without rows appears as a sequence of length 0.
     extra = sorted(
         name for name in answered.difference(real) if name.removesuffix(LENGTH) not in real
     )
@@ -362,7 +362,7 @@ def _run_groups(
     try:
         return run_groups(runtime, target, model, {group.name: group.runs for group in groups})
     except MeasurementError:
-        check_model(model)  # report an invalid file as a UserError instead
+        check_model(model)  # An invalid file is reported as a UserError.
         raise
 
 

@@ -118,7 +118,7 @@ class _Recipe:
         entries = {**sizes, **dict.fromkeys(row_symbols, fewest or self.batch or 1)}
         rows: dict[str, Any] = {}
         fixed: dict[str, Any] = {}
-        # Rows are drawn first, so that they do not depend on the other inputs.
+        # The rows are drawn first, so they do not depend on the other inputs.
         for spec in sorted(self.inputs, key=lambda spec: spec.name not in self.axes):
             part = rows if spec.name in self.axes else fixed
             part[spec.name] = self._draw_input(draw, spec, count, sizes, entries)
@@ -368,7 +368,7 @@ def settle_samples(
             return trial
     if first_error is None:
         return samples
-    check_model(model)  # report an invalid file as a UserError instead
+    check_model(model)  # An invalid file is reported as a UserError.
     if not samples.further and not samples.choices:
         raise first_error
     raise _make_refusal(model, samples, first_error)
@@ -409,7 +409,7 @@ def _list_trials(samples: SampleRows) -> Iterator[SampleRows]:
             {name: run[name] for name in part if name in run}
             for part in (samples.rows, samples.fixed)
         )
-        # The first dimensions are independent, so the rows are one request.
+        # The first dimensions of the inputs are independent, so the rows form one request.
         if len({len(array) for array in rows.values()}) > 1:
             rows, fixed = {}, dict(run)
         yield replace(samples, rows=rows, fixed={**samples.fixed, **fixed})

@@ -76,7 +76,7 @@ def _merge_specs(a: TensorSpec, b: TensorSpec) -> TensorSpec | None:
     """Return a spec that fits both specs, or None."""
     if a.dtype != b.dtype:
         return None
-    if not (a.shape and b.shape):  # the rank of one spec is unknown, or it is a scalar
+    if not (a.shape and b.shape):  # One spec is a scalar, or its rank is unknown.
         return a if a.shape else b
     if len(a.shape) != len(b.shape):
         return None

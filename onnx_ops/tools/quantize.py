@@ -173,7 +173,7 @@ def _describe_far_answers(
             arrange_runtime(runtime, rows.read_layout(source)), source, variant, rows.rows
         )
     except (MeasurementError, UserError):
-        return ""  # `judge` and the benchmark of a pipeline report models that do not run
+        return ""  # `judge` and the benchmark of a pipeline report models that cannot run.
 
 
 def check_paths(source: Path, path: Path) -> None:

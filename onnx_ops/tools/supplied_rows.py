@@ -47,7 +47,7 @@ def check_samples(
     arranged = _arrange_arrays(inputs, arrays, values, axes, where)
     counts = {name: len(arranged[name]) for name in axes}
     if len(set(counts.values())) > 1 and _are_independent(inputs, axes):
-        axes = {}  # the arrays are a single request
+        axes = {}  # The arrays form a single request, so no axis counts rows.
     else:
         _check_row_counts(counts, axes, where)
     samples = SampleRows(
@@ -150,7 +150,7 @@ def _read_array(
         what = f"array {spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
         raise UserError(what, where=where)
     rows = np.moveaxis(array, axis, 0) if axis else array
-    # `ascontiguousarray` converts a scalar to an array of one element.
+    # `ascontiguousarray` would convert a scalar to an array of one element.
     return np.asarray(rows, dtype=kind, order="C")
 
 

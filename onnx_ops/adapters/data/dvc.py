@@ -338,7 +338,8 @@ class DvcSource(DataSource):
             repo=str(tracked.folder.resolve()),
             rev=""
             if pointer.cache
-            else tracked.commit,  # only the config of the checkout contains the credentials
+            # Only the config file in the checkout contains the credentials, not that of a commit.
+            else tracked.commit,
             remote=tracked.settings.remote or pointer.remote,
             md5=md5,
             legacy=pointer.legacy,

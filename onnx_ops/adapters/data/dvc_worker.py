@@ -93,7 +93,8 @@ class DvcWorker:
                 raise MissingPackageError(
                     what, where=where, why=str(error)[:300], remedy=remedy
                 ) from error
-            except Exception as error:  # the package of each cloud raises its own types
+            except Exception as error:
+                # The client library of each cloud raises its own types of errors.
                 raise _unreachable(where, error) from error
             if unchecked:
                 raise UserError(

@@ -119,7 +119,7 @@ def _read_archive(
                 row_bytes = max(1, array.nbytes // max(1, len(array)))
                 rows = len(array) if most_bytes is None else max(1, most_bytes // row_bytes)
                 return {stem: array.shape}, {stem: np.array(array[:rows])}
-            # These are the first bytes of a zip archive, which `numpy.savez` writes.
+            # `numpy.savez` writes a zip archive, which begins with these bytes.
             if not head.startswith(b"PK"):
                 raise ValueError(f"it is not an archive: it begins with {stream.peek(16)[:16]!r}")
             archive = np.load(stream, allow_pickle=False)
@@ -172,7 +172,8 @@ def _read_head(archive: Any, most_bytes: int) -> tuple[dict[str, tuple[int, ...]
         axis = axes.get(name)
         cut = (slice(None),) * axis + (slice(rows),) if axis is not None else ()
         first = (min(rows, shape[0]), *shape[1:]) if axis == 0 else shape
-        if by_column and len(shape) > 1:  # reading the first rows would read the whole file
+        if by_column and len(shape) > 1:
+            # If the array is stored by column, its first rows are spread over the whole file.
             arrays[name] = np.zeros(first, dtype)[cut]
             continue
         with archive.zip.open(f"{name}.npy") as stream:
@@ -215,7 +216,7 @@ def _path(section: DataSection, root: Path) -> Path:
     try:
         path = (root / section.file).resolve()
     except (OSError, RuntimeError, ValueError) as error:
-        # The path has a loop of links or a zero byte.
+        # The cause is a loop of links or a null byte in the path.
         raise NotFoundError("no such file", where=section.file, why=str(error)) from error
     if os.path.isdir(path):
         raise NotFoundError(
@@ -223,7 +224,8 @@ def _path(section: DataSection, root: Path) -> Path:
             where=str(path),
             remedy="Name one .npz file or table.",
         )
-    if os.path.isfile(path):  # Path.is_file raises OSError for a name that is too long
+    if os.path.isfile(path):
+        # Unlike this function, Path.is_file raises OSError for a name that is too long.
         return path
     remedy = "`file:` is relative to the project's root."
     with contextlib.suppress(OSError):

@@ -131,8 +131,8 @@ def read_table(
     if not table.num_rows:
         raise UserError("the table has no rows", where=where)
     columns = dict(zip(names, table.columns, strict=True))
-    del table  # so that each column is freed after its conversion
-    arrow.default_memory_pool().release_unused()  # frees the memory of the parsed text
+    del table  # Without this reference, each column is freed after its conversion.
+    arrow.default_memory_pool().release_unused()  # This call frees the memory of the parsed text.
     return {
         name: _convert_column(arrow, columns.pop(name), f"{where}: column {name!r}")
         for name in names
@@ -330,7 +330,7 @@ def _find_text_columns(
     """
     kinds = arrow.types
     fields = list(table.schema)
-    # Clients send dates as text.
+    # Date columns become text columns, since clients send dates as text.
     texts = [field.name for field in fields if kinds.is_temporal(field.type)]
     texts += [
         f.name
@@ -552,7 +552,7 @@ def _convert_texts(arrow: Any, column: Any, where: str) -> Array:
         texts = np.array([*encoded.dictionary.to_pylist()], dtype=object)
         return np.asarray(texts[encoded.indices.to_numpy()])[:, None]
     array = np.empty((len(column), 1), dtype=f"U{max(1, longest)}")
-    # Texts are converted in chunks: as Python objects, each text takes 57 bytes.
+    # Texts are converted in chunks, because each text takes 57 bytes as a Python object.
     for start in range(0, len(column), _CHUNK_ROWS):
         array[start : start + _CHUNK_ROWS, 0] = column.slice(start, _CHUNK_ROWS).to_pylist()
     return array

@@ -257,7 +257,7 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         records = {
             name: record
             for name, deployment in deployments.items()
-            # While Azure adds or removes instances of a fleet, the others answer.
+            # While Azure adds or removes instances of a fleet, its other instances answer requests.
             if (deployment.has_succeeded or (is_table and deployment.state in _UPDATING))
             and (record := read_record(deployment.tags)) is not None
         }

@@ -172,13 +172,14 @@ class AzureClient:
                 url, method=method, document=document, api_timeout_s=self.settings.api_timeout
             )
         except ServiceUnavailableError as error:
-            if error.remedy:  # no token, or an answer of a proxy
+            if error.remedy:
+                # The error has a remedy if there is no token, or if a proxy has answered.
                 error.where = error.where or self.owner
                 raise
             raise make_unanswered_error(where, error.why) from error
         except RefusedError as error:
             match = _REFUSAL.match(error.why)
-            if match is None:  # there are no credentials
+            if match is None:  # The refusal has no HTTP status if there are no credentials.
                 error.where = error.where or self.owner
                 raise
             status, why = int(match[1]), error.why

@@ -67,7 +67,8 @@ class AzureDeployments:
         desired = dict(self._settings.immutable)
         if not resource.environment.endswith(f"/{self._environment_name()}/versions/1"):
             yield f"image of {resource.name}: a different image, not {desired['image']}"
-        for name in ("image", "control", "reports"):  # a fleet's digest represents its locations
+        for name in ("image", "control", "reports"):
+            # The digest of a fleet covers these locations, so they are not compared here.
             desired.pop(name, None)
         options = {
             name: value
@@ -107,7 +108,8 @@ class AzureDeployments:
                     )
                 return self._autoscaling.apply(resource) or None
             if resource is not None and self._has_traffic(name):
-                # A change of its instances failed. Those that run still answer requests.
+                # A change of the number of instances failed. The running instances still answer
+                # requests.
                 if has_retried:
                     raise InfrastructureError(
                         "Azure could not change the instances of a deployment",
@@ -190,8 +192,8 @@ class AzureDeployments:
             model=asset,
             environment=f"{client.workspace.path}/environments/{image}/versions/1",
             environment_variables=settings.variables(),
-            # `enabled` is Azure's default. In a workspace with a managed virtual network, its rules
-            # apply instead, and the field has to stay unset.
+            # `enabled` is Azure's default. In a workspace with a managed virtual network, the rules
+            # of this network apply, and the field must stay unset.
             egress_public_network_access=None if settings.egress == "enabled" else settings.egress,
             app_insights_enabled=settings.app_insights,
             instance_type=settings.instance_type,
@@ -296,7 +298,7 @@ class Autoscaling:
         try:
             listed = self._ask_monitor(f"{self._settings_path}?{_MONITOR_API}")
         except RefusedError:
-            # Without autoscaling in the settings, permission to read it is not required
+            # Without autoscaling in the settings, no permission to read it is required.
             return True
         targets = (
             item["properties"].get("targetResourceUri", "")

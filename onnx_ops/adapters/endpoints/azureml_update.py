@@ -88,8 +88,8 @@ def _is_current(tags: Mapping[str, str], sent: int | None) -> bool:
 
     The result is True if this machine has not sent any generation.
     """
-    # An endpoint of onnx-ops has the owner tag from its creation. Without the tag, the endpoint is
-    # foreign, so this read is not stale.
+    # onnx-ops creates an endpoint together with its owner tag. An endpoint without this tag belongs
+    # to another tool, so the read is not stale.
     return sent is None or read_generation(tags) >= sent or OWNER not in tags
 
 
@@ -131,15 +131,17 @@ class AzureEndpoint:
             is_confirmed = sent is None and count + 1 >= policy.confirmations
             if endpoint is None and is_confirmed:
                 return None
-        # The request did not arrive in Azure. The stored generation is replaced, so that the next
-        # read does not wait again.
+        # The request did not reach Azure. The stored generation is replaced, so that the next read
+        # does not wait for the effect of the request.
         self._sent.store(None if endpoint is None else read_generation(endpoint.tags))
         return endpoint
 
     def _require_own(self, endpoint: OnlineEndpoint) -> None:
         """Raise RefusedError if onnx-ops did not create an endpoint."""
         owners = {endpoint.tags.get(OWNER)}
-        if owners == {None}:  # another tool overwrote the tags; those of the deployments remain
+        if owners == {None}:
+            # If another tool overwrote the tags of the endpoint, the tags of its deployments show
+            # the owner.
             owners = {resource.tags.get(OWNER) for resource in self.client.deployments().values()}
         if self._owner in owners and owners <= {self._owner, None}:
             return
@@ -166,7 +168,7 @@ class AzureEndpoint:
                     self.deployments.ensure(name, deployment)
             try:
                 self.route(plan)
-            except GoneError:  # another client has deleted a deployment
+            except GoneError:  # Another client has deleted a deployment of the former state.
                 return None
             return before
 
@@ -183,7 +185,8 @@ class AzureEndpoint:
                 if endpoint is None or not _matches(endpoint, plan):
                     return
                 self.deployments.delete(name)
-            except OnnxOpsError as error:  # `list_orphans` lists the remaining deployment
+            except OnnxOpsError as error:
+                # `list_orphans` lists the deployment, so a later call deletes it.
                 _log.warning("deployment %s was not deleted: %s", name, error)
 
     def route(self, plan: TrafficPlan) -> None:
@@ -229,7 +232,8 @@ class AzureEndpoint:
                 return False
             if not _matches(endpoint, plan) and not self._is_shown(plan):
                 return False
-        # Azure checks the deployment that gets traffic; the tags also list others.
+        # Azure checks only the deployments that get traffic. The tags also list deployments without
+        # traffic.
         deployments = self.client.deployments()
         running = {name for name, one in deployments.items() if one.has_succeeded}
         return running.issuperset(read_deployment_names(plan.tags))
@@ -307,7 +311,7 @@ class AzureEndpoint:
         )
         try:
             listed = read_deployment_names(tags) if is_plain else []
-        except ValueError:  # no state was applied yet
+        except ValueError:  # onnx-ops has not applied any state to this endpoint.
             return None
         if name not in listed:
             return None
@@ -325,7 +329,8 @@ class AzureEndpoint:
             self.client.put_endpoint(endpoint.build_update(tags, plan.traffic))
         except UnansweredWriteError:
             raise
-        except OnnxOpsError:  # Azure did not accept the request, so no read can show its effect
+        except OnnxOpsError:
+            # Azure did not accept the request, so no later read can show an effect.
             self._sent.store(before)
             raise
 
@@ -338,7 +343,7 @@ class AzureEndpoint:
         """
         for _ in self.client.policy.attempts(self.client.policy.lag_s):
             endpoint = self.client.settled_endpoint()
-            if endpoint is None:  # a stale read, or another client has deleted it
+            if endpoint is None:  # The read is stale, or another client has deleted the endpoint.
                 continue
             self._fence(endpoint, plan)
             if _matches(endpoint, plan):

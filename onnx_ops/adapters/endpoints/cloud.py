@@ -186,7 +186,7 @@ def run_check(check: str, find: Callable[[], Finding], *, cloud: str) -> Diagnos
         KeyError,
         TypeError,
         ValueError,
-    ) as error:  # the answer lacks the expected content
+    ) as error:  # The response lacks a field, or a field has the wrong type.
         ok, found, remedy = (
             False,
             f"the answer does not have the format that {cloud} documents: {error!r}",

@@ -248,7 +248,7 @@ class LocalEndpoints(EndpointProvider):
             except ServiceUnavailableError:
                 if not server.wait_until_stopped(_DEATH_S):
                     raise
-                # The server died. Publishing the same generation again is safe.
+                # The server process ended. Publishing the same generation again is safe.
                 status, answer = server.request(
                     self._ensure_running(server, config), "PUT", body, timeout_s=_APPLY_S
                 )
@@ -267,7 +267,7 @@ class LocalEndpoints(EndpointProvider):
             return
         server.kill(self._known_port(server, config))
         with server.lock(_ROLLBACK_S):
-            # The process that held the lock has restarted the server.
+            # The process that previously had the lock has restarted the server.
             if self._publish_rollback(server, state):
                 return
             tables = TableFile(server.folder)
@@ -340,8 +340,8 @@ class LocalEndpoints(EndpointProvider):
             port = next(filter(_is_free, candidates), None)
             if port is None:
                 raise ServiceUnavailableError("no port is free", where=server.folder.name)
-        # The path is relative to the server's folder, which is its working directory. So both
-        # folders can be moved together.
+        # The working directory of the server is its own folder. With a relative path, both folders
+        # can be moved together.
         trusted = (
             ""
             if self._trusted is None
@@ -352,7 +352,7 @@ class LocalEndpoints(EndpointProvider):
         if record is not None and (record.port, record.options) == (port, options):
             return record
         if record is not None and record.port == port:
-            # The old workers answer until the workers of the next server are ready.
+            # The workers of the old server answer until the workers of the next server are ready.
             server.kill_supervisor()
         elif not server.is_orphaned():
             server.stop()

@@ -311,7 +311,7 @@ class ReplicaEndpoints(EndpointProvider):
             and not is_published
         ):
             is_published = newest.table.state.is_equivalent(desired)
-            # The age of this table shows when leases end.
+            # The table keeps its number, since the age of this object shows when leases end.
             number = newest.number if is_published else number
         if not is_published:
             self._publish_rollback_table(config, seen, desired, generation)
@@ -336,8 +336,8 @@ class ReplicaEndpoints(EndpointProvider):
         """
         settings = self.read_settings(config)
         self._upload(config, seen, state.deployments)
-        # If the store was restored from a backup, the traffic of its newest table is not used. That
-        # table could give traffic to a version that was rolled back since.
+        # After the store was restored from a backup, its newest table can give traffic to a version
+        # that was rolled back since. So the traffic of this table is not used.
         before = None if seen.went_back else seen.newest
         prepared, table = plan_tables(
             config.endpoint,
@@ -354,7 +354,8 @@ class ReplicaEndpoints(EndpointProvider):
         if prepared is not None:
             self._create(config, prepared)
         elif before is not None and list_receivers(state) - list_receivers(before.table.state):
-            loading = before  # an earlier attempt created this table, but possibly did not wait
+            # An earlier attempt created this table, and was possibly interrupted while it waited.
+            loading = before
         if loading is not None:
             self._wait_until_loaded(config, loading, settings.replicas)
         self._create(config, table)
@@ -554,7 +555,7 @@ class ReplicaEndpoints(EndpointProvider):
             return
         expected, count = self.count_expected(config, seen.replicas), len(seen.replicas)
         if count < expected:
-            # Reports were deleted, or their location is not mounted on this machine.
+            # Either reports were deleted, or their location is not mounted on this machine.
             yield (
                 f"only {count} of {expected} replicas have reported to "
                 f"{self._reports(config).place}"
@@ -595,7 +596,7 @@ class ReplicaEndpoints(EndpointProvider):
             except (CorruptStateError, InvalidSignatureError):
                 if number == adopted:
                     return False
-                continue  # replicas skip this table too
+                continue  # Replicas skip an invalid table, too.
             except OnnxOpsError:
                 return False
             if not (table.is_leased or _answers_alike(table, newest.table)):
@@ -675,7 +676,7 @@ class ReplicaEndpoints(EndpointProvider):
         """
         reports = self._reports(config)
         with suppress(OnnxOpsError):
-            # A client with read access only uses the time of the last report instead.
+            # A client that has only read access uses the time of the last report instead.
             reports.write(CLOCK_FILE, b"")
         entries = [*reports.list_objects(STATUS_FOLDER), *reports.list_objects(CLOCK_FOLDER)]
         now = max((entry.at for entry in entries), default=0.0)
@@ -886,12 +887,12 @@ class ReplicaEndpoints(EndpointProvider):
                 uptimes=uptimes.get(source, ()),
                 server=source.replica,
             )
-            # The counts of live servers come last, otherwise the newest counts. A later follower of
-            # the same server has more complete counts of an epoch.
+            # If several followers counted an epoch, the last counts in this order are used. Live
+            # servers and newer counts come last, since their counts of an epoch are more complete.
             for source, (one, _) in sorted(
                 found.items(), key=lambda each: (each[0] in live, each[1][1])
             )
-            if one.bounds_s  # a replica without a table has no bounds yet
+            if one.bounds_s  # A replica that has not loaded a table has no bounds yet.
         ]
         if not counts:
             raise ServiceUnavailableError("no replica has reported counts", where=config.endpoint)

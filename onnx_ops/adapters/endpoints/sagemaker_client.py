@@ -204,7 +204,7 @@ class GenerationFence:
         """
 
         def settle_claim(before: EndpointClaim | None) -> EndpointClaim | None:
-            if before is None:  # the endpoint was removed meanwhile
+            if before is None:  # The endpoint was removed after the request.
                 return None
             if not reached:
                 return replace(before, settled=True)

@@ -261,12 +261,13 @@ def _config_request(settings: SageMakerSettings) -> dict[str, Any]:
             "InitialSamplingPercentage": settings.capture_percent,
             "DestinationS3Uri": settings.capture_uri,
             "CaptureOptions": [{"CaptureMode": "Input"}, {"CaptureMode": "Output"}],
-            # SageMaker captures every other content type as Base64.
+            # SageMaker captures bodies of any other content type as Base64.
             "CaptureContentTypeHeader": {"JsonContentTypes": ["application/json"]},
             **key,
         }
     if settings.metric_interval_s:
-        # Without enhanced metrics, the interval would not apply to invocations.
+        # Without enhanced metrics, SageMaker would not apply the interval to the metrics of
+        # invocations.
         request["MetricsConfig"] = {
             "EnableEnhancedMetrics": True,
             "MetricPublishFrequencyInSeconds": settings.metric_interval_s,
@@ -294,7 +295,7 @@ def read_state(
         return None
     percent = {variant: round(100 * weight / total) for variant, weight in weights.items()}
     largest = max(percent, key=lambda variant: (percent[variant], variant))
-    percent[largest] += 100 - sum(percent.values())  # rounded shares can sum to 99 or 101
+    percent[largest] += 100 - sum(percent.values())  # The sum of rounded shares can be 99 or 101.
     split = TrafficSplit(
         weights={deployments[variant].name: share for variant, share in percent.items()}
     )
@@ -335,7 +336,9 @@ def find_config_drift(
     actual, desired = (
         {v["VariantName"]: v for v in list_variants(each)} for each in (config, layout.config)
     )
-    if set(actual) != set(desired):  # the endpoint has another strategy
+    if set(actual) != set(desired):
+        # Another traffic strategy uses other variants, so the settings of variants cannot be
+        # compared.
         yield f"variants: {', '.join(sorted(actual))}, not {', '.join(sorted(desired))}"
         return
     for name, variant in actual.items():

@@ -49,7 +49,7 @@ class VariantScaling:
         settings, names = self._settings, _variant_names(description)
         counts = list(find_instance_drift(description, settings))
         if not (settings.scaled or was_scaled or counts):
-            return  # autoscaling has to be read only if it can explain or cause a difference
+            return  # Autoscaling is read only if it can cause or explain a difference.
         targets = {} if settings.serverless else self._targets(names)
         policies = {name: self._policy(name) for name in targets}
         desired = "none"

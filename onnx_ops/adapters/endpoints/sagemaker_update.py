@@ -67,7 +67,8 @@ class EndpointUpdate:
         self._sets_counts = not (self._settings.scaled or self._settings.serverless)
         self._requested: Literal["", "create", "update", "delete"] = ""
         self._has_begun = False
-        self._unchanged_reads = 0  # reads without an effect of the request
+        # This is the number of reads that did not show the request's effect.
+        self._unchanged_reads = 0
         self._failures = 0
         self._modified: Any = None
         self._is_deleted = False
@@ -212,7 +213,8 @@ class EndpointUpdate:
                     "the next attempt creates the endpoint again."
                 )
                 raise InfrastructureError(what, where=self._client.endpoint, why=why, remedy=remedy)
-            # A failed endpoint can only be deleted, and it answers no requests.
+            # SageMaker only permits deleting a failed endpoint. Such an endpoint answers no
+            # requests.
             self._delete()
             return
         if self._requested and not self._is_due_again(description, layout):
@@ -224,7 +226,8 @@ class EndpointUpdate:
         except InfrastructureError:
             if description["EndpointStatus"] != "OutOfService":
                 raise
-            # It answers no requests either, so it can be replaced if it cannot be updated.
+            # An endpoint that is out of service answers no requests, so deleting it interrupts
+            # none.
             self._delete()
 
     def _delete(self) -> None:
@@ -243,8 +246,8 @@ class EndpointUpdate:
         else:
             self._scaling.pause(description, layout)
             if description["EndpointConfigName"] == layout.config_name:
-                # An interrupted update leads back to this config, and SageMaker refuses an update
-                # to the config that an endpoint has.
+                # The endpoint already has this config because an update was interrupted. SageMaker
+                # refuses an update to the current config, so the config is copied.
                 layout = layout.copy_config()
                 EndpointResources(self._client).ensure_config(layout)
             request: dict[str, Any] = {"RetainAllVariantProperties": not settings.serverless}
@@ -254,7 +257,8 @@ class EndpointUpdate:
             variants = {
                 variant["VariantName"] for variant in description.get("ProductionVariants", ())
             }
-            # SageMaker does not guard an update that changes the names of variants.
+            # SageMaker does not support guardrails for an update that changes the names of
+            # variants.
             if settings.guarded and variants == set(layout.weights):
                 request["DeploymentConfig"] = self._guard(layout)
             accepted = self._request(
@@ -339,7 +343,7 @@ class EndpointUpdate:
 
         The endpoint must be idle and without the desired layout.
         """
-        if self._requested == "create":  # another client created the endpoint first
+        if self._requested == "create":  # Another client created the endpoint before this request.
             self._requested = ""
             return True
         has_moved = self._has_begun or description.get("LastModifiedTime") != self._modified

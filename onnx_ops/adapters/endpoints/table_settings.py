@@ -12,7 +12,8 @@ from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.quantities import Json
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: settings inherit from several dataclasses
+# Slots would break settings that inherit from several dataclasses.
+@dataclass(frozen=True, kw_only=True)
 class LeaseSettings:
     """Settings of the time for which a replica serves without the object store."""
 

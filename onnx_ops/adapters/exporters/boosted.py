@@ -116,7 +116,8 @@ class LightgbmExporter(_BoostedExporter):
         LightGBM writes control characters in names of columns into its JSON without escapes.
         """
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # onnxmltools warns about missing frameworks
+            # onnxmltools warns about each framework that is not installed.
+            warnings.simplefilter("ignore")
             converter: Any = importlib.import_module(f"onnxmltools.convert.{self._converter[0]}")
         strict = converter.json
         converter.json = SimpleNamespace(

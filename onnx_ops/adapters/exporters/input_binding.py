@@ -199,8 +199,8 @@ def check_order(inputs: Collection[str], *, ordered: bool, owner: str, why: str)
         f"{owner} takes {len(inputs)} inputs by position, and their order is not declared",
         where=WHERE,
         why=why,
-        # The remedy shows no names of the data. A user who copied them would declare the order of
-        # the data, which can differ from the order of the model.
+        # The remedy does not list the names in the data. A user who copies these names would
+        # declare the order of the data, which can differ from that of the model.
         remedy="List the inputs in the order of the model in every data set: `columns: [FIRST, "
         "SECOND]` for a table, `inputs: {FIRST: ARRAY, SECOND: ARRAY}` for arrays.",
     )

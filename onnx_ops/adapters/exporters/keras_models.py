@@ -111,7 +111,7 @@ def _read_names(model: Any) -> list[str] | None:
     inputs = getattr(model, "inputs", None)
     if inputs is None:
         return None
-    structure = getattr(model, "input", None)  # a sequential model has no input structure
+    structure = getattr(model, "input", None)  # A sequential model has no attribute `input`.
     if isinstance(structure, Mapping):
         return [str(name) for name in structure]
     return [str(value.name) for value in inputs]

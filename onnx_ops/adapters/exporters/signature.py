@@ -115,7 +115,7 @@ def convert_failures(
     """Raise any exception of a converter as UserError, with the converter's message."""
     try:
         yield
-    except Exception as error:  # converters raise many types of exceptions
+    except Exception as error:  # Converters raise many types of exceptions.
         raise UserError(what, where="export", why=describe_error(error), remedy=remedy) from error
 
 

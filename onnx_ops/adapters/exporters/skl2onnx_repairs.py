@@ -128,7 +128,8 @@ def _interpolate_calibration() -> Iterator[None]:
     ) -> str:
         value = scope.get_unique_variable_name("calibration_scores")
         shape = scope.get_unique_variable_name("calibration_shape")
-        container.add_initializer(shape, 7, [2], [-1, 1])  # 7 is TensorProto.INT64
+        # The element type 7 is TensorProto.INT64.
+        container.add_initializer(shape, 7, [2], [-1, 1])
         container.add_node(
             "Reshape", [scores, shape], value, name=scope.get_unique_operator_name("Reshape")
         )

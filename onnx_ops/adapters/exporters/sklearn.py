@@ -152,7 +152,7 @@ class SklearnExporter(TreeExporter):
         rows = build_rows(model, {name: array[:1] for name, array in samples.items()}, "float64")
         for value in converted.graph.output:
             dimensions = value.type.tensor_type.shape.dim
-            # Converters of ensembles always declare one target.
+            # Converters of ensembles declare one target, even if the model has several.
             if value.name == VARIABLE and len(dimensions) == 2:
                 dimensions[1].dim_value = _answers(model, rows)[VARIABLE].shape[1]
         route_missing_values(converted, rewritten)
@@ -175,13 +175,14 @@ class SklearnExporter(TreeExporter):
         rows = build_rows(model, inputs, precision)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)  # edge inputs overflow on purpose
+                # The extreme inputs of probes can overflow, as intended.
+                warnings.simplefilter("ignore", RuntimeWarning)
                 return _answers(estimator, rows)
-        except IndexError as error:  # CategoricalNB raises it for an unseen category
+        except IndexError as error:  # CategoricalNB raises IndexError for an unseen category.
             raise ValueError(f"{type(estimator).__name__}: {error}") from error
         except ValueError as error:
             if precision == "float32" and "Buffer dtype mismatch" in str(error):
-                return None  # the estimator's compiled code supports float64 only
+                return None  # The compiled code of this estimator supports only float64.
             raise
 
     def trees(self, model: object) -> tuple[Tree, ...] | None:
@@ -366,7 +367,8 @@ def _loads(converted: Any) -> bool:
         onnxruntime.InferenceSession(
             converted.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
-    except Exception:  # the runtime raises several types without a common base
+    except Exception:
+        # ONNX Runtime raises several types of exceptions without a common base class.
         return False
     return True
 
@@ -426,9 +428,10 @@ def _round_in_place(thing: Any, visited: set[int]) -> Any:
 
     if isinstance(thing, np.ndarray):
         return thing.astype(np.float32) if thing.dtype == np.float64 else thing
-    if thing is np.float64:  # the `dtype` parameter of an encoder or a vectorizer
+    if thing is np.float64:  # The value is the `dtype` parameter of an encoder or a vectorizer.
         return np.float32
-    if type(thing) in (list, tuple):  # a named tuple cannot be created from a list
+    if type(thing) in (list, tuple):
+        # A named tuple cannot be created from a list, so it stays unchanged.
         return type(thing)(_round_in_place(item, visited) for item in thing)
     if isinstance(thing, dict):
         return {key: _round_in_place(value, visited) for key, value in thing.items()}

@@ -143,7 +143,8 @@ def _find_tracks(trees: Sequence[Any], values: Mapping[str, Sequence[int]]) -> l
         waiting = [(0, 0)]
         while waiting:
             source_node, node = waiting.pop()
-            if tree.children_left[source_node] < 0:  # only leaves have no children
+            if tree.children_left[source_node] < 0:
+                # Only a leaf has no children, and it decides nothing.
                 continue
             place = places[number, node]
             tracks[place] = int(goes_low[source_node])

@@ -222,8 +222,8 @@ def _rewrite_projection(model: Any) -> tuple[object, tuple[Step, ...]]:
     mean = model.mean_
     with_units = model.transform(np.vstack([mean, mean + np.eye(len(mean))]))
     rewritten = PCA(with_units.shape[1])
-    # Without rounding, the transform of the mean would be 0. Its value is a rounding error that all
-    # rows contain, so it is subtracted.
+    # In exact arithmetic, the transform of the mean is 0. Its actual value is a rounding error of
+    # every row, so it is subtracted.
     rewritten.components_ = (with_units[1:] - with_units[0]).T
     rewritten.mean_, rewritten.n_features_in_ = mean, len(mean)
     rewritten.explained_variance_ = np.ones(with_units.shape[1])

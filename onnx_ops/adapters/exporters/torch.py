@@ -218,7 +218,7 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
                 custom_translation_table={**recurrent.TRANSLATIONS, **(table or {})},
                 verbose=False,
             )
-    except Exception as error:  # the exporter raises many types of exceptions
+    except Exception as error:  # The exporter of torch raises many types of exceptions.
         with _quiet(), recurrent.RecurrentOperators():
             raise _explain_failure(error, module, binding, rows, free) from error
 
@@ -262,7 +262,8 @@ def _explain_failure(
 
     `free` are the free axes in the order of the arguments.
     """
-    cause = error.__cause__ or error  # outer exceptions name only the failed steps
+    # The outer exceptions name only the failed steps, and the innermost one has the reason.
+    cause = error.__cause__ or error
     while type(cause).__name__ == "PassError" and cause.__cause__:
         cause = cause.__cause__
     if isinstance(cause, UserError):
@@ -381,7 +382,7 @@ def _try_out(
     try:
         with torch.no_grad():
             answer = module(*positional, **keyword)
-    except Exception as error:  # forward is the user's code
+    except Exception as error:  # `forward` is code of the user, which can raise any exception.
         raise UserError(
             "the module refuses the samples",
             where="export",

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from onnx_ops.errors import UserError
 
-op: Any = onnxscript.opset18  # the opset also accepts lists, which its type hints omit
+op: Any = onnxscript.opset18  # The type hints of the opset omit lists, which its functions accept.
 
 _SIGNATURE = (
     "(Tensor input, {state} hx, Tensor[] params, bool has_biases, int num_layers, "
@@ -139,7 +139,8 @@ def _stack_weights(
     params: Sequence[Any], gates: Sequence[int], directions: int, hidden: int, *, has_biases: bool
 ) -> Iterator[tuple[Any, Any, Any]]:
     """Yield W, R and B of each layer, for both directions; B is None without biases."""
-    count = 4 if has_biases else 2  # weights of input and state, and possibly a bias for each
+    # Each layer has a weight for the input and one for the state, and possibly two biases.
+    count = 4 if has_biases else 2
     for first in range(0, len(params), count * directions):
         by_direction = [
             [_order_gates(weight, gates, hidden) for weight in params[start : start + count]]

@@ -174,6 +174,6 @@ def _child(
         answer = ("raised", error)
     except MemoryError:
         answer = ("memory", None)
-    except Exception as error:  # a library raises many types of exceptions
+    except Exception as error:  # The guarded libraries raise many types of exceptions.
         answer = ("raised", describe_error(error))
     answers.send(answer)

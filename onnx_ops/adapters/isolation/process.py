@@ -333,7 +333,8 @@ class OutputTail:
                 self._keep(
                     b"".join(line + b"\n" for line in lines if not line.startswith(self._mark))
                 )
-                if len(rest) > KEPT_BYTES:  # a line of this length is not a progress line
+                if len(rest) > KEPT_BYTES:
+                    # A line this long cannot be a progress line, so it is passed through.
                     self._keep(rest)
                     rest = b""
         self._keep(rest)

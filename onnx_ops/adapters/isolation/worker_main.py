@@ -104,7 +104,7 @@ def _answer(
             remedy="Increase `env.memory` if the machine has more memory.",
         )
         return {"error": failure.as_document()}
-    except Exception as error:  # a framework raises many types of exceptions
+    except Exception as error:  # Frameworks raise many types of exceptions.
         if isinstance(error, ValueError) and do in refusing:
             return {"refused": str(error)}
         what, lines = describe_error(error), traceback.format_exc().splitlines()
@@ -116,7 +116,8 @@ def _answer(
 def _structure(value: Any, kind: Any) -> Any:
     if kind in _PLAIN:
         return value
-    from onnx_ops import codec  # environments of workers with plain values lack its requirements
+    # codec needs packages that environments for plain values do not have.
+    from onnx_ops import codec
 
     return codec.from_json(value, kind)
 

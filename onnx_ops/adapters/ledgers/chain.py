@@ -157,7 +157,8 @@ class LedgerKeys:
             raise CorruptStateError(
                 f"the entry {grant}, and has no signature", where=where, remedy=_REMEDY
             )
-        # With an adoption, a key that this machine trusts can replace stolen keys of the ledger.
+        # An adoption can be signed with a key that this machine trusts. So it can replace the keys
+        # of a ledger after they were stolen.
         may_be_own = bool(admitted) and isinstance(stored.entry.body, LedgerAdopted)
         try:
             verify_bytes(

@@ -124,8 +124,8 @@ class ObjectLedger(Ledger):
         for following, stored in self._follow_from(head):
             head = following
             entries.append(stored.entry)
-        # An adoption skipped damaged entries. The entries to which the chain leads are returned
-        # too.
+        # If an adoption skipped damaged entries, the readable entries before the damage are
+        # returned too.
         if len(entries) < head.state.head:
             with suppress(CorruptStateError):
                 return self._read_back(head, 0)
@@ -150,7 +150,7 @@ class ObjectLedger(Ledger):
     def require_signer(self, state: ReleaseState, body: EntryBody) -> None:
         if grant := explain_grant(state, body):
             name = format_name(state.endpoint, state.head + 1)
-            # The signature is over bytes that are no entry, so it cannot be used for one.
+            # The signed bytes are no ledger entry, so the signature cannot be misused for an entry.
             self._keys.sign(b"signature test", grant, f"ledger {name}", state.keys)
 
     @override

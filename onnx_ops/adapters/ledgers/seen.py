@@ -93,8 +93,7 @@ class SeenHeads:
         self._known[endpoint] = head
         path = _format_path(self._folder, endpoint)
         temporary = path.with_suffix(f".{os.getpid()}")
-        # The record protects only machines that can write here. Without write access, reading works
-        # without a record.
+        # A machine without write access can read ledgers, but has no protection by this record.
         with contextlib.suppress(OSError):
             other = self._load(self._folder, endpoint)
             if other is None or other.sequence < sequence:

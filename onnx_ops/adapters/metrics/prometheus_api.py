@@ -40,7 +40,7 @@ def query_prometheus(
         partial, samples = answer.get("warnings"), answer["data"]["result"]
     except (AttributeError, KeyError, TypeError) as error:
         raise make_answer_error(where, answer) from error
-    if partial:  # some stores did not respond, so the counts would be too low
+    if partial:  # Some stores did not respond, so the counts would be too low.
         what = "Prometheus returned a partial response"
         raise ServiceUnavailableError(what, where=where, why=quoted(partial))
     if not isinstance(samples, list):

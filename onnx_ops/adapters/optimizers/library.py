@@ -139,7 +139,8 @@ def _count_reasons(
     outer = {node.output[0] for node in source.graph.node if node.output}
     counts: Counter[tuple[str, str]] = Counter()
     for node in iterate_nodes(source):
-        place = 0 if node.op_type == "Gather" else 1  # index of the weights among the inputs
+        # The place is the index of the weights among the inputs.
+        place = 0 if node.op_type == "Gather" else 1
         if node.op_type not in {*op_types, *_WEIGHTED} or len(node.input) <= place:
             continue
         if node.op_type not in op_types:

@@ -71,7 +71,7 @@ class OliveOptimizer(Optimizer):
 
     requirements = (
         "olive-ai==0.13.0",
-        "requests==2.34.2",  # olive-ai imports it but does not declare it
+        "requests==2.34.2",  # olive-ai imports `requests` without declaring this dependency.
         "transformers==5.23.0",
         "onnx==1.23.2",
         "onnxruntime==1.31.1",
@@ -105,7 +105,7 @@ class OliveOptimizer(Optimizer):
                 where=where,
             )
         if isinstance(config, str):
-            # The environment of the passes does not have this module.
+            # The environment that runs Olive's passes does not have this module.
             from onnx_ops.config.yaml_reader import read_file
 
             name, path = config, (root / config).resolve()
@@ -141,7 +141,7 @@ class OliveOptimizer(Optimizer):
                 remedy="Add calibrate: {data: train, samples: 256}. These rows replace "
                 "the data sets of the configuration.",
             )
-        # Imported here, since the module loads NumPy.
+        # The module loads NumPy, so it is imported only here.
         from onnx_ops.measure.row_layout import read_layout
 
         if reads_data and not read_layout(read_model_info(request.source), request.values).is_plain:

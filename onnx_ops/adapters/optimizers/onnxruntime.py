@@ -272,7 +272,7 @@ def _quantize(
     request: OptimizeRequest, options: Mapping[str, Any], library_call: Callable[[_Job], None]
 ) -> tuple[str, ...]:
     """Write the quantized model; return notes on additional steps."""
-    # Imported here, since the module loads NumPy.
+    # The module loads NumPy, so it is imported only here.
     from onnx_ops.onnx_graph.channel_balance import balance_channels
 
     source = read_model(request.source)
@@ -305,7 +305,8 @@ def _quantize(
             remedy="Exclude the node that has the weights, or remove this node from `exclude`.",
         )
     given = read_structure(request.source)
-    # If the source is already quantized, its weights also have names that end in `_quantized`.
+    # If the source is already quantized, some of its own weights have names that end in
+    # `_quantized`.
     known = {tensor.name for tensor in given.graph.initializer}
     if not any(
         t.name.endswith("_quantized") and t.name not in known for t in derived.graph.initializer
@@ -337,7 +338,7 @@ def _prepare(source: Any, folder: Path, large: bool) -> Path:
         if any(t.data_type == _FLOAT and t.name not in known for t in model.graph.initializer):
             prepared = _preprocess(plain, folder / "inferred.onnx", simplify=False, large=large)
             model = read_model(prepared)
-    except Exception as error:  # the preprocessing raises many types of exceptions
+    except Exception as error:  # The preprocessing raises many types of exceptions.
         warnings.warn(
             f"quantizing without preparation: {quoted(error)}", RuntimeWarning, stacklevel=2
         )
@@ -352,7 +353,7 @@ def _preprocess(path: Path, prepared: Path, *, simplify: bool, large: bool) -> P
         str(path),
         str(prepared),
         skip_optimization=not simplify,
-        # Symbolic shapes need sympy, which is not installed everywhere. Results would depend on it.
+        # Symbolic shapes need sympy, and results would depend on whether it is installed.
         skip_symbolic_shape=True,
         save_as_external_data=large,
         all_tensors_to_one_file=large,

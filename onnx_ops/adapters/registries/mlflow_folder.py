@@ -67,7 +67,7 @@ def validate_record(record: VariantRecord) -> None:
             )
     if reserved := sorted(set(record.files) & _OWN):
         raise UserError(f"{reserved[0]} is a name that MLflow reserves", where=where)
-    # Weights outside the files of the version could not be verified.
+    # The signature of a version covers only its own files, so external data must be among them.
     external = list_external_names(record.files[find_model_file(record.files)])
     if outside := sorted({PurePosixPath(name).as_posix() for name in external} - set(record.files)):
         what = f"external data {outside[0]!r} of the model is not among the files of the version"

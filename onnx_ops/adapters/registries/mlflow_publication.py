@@ -220,8 +220,8 @@ class ReleasePublisher:
             self._upload_evidence(run_id, record)
             run = self._client.get_run(run_id)
             if run.data.metrics != dict(record.metrics):
-                # MLflow stores one value per metric and timestamp. The new timestamp is one
-                # millisecond later, so the new values do not collide with the present values.
+                # MLflow stores one value per metric and timestamp. With a timestamp one millisecond
+                # later, the new values do not collide with the present values.
                 model_id = str(entry.source).removeprefix("models:/")
                 times = [
                     metric.timestamp
@@ -231,7 +231,8 @@ class ReleasePublisher:
                     run_id, model_id, record, max(times, default=run.info.start_time) + 1
                 )
         for target in record.decisions:
-            # A signature of an earlier decision does not match the present decision.
+            # The stored signature belongs to an earlier decision, so it would not match the present
+            # one.
             if target not in record.signed and f"{DECISION}{target}" in entry.tags:
                 self._client.delete_model_version_tag(name, version, f"{DECISION}{target}")
         if entry.description != description:

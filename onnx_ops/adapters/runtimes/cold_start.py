@@ -112,7 +112,7 @@ def main() -> None:
 def measure_in_this_process(request: dict[str, Any]) -> dict[str, Any]:
     """Measure the load and the first inference in ns, and the added memory in bytes."""
     model, target = Path(request["model"]), codec.from_json(request["target"], Target)
-    check_machine(target)  # imports the runtime
+    check_machine(target)  # This call also imports the runtime, before the measurement starts.
     resident, mark = mark_memory()
     begun = time.perf_counter_ns()
     session = build_session(model, target)

@@ -90,6 +90,7 @@ class _InnerRuntime(OnnxRuntime):
 
 def run_runtime() -> None:
     """Serve calls of OnnxRuntime's methods in the process of the environment."""
-    # An isolated interpreter does not pass the path of visible packages to the processes it starts.
+    # An isolated interpreter ignores PYTHONPATH, so the processes that it starts need this variable
+    # to find the packages.
     os.environ["PYTHONPATH"] = sys.argv[1]
     serve(_InnerRuntime(), "benchmark")

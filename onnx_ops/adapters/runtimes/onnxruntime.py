@@ -286,7 +286,7 @@ def run_load_window(
             while waiting:
                 try:
                     waiting.pop()
-                except IndexError:  # another thread took the last request
+                except IndexError:  # Another thread has taken the last waiting call.
                     break
                 call()
         except BaseException:

@@ -133,7 +133,8 @@ def build_session(
     )
     with convert_runtime_errors(model):
         options = _options(ort, target.session)
-        if is_ort_format(loaded):  # without this entry, the file's suffix determines the format
+        if is_ort_format(loaded):
+            # Without this entry, ONNX Runtime derives the format from the suffix of the file.
             options.add_session_config_entry("session.load_model_format", "ORT")
         if target.ort_format is not None and target.ort_format.style == "runtime":
             options.add_session_config_entry(REPLAYED, "1")
@@ -148,8 +149,8 @@ def build_session(
             (provider, resolve_provider_options(provider, loaded, fingerprint))
             for provider in target.providers
         ]
-        # With its fallback, ONNX Runtime would print messages and run another provider than the
-        # requested one.
+        # With its fallback, ONNX Runtime would print messages and use a provider that was not
+        # requested.
         if not any(provider.package for provider in target.providers):
             providers = [(provider.name, dict(values)) for provider, values in wanted]
             return ort.InferenceSession(

@@ -167,7 +167,8 @@ class GuardedRuntime(OnnxRuntime):
         self, model: Path, target: Target, batches: tuple[Tensors, ...]
     ) -> tuple[Mapping[str, Array], ...]:
         """Run each batch in a forked process and return its outputs by name."""
-        loaded = prepare_model_file(model, target)  # a forked process must not fork again
+        # A forked process must not fork again, so the file is prepared in this process.
+        loaded = prepare_model_file(model, target)
         answers = self._guard(OnnxRuntime().run, loaded, target, batches)
         self._ran.add((model, target.name))
         return answers

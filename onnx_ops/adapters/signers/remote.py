@@ -130,7 +130,7 @@ class KeyVaultSigner(_RemoteSigner):
     def __init__(self, url: str, fetch: Callable[[str], str] = fetch_token) -> None:
         host = require_https(url, "the address of the key")
         service = next((suffix for suffix in _VAULTS if host.endswith(suffix)), "")
-        is_here = urlsplit(url).scheme == "http"  # require_https permits http only for localhost
+        is_here = urlsplit(url).scheme == "http"  # `require_https` permits http only for localhost.
         if not service and not is_here:
             # The token must not be sent to a service other than Key Vault.
             raise UserError(

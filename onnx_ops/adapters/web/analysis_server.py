@@ -100,8 +100,8 @@ class AnalysisServer(BackgroundServer):
                 status_code=401,
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        # A web page can send requests to loopback: its own ones, and those to a name that it has
-        # pointed to loopback (DNS rebinding).
+        # A web page can send requests to loopback: directly, or through a name that resolves to
+        # loopback (DNS rebinding).
         host = request.headers.get("host", "").lower()
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         if name not in _LOOPBACK_HOSTS or "origin" in request.headers:

@@ -62,8 +62,9 @@ class BackgroundServer:
         except BaseException:
             self._socket.close()
             raise
-        # asyncio sets this only for sockets of a named protocol. Without it, a client that delays
-        # its acknowledgement waits 40 ms for the body of each response.
+        # asyncio sets this option only for sockets whose protocol number is given. Without the
+        # option, a client that delays its acknowledgements gets the body of each response 40 ms
+        # late.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         config = uvicorn.Config(
             app,
@@ -80,7 +81,7 @@ class BackgroundServer:
             timeout_graceful_shutdown=2,
         )
         self._server = uvicorn.Server(config)
-        # The thread is a daemon, so that a second signal ends the process despite open requests.
+        # The thread is a daemon, so a second signal ends the process even while requests are open.
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name=name, daemon=True
         )

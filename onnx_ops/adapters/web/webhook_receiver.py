@@ -84,8 +84,8 @@ class WebhookReceiver(BackgroundServer):
             return Response(status_code=400)
         except OnnxOpsError as error:
             self._refused(error.what)
-            # MLflow retries a delivery after 429 and most 5xx, and the receiver would refuse it
-            # again. So the status is another 4xx.
+            # MLflow would retry a delivery after 429 and most 5xx, only to be refused again. So the
+            # status is another 4xx.
             status = {TooLargeError: 413, InvalidSignatureError: 401}.get(type(error), 400)
             return PlainTextResponse(error.what, status_code=status)
         if self._recent.add(delivery.id):

@@ -283,7 +283,8 @@ class Guard:
         except RefusedError as error:
             champion = alias_of("champion", target.target)
             if target.role == PREVIOUS and champion in stored.aliases:
-                return  # the serving version becomes the previous one, whatever its decision is
+                # The serving version may become the previous one regardless of its decision.
+                return
             if read_override(record, target.target, keys) is not None:
                 return
             judged = error.why != "" and not isinstance(error, InvalidSignatureError)

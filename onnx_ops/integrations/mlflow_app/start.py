@@ -36,8 +36,8 @@ def create_app() -> FastAPI | Flask:
     else:
         on_asgi = _MLFLOW_SGI_NAME.get() == "uvicorn"  # type: ignore[no-untyped-call]
         served = create_fastapi_app(app) if on_asgi else app
-    # Hooks run in the order of installation, and the guard needs the user that the hook of
-    # basic-auth identifies.
+    # Hooks run in the order of their installation. The guard runs after the hook of basic-auth,
+    # since it uses the user that this hook has identified.
     install(app, Guard(configuration, ServerStore(), SystemClock()))
     return served
 

@@ -71,8 +71,8 @@ def search(context: SearchContext, journal: StageJournal, report: Reporter) -> S
     state = _resume(state, journal, report)
     while not isinstance(step := choose_next_step(state), StopSearch):
         entry, text = _run_step(runner, step)
-        # The journal is written before the state changes: the next search repeats a step that the
-        # journal lacks.
+        # The journal is written before the state changes, so a later search repeats only the step
+        # that is missing from the journal.
         journal.append(codec.to_json(entry))
         state = _add_entry(state, entry)
         report(f"{text}; {state.seconds:.0f} s of {60 * context.budget.max_minutes:.0f} s")

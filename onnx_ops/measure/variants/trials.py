@@ -158,7 +158,7 @@ class TrialRunner:
 
     def _measure(self, trial: Trial, path: Path) -> Trial:
         context = self._context
-        kinds = {  # one target of each kind that can give different answers
+        kinds = {  # Targets of the same kind give the same answers, so one of them is measured.
             (t.runtime, tuple(p.name for p in t.providers), t.session.graph_level): t
             for t in reversed(context.targets)
         }

@@ -59,7 +59,7 @@ def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -
     """Build the data set that a section defines from the arrays of its source."""
     for _, problem in find_data_problems(arrays, section, where):
         raise problem
-    # The import loads numpy, which planning does not need.
+    # This import loads NumPy, which is not needed for planning.
     from onnx_ops.statistics.grouping import find_group_columns, number_groups
 
     chosen = _select_columns(arrays, section) if _uses_all_columns(section) else []
@@ -152,7 +152,8 @@ def _list_required_arrays(section: DataSection) -> list[tuple[Location, str]]:
 
 def _find_group_problems(name: str, array: Any, where: str) -> Iterator[LocatedError]:
     """Yield a problem if an array does not have one group per row."""
-    from onnx_ops.statistics.grouping import number_groups  # loads numpy, which planning omits
+    # This import loads NumPy, which is not needed for planning.
+    from onnx_ops.statistics.grouping import number_groups
 
     if number_groups(array) is None:
         text = (
@@ -176,7 +177,7 @@ def _find_value_problems(section: DataSection, where: str) -> Iterator[LocatedEr
             )
         try:
             kind = np.asarray(value).dtype.kind
-        except ValueError:  # the value has lists of different lengths
+        except ValueError:  # NumPy cannot convert lists of different lengths.
             kind = "O"
         if kind not in "biufU":
             text = f"the value of {name!r} is not a number, a boolean, or a list of them"

@@ -61,7 +61,8 @@ def execute(
         pipeline=settings["pipeline"],
         release=key,
         git_sha=str(stage.hints.get("commit", ""))
-        or context.git_sha(),  # a worker's checkout can differ from the requesting machine's
+        # The checkout of a worker can have another commit than the machine that requested the run.
+        or context.git_sha(),
         data={
             name.removeprefix("data/"): m.digest()
             for name, m in inputs.items()

@@ -50,7 +50,7 @@ def execute(
     with Scratch() as folder:
         request, dataset = _build_request(stage, inputs, context, folder)
         source = request.source
-        if "search" in settings:  # the variant is a result of the search
+        if "search" in settings:  # A search has already created this variant.
             manifest, role = inputs[settings["search"]], settings["role"]
             trial = codec.loads(context.store.read(manifest[f"{role}/trial.json"]), Trial)
             record = codec.loads(context.store.read(manifest[SEARCH_FILE]), SearchRecord)

@@ -83,7 +83,7 @@ def _save(exporter: Exporter, model: object, folder: Path) -> None:
     """
     try:
         exporter.save(model, folder)
-    # pickle raises each of these for objects that it cannot write.
+    # pickle raises these types of errors for objects that it cannot serialize.
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError(
             f"the returned {type(model).__name__} cannot be saved",

@@ -99,8 +99,8 @@ class _LazySource:
         if not isinstance(exporter, TracingExporter):
             return None
         with self._loaded(exporter) as model:
-            # `ordered` can be true because the export has succeeded: it fails if the inputs have
-            # neither names nor a declared order.
+            # The export has succeeded, so the inputs have names or a declared order. Therefore
+            # `ordered` is true here.
             path = self.folder / MODEL_FILE
             request = build_export_request(section, samples, self.layout, path, ordered=True)
             return self._arranged(exporter.tracer(model, request))

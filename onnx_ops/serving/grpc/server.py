@@ -78,7 +78,8 @@ Streams that are still open after this time are ended.
 """
 
 for _file in (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
-    POOL.AddSerializedFile(_file.serialized_pb)  # so that reflection can list these services
+    # With these descriptors, reflection can list the two services.
+    POOL.AddSerializedFile(_file.serialized_pb)
 
 
 class InferenceServicer:
@@ -337,7 +338,8 @@ class ReadinessServicer(health.aio.HealthServicer):  # type: ignore[misc]
         while True:
             try:
                 await self.refresh()
-            except Exception:  # otherwise clients would never receive a later status
+            except Exception:
+                # If this error ended the task, clients would never receive a later status.
                 _log.exception("the health status could not be refreshed")
             await asyncio.sleep(_HEALTH_PAUSE_S)
 

@@ -175,8 +175,8 @@ class ConnectionLimits:
         """Return whether a connection is admitted; if full, close an idle or slow one."""
         if len(self.open) >= self.max_connections:
             victim = None
-            # If a search for a victim failed at this clock value, it is not repeated. Otherwise,
-            # every connection of a burst would search all open connections.
+            # If no victim was found at this clock value, the search is not repeated. Otherwise,
+            # every connection of a burst would cause a search of all open connections.
             if self._full_at != self.now:
                 late = self.now - _SLOW_S
                 is_late = (
@@ -203,7 +203,8 @@ class ConnectionLimits:
             await asyncio.sleep(_TICK_S)
             try:
                 self._close_expired()
-            except Exception:  # otherwise no connection would time out any more
+            except Exception:
+                # If this error ended the task, no connection would time out any more.
                 _log.exception("connections could not be checked")
 
     def _close_expired(self) -> None:

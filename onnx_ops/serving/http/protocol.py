@@ -127,7 +127,7 @@ class HttpProtocol(TimedConnection):
         self._safe_digits = len(str(limits.max_body))
         self.stage = IDLE
         self.since = limits.now
-        # State of the message that the parser reads
+        # The following attributes describe the message that the parser reads.
         self._place = _BETWEEN
         self._packet_bytes = 0
         self._head_bytes = 0
@@ -141,7 +141,7 @@ class HttpProtocol(TimedConnection):
         self._upgrade_offered = self._must_continue = False
         self._discarded_bytes = 0
         self._reader: LargeBodyReader | None = None
-        # State of the responses
+        # The following attributes describe the responses.
         self._pending: PendingRequest | PendingResponse | None = None
         self._pending_keep_alive = True
         self._held_bytes = 0
@@ -156,7 +156,7 @@ class HttpProtocol(TimedConnection):
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._feed = self._parser.feed_data
 
-    # Events of the transport
+    # The following methods handle events of the transport.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start a connection, or reject it because of the connection limit."""
@@ -177,7 +177,8 @@ class HttpProtocol(TimedConnection):
         self._backlog.clear()
         self.stage = REJECTED
         self._reader = None
-        del self._parser, self._feed  # the parser refers to this object: a reference cycle
+        # The parser refers to this object, so the two would form a reference cycle.
+        del self._parser, self._feed
 
     def pause_writing(self) -> None:
         """Stop answering requests until the client has read enough."""
@@ -210,8 +211,8 @@ class HttpProtocol(TimedConnection):
                     break
                 except httptools.HttpParserUpgrade as upgrade:
                     rest = memoryview(rest)[upgrade.args[0] :]
-                # This code is outside of the exception handler. Inside it, errors would get the
-                # exception as their context.
+                # Within the exception handler, later errors would get this exception as their
+                # context.
                 self._upgrade_offered = False
                 version = self._parser.get_http_version().encode()
                 start = b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, version)
@@ -283,7 +284,7 @@ class HttpProtocol(TimedConnection):
         self._held_bytes = size
         return limits.has_room
 
-    # Callbacks of the parser
+    # The parser calls the following methods.
 
     def on_message_begin(self) -> None:
         """Start a request."""
@@ -312,7 +313,8 @@ class HttpProtocol(TimedConnection):
         elif name in _UNIQUE_HEADERS:
             self._repeated = name
         else:
-            # The entry only adds to the size of the head. No header can have this name.
+            # A repeated header is stored only so that the head has its full size. No real header
+            # begins with a colon.
             head[b":%d" % len(head)] = name + value
 
     def on_headers_complete(self) -> None:
@@ -332,7 +334,8 @@ class HttpProtocol(TimedConnection):
             and b"content-encoding" not in head
             and not self._repeated
             and self._parser.get_method() == b"POST"
-            and self._parser.should_keep_alive()  # without the header, true only for HTTP/1.1
+            # Without a Connection header, this is true only for HTTP/1.1.
+            and self._parser.should_keep_alive()
             and self._head_bytes + self._packet_bytes <= _MAX_HEAD_BYTES
         ):
             self._answer = answer
@@ -344,7 +347,8 @@ class HttpProtocol(TimedConnection):
 
     def _check_head(self, head: dict[bytes, bytes], length: bytes | None) -> None:
         """Check a head, and find its answer. Raises RequestRejectedError."""
-        # The size can include bytes after the head, so the second condition measures only the head.
+        # `_packet_bytes` can include bytes after the head, so a large packet is checked by the size
+        # of the head alone.
         size = self._head_bytes + self._packet_bytes
         if (
             size > _MAX_HEAD_BYTES
@@ -374,7 +378,8 @@ class HttpProtocol(TimedConnection):
         if length is not None and int(length) > self._limits.max_body:
             raise self._build_size_error()
         if self._parser.should_upgrade():
-            self._upgrade_offered = True  # `data_received` parses the head again, without the offer
+            # `data_received` parses the head again, without the offer of an upgrade.
+            self._upgrade_offered = True
             return
         self._keep_alive = version == "1.1" and self._parser.should_keep_alive()
         self._find_answer(method, head, length, expects=expects)
@@ -434,7 +439,7 @@ class HttpProtocol(TimedConnection):
             return
         self._place = _BETWEEN
         answer, body = self._answer, self._body
-        self._body = b""  # an idle connection needs no memory for a body
+        self._body = b""  # An idle connection should not keep the memory of a body.
         if self._held_bytes:
             self._hold(0)
         if answer is None:
@@ -446,7 +451,7 @@ class HttpProtocol(TimedConnection):
         else:
             self._respond_to(answer, self._head, body, self._keep_alive)
 
-    # Responses
+    # The following methods send responses.
 
     def _respond_to(
         self, answer: Answer, head: dict[bytes, bytes], body: Body, keep_alive: bool
@@ -477,7 +482,7 @@ class HttpProtocol(TimedConnection):
 
     def _deliver(self, response: RawResponse) -> None:
         """Send the response to the queued request, and answer the requests after it."""
-        if self._pending is None:  # the client has disconnected
+        if self._pending is None:  # The client has disconnected.
             return
         if len(response.body) >= _MIN_COMPRESSED:
             compressed = self._compress(response, self._pending.head)
@@ -507,7 +512,7 @@ class HttpProtocol(TimedConnection):
         return PendingResponse(head, b"")
 
     def _send_pending(self, response: RawResponse) -> None:
-        if self._pending is None:  # the client has disconnected meanwhile
+        if self._pending is None:  # The client has disconnected before the response was ready.
             return
         head, self._pending = self._pending.head, None
         self._hold(0)
@@ -584,7 +589,7 @@ class HttpProtocol(TimedConnection):
             self._read_paused = False
             self.transport.resume_reading()
 
-    # Errors
+    # The following methods handle errors.
 
     def time_out(self) -> None:
         """Reject a request that did not arrive within the time limit."""
@@ -657,7 +662,7 @@ class LargeBodyReader(asyncio.BufferedProtocol):
             if header_length.isdigit() and len(header_length) < 16
             else 0
         )
-        # Unlike a bytearray, the array is not filled with zeros first, which saves time.
+        # A bytearray would be filled with zeros first, which takes time.
         self._body = np.empty(lead + size, np.uint8).data[lead:]
         self._body[: len(start)] = start
         self._size = len(start)

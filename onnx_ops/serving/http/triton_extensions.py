@@ -64,7 +64,8 @@ def build_statistics(
     row = [sum(column) for column in zip(*rows, strict=True)]
     successes = row[get_column(200)]
     failed_ns = row[FAILED_NANOSECONDS]
-    # The difference can be below 0, because workers write the counters while this code reads them.
+    # The difference can be below 0, because the workers write their counters while this code reads
+    # them.
     success_ns = max(0, get_request_latency(row).nanoseconds - failed_ns)
     return {
         "name": model,

@@ -179,8 +179,8 @@ class BoundRuns:
             or key in self._known
         ):
             return
-        # A text gets memory when it arrives a second time. Texts that differ in every request would
-        # otherwise fill the memory.
+        # A text gets its own memory only when it occurs a second time. Otherwise, texts that differ
+        # in every request would fill the memory.
         if hash(key) not in self._seen:
             self._seen = {hash(key), *(self._seen if len(self._seen) < _MAX_TEXTS else ())}
             return
@@ -188,7 +188,7 @@ class BoundRuns:
             self._known = {}
         if header_length is None:
             is_known = self._is_data(*around, request)
-        else:  # if the sizes differ, some of the data is in the header
+        else:  # If the sizes differ, some of the data is in the JSON header.
             is_known = (
                 sum(array.nbytes for array in request.feed.values()) == len(body) - header_length
             )

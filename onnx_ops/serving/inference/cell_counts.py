@@ -211,7 +211,7 @@ def _count(
     counts = memory.counts
     if not counts[at + _LISTED]:
         _list_cell(memory, at)
-    counts[at] += 1  # CELL_REQUESTS is 0
+    counts[at] += 1  # `at` is the index of CELL_REQUESTS, whose offset is 0.
     if status != 200:
         column = get_column(status)
         if column in _FAILURES:
@@ -254,7 +254,7 @@ def _view(memory: CellBlock) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uin
 
 def _reset(memory: CellBlock) -> None:
     memory.tag[_GENERATION] = memory.tag[_EPOCH] = memory.tag[_WATCH] = (
-        0  # readers skip a block that is being reset
+        0  # With a generation of 0, readers skip the block while it is reset.
     )
     listed, counts = _view(memory)
     counts[listed] = 0
@@ -271,7 +271,8 @@ def _take_over(memory: CellBlock) -> None:
     counts[listed, CELL_REQUESTS] += lost
     counts[listed, CELL_ERRORS] += lost
     counts[listed, _IN_PROGRESS] = 0
-    counts[listed, _LISTED] = 1  # the worker can have died between two steps of `_list_cell`
+    # The worker can have ended between the two steps of `_list_cell`, which leaves a cell unlisted.
+    counts[listed, _LISTED] = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -105,8 +105,7 @@ def inflate(
                 rest = stream.unconsumed_tail
                 size += len(pieces[-1])
                 if size > max_bytes:
-                    # Otherwise, the frames of an error would refer to the pieces, which would stay
-                    # in memory.
+                    # Without this call, the traceback of the error would keep the pieces in memory.
                     pieces.clear()
                     raise TooLargeError(
                         f"the body must not be larger than {max_bytes} bytes after decompression"

@@ -176,7 +176,8 @@ class LoadedDeployment(DeployedModel):
                 self.latency.observe(time.perf_counter() - started_at)
                 return bound.build_response() or self.encode(bound.request, bound.outputs)
             except BOUND_ERRORS:
-                # The shape of an output can depend on the data, or the model rejects the request.
+                # Either the shape of an output depends on the data, or the model rejects the
+                # request. The code below handles both.
                 pass
         request = read_infer(body, length, self.signature)
         started_at = time.perf_counter()
@@ -422,7 +423,7 @@ class LoadedDeployments:
         self.shared = shared
         self.worker = worker
         self._load = load
-        self._header = shared.header  # its first number is the published revision
+        self._header = shared.header  # The first number of the header is the published revision.
         self._prepared: dict[int, TableSnapshot] = {}
         self._snapshot: TableSnapshot | None = None
         self._previous: TableSnapshot | None = None

@@ -166,7 +166,7 @@ class ModelCopies:
             for path in unused[_MAX_UNUSED_COPIES:]:
                 shutil.rmtree(path, ignore_errors=True)
                 (self._folder / f"{_get_copy_name(path)}.lock").unlink(missing_ok=True)
-        except FileNotFoundError:  # nothing was copied yet
+        except FileNotFoundError:  # The folder does not exist before the first copy.
             pass
         except OSError as error:
             _log.warning("unneeded copies of models in %s are not deleted: %s", self._folder, error)
@@ -175,7 +175,7 @@ class ModelCopies:
         """Copy the files of a deployment, verify the copy, and return its manifest."""
         source = Path(deployment.location)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # One process makes the copy, and the others wait until it is complete.
+        # One process copies the model, and the others wait until the copy is complete.
         with hold_lock(copy.with_name(f"{copy.name}.lock")):
             if (present := _read_copy(copy, deployment.manifest)) is not None:
                 return present
@@ -197,7 +197,8 @@ class ModelCopies:
                         remedy="Fetch the version again; its files were changed after they were "
                         "registered.",
                     )
-                shutil.rmtree(copy, ignore_errors=True)  # the copy is damaged
+                # The existing copy is damaged, so it is replaced.
+                shutil.rmtree(copy, ignore_errors=True)
                 temporary.rename(copy)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)

@@ -175,9 +175,12 @@ def _build_options(path: Path, settings: SessionSettings, *, optimize: bool) -> 
     options.intra_op_num_threads = settings.intra_op_threads
     options.inter_op_num_threads = settings.inter_op_threads
     options.graph_optimization_level = _LEVELS[settings.graph_level if optimize else "disabled"]
-    options.enable_cpu_mem_arena = not _has_operator(path, _LOOP_OPERATORS)  # see `_LOOP_OPERATORS`
+    # See `_LOOP_OPERATORS`.
+    options.enable_cpu_mem_arena = not _has_operator(path, _LOOP_OPERATORS)
     options.log_severity_level = (
-        4  # errors are raised as exceptions; clients must not be able to fill the log
+        # 4 suppresses errors, which are raised as exceptions anyway. Clients must not be able to
+        # fill the log.
+        4
     )
     for kind in ("intra_op", "inter_op"):
         options.add_session_config_entry(
@@ -269,7 +272,7 @@ class PackedModelCache:
             return open_model(path)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # One worker makes the entry, and the others wait until it is complete.
+            # One worker creates the entry, and the others wait until it is complete.
             with hold_lock(self._folder / f"{entry.name}.lock"):
                 return self._open_entry(entry, open_model) or self._make_entry(
                     path, entry, open_model
@@ -317,7 +320,7 @@ class PackedModelCache:
                 sync_path(written)
             shutil.rmtree(entry, ignore_errors=True)
             temporary.rename(entry)
-            # The entries that were used last are kept. A process that has mapped the files of a
+            # The most recently used entries are kept. A process that has mapped the files of a
             # deleted entry can still read them.
             entries = [
                 p for p in self._folder.iterdir() if p.is_dir() and not p.name.startswith(".tmp-")
@@ -382,7 +385,7 @@ def _build_sample(spec: TensorSpec, random: np.random.Generator | None = None) -
         return np.full(shape, "", dtype=object)
     if random is not None and spec.dtype.startswith("float"):
         return random.standard_normal(shape).astype(spec.dtype)
-    # Integers can be indices, which must be within a range.
+    # Integers stay zero, because they can be indices, which must be within a range.
     return np.zeros(shape, get_numpy_dtype(spec.dtype))
 
 
@@ -515,7 +518,7 @@ class LoadedModel:
             if self.signature.outputs[name].dtype == "bfloat16":
                 shape = tuple(value.shape())
                 size = int(np.prod(shape)) * 2
-                # The bits are copied, because the memory is freed with `value`.
+                # The bits are copied, because deleting `value` frees the memory.
                 bits = ctypes.string_at(value.data_ptr(), size) if size else b""
                 arrays.append(np.frombuffer(bits, np.uint16).reshape(shape))
             else:
@@ -536,7 +539,8 @@ class LoadedModel:
                 started_at = time.perf_counter()
                 self.run(tuple(self.signature.outputs), feed)
         except (UserError, InfrastructureError) as error:
-            is_guess = any(  # whether a size other than the batch, or a category, was assumed
+            # A guessed input has a free size besides the batch, or holds categories.
+            is_guess = any(
                 any(isinstance(d, str) for d in spec.shape[1:])
                 or spec.dtype == "string"
                 or (spec.dtype == "int64" and spec.shape[1:] == (1,))

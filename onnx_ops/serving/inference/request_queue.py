@@ -195,8 +195,7 @@ class WorkerThreads:
                     )
                     if (batch := self._take_batch()) is None:
                         self._idle.append(started)
-                    # Other threads, too, waited for the end of this batch if it was of another
-                    # queue.
+                    # Batches of other queues can have waited for the end of this isolated batch.
                     elif self.is_isolating:
                         self._start_batches()
 

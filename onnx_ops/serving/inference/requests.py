@@ -323,7 +323,7 @@ def _build_request(
         reader, data = signature.get_reader(name), given
         shape = _measure_nesting(name, data)
         if len(shape) == 1 and reader.dims[1:] == (1,):
-            shape.append(1)  # the values are a column of a table, for an input of one feature
+            shape.append(1)  # For an input of one feature, the values are one column of a table.
         accepted, count = reader.check_shape(shape)
         if text:
             data = reader.convert_cells(data)

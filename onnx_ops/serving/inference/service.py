@@ -310,7 +310,7 @@ class InferenceService:
         """
         process, monitor = self._process, self.monitor
         process[INLINE_RUN + RUN_CELL] = drawn_cell
-        process[INLINE_RUN] = loaded.slot  # RUN_SLOT is 0
+        process[INLINE_RUN] = loaded.slot  # The offset RUN_SLOT is 0.
         started_at = monitor.inline_since = time.perf_counter()
         monitor.inline_options = loaded.options
         try:
@@ -407,7 +407,8 @@ class InferenceService:
         try:
             self._loop.call_soon_threadsafe(self._deliver, results, runs)
         except RuntimeError:
-            # The event loop is closed, because the drain was too short for these requests.
+            # The time limit of the drain has ended, so the event loop is closed and these requests
+            # are lost.
             _log.warning("%d responses were too late to be sent", len(results))
 
     def _limit_runs(self, requests: Sequence[PendingRequest]) -> AbstractContextManager[Any]:
@@ -484,7 +485,7 @@ class InferenceService:
         if loaded.warm_up:
             loaded.warm_up -= 1
             service_s = 0.0
-        if service_s == seconds:  # the request ran on the event loop
+        if service_s == seconds:  # The times are equal if the request ran on the event loop.
             count_request(loaded.row, status, seconds)
         else:
             count_queued_request(loaded.row, status, seconds, service_s)
@@ -564,7 +565,8 @@ def run_requests(
     for position, request in enumerate(requests):
         source = request.route, request.head, request.body
         try:
-            if request.route.coding:  # the decompressed bodies of a batch could exhaust the memory
+            if request.route.coding:
+                # Without this limit, the decompressed bodies of a batch could exhaust the memory.
                 with inflated.reserve() as charge:
                     results[position] = run_alone(position, loaded.decode(*source, charge))
             else:

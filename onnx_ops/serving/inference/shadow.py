@@ -217,11 +217,13 @@ class _ShadowLink:
         self._drop(len(self._buffers))
 
     def _flush(self) -> None:
-        for _ in range(2):  # the process can have been replaced since the last message
+        for _ in range(2):
+            # The process may have been replaced since the last message, so a second attempt
+            # connects again.
             try:
                 self._send()
                 return
-            except BlockingIOError:  # the process is busy or still starting
+            except BlockingIOError:  # The process is busy, or it is still starting.
                 return
             except OSError:
                 self._disconnect()

@@ -85,7 +85,7 @@ class TensorWriter:
         if array.shape != shape or not prefix:
             shape = array.shape
             prefix = b'%b%b,"data":' % (self._prefix, orjson.dumps(shape))
-            self._last = shape, prefix  # one assignment, because other threads read both values
+            self._last = shape, prefix  # One assignment is atomic. Other threads read both values.
         return b"".join((prefix, data, b"}"))
 
     def write_binary(self, array: Array) -> tuple[bytes, bytes]:
@@ -103,7 +103,7 @@ class TensorWriter:
                 orjson.dumps(shape),
                 size,
             )
-            # One assignment, because other threads read all three values
+            # One assignment is atomic. Other threads read all three values.
             self._last_binary = shape, size, item
         return item, data
 
@@ -152,7 +152,8 @@ class ModelSignature:
         places: dict[str, tuple[tuple[str, int], ...]] = {}
         for spec in inputs.values():
             for axis, symbol in enumerate(spec.shape):
-                if isinstance(symbol, str) and symbol != "?":  # `?` is a dimension without a name
+                if isinstance(symbol, str) and symbol != "?":
+                    # `?` stands for a dimension without a name.
                     places[symbol] = (*places.get(symbol, ()), (spec.name, axis))
         self.shared_dims = {symbol: listed for symbol, listed in places.items() if len(listed) > 1}
         self.binary_only = frozenset(
@@ -176,7 +177,7 @@ class ModelSignature:
         if len(feed) != len(self.readers) and (missing := self.required - feed.keys()):
             name = next(name for name in self.inputs if name in missing)
             raise UserError(f"input {name!r} is missing")
-        # Most models need neither check. These conditions save their requests two calls.
+        # Most models need neither check, so the conditions avoid two calls for each request.
         if self.refuses_nan:
             _check_nan(feed)
         if self.shared_dims:

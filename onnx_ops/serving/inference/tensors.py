@@ -235,7 +235,8 @@ def _take_large_arrays(body: bytes) -> tuple[bytes, dict[str, LazyArray]]:
             place += 1
         depth = place - start
         if depth > _MAX_RANK:
-            # The array is no tensor, and measuring it would take time quadratic in its depth.
+            # An array this deep is no tensor, and measuring its shape would take time quadratic in
+            # its depth.
             continue
         end = body.find(b"]" * depth, place) + depth
         if end - start < _LARGE_ARRAY_BYTES or any(
@@ -397,7 +398,8 @@ class _LazyWalk:
             return LazyArray(value, self._measure(value))
         self.brackets += 1
         items = []
-        for item in value:  # only values of objects become lazy arrays
+        for item in value:
+            # simdjson makes lazy arrays only for values of objects, so these arrays are lists.
             if type(item) is simdjson.Array:
                 items.append(item.as_list())
                 self.brackets += _count_lists(items[-1])
@@ -525,7 +527,8 @@ class TensorReader:
             last, pack = self._pack
             if last != count:
                 pack = struct.Struct(f"<{count}{self.code}").pack
-                self._pack = count, pack  # one assignment, because other threads read both values
+                # One assignment is atomic. Other threads read both values.
+                self._pack = count, pack
             try:
                 packed = pack(*flat)
             except (struct.error, OverflowError):

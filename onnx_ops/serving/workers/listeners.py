@@ -118,7 +118,7 @@ def receive_sockets(folder: Path, host: str, port: int) -> ListenerSockets | Non
             _HANDOVER_S,
         )
         return None
-    if not descriptors:  # the worker has ended
+    if not descriptors:  # The worker has ended.
         return None
     public, handover = (socket.socket(fileno=descriptor) for descriptor in descriptors)
     public_host, public_port = public.getsockname()[:2]
@@ -133,7 +133,7 @@ def send_sockets(listeners: ListenerSockets) -> None:
     """Send both sockets to a client that connects to the handover socket."""
     try:
         client, _ = listeners.handover.accept()
-    except OSError:  # another worker has accepted the connection
+    except OSError:  # Another worker has accepted the connection.
         return
     with client, contextlib.suppress(OSError):
         client.settimeout(_HANDOVER_S)

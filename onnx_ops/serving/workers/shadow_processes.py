@@ -86,7 +86,7 @@ def run_shadow_process(
     """
     _end_with_parent(supervisor)
     prefer_for_oom_kill()
-    gc.freeze()  # inherited objects are never freed before the process ends
+    gc.freeze()  # Objects that the process inherited are never freed before it ends.
     try:
         with count_load(row):
             loaded = load_deployment(deployment, folder, options)
@@ -113,7 +113,7 @@ def _end_with_parent(parent: int) -> None:
     The kernel also kills a process in which a model hangs.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the call
+    if os.getppid() != parent:  # If the parent ended before the call, no signal would arrive.
         os._exit(1)
 
 
@@ -126,8 +126,9 @@ def _lower_priority() -> None:
     for thread in map(int, os.listdir("/proc/self/task")):
         try:
             os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
-        except OSError:  # a sandbox can forbid the change
-            with contextlib.suppress(OSError):  # the process works at any priority
+        except OSError:  # A sandbox can forbid the change of the scheduler.
+            with contextlib.suppress(OSError):
+                # Without permission for either change, the process works at normal priority.
                 os.setpriority(os.PRIO_PROCESS, thread, _LOWEST_NICE)
 
 
@@ -158,7 +159,7 @@ def answer_mirrored_requests(
                         data = connection.recv(_READ_BYTES)
                     except ConnectionError:
                         data = b""
-                    if not data:  # the worker has ended
+                    if not data:  # Without data, the worker has ended.
                         selector.unregister(connection)
                         connection.close()
                         del received[connection]
@@ -220,7 +221,7 @@ class ShadowProcesses:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = False
         for path in folder.glob(SHADOW_SOCKETS):
-            path.unlink(missing_ok=True)  # a socket of a supervisor that was killed
+            path.unlink(missing_ok=True)  # A supervisor that was killed leaves its sockets behind.
 
     def get_failed(self) -> Mapping[str, str]:
         """Return shadow deployments without a process, with the reason."""
@@ -305,7 +306,8 @@ class ShadowProcesses:
             _log.error(
                 "the process of shadow %s ended (%s) and is replaced", shadow.deployment.name, why
             )
-            shadow.row[SHADOW_FAILED] += was_running  # the request has probably ended the process
+            # The request in progress has probably caused the end of the process.
+            shadow.row[SHADOW_FAILED] += was_running
             self._shared.get_shadow_row(0)[SHADOW_RESTARTS] += 1
             await asyncio.sleep(compute_restart_pause_s(deaths))
 
@@ -334,7 +336,7 @@ class ShadowProcesses:
             # The process has closed its socket, so it is about to end, or the process is no longer
             # needed.
             shadow.control = None
-            if not exit_status.done():  # otherwise another process can have its process id
+            if not exit_status.done():  # After its exit, another process can have its process id.
                 kill_process(pid, signal.SIGKILL)
         return message if isinstance(message, WorkerReady) else None, await asyncio.shield(
             exit_status

@@ -163,7 +163,7 @@ class TablePublisher:
         Otherwise, a worker that starts meanwhile would not know the revision.
         """
         try:
-            # The key is not stored. The follower sends it again after a restart.
+            # The feedback key is not stored on disk. The follower sends it again after a restart.
             self._tables.write(replace(revision.table, feedback_key=""))
         except OSError as error:
             raise ServiceUnavailableError(
@@ -270,7 +270,7 @@ class Supervisor:
             request = None
         cold_s = {deployment.name: loads_s for deployment, loads_s in self._cold_s.items()}
         counts = self._publisher.counts.collect(request, cold_s=cold_s)
-        # An epoch with a deployment that is not loaded is no evidence.
+        # An epoch in which a deployment is not loaded is no evidence.
         open_epoch = None if self.get_state().failed else counts.open_epoch
         return replace(counts, failure=self._describe_failures(), open_epoch=open_epoch)
 
@@ -307,7 +307,7 @@ class Supervisor:
                         [deployment], self._folder, options, limit_s=_PREPARE_S
                     )
                 )
-        except Exception as error:  # the next request for counts repeats the measurement
+        except Exception as error:  # The next request for counts repeats the measurement.
             self._record_failure("a cold start could not be measured", error)
         else:
             self._failures.pop("a cold start could not be measured", None)
@@ -316,7 +316,7 @@ class Supervisor:
         """Start the task that changes the epochs of the published table."""
         if self._epochs is not None:
             self._epochs.cancel()
-        self._failures.clear()  # the failures belong to the previous table
+        self._failures.clear()  # The recorded failures belong to the previous table.
         self._epochs = asyncio.get_running_loop().create_task(self._turn_epochs())
 
     async def _turn_epochs(self) -> None:
@@ -460,7 +460,7 @@ class Supervisor:
                 max_body=_MAX_ADMIN_BODY,
                 read_timeout_s=self._options.read_timeout,
                 keep_alive_s=self._options.keep_alive,
-                row=make_row(),  # its counts are not shown on the metrics page
+                row=make_row(),  # The metrics page does not show the counts of this row.
             )
             hosts = (
                 HostPolicy()
@@ -539,8 +539,10 @@ def serve(
                 importlib.import_module("onnx_ops.serving.grpc.server")
                 if not orphans:
                     listen_tcp(
-                        host, options.grpc_port
-                    ).close()  # otherwise the workers would share the port with another server
+                        host,
+                        options.grpc_port,
+                        # Without this check, the workers would share the port with another server.
+                    ).close()
             if listeners is None:
                 handover = folder / HANDOVER_SOCKET
                 listeners = ListenerSockets(

@@ -253,9 +253,9 @@ def _run_trial(
             model.run_random()
         private = _measure_private_bytes()
         if (size := others * (private - sizes[0])) > 0:
-            # The memory of the other workers is allocated too. An OSError means that the sum
-            # exceeds the limit of a single process. This limit does not apply to the sum, so the
-            # error is ignored.
+            # The mapping also represents the memory of the other workers. An OSError means that the
+            # sum exceeds the limit of a single process. This limit does not apply to the sum, so
+            # the error is ignored.
             with suppress(OSError):
                 mmap.mmap(
                     -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE

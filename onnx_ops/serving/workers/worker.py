@@ -217,7 +217,7 @@ class Worker:
         """Serve until the supervisor requests the end and all requests are answered."""
         record = register_worker(self.folder)
         self.shared.reset_gauges(self.number)
-        gc.freeze()  # inherited objects are never freed before the process ends
+        gc.freeze()  # Objects that the process inherited are never freed before it ends.
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._serve())
@@ -309,7 +309,7 @@ class Worker:
             await asyncio.sleep(CHECK_S)
             try:
                 await loop.run_in_executor(self._loader, self._trimmer.check)
-            except Exception:  # otherwise memory would grow from now on
+            except Exception:  # If this error ended the task, memory would never be trimmed again.
                 _log.exception("the memory could not be trimmed")
 
     def _list_loaded(self) -> Sequence[LoadedDeployment]:

@@ -120,7 +120,8 @@ class WorkerHealth:
         table, weights = revision.table, revision.table.state.split.weights
         serving = [name for name in table.layout if weights.get(name)]
         self._slots = revision.slots
-        self._stable = revision.slots[serving[-1]] if serving else 0  # the oldest deployment
+        # The oldest deployment with traffic is the stable one.
+        self._stable = revision.slots[serving[-1]] if serving else 0
         self._deaths.clear()
         self._shared_deaths = 0
         self._requests = Counter(
@@ -163,7 +164,8 @@ class WorkerHealth:
         charged = {slot: share for slot, share in share_death(suspects).items() if slot in names}
         for slot, share in charged.items():
             self._deaths[slot] = self._deaths.get(slot, Fraction()) + share
-        for slot in charged:  # after the charges of all, because deployments are compared by them
+        for slot in charged:
+            # Deployments are compared by their charges, so all of them are charged first.
             self._take_out(slot, names[slot])
         self._shared_deaths += len(charged) > 1
         is_open = (
@@ -202,7 +204,7 @@ class WorkerHealth:
         suspects = runs = {slot: counts for slot, counts in runs.items() if counts.total}
         if slot := state[HUNG_RUN + RUN_SLOT]:
             suspects = {slot: _add_run(RunCounts(), state[HUNG_RUN + RUN_CELL])}
-        # The next worker counts the request that was lost on the event loop, by user. Requests on
+        # The next worker counts, by user, the request that was lost on the event loop. Requests on
         # threads are counted in any case.
         for number in (RUN_SLOT, RUN_CELL):
             state[LOST_RUN + number] = state[INLINE_RUN + number]

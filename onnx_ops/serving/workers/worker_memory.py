@@ -49,7 +49,7 @@ def use_one_arena() -> None:
     % in one arena. The shared arena does not slow down requests measurably.
     """
     if "MALLOC_ARENA_MAX" not in os.environ:
-        with suppress(AttributeError):  # the process uses another C library
+        with suppress(AttributeError):  # Only the GNU C library has `mallopt`.
             ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 

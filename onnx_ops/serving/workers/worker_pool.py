@@ -190,7 +190,7 @@ class WorkerPool:
         """Notify every worker that a revision was published or discarded."""
         message = FinishRevision(number=number, is_published=is_published)
         for worker in self._workers.values() if is_published else ():
-            worker.failed = {}  # the worker has loaded all deployments
+            worker.failed = {}  # Every worker has loaded all deployments of a published table.
         for worker in tuple(self._workers.values()):
             if worker.channel is not None:
                 with contextlib.suppress(ConnectionError):
@@ -286,7 +286,8 @@ class WorkerPool:
         worker.channel = await ControlChannel.open(worker.control)
         try:
             await self._receive(worker, worker.channel)
-        except Exception:  # without its messages, the worker would miss publications
+        except Exception:
+            # A worker whose messages are lost would miss publications, so it is replaced.
             _log.exception("worker %d cannot be followed and is replaced", worker.pid)
         # The worker has closed its socket, so it is about to end, or its messages cannot be read.
         kill_process(worker.pid, signal.SIGKILL)

@@ -95,7 +95,8 @@ def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> 
     order = open_[np.argsort(width[open_], kind="stable")]
     start = 0
     while start < len(order):
-        # Widths ascend, so the last row of a part that fits is the widest.
+        # The widths are in ascending order, so the last row of a part determines the memory of the
+        # part.
         fits = (np.arange(1, len(order) - start + 1) * width[order[start:]] <= _CELLS).sum()
         part = order[start : start + max(1, int(fits))]
         logs_by_row[part] = _likelihood(rows[part], low[part], width[part], logs)
@@ -282,7 +283,8 @@ def bound_error_rate(errors: int, requests: int, effect: float = 1.0) -> float:
     if short(least) >= 0:
         return least
 
-    from scipy.optimize import brentq  # commands that only show rollouts start faster without it
+    # Commands that only show rollouts start faster without this import.
+    from scipy.optimize import brentq
 
     return float(brentq(short, least, 1 - _LEAST, xtol=1e-9))
 

@@ -97,7 +97,7 @@ class HarmSearch:
             waits = list(self._waits.list_waits(index, errors))
             ends, open_before = self._waits.find_ends(index, waits), search.is_open.copy()
             found = self._search_step(index, harm, ends, search)
-            # A look that finds the harm does not advance the step.
+            # The look that finds the harm does not advance the step.
             limits = np.minimum(ends + _SAME_S, self._waits.find_limit(step))
             is_found = open_before & (found <= limits)
             search.found_s = np.where(is_found, search.begun_s + found, search.found_s)

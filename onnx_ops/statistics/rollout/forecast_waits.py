@@ -103,7 +103,8 @@ class WaitSimulation:
         if step.kind == "shadow" and policy.shadow is not None:
             yield self._wait_for_copies(index, policy.shadow)
         elif step.kind == "ab_test" and policy.ab_test is not None:
-            # Equal versions are almost never shown to differ, so that the test ends with its time.
+            # A test of equal versions almost never finds a difference, so it takes its full
+            # duration.
             duration = policy.ab_test.duration
             yield SimulatedWait("duration", duration, np.full(ROLLOUTS, duration))
             yield from self.wait_for_users(step)
@@ -166,7 +167,8 @@ class WaitSimulation:
         if is_drawn:
             yield self._wait_for_units(index)
         elif self.policy.guardrails:
-            # The first reading only marks where the first interval begins.
+            # The first reading does not end an interval: it only marks where the first interval
+            # begins.
             begun = self.cadence.look_s * self.offsets[index] + self.cadence.lag_s
             times = begun + (design_effect.MIN_INTERVALS - 1) * INTERVAL_S
             yield SimulatedWait("intervals", design_effect.MIN_INTERVALS, times, 1 / INTERVAL_S)
@@ -229,7 +231,7 @@ class WaitSimulation:
         last = self.policy.step_timeout / INTERVAL_S
         if errors >= level or first > last:
             return times
-        # Intervals with few requests can be merged, since the outage is then no limit.
+        # Here the outage does not limit the test, so intervals with few requests can be merged.
         merged = max(1.0, min(_MERGED_REQUESTS / per_interval, last / _MAX_INTERVALS))
         horizon = min(last, max(_MAX_INTERVALS, _LEVEL_BEYOND * first))
         count, mean = math.ceil(horizon / merged), per_interval * merged
@@ -250,7 +252,8 @@ class WaitSimulation:
             is_shown = ev.is_rate_certified(
                 part[..., 0].sum(axis=1), part[..., 1].sum(axis=1), level, effects
             )
-            # It was shown at some time since the last look.
+            # The rule was met at some time since the last look. The geometric mean of both times
+            # estimates it.
             intervals = math.sqrt(looked * (before or looked)) * merged
             shown = np.where(is_shown & np.isinf(shown), intervals * INTERVAL_S, shown)
             before = looked

@@ -110,7 +110,7 @@ def fix_thresholds(
         **{name: share for name, share in LATENCY_PLACES.items() if name in max_increases},
     }
     stable: dict[str, float] = {}
-    # The share of requests above the chosen bound has the closest log odds.
+    # The chosen bound is the one with the closest log odds of the share above it.
     for name, share in shares.items():
         wanted = _log_odds(1 - share)
         stable[name] = bounds_s[
@@ -155,7 +155,7 @@ def evaluate_cold_start(
     if loads < COLD_START_SAMPLES:
         p, rule = 1.0, "not measured yet"
     elif rail.max is not None:
-        # Exact sign test of the hypothesis "half of the loads take at most `max`".
+        # This is the exact sign test of the hypothesis that half of the loads take at most `max`.
         above, n = sum(each > rail.max for each in candidate_s), len(candidate_s)
         p = float(sum(math.comb(n, k) for k in range(above, n + 1)) / 2**n)
         rule = f"candidate {_range(candidate_s)}, at most {rail.max:g} s"
@@ -163,9 +163,10 @@ def evaluate_cold_start(
         allowed = (
             DEFAULT_SLOWDOWN if rail.max_latency_increase is None else rail.max_latency_increase
         )
-        from scipy.stats import mannwhitneyu  # slow to import, and few policies need it
+        from scipy.stats import mannwhitneyu  # This import is slow, and few policies need it.
 
-        # Exact rank sum test (Wilcoxon 1945, Biometrics Bulletin 1:80-83; Mann and Whitney 1947).
+        # This is the exact rank sum test (Wilcoxon 1945, Biometrics Bulletin 1:80-83; Mann and
+        # Whitney 1947).
         scaled_s = [each / (1 + allowed) for each in candidate_s]
         p = float(mannwhitneyu(scaled_s, stable_s, alternative="greater", method="exact").pvalue)
         rule = (

@@ -163,10 +163,10 @@ def _add_evidence(
         design_effect=effect,
         compared=sum(row[1] for row in count_events(worst, here) if row[3]),
     )
-    # Bounds would be wrong for a place that was chosen as the worst.
+    # The percentile was chosen because it is the worst, so bounds for it would be too narrow.
     if len(measured) > 1:
         return replace(result, percentile=worst.partition("@")[2])
-    if observations.drawn:  # units have no odds ratio
+    if observations.drawn:  # Counts by unit have no odds ratio.
         return result
     low, high = ev.bound_odds_ratio(rows, effect)
     return replace(result, low=low, high=high)
@@ -317,7 +317,7 @@ def _find_shortage(
         return "" if users >= policy.min_units else _explain_few_users(users, policy)
     fewest = 0 if observations.is_independent else design_effect.MIN_INTERVALS
     if policy.guardrails and len(here) < fewest:
-        # Without units, all events of an interval may come from one user.
+        # Without units, all events of an interval may come from the same user.
         return (
             f"{len(here)} of the {fewest} intervals that a source needs if it does not count by "
             "user"

@@ -78,12 +78,12 @@ def make_log_factors(percent: int, tolerated: float, centers: tuple[float, ...])
     for clip in CLIPS:
         score = np.minimum(1.0, _EDGES / clip) if clip else (_EDGES > 0).astype(np.float64)
         for center in centers:
-            # Up to this limit, two factors stay positive: that of the stable version's worst unit,
-            # and that of the candidate's best unit.
+            # Up to this limit, both factors of the bet stay positive: that of the stable version's
+            # worst unit, and that of the candidate's best unit.
             limit = min(1 / (p * (1 - center)), 1 / ((1 - p) * center) if center else math.inf)
             for ratio in RATIOS:
-                # Kelly's bet if the candidate has `ratio` times as many events as the stable
-                # version.
+                # This is Kelly's bet for a candidate with `ratio` times as many events as the
+                # stable version.
                 bet = min((ratio - 1) / (p * ratio + 1 - p), _BOLDEST * limit)
                 candidate = np.log1p(bet * (1 - p) * (score / tolerated - center))
                 gamblers.append(np.stack([candidate, np.log1p(-bet * p * (score - center))]))

@@ -396,7 +396,8 @@ def judge_source(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
         )
         yield UNUSED_INPUTS.make_result(gate, join_lines(reason), passes=True)
     source = evidence.source
-    if source is not None and source.nan == "refused":  # no ONNX file refuses NaN automatically
+    if source is not None and source.nan == "refused":
+        # An ONNX file cannot refuse NaN, so the endpoint must do it.
         reason = (
             "the source refuses NaN, so that there is no answer to compare with: "
             "an endpoint must refuse it too"

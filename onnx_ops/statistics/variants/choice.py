@@ -119,7 +119,7 @@ def _refuse_all(
     """Return a choice of no variant, with the reasons why each variant was refused."""
     variants_by_reason: dict[tuple[Verdict, str], list[str]] = {}
     refused = [d for d in decisions if d.variant not in undecided]
-    # The export comes first, since the others are derived from it.
+    # The export comes first, since the other variants are derived from it.
     for decision in sorted(refused, key=lambda d: d.variant != EXPORT):
         variants_by_reason.setdefault((decision.verdict, decision.reason), []).append(
             decision.variant
@@ -181,7 +181,7 @@ def _find_tied(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     best = min(candidates, key=_Candidate.rank_by_estimate)
 
     def is_tied(c: _Candidate) -> bool:
-        # Unmeasured candidates are tied only with each other.
+        # A candidate without a measurement is tied only with other candidates without one.
         return c.key.low <= best.key.high if c.key and best.key else c.key is best.key
 
     return [c for c in candidates if c is best or is_tied(c)]
@@ -270,7 +270,7 @@ def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, fl
     end = result.low if result.bound < 0 else result.high
     error = abs(result.estimate - end) / normal.inv_cdf(1 - ERROR_LEVEL)
     if error <= 0:
-        return None  # an exact change, as between equal models, has no spread
+        return None  # An exact change, such as that between equal models, has no spread.
     away = abs(result.bound) / error
     strict = normal.inv_cdf(1 - (ERROR_LEVEL if tried <= 1 else _FAMILY_LEVEL / tried))
     passes, wrongly = normal.cdf(away - strict), normal.cdf(-away - strict)
@@ -316,7 +316,7 @@ def _get_time_ratio(decision: Decision) -> Interval | None:
         return Interval.point(1.0)
     if decision.standing and decision.standing.ratio:
         return decision.standing.ratio
-    # Older evidence, and too few pairs, have only the estimate.
+    # Older evidence, and evidence with too few pairs, contains only the estimate.
     return None if decision.latency_ratio is None else Interval.point(decision.latency_ratio)
 
 

@@ -350,7 +350,7 @@ def compute_pareto_front(state: SearchState) -> tuple[int, ...]:
         for n, trial in enumerate(state.trials)
         if is_eligible(trial, state.budget) and trial.ratios
     ]
-    # Among equal trials the first wins, and fp32 comes before all trials.
+    # Among equal trials, the first wins. So fp32 has the number -1, before all trials.
     others = [(-1, (0.0, float(state.export_bytes), *(1.0 for _ in targets))), *points]
     return tuple(
         n

@@ -313,7 +313,8 @@ def _model(path: Path) -> dict[str, Any]:
     """
     place = path.resolve()
     names: tuple[str, ...] = ()
-    with contextlib.suppress(UserError):  # `.ort`, or a broken file that the runtime will report
+    with contextlib.suppress(UserError):
+        # The file has the `.ort` format, or the runtime will report its damage.
         names = list_external_names(place)
     files = {name: (place.parent / name).resolve() for name in names}
     inside = {
