@@ -54,7 +54,7 @@ class EndpointOverlay(EndpointProvider):
         return self._inner.capabilities(settings)
 
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Validate settings; raises UserError."""
+        """Raise UserError if the settings of an endpoint are not valid."""
         self._inner.validate_settings(settings)
 
     def explain_unservable(self, target: Target) -> str:

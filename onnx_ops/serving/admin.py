@@ -138,7 +138,11 @@ class AdminApp(HttpApp):
         return _build_response(codec.dumps(self._operations.collect_counts(message)))
 
     async def put_state(self, head: RequestHead, body: bytes) -> RawResponse:
-        """Publish a state: 200 once it is served, 409 if outdated, 422 if not loadable."""
+        """Publish a state, and respond when it is served or refused.
+
+        The status is 200 when the state is served, 409 if it is outdated, and 422 if it cannot be
+        loaded.
+        """
         try:
             state = codec.loads(body, EndpointState)
         except CorruptStateError as error:

@@ -70,7 +70,7 @@ def _read_locations(config: EndpointConfig) -> ReplicaSettings:
 
 
 def _read_store_options(config: EndpointConfig) -> Mapping[str, Any]:
-    """Return the options of adlfs, which reads without credentials by default."""
+    """Return the options of adlfs, which uses credentials only if `anon` is false."""
     is_blob = str(config.settings.get("control", "")).partition("://")[0] in _BLOB_SCHEMES
     return {"anon": False} if is_blob else {}
 
@@ -92,7 +92,7 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         return frozenset({"split"}) | self.metrics().capabilities()
 
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Validate settings; raises UserError."""
+        """Raise UserError if the settings of an endpoint are not valid."""
         read_azure_settings(settings)
 
     def read_machine(self, config: EndpointConfig) -> str:

@@ -68,7 +68,7 @@ _CAPACITY = re.compile(
 )
 _QUOTA = re.compile(r"quota|not enough cores", re.IGNORECASE)
 _REFUSAL = re.compile(r"HTTP (\d{3}) ?(.*)", re.DOTALL)
-"""What the error of a plain request contains after a refusal."""
+"""Pattern of the reason in a refusal: the HTTP status, and Azure's message."""
 _BUSY = re.compile(r"provisioning state|another operation|is in progress", re.IGNORECASE)
 
 

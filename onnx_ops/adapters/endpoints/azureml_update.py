@@ -119,7 +119,7 @@ class AzureEndpoint:
     def _read_current(self) -> OnlineEndpoint | None:
         """Read the endpoint until the read shows what this machine sent.
 
-        Reading ends at the latest when the time is over for which reads can be stale.
+        Reading ends at the latest after the time for which reads can be stale.
         """
         policy, sent = self.client.policy, self._sent.value
         within_s = policy.pause_s * policy.confirmations if sent is None else policy.lag_s

@@ -43,9 +43,10 @@ FLEET = "main"
 
 
 def build_fleet_state(config: EndpointConfig, settings: ReplicaSettings) -> EndpointState:
-    """Return the state that the cloud's own provider keeps: one deployment without a model.
+    """Return the state of a fleet for the cloud's own provider.
 
-    Its digests are those of the locations. Another location is another fleet.
+    The state has one deployment without a model. The digests of the deployment are those of the
+    locations, so other locations need another fleet.
     """
     fleet = Deployment(
         name=FLEET,
@@ -89,11 +90,14 @@ class FleetEndpoints(ReplicaEndpoints):
         return self._read_options(config)
 
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
-        """Return those of replicas, and `fleet`: instances change separately from the traffic."""
+        """Return the capabilities of replicas, and `fleet`.
+
+        `fleet` means that instances are changed separately from the traffic.
+        """
         return super().capabilities(settings) | {"fleet"}
 
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Validate settings; raises UserError."""
+        """Raise UserError if the settings of an endpoint are not valid."""
         self._machines.validate_settings(settings)
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
@@ -110,7 +114,7 @@ class FleetEndpoints(ReplicaEndpoints):
         self._machines.validate_change(before, after)
 
     def place(self, config: EndpointConfig) -> str:
-        """Return the endpoint's location in the cloud."""
+        """Return the endpoint's location in the cloud, as messages show it."""
         return self._machines.place(config)
 
     def address(self, config: EndpointConfig) -> str | None:
@@ -141,7 +145,7 @@ class FleetEndpoints(ReplicaEndpoints):
         self._machines.require_changeable(config)
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Publish a state that moves traffic; otherwise restore the fleet too.
+        """Publish a state; if it moves no traffic, restore the fleet too.
 
         A step needs no control plane, which could be busy or down. `observe` shows how the fleet
         differs from its settings, and an application of the same traffic restores them. New
@@ -169,8 +173,8 @@ class FleetEndpoints(ReplicaEndpoints):
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Publish the table of a rollback; create the fleet if the cloud has none that serves.
 
-        Without a fleet, no later observation could show the rollback. The cloud is asked only if no
-        instance reports.
+        Without a fleet, no later observation could show the rollback. The cloud gets a request only
+        if no instance reports.
         """
         super().roll_back(config, state, generation=generation)
         if any(one.is_live for one in self.list_replicas(config)):
@@ -281,7 +285,7 @@ class TrafficModes(EndpointProvider):
         return self._select(settings).metrics(settings)
 
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Validate settings; raises UserError."""
+        """Raise UserError if the settings of an endpoint are not valid."""
         self._select(settings).validate_settings(settings)
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
@@ -317,7 +321,7 @@ class TrafficModes(EndpointProvider):
         return self.native.explain_unservable(target)
 
     def explain_uncounted(self, source: str, settings: Mapping[str, Json]) -> str:
-        """Return why the cloud's metrics service counts no version that a table routes to."""
+        """Return why the cloud's metrics cannot count the versions of a table."""
         if source != self.native.metrics_plugin or self._select(settings) is self.native:
             return ""
         return (
@@ -327,7 +331,7 @@ class TrafficModes(EndpointProvider):
         )
 
     def place(self, config: EndpointConfig) -> str:
-        """Return the endpoint's location in the cloud."""
+        """Return the endpoint's location in the cloud, as messages show it."""
         return self.native.place(config)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
@@ -360,7 +364,7 @@ class TrafficModes(EndpointProvider):
         self._select(config.settings).roll_back(config, state, generation=generation)
 
     def confirm_rollout(self, config: EndpointConfig) -> None:
-        """Let a candidate keep its traffic."""
+        """Record that the rollout was analyzed, so that the candidate keeps its traffic."""
         self._select(config.settings).confirm_rollout(config)
 
     def address(self, config: EndpointConfig) -> str | None:
@@ -382,7 +386,7 @@ class TrafficModes(EndpointProvider):
         return self._select(config.settings).count_by_server(config, servers, deployments)
 
     def forget_server(self, config: EndpointConfig, name: str) -> None:
-        """No longer wait for an instance."""
+        """Stop waiting for reports of an instance."""
         self._select(config.settings).forget_server(config, name)
 
     def list_orphans(
@@ -396,7 +400,7 @@ class TrafficModes(EndpointProvider):
         self.native.delete_orphan(config, orphan)
 
     def remove(self, config: EndpointConfig) -> None:
-        """Delete the endpoint, and everything that onnx-ops stored for it."""
+        """Delete the endpoint in the cloud, and all objects that onnx-ops stored for it."""
         self._select(config.settings).remove(config)
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:

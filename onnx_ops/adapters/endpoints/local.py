@@ -143,7 +143,7 @@ class LocalEndpoints(EndpointProvider):
         return codec.loads(answer, Counts)
 
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Validate settings; raises UserError."""
+        """Raise UserError if the settings of an endpoint are not valid."""
         _read_settings(settings)
 
     def explain_unservable(self, target: Target) -> str:

@@ -201,7 +201,7 @@ class ReplicaEndpoints(EndpointProvider):
         return ServerMetrics(self._read_counts)
 
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Validate settings; raises UserError."""
+        """Raise UserError if the settings of an endpoint are not valid."""
         read_replica_settings(settings)
 
     def explain_unservable(self, target: Target) -> str:

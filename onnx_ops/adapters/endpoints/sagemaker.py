@@ -115,7 +115,7 @@ class SageMakerVariants(CloudEndpoints):
         return frozenset({"guarded" if guarded else "split", "quantiles"})
 
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Validate settings; raises UserError."""
+        """Raise UserError if the settings of an endpoint are not valid."""
         read_sagemaker_settings(settings)
 
     def read_machine(self, config: EndpointConfig) -> str:
@@ -140,7 +140,8 @@ class SageMakerVariants(CloudEndpoints):
         """Return the endpoint's state; during an update, the state before the update.
 
         An idle endpoint costs two requests: its description, and the claim. The config's name
-        contains the digest of the settings and the endpoint's name, so it proves both.
+        contains the digest of the settings and the endpoint's name, so a matching name shows that
+        both are unchanged.
         """
         client = self._connect(config)
         try:
@@ -403,7 +404,8 @@ def _is_weight_step(
 ) -> bool:
     """Return whether a claimed state differs only in its weights from the reached config.
 
-    A repeated application changes no weights. It restores whatever differs from the settings.
+    If a state is applied again, its weights are already in effect, and only differences from the
+    settings are corrected.
     """
     return (
         not client.settings.guarded

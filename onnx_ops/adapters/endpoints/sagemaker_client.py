@@ -2,8 +2,8 @@
 
 SageMaker has no conditional update, and its reads can be stale. S3 has conditional writes and
 consistent reads. So a generation is claimed in S3 before any change, by a conditional write of one
-object with the whole state. A change follows this write at once, or the object is read again
-before it.
+object with the whole state. A change follows immediately after this write, or the object is read
+again before the change.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class EndpointClaim:
     """The claim of an endpoint's latest generation.
 
     `reached` is the name of the config with which the endpoint was in service last. It proves that
-    the endpoint is ours, and which variants it has. `settled` says that the endpoint has reached
-    `state`, and `scaled` that its variants can have scaling policies of onnx-ops.
+    the endpoint is ours, and which variants it has. `settled` is true if the endpoint has reached
+    `state`. `scaled` is true if its variants can have scaling policies of onnx-ops.
     """
 
     state: EndpointState
@@ -147,7 +147,7 @@ class EndpointClaim:
 class GenerationFence:
     """The claim of an endpoint's latest generation, and records of guarded updates.
 
-    Each update that was started under alarms has a record of the alarms' states before the update.
+    Before SageMaker starts an update that alarms guard, the states of the alarms are recorded.
     """
 
     def __init__(self, client: SageMakerClient) -> None:
@@ -170,7 +170,7 @@ class GenerationFence:
     def take(self, state: EndpointState) -> None:
         """Claim the state's generation, unless another writer has claimed it since `read`.
 
-        A claim of the same generation can be replaced by one without idle deployments.
+        A claim of the same generation can be replaced by a claim without idle deployments.
 
         Raises:
             ConflictError: a later generation is claimed, or this generation for another state.

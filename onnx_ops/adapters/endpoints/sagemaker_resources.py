@@ -111,7 +111,10 @@ class EndpointResources:
         self.ensure_config(layout)
 
     def ensure_config(self, layout: EndpointLayout) -> None:
-        """Create the config of a layout, whose models exist, unless it exists."""
+        """Create the config of a layout if it is missing.
+
+        The models of the layout must exist.
+        """
         self._create("endpoint_config", layout.config_name, layout.config)
 
     def orphans(self, needed: frozenset[Digest]) -> Iterator[OrphanedResource]:

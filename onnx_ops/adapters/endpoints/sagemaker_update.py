@@ -121,7 +121,7 @@ class EndpointUpdate:
     ) -> bool:
         """Return whether the running variants have the weights, once they have them.
 
-        The result is False at once if a change of weights alone cannot lead there: a variant with
+        The result is False immediately if a change of weights alone is not enough: a variant with
         traffic is missing, or the endpoint is neither in service nor being changed.
 
         Args:
@@ -154,7 +154,7 @@ class EndpointUpdate:
         return self._client.converge(step, "the endpoint did not apply its traffic weights in time")
 
     def _try_weights(self, weights: Mapping[str, float]) -> bool:
-        """Request weights of an endpoint that was not described; return whether it took them.
+        """Request weights of an endpoint that was not described; return whether it accepted.
 
         The caller finds the cause of a refusal when it describes the endpoint.
         """

@@ -58,7 +58,7 @@ def read_replica_settings(values: Mapping[str, Json], where: str = "") -> Replic
     """Return the settings of an endpoint whose replicas users start.
 
     Raises:
-        SettingsError: they are wrong or contradict each other.
+        SettingsError: the settings are wrong or contradict each other.
     """
     return bind_settings(
         values,

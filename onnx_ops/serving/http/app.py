@@ -399,7 +399,7 @@ def _respond_to_error(error: Exception) -> RawResponse:
 
 
 def read_by(handler: Handler) -> Methods:
-    """Return a mapping of the methods GET and HEAD to a handler."""
+    """Return a mapping of the methods GET and HEAD to the given handler."""
     return {b"GET": handler, b"HEAD": handler}
 
 

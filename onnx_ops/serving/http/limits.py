@@ -59,7 +59,7 @@ class HostPolicy:
     hosts: frozenset[bytes] | None = None
     origins: frozenset[bytes] | None = None
     known: set[bytes] = field(default_factory=set, compare=False)
-    """Some Host headers that were allowed, exactly as clients sent them."""
+    """Host headers that were allowed before, exactly as clients sent them."""
 
     @classmethod
     def from_options(cls, address: str, port: int, options: ServerOptions) -> HostPolicy:
@@ -172,7 +172,10 @@ class ConnectionLimits:
         return self.body_bytes + self.inflated.bytes <= self.max_body_bytes
 
     def admit(self, connection: TimedConnection) -> bool:
-        """Return whether a connection is admitted; if full, close an idle or slow one."""
+        """Return whether a connection is admitted.
+
+        If the limit is reached, an idle or slow connection is closed to admit the new one.
+        """
         if len(self.open) >= self.max_connections:
             victim = None
             # If no victim was found at this clock value, the search is not repeated. Otherwise,

@@ -35,7 +35,10 @@ _INFERENCE_ERRORS = ("400", "404", "413", "415", "422", "429", "500", "503", "50
 _TEXT: Schema = {"type": "string"}
 _TOKEN: Schema = {"type": "string", "pattern": "^[A-Za-z0-9-]{1,64}$"}
 _ATTRIBUTES: Schema = {"type": "string", "pattern": "^(user|pin)=[A-Za-z0-9-]{1,64}$"}
-"""One custom attribute of SageMaker. The server accepts both, separated by `;`."""
+"""Schema of one custom attribute of SageMaker.
+
+The server accepts the user and the selected deployment as attributes, separated by `;`.
+"""
 _INTEGER: Schema = {"type": "integer"}
 _BOOLEAN: Schema = {"type": "boolean"}
 _BINARY: Schema = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}

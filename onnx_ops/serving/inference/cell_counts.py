@@ -3,8 +3,8 @@
 The analysis of a rollout sets a watch. The watch defines which two deployments are counted, and
 which latencies are slow. A request is counted in the epoch in which it was routed, regardless of
 when it is answered. Each worker has a ring of memory blocks. A block belongs to one epoch of one
-generation of the routing table, under one watch. The tag of the block names all three. The next
-epoch that uses the same block resets it.
+generation of the routing table, under one watch. The tag of the block names the epoch, the
+generation and the watch. When a later epoch uses the same block, it is reset.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class CellCounter:
     def _open_block(self, draw: CellDraw) -> _OpenBlock:
         """Make the block of a draw the current block, and return it.
 
-        If the previous worker had begun this block, its counts continue.
+        If the previous worker already counted in this block, its counts are continued.
         """
         watch, place = self._header[WATCH], _find_place(draw.epoch)
         memory = self._memory[place]

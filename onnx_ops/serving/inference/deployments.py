@@ -239,7 +239,7 @@ class TableRevision:
         table: RoutingTable,
         slots: Mapping[str, int],
     ) -> Self:
-        """Return the revision of a table that replaces another one."""
+        """Return the revision that publishes a table in place of the previous revision."""
         if before is None:
             return cls(number=number, table=table, slots=slots)
         is_other_split = before.table.compute_split_digest() != table.compute_split_digest()
@@ -341,7 +341,7 @@ class TableSnapshot:
     def is_warm(self) -> bool:
         """Return whether every deployment with traffic has completed its warm-up.
 
-        Latencies are compared only after that.
+        Latencies are compared only after the warm-up.
         """
         serving = [
             self.deployments[name] for name in set(self.router.slots) if name in self.deployments

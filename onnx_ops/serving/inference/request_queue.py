@@ -59,7 +59,7 @@ class LatencyEstimator:
     is_fast: bool = field(init=False)
     """Whether the model should run on the event loop.
 
-    If the mean is between the two limits, the value does not change.
+    If the mean is between `INLINE_S` and `_LEAVE_INLINE_S`, the value does not change.
     """
 
     def __post_init__(self) -> None:

@@ -100,7 +100,7 @@ class MemoryMeter:
 
     @classmethod
     def open(cls, deployments: Sequence[Deployment]) -> MemoryMeter:
-        """Read the available memory. The caller then forks the process from this one."""
+        """Read the available memory, before the caller forks the process to measure."""
         gpu_memory = GpuMemory(list_gpus(deployments))
         available = gpu_memory.read_free_bytes()
         if (host := read_available_bytes()) is not None:
