@@ -61,7 +61,7 @@ _STORE_S = 10.0
 _MIB = 1 << 20
 
 _Finding = tuple[bool, str, str]
-"""Whether the state is right, the state, and the remedy."""
+"""Result of a check: whether the state is right, the state, and the remedy."""
 
 
 def diagnose_replica(

@@ -2,8 +2,7 @@
 
 The module writes a pipeline for the repository's model, and the files that commands and workflows
 need. Existing files are not changed. Python's build tools, test runners and linters ignore the new
-files. All files are below `onnx-ops/`, except `onnx-ops.toml` and workflows of GitHub Actions,
-which have names of their own.
+files. All files are below `onnx-ops/`, except `onnx-ops.toml` and workflows of GitHub Actions.
 """
 
 from __future__ import annotations

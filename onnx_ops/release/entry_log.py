@@ -33,7 +33,10 @@ class EntryLog:
 
 
 def read_entry_log(context: Context, endpoint: str, known: EntryLog | None = None) -> EntryLog:
-    """Return the log of an endpoint, which extends an intact log that is known already."""
+    """Return the log of an endpoint; extend a log that was read before.
+
+    A damaged log is not extended but read again.
+    """
     ledger, empty = context.ledger, EntryLog(state=ReleaseState(endpoint=endpoint))
     before = empty if known is None or known.error is not None else known
     try:
@@ -51,7 +54,7 @@ def read_entry_log(context: Context, endpoint: str, known: EntryLog | None = Non
 def _extend(log: EntryLog, entries: Iterable[LedgerEntry], *, is_verified: bool) -> EntryLog:
     """Return a log with further entries.
 
-    The signatures of entries before an adoption do not count, since an adoption can skip damage.
+    The signatures of entries before an adoption are ignored, since an adoption can skip damage.
     """
     state, added, grants = log.state, list(log.entries), list(log.grants)
     for entry in entries:

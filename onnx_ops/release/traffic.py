@@ -25,7 +25,7 @@ _POLL_S = 5.0
 _LATE_S = 180.0
 """Time that a metrics service can take to report counts, on top of the window."""
 _KEYLESS = 0.98
-"""Units for each request above which requests are treated as units of their own."""
+"""Ratio of units to requests above which each request is treated as a unit."""
 _MOST_USERS = 10_000_000
 
 

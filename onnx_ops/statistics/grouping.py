@@ -120,7 +120,7 @@ def typical_size(group: Array) -> float:
 def compute_design_effect(values: Array, group: Array) -> float:
     """Return the design effect of a mean over grouped rows, at least 1.
 
-    A mean over dependent rows needs this many times more rows to be as exact.
+    A mean over dependent rows is as exact as a mean over this many times fewer independent rows.
     """
     sizes = np.bincount(group)
     occupied = sizes > 0

@@ -97,7 +97,8 @@ class Comparison(Interval):
 class QuantileComparison(Interval):
     """A quantile of `n` runs, compared with a limit.
 
-    `exceeding` runs are above the limit. With so many, at least `needed` runs can lead to a PASS.
+    `exceeding` runs are above the limit. `needed` is the smallest number of runs that can lead to a
+    PASS with this number of runs above the limit.
     """
 
     verdict: Verdict

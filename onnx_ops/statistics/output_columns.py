@@ -159,7 +159,7 @@ class Columns:
 def measure_columns(single: Array, double: Array, rounding: Rounding) -> ColumnNoise | None:
     """Return the columns' measurements on real rows; None unless answers are floats.
 
-    They are also used for groups of few rows.
+    The measurements are also used for groups of few rows.
 
     Args:
         double: the answer in float64, or `single` again if there is none.

@@ -171,7 +171,7 @@ class FleetEndpoints(ReplicaEndpoints):
             self._publish_once(config, state, generation)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Publish the table of a rollback; create the fleet if the cloud has none that serves.
+        """Publish the table of a rollback, and create the fleet if none serves.
 
         Without a fleet, no later observation could show the rollback. The cloud gets a request only
         if no instance reports.

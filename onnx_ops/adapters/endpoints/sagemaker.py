@@ -402,7 +402,7 @@ def _with_replacement(
 def _is_weight_step(
     client: SageMakerClient, before: EndpointClaim, state: EndpointState, layout: EndpointLayout
 ) -> bool:
-    """Return whether a claimed state differs only in its weights from the reached config.
+    """Return whether a claimed state differs from the reached config only in weights.
 
     If a state is applied again, its weights are already in effect, and only differences from the
     settings are corrected.

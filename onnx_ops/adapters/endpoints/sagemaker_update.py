@@ -154,7 +154,7 @@ class EndpointUpdate:
         return self._client.converge(step, "the endpoint did not apply its traffic weights in time")
 
     def _try_weights(self, weights: Mapping[str, float]) -> bool:
-        """Request weights of an endpoint that was not described; return whether it accepted.
+        """Request weights of an endpoint that was not read; return whether it accepts them.
 
         The caller finds the cause of a refusal when it describes the endpoint.
         """

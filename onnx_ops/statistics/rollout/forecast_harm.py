@@ -144,7 +144,8 @@ class HarmSearch:
     def _list_rails(self, harm: Harm) -> list[Guardrail]:
         """Return the guardrails that compare what the harm changes.
 
-        When sources without counts of slow requests find a slower candidate is not forecast.
+        For sources without counts of slow requests, the time to find a slower candidate is not
+        forecast.
         """
         rails = [rail for rail in self._policy.guardrails if rail.name != "cold_start"]
         if self._cadence.source == "percentiles":

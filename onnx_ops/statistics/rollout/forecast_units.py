@@ -138,7 +138,7 @@ def wait_for_count(count: float, rate: float, dispersion: float, chances: Array)
     """Return quantiles of the time until a number of events was counted.
 
     For a Poisson process, this is the Gamma distribution. With another index of dispersion, events
-    are counted in clumps of that size, of which half of one is more than needed on average.
+    are counted in clumps of that size. On average, half a clump more than necessary is counted.
     """
     if count <= 0:
         return np.zeros_like(chances)

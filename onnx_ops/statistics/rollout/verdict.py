@@ -2,7 +2,7 @@
 
 The test is that of `evidence`: in each interval, the number of the canary's events has Fisher's
 noncentral hypergeometric law given the margins, and the likelihood ratios of the intervals are
-multiplied. What it is worth depends on the assignment of requests to revisions:
+multiplied. Its validity depends on how requests are assigned to revisions:
 
 - `request`: the proxy draws a revision for each request. The assignment is then the only random
   part, and the law holds for any cause of the events. The design effect is 1 and is not estimated,
