@@ -1,4 +1,4 @@
-"""Shared by all commands: options and help, errors as exit codes, and output.
+"""Code that all commands share: options, help, exit codes of errors, and output.
 
 Output is one JSON document, or text: paragraphs and tables without breaks in words, paths or
 intervals.
@@ -101,7 +101,7 @@ _COLOURS = {
     Verdict.FAIL: "red",
 }
 _UNWRAPPED = 100_000
-"""Width of a console without a terminal, in columns; no line of output is longer."""
+"""Width in columns of output without a terminal, so large that no line is broken."""
 _CI = ("GITHUB_ACTIONS", "TF_BUILD")
 """Environment variables of CI services that execute commands in lines of the output."""
 

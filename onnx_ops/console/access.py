@@ -1,7 +1,8 @@
-"""Who may read the console, and what pages may load.
+"""Access rules of the console, and what its pages can load.
 
-The limits are those of a server that changes nothing: only GET and HEAD, a token beyond this
-machine, and no host name that a web page could have chosen.
+The console changes nothing, so it permits only GET and HEAD. Requests from other machines need a
+token. On loopback, the Host header must be an allowed name, since a web page can make its own name
+resolve to this machine.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ PAGE_POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "img-src 'self'; frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Content-Security-Policy of every answer without another one."""
+"""Content-Security-Policy of every response that sets no other policy."""
 REPORT_POLICY = "sandbox; default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'self'"
 """Content-Security-Policy of a stored report.
 
-Anyone who can write to the registry could have changed the report. It runs no script, and has
-a separate origin.
+Every user who can write to the registry could have changed the report. So the policy forbids
+scripts, and gives the report a separate origin.
 """
 _HEADERS = {
     "content-security-policy": PAGE_POLICY,
@@ -49,7 +50,7 @@ _HEADERS = {
 
 
 def read_token(path: Path, environ: Mapping[str, str]) -> str:
-    """Return the token from the environment or else the file; empty if there is none.
+    """Return the token from the environment or the file; empty if neither is set.
 
     Raises:
         RefusedError: users other than the owner can read the file.
@@ -72,7 +73,7 @@ def read_token(path: Path, environ: Mapping[str, str]) -> str:
 
 
 class AccessControl:
-    """Answers requests that must not reach the pages, and adds headers to all answers.
+    """Access control of the console, which also adds security headers.
 
     Args:
         app: the pages.
@@ -86,7 +87,7 @@ class AccessControl:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; the pages also learn of the end of the server."""
+        """Respond to one request; pass lifespan events to the pages unchanged."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -104,7 +105,7 @@ class AccessControl:
         await (refusal or self._app)(scope, receive, send_with_headers)
 
     def _find_refusal(self, method: str, headers: Headers) -> Response | None:
-        """Return the answer to a request that is refused, or None."""
+        """Return the response that refuses a request; None if the request is permitted."""
         if method not in ("GET", "HEAD"):
             text = "The console only shows. Its pages have the commands that change something.\n"
             return PlainTextResponse(text, status_code=405, headers={"allow": "GET, HEAD"})
@@ -123,7 +124,7 @@ class AccessControl:
         return None
 
     def _is_authorized(self, header: str) -> bool:
-        """Return whether a header has the token, as Basic password or Bearer token."""
+        """Return whether a header contains the token, as Basic password or Bearer token."""
         scheme, _, value = header.partition(" ")
         given = b""
         if scheme.lower() == "bearer":
@@ -139,8 +140,8 @@ class AccessControl:
 def choose_hosts(address: str, allowed: Collection[str]) -> frozenset[str] | None:
     """Return the allowed names of a server that listens on an IP address.
 
-    None allows every name: beyond loopback, the names depend on the network, and a web page does
-    not have the token.
+    None allows every name. On other addresses than loopback, the valid names depend on the network,
+    and requests need the token, which a web page does not have.
     """
     names = {name.strip().lower() for name in allowed if name.strip()}
     if not (ip_address(address).is_loopback or names):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 _REGISTRY_TTL_S = 30.0
-"""Time in seconds for which viewers share what was read from the registry."""
+"""Time in seconds for which a read of the registry is reused for all viewers."""
 _POOLS_TTL_S = 15.0
 _HISTORY_ROWS = 100
 _MAX_SKIP = 10**7
@@ -53,7 +53,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class _EndpointDetail:
-    """The log of an endpoint, and its last rollout with its plots."""
+    """The log of an endpoint, with its last rollout and the plots of this rollout."""
 
     log: EntryLog
     timeline: RolloutTimeline | None
@@ -122,7 +122,7 @@ class Pages:
         )
 
     async def show_history(self, endpoint: str, skip: str) -> Page:
-        """Return a page of the history of one or all ledgers, newest entries first."""
+        """Return the page with the history of one or all ledgers, newest entries first."""
         snapshot = await self.read_snapshot()
         start = min(int(skip), _MAX_SKIP) if skip.isascii() and skip.isdecimal() else 0
         lines: Sequence[tuple[HistoryLine, str | None]] = ()
@@ -159,7 +159,7 @@ class Pages:
         )
 
     async def show_releases(self) -> Page:
-        """Return the page of all registered versions of the models of endpoints."""
+        """Return the page with all registered versions of the endpoints' models."""
         snapshot = await self.read_snapshot()
         results = await asyncio.gather(
             *(self._read_versions(model) for model in snapshot.models), return_exceptions=True
@@ -243,12 +243,12 @@ class Pages:
         )
 
     async def show_missing(self) -> Page:
-        """Return the page for an address at which there is nothing."""
+        """Return the page that reports an unknown address."""
         page = await self._render("missing.html", await self.read_snapshot(), place="")
         return Page(page.html, 404)
 
     async def _render(self, template: str, snapshot: Snapshot, **values: Any) -> Page:
-        """Return a page. Rendering runs on a thread, so that it delays no other viewer."""
+        """Render a page on a thread, so that rendering delays no other viewer."""
         values = {"snapshot": snapshot, "interval_s": self._interval_s, **values}
         text = await asyncio.to_thread(_load_templates().get_template(template).render, values)
         return Page(show(text))
@@ -268,7 +268,9 @@ class Pages:
         return await self._reads.get(("versions", model), read, ttl_s=_REGISTRY_TTL_S)
 
     async def _find_release(self, model: str, version: str) -> _ReleaseDetail:
-        """Return a version of a known model; other names cause no request.
+        """Return a version of a model that has an endpoint.
+
+        Other names cause no request to the registry.
 
         Raises:
             NotFoundError: there is no such version.
@@ -333,7 +335,8 @@ class Pages:
     def _read_targets(self) -> Mapping[str, tuple[str, Target | OnnxOpsError]]:
         """Return the source of each target, and the target or the error of its file.
 
-        No session is built: `onnx-ops targets` does so, and would disturb measurements here.
+        Unlike `onnx-ops targets`, this method builds no session, since a session would disturb
+        measurements on this machine.
         """
         files = self._project.targets
         targets: dict[str, tuple[str, Target | OnnxOpsError]] = {}
@@ -349,7 +352,7 @@ class Pages:
 
 
 def list_commands(reading: EndpointReading) -> list[tuple[str, str]]:
-    """Return what an operator can do about an endpoint, and the command that does it."""
+    """Return pairs: what an operator can do with an endpoint, and the command for it."""
     state, name = reading.state, shlex.quote(reading.name)
     if state is None or state.config is None:
         return []
@@ -386,7 +389,7 @@ def list_promotions(detail: _ReleaseDetail, model: str, version: str) -> list[tu
 
 
 def _list_gates(detail: _ReleaseDetail) -> list[Any]:
-    """Return the gates of a version in the form that the reports' table shows."""
+    """Return the gates of a version in the form that the report's table uses."""
     known = {(one.evidence.variant, one.target): one.evidence for one in detail.decisions}
     digests = {
         (one.evidence.variant, one.target): one.signed.record.evidence for one in detail.decisions
@@ -447,5 +450,8 @@ def _quote_segment(name: str) -> str:
 
 
 def _draw_weights(weights: Mapping[str, int]) -> str:
-    """Return a bar of traffic. Each deployment has the colour of its place by name."""
+    """Return a bar with the shares of traffic.
+
+    The colour of a deployment depends on its place in the sorted names.
+    """
     return draw_traffic(weights, {name: n for n, name in enumerate(sorted(weights))})

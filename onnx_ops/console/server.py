@@ -27,12 +27,16 @@ MIN_INTERVAL_S, MAX_INTERVAL_S = 2.0, 3600.0
 _WAIT_S = 10.0
 """Maximum time in seconds that a page waits for a read."""
 _MAX_FOLLOWERS = 24
-"""Number of pages that are kept up to date at the same time.
+"""Maximum number of pages that are updated at the same time.
 
-The rest of `MAX_FROM_SOURCE` connections is left to the pages, since all viewers can share a proxy.
+The remaining connections of `MAX_FROM_SOURCE` are for loading pages, since all viewers can share
+one proxy.
 """
 _ALIVE_S = 15.0
-"""Time in seconds after which a silent stream sends a comment, so that no proxy closes it."""
+"""Time in seconds after which an idle stream sends a comment.
+
+Without the comment, a proxy could close the stream.
+"""
 _STATIC = {
     "console.css": "text/css; charset=utf-8",
     "console.js": "text/javascript; charset=utf-8",
@@ -46,7 +50,7 @@ class ConsoleServer(BackgroundServer):
     """Server that listens while this context manager is open.
 
     Port 0 selects a free port. Endpoints are read at most once in `interval_s` seconds, and only
-    while someone looks.
+    while a page is open.
 
     Raises:
         RefusedError: the server would be reachable from other machines, and there is no token.
@@ -149,7 +153,7 @@ async def _show_report(pages: Pages, request: Request) -> Response:
 
 
 class _EventStream:
-    """Server-sent events: the revision of what pages show, whenever it changes."""
+    """Stream of server-sent events, with an event for each new revision of the pages."""
 
     def __init__(self, pages: Pages, interval_s: float) -> None:
         self._pages = pages
@@ -157,7 +161,7 @@ class _EventStream:
         self._followers = 0
 
     async def answer(self, request: Request) -> Response:
-        """Return the stream of one page."""
+        """Return the event stream of one page."""
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
         if self._followers >= _MAX_FOLLOWERS:

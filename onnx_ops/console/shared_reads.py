@@ -1,6 +1,6 @@
-"""Reads whose results all viewers share.
+"""Reads whose results are shared by all viewers.
 
-However many viewers there are, a value is read at most once in its time to live, and by one thread.
+Within the time to live of a value, one thread reads the value once, for any number of viewers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onnx_ops.errors import InternalError, OnnxOpsError, ServiceUnavailableError
 
 _log = logging.getLogger(__name__)
 _MAX_RESULTS = 256
-"""Number of results that are kept; the least recently used results are dropped."""
+"""Maximum number of stored results; the least recently used results are removed."""
 _MAX_THREADS = 8
 
 T = TypeVar("T")
@@ -34,10 +34,11 @@ class _Result:
 
 
 class SharedReads:
-    """Values by key. All methods belong to one event loop; the reads run on threads.
+    """Shared values by key.
 
-    A viewer waits at most `wait_s` seconds for a read. Then it gets the previous value, or an error
-    if there is none. The read continues, and is not started a second time.
+    All methods must be called on one event loop; the reads run on threads. A viewer waits at most
+    `wait_s` seconds for a read. Then the viewer gets the previous value, or an error if there is
+    none. The read continues, and no second read of the key is started.
     """
 
     def __init__(self, *, wait_s: float) -> None:
@@ -50,7 +51,7 @@ class SharedReads:
         """Return the value of a key, which is read if the last one is older than `ttl_s`.
 
         Raises:
-            OnnxOpsError: the read failed. The error is shared for `ttl_s` too.
+            OnnxOpsError: the read failed. The error is also reused for `ttl_s` seconds.
         """
         result = self._results.get(key)
         if result is None or time.monotonic() - result.at >= ttl_s:

@@ -1,8 +1,8 @@
-"""What all pages show of the endpoints, read at once.
+"""Snapshots of all endpoints, as the pages of the console show them.
 
-An endpoint is read as `onnx-ops status` reads it: from its ledger, and with the same requests to
-its provider. The evidence of a rollout is that of the ledger, so that metrics sources get no
-further requests.
+An endpoint is read in the same way as by `onnx-ops status`: from its ledger, and with the same
+requests to its provider. The evidence of a rollout is read from the ledger, so metrics sources get
+no further requests.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _CONCURRENT = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointReading:
-    """One endpoint, or as much of it as could be read.
+    """The data of one endpoint that could be read.
 
-    `state` is None if the ledger could not be read. `status` is None if the provider could not be
-    asked. `error` is then the reason.
+    `state` is None if the ledger could not be read. `status` is None if the provider did not
+    respond. In both cases, `error` is the reason.
     """
 
     name: str
@@ -49,7 +49,8 @@ class Snapshot:
     """All endpoints at a time, in seconds since the epoch.
 
     `models` are the models of endpoints and of ledgers without endpoints. `error` is the reason why
-    the endpoints could not be listed. `revision` changes if anything else but the time has changed.
+    the endpoints could not be listed. `revision` changes if any other field except `at` has
+    changed.
     """
 
     at: float
@@ -60,7 +61,10 @@ class Snapshot:
 
 
 class SnapshotReader:
-    """Reads snapshots. An endpoint that does not answer is not asked again meanwhile."""
+    """Reader of snapshots.
+
+    While a request to an endpoint is still waiting, no further request is sent to this endpoint.
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -68,7 +72,7 @@ class SnapshotReader:
         self._last: dict[str, EndpointReading] = {}
 
     def read(self) -> Snapshot:
-        """Return a new snapshot, in which errors stand in the place of what cannot be read."""
+        """Return a new snapshot, which contains errors in place of unreadable parts."""
         now = self._context.clock.now()
         try:
             names = list_bound_endpoints(self._context)
@@ -142,7 +146,10 @@ def _build_timeout(name: str) -> OnnxOpsError:
 
 
 def _compute_revision(readings: tuple[EndpointReading, ...], error: str) -> str:
-    """Return a text that is equal for readings that pages show equally, but for the time."""
+    """Return a text that changes only if the pages would show other data.
+
+    The time of the reading does not affect the text.
+    """
     parts: list[object] = [error]
     for reading in readings:
         state, status, rollout = reading.state, reading.status, reading.rollout

@@ -113,7 +113,7 @@ class MetricDefinition:
     def other_kind(self) -> str:
         """The metric's kind of output, and metrics of the other kind, as a sentence.
 
-        Empty for metrics without such a kind.
+        The text is empty for metrics without such a kind.
         """
         return suggest_other_kind(self.name) if self.name is not None else ""
 

@@ -401,7 +401,7 @@ class ReleaseState:
             override is valid again.
         known: every deployment that can have taken traffic, by version.
         stables: manifests of all versions that served as stable.
-        deleting: whether the endpoint is to be deleted; no other action is allowed then.
+        deleting: whether a deletion of the endpoint was requested; no other action is allowed then.
         pending_rollback: the rollback to carry out. It takes precedence over everything except a
             deletion.
         last_rollback: the rollback that took effect last, until another version serves.

@@ -82,24 +82,27 @@ _NAME = Pattern(
 )
 
 Name = Annotated[str, _NAME, MaxLen(63)]
-"""Names of pipelines, variants and endpoints."""
+"""A name of a pipeline, a variant or an endpoint."""
 
 ShortName = Annotated[str, _NAME, MaxLen(30)]
-"""Names of targets. They are part of MLflow aliases, which MLflow's UI truncates."""
+"""A name of a target.
+
+The name is part of MLflow aliases, which MLflow's UI truncates.
+"""
 
 Seconds = Annotated[float, Unit("s"), Gt(0)]
-"""Written with a unit in YAML: `5 ms`, `30 s`, `24h`."""
+"""A time in seconds, written with a unit in YAML: `5 ms`, `30 s`, `24h`."""
 
 Fraction = Annotated[float, Unit("1"), Ge(0)]
-"""Written as a percentage in YAML: `5%`; stored as 0.05."""
+"""A ratio, written as a percentage in YAML: `5%` is stored as 0.05."""
 
 Bytes = Annotated[int, Unit("B"), Gt(0)]
-"""Written with a unit in YAML: `2 MB` (10^6), `2 MiB` (2^20)."""
+"""A size in bytes, written with a unit in YAML: `2 MB` (10^6), `2 MiB` (2^20)."""
 
 PerSecond = Annotated[float, Gt(0)]
-"""A rate: a plain number of requests per second."""
+"""A rate, written as a plain number of requests per second."""
 
 Count = Annotated[int, Ge(1)]
 
 Amount = Annotated[float, Gt(0)]
-"""A plain number, in a unit that onnx-ops does not know."""
+"""A plain number in a unit that onnx-ops does not define, such as a currency."""

@@ -33,15 +33,19 @@ from onnx_ops.domain.rollout_policy import (
 MAX_INTERVALS = 2_000
 """Maximum number of intervals of one attempt.
 
-The evidence is computed from all of them whenever one is added.
+Whenever an interval is added, the evidence is computed from all intervals again.
 """
 LONGEST_GAP_S = 600.0
-"""Shortest limit of an interval's length; a longer interval is left out.
+"""Minimum, in seconds, of the longest time that one interval can cover.
 
-Over a long time without observation, the traffic split can have changed and changed back.
+A longer interval is left out: over a long time without observation, the traffic split can have
+changed and changed back.
 """
 CLOCK_TOLERANCE_S = 60.0
-"""Tolerated lead of another clock; counts from later are refused."""
+"""Tolerated lead of another machine's clock, in seconds.
+
+Counts with a later time are refused.
+"""
 
 VerdictKind: TypeAlias = Literal["pass", "fail", "inconclusive"]
 

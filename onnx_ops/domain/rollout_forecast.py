@@ -78,9 +78,9 @@ class Harm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duration:
-    """Seconds: the median, and the bounds of 90 % of rollouts.
+    """A duration in seconds: the median, and the bounds of 90 % of rollouts.
 
-    None: not at all, or not within the simulated time.
+    A value is None if the wait does not end, or not within the simulated time.
     """
 
     median_s: float | None
@@ -90,10 +90,10 @@ class Duration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWait:
-    """A requirement of a step.
+    """A requirement of a step, and how long a healthy candidate waits for it.
 
-    `needed` is a number of what `kind` names, and `per_s` the rate of these; 0 where it has no
-    meaning.
+    `needed` is the required number of what `kind` names, and `per_s` is its rate. The rate is 0 if
+    it has no meaning.
     """
 
     kind: WaitKind
@@ -106,7 +106,8 @@ class StepWait:
 class HarmForecast:
     """How long it takes until a harm is found, counted from the start of the step.
 
-    The times hold if the step does not end before. None: not found within thirty times the step.
+    The times are valid if the step does not end earlier. They are None if the harm is not found
+    within thirty times the duration of the step.
 
     Attributes:
         median_s: time within which half of rollouts find the harm.

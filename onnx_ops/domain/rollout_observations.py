@@ -465,14 +465,14 @@ class Observations:
     def drawn(self) -> tuple[GenerationUnits, ...]:
         """The counted splits in which users were assigned anew in each epoch.
 
-        Empty for sources other than servers of onnx-ops.
+        The result is empty for all sources except servers of onnx-ops.
         """
         return tuple(split for split in self.generations if split.is_drawn) if self.counts else ()
 
     def sum_blocks(self, place: str) -> tuple[UserBlocks, ...]:
         """Return the present step's counts by block of users, for each version.
 
-        Empty if the source has none.
+        The result is empty if the source does not count by block.
         """
         total = GenerationCounts(origin="", generation=0, tallies={})
         ours = {split.generation for split in self.generations if split.step == self.step}

@@ -146,7 +146,7 @@ def find_declared_axes(
 def _find_common_size(ranked: Mapping[str, Shape], free: Collection[str]) -> dict[str, int]:
     """Return the axes of the first fixed size of the first input.
 
-    Empty unless all inputs of several values have that size.
+    The result is empty unless all inputs with more than one value have that size.
     """
     several = {
         name: shape for name, shape in ranked.items() if any(size != 1 for size in shape)

@@ -39,7 +39,7 @@ distance of 2.
 """
 
 _SAME_NUMBER = 1e-3
-"""Squared relative distance below which two single numbers count as equal.
+"""Squared relative distance below which two single numbers are treated as equal.
 
 One of the numbers may be rounded.
 """

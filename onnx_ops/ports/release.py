@@ -115,7 +115,7 @@ class Registry(Protocol):
     def page(self, model: str, version: str, name: str) -> str:
         """Return the address of an evidence document of the version.
 
-        Empty if the registry has no pages for such documents.
+        The result is empty if the registry has no pages for such documents.
 
         Raises:
             NotFoundError: there is no such version.
@@ -343,7 +343,7 @@ class EndpointProvider(Plugin):
     def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:
         """Return the servers of the endpoint that report individually.
 
-        Empty where the provider runs the servers.
+        The result is empty if the provider runs the servers.
 
         Raises:
             ServiceUnavailableError: their reports cannot be read.
@@ -353,7 +353,7 @@ class EndpointProvider(Plugin):
     def list_memory(self, config: EndpointConfig) -> Sequence[ServerMemory]:
         """Return the memory of the servers that run.
 
-        Empty where the provider chooses the memory.
+        The result is empty if the provider chooses the memory.
 
         Raises:
             ServiceUnavailableError: their reports cannot be read.
@@ -409,7 +409,7 @@ class EndpointProvider(Plugin):
         Removing a missing endpoint is no error.
 
         Raises:
-            ServiceUnavailableError: it could not be deleted.
+            ServiceUnavailableError: the endpoint could not be deleted.
         """
 
     def is_unsupervised(self, config: EndpointConfig) -> bool:

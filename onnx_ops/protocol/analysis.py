@@ -1,7 +1,7 @@
 """Requests and answers of the service of analyses, without HTTP.
 
-Names come from other programs. They are used in queries and answers, and a digest stands for them
-in the recorded state. They are printable, short, and contain no quotes.
+Names come from other programs. The names are used in queries and answers, and the recorded state
+contains their digest. Valid names are printable, short, and contain no quotes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class AnalysisReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartDocument:
-    """Body that starts a rollout. Missing keys of `policy` are those of the analysis."""
+    """Body of a request that starts a rollout.
+
+    Keys that `policy` lacks have the values of the analysis.
+    """
 
     stable: SentName
     canary: SentName
@@ -130,7 +133,7 @@ def check_name(value: object, what: str) -> str:
     """Return a name that a client sent.
 
     Raises:
-        UserError: it is not a text, is too long, or has other characters than names have.
+        UserError: the value is not a text, is too long, or has a character that names cannot have.
     """
     if not isinstance(value, str) or _NAME.fullmatch(value) is None:
         raise UserError(
@@ -161,7 +164,7 @@ def parse_step(value: object) -> int | None:
     """Return the number of a step; None if it is absent or empty.
 
     Raises:
-        UserError: it is not a whole number from 0 to `MAX_STEP`.
+        UserError: the text is not a whole number from 0 to `MAX_STEP`.
     """
     if value is None or value == "":
         return None

@@ -21,7 +21,7 @@ from onnx_ops.protocol.replica_tables import TableNumber
 STATUS_FOLDER, COUNTS_FOLDER, EPOCHS_FOLDER = "status", "counts", "epochs"
 CLOCK_FOLDER = "clock"
 CLOCK_FILE = f"{CLOCK_FOLDER}/now"
-"""Empty object that is written to learn the time of the store's clock."""
+"""Empty object whose time of modification shows the time of the store's clock."""
 REPORT_S = 5.0
 """Seconds between two reports of a replica."""
 SILENT_S = 20.0

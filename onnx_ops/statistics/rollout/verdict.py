@@ -18,8 +18,8 @@ multiplied. Its validity depends on how requests are assigned to revisions:
   retries. Users who differ for the whole rollout are not covered, and no test on such counts can
   cover them.
 
-If the setting is `request` and users stick, the promise is lost: a user who fails often is an
-excess of errors of the user's revision.
+If the setting is `request` but users stay with one revision, the error rate is not guaranteed: a
+user with many failures looks like a fault of the user's revision.
 
 An interval with another split than the last one is recognized by its margins alone. The choice does
 not depend on events, so the evidence of the other intervals stays valid. The first interval of a
