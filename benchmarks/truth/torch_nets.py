@@ -122,7 +122,7 @@ def act(kind: type[nn.Module], *args: Any) -> Callable[[], nn.Module]:
     return lambda: kind(*args)
 
 
-# Plain layers and activations
+# The following networks consist of plain layers and activations.
 
 stack("linear", "x", linear(12, 3))
 for _kind in (
@@ -235,7 +235,7 @@ function(
     a=linear(24, 3),
 )
 
-# Convolutions
+# The following networks contain convolutions.
 
 
 def _by_cell(x: T, parts: int) -> T:
@@ -475,7 +475,7 @@ function(
 )
 
 
-# Recurrent
+# The following networks contain recurrent layers.
 
 function(
     "lstm",
@@ -549,7 +549,7 @@ function(
     b=lambda: nn.Conv1d(8, 3, 1),
 )
 
-# Attention
+# The following networks contain attention.
 
 
 def encoder_layer(**how: Any) -> nn.Module:
@@ -674,7 +674,7 @@ def _rotate(x: T) -> T:
     )
 
 
-# Words, categories and tables
+# The following networks take words, categories or tables.
 
 function("embedding", lambda p, t: p["e"](t), "tokens*", e=lambda: nn.Embedding(WORDS, WIDTH))
 function(

@@ -40,7 +40,7 @@ def attempts(
 
 def wait_until(is_done: Callable[[], bool], timeout_s: float, pause_s: float = 0.02) -> bool:
     """Return whether a condition becomes true within `timeout_s`."""
-    # The last check is needed because the condition can become true during the last pause.
+    # The condition can become true during the last pause, so it is checked once more.
     return any(is_done() for _ in attempts(timeout_s, pause_s)) or is_done()
 
 

@@ -722,5 +722,5 @@ def read_release_keys(folder: Path, trusted: str) -> TrustedKeys:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     logging.shutdown()
-    # The process exits here, since waiting for threads that use the store could take minutes.
+    # The process exits here, since other threads can still wait for the store.
     os._exit(code)

@@ -553,7 +553,8 @@ class _Rollout:
             if elapsed >= policy.ab_test.duration:
                 return self._conclude_test(policy.ab_test, analysis, share, is_complete=not missing)
             missing = missing or analysis.ab_summary or _NO_FEEDBACK
-            is_late = False  # For an A/B test, `duration` takes the place of `step_timeout`.
+            # In an A/B test, `duration` limits the step in place of `step_timeout`.
+            is_late = False
         if missing and is_late:
             why = f"{share} and needs an operator: step_timeout is over and {missing}"
             return Wait(why=why, kind=WaitKind.INCONCLUSIVE)

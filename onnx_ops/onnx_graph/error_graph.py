@@ -97,7 +97,7 @@ class ErrorGraph:
         self.epsilon = epsilon
         return error
 
-    # Methods that read the original model.
+    # The following methods read the original model.
 
     def producer(self, name: str) -> onnx.NodeProto | None:
         """Return the node that computes a value; None for inputs and constants."""
@@ -117,7 +117,7 @@ class ErrorGraph:
             return None
         return numpy_helper.to_array(tensor)
 
-    # Methods that add nodes for rules; each returns the name of a value.
+    # The following methods add nodes for rules; each returns the name of a value.
 
     def emit(self, op_type: str, inputs: list[str], **attributes: Any) -> str:
         """Add a node, and return the name of its output."""

@@ -382,7 +382,7 @@ def _list_conversion_advice(run: onnx.ModelProto) -> Iterator[Advice]:
     for node in run.graph.node:
         if node.op_type == "QuantizeLinear":
             maker = makers.get(node.input[0])
-            # The coverage states the reason for such an operator.
+            # For an operator of these kinds, the coverage already states the reason.
             if maker is None or maker.op_type in _KINDS:
                 continue
             sources = [makers[name] for name in maker.input if name in makers]

@@ -137,8 +137,8 @@ def _describe_output(graph: ErrorGraph, value: onnx.ValueInfoProto) -> RoundingO
 
 def _find_axis(graph: ErrorGraph, name: str) -> int:
     """Return the axis of the columns; behind a convolution, the axis of channels."""
-    # Orders of the axes in the transpositions between the convolution and the output, the last one
-    # first.
+    # The list contains the orders of the axes in the transpositions between the convolution and the
+    # output, the last one first.
     orders: list[tuple[int, ...]] = []
     for _ in range(MOST_STEPS):
         node = graph.producer(name)

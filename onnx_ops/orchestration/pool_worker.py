@@ -232,8 +232,7 @@ class PoolWorker:
                     for run in self._waiting(client)[:free]:
                         self._take(client, run)
             self._pause()
-        # If these requests fail, the worker counts as dead one silence limit after its last
-        # heartbeat.
+        # If these requests fail, the worker is treated as dead once several heartbeats are missing.
         with contextlib.suppress(Exception):
             client.delete_variable_by_name(variable)
             place = {"work_pool_name": self.pool, "name": self.name}

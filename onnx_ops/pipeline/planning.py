@@ -222,7 +222,7 @@ def _plan_judgement(
         # affect a measurement, so the key leaves them out.
         **({"throughput": list(request.throughput)} if request.throughput else {}),
         **({"starts": True} if request.starts else {}),
-        # Accuracy is measured even without a gate for it, if the data have labels.
+        # Accuracy is measured even without a gate for it, if the data have suitable labels.
         "metrics": [
             {
                 "definition": codec.to_json(metric),

@@ -71,7 +71,7 @@ class OptimizerSuite:
         self, optimizer: Optimizer, request_: OptimizeRequest, count: int
     ) -> None:
         optimizer.optimize(request_)
-        # The rows are those that were used for calibration.
+        # The same rows were used for calibration, so their ranges are exact.
         target, feed = Target(name="cpu"), rows(count)
         before = OnnxRuntime().run(request_.source, target, (feed,))[0]["scores"].astype(np.float64)
         after = OnnxRuntime().run(request_.path, target, (feed,))[0]["scores"].astype(np.float64)

@@ -90,8 +90,8 @@ class AzureModels:
             blobs = [
                 blob.name for blob in container.list_blobs(name_starts_with=f"{self._path(name)}/")
             ]
-            # deployment.json is deleted first, so that a partly deleted folder never counts as a
-            # complete model.
+            # deployment.json is deleted first, so that a partly deleted folder is never treated as
+            # a complete model.
             for blob in sorted(blobs, key=lambda blob: not blob.endswith(f"/{DEPLOYMENT_FILE}")):
                 with contextlib.suppress(ResourceNotFoundError):
                     container.delete_blob(blob)

@@ -349,8 +349,8 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
             initial_types=[
                 (name, kinds[kind]([None, columns])) for name, kind, columns in layout.types
             ],
-            # Version 3 of `ai.onnx.ml`, so that targets with an older ONNX Runtime accept the file;
-            # ONNX Runtime 1.31 accepts versions up to 5.
+            # The export uses version 3 of `ai.onnx.ml`, so that targets with an older ONNX Runtime
+            # accept the file. ONNX Runtime 1.31 accepts versions up to 5.
             target_opset={"": opset, "ai.onnx.ml": 3},
             options=options,
             name="model",

@@ -124,7 +124,8 @@ def _translate(
         ):
             layer_states = [op.Slice(state, [first], [first + directions], [0]) for state in states]
             computed, *last = layer(answer, *layer_weights, None, *layer_states, **attributes)
-            # From (length, directions, batch, hidden) to (length, batch, directions * hidden).
+            # The shape (length, directions, batch, hidden) becomes (length, batch, directions *
+            # hidden).
             answer = op.Reshape(
                 op.Transpose(computed, perm=[0, 2, 1, 3]), [0, 0, directions * hidden]
             )

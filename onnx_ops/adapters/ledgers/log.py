@@ -124,8 +124,8 @@ class ObjectLedger(Ledger):
         for following, stored in self._follow_from(head):
             head = following
             entries.append(stored.entry)
-        # If an adoption skipped damaged entries, the readable entries before the damage are
-        # returned too.
+        # An adoption has skipped entries. These entries are returned too if the chain of digests
+        # from the last entry leads to them.
         if len(entries) < head.state.head:
             with suppress(CorruptStateError):
                 return self._read_back(head, 0)

@@ -91,7 +91,7 @@ class GraphOptimizer(Optimizer):
             ):
                 ort = importlib.import_module("onnxruntime")
                 options = ort.SessionOptions()
-                options.log_severity_level = 3  # 3 is the level of errors.
+                options.log_severity_level = 3  # At level 3, ONNX Runtime logs only errors.
                 options.graph_optimization_level = getattr(
                     ort.GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}"
                 )

@@ -175,11 +175,11 @@ def _build_options(path: Path, settings: SessionSettings, *, optimize: bool) -> 
     options.intra_op_num_threads = settings.intra_op_threads
     options.inter_op_num_threads = settings.inter_op_threads
     options.graph_optimization_level = _LEVELS[settings.graph_level if optimize else "disabled"]
-    # See `_LOOP_OPERATORS`.
+    # The docstring of `_LOOP_OPERATORS` explains why such models use no arena.
     options.enable_cpu_mem_arena = not _has_operator(path, _LOOP_OPERATORS)
     options.log_severity_level = (
-        # 4 suppresses errors, which are raised as exceptions anyway. Clients must not be able to
-        # fill the log.
+        # Level 4 logs only fatal errors. Other errors are raised as exceptions, and clients must
+        # not be able to fill the log.
         4
     )
     for kind in ("intra_op", "inter_op"):

@@ -85,7 +85,8 @@ class TensorWriter:
         if array.shape != shape or not prefix:
             shape = array.shape
             prefix = b'%b%b,"data":' % (self._prefix, orjson.dumps(shape))
-            self._last = shape, prefix  # One assignment is atomic. Other threads read both values.
+            # Other threads read both values, so one atomic assignment sets them.
+            self._last = shape, prefix
         return b"".join((prefix, data, b"}"))
 
     def write_binary(self, array: Array) -> tuple[bytes, bytes]:
@@ -103,7 +104,7 @@ class TensorWriter:
                 orjson.dumps(shape),
                 size,
             )
-            # One assignment is atomic. Other threads read all three values.
+            # Other threads read all three values, so one atomic assignment sets them.
             self._last_binary = shape, size, item
         return item, data
 

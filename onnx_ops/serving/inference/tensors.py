@@ -527,7 +527,7 @@ class TensorReader:
             last, pack = self._pack
             if last != count:
                 pack = struct.Struct(f"<{count}{self.code}").pack
-                # One assignment is atomic. Other threads read both values.
+                # Other threads read both values, so one atomic assignment sets them.
                 self._pack = count, pack
             try:
                 packed = pack(*flat)

@@ -68,7 +68,8 @@ class _MemoryGroup:
     def read_limit(self) -> int | None:
         """Return the group's limit in bytes; None if it has no limit."""
         limit = _read_text(self.folder / self.limit_file).strip()
-        # Version 2 writes `max`, and version 1 the largest number of pages.
+        # Without a limit, version 2 of control groups writes `max`, and version 1 writes the
+        # largest number of pages.
         return int(limit) if limit.isdecimal() and int(limit) < _UNLIMITED_BYTES else None
 
     def read_available_bytes(self) -> int | None:
