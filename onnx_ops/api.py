@@ -8,7 +8,7 @@
     found                       # in a notebook: the command's screen
 
 Files, endpoints and settings are those of the project around the working directory. A command that
-fails raises one of `onnx_ops.errors`, with place, cause and remedy. Progress goes to standard
+fails raises one of `onnx_ops.errors`, with place, cause and remedy. Progress is printed on standard
 error.
 """
 

@@ -79,7 +79,7 @@ class OnnxOpsError(Exception):
 
 
 class UserError(OnnxOpsError):
-    """Wrong input."""
+    """Wrong input of the user, such as an invalid file or option."""
 
     exit_code = 2
 
@@ -109,7 +109,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """All problems of a configuration file."""
+    """All problems of a configuration file, with their positions."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         self.problems = tuple(sorted(problems))
@@ -185,7 +185,7 @@ class StageError(InfrastructureError):
 
 
 class MeasurementError(InfrastructureError):
-    """Something that could not be measured."""
+    """A measurement that is not possible, for example because a provider is missing."""
 
 
 class MissingKeyError(InfrastructureError):

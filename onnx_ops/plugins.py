@@ -78,7 +78,7 @@ _BROUGHT_BY = {
 _CUDA = frozenset(
     {"CUDAExecutionProvider", "NvTensorRTRTXExecutionProvider", "TensorrtExecutionProvider"}
 )
-"""Providers that need CUDA's libraries."""
+"""Execution providers that need CUDA's libraries."""
 
 MISSING = "not installed"
 """Text in place of the version of a distribution that is not installed."""

@@ -217,7 +217,7 @@ def translate_errors(where: str) -> Iterator[None]:
 
 
 def write_conditionally(send: Callable[[], T]) -> T | None:
-    """Return the answer to a conditional write to S3; None if the condition does not hold.
+    """Return the response to a conditional write to S3; None if the condition fails.
 
     S3 can refuse both of two concurrent writers, and then requests a retry.
     """

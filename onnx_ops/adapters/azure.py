@@ -184,7 +184,7 @@ def fetch_token(service: str = "", api_timeout_s: float = API_TIMEOUT_S) -> str:
 
 
 def is_unanswered_token_request(error: BaseException) -> bool:
-    """Return whether a failed authentication only means that the token service was silent."""
+    """Return whether authentication failed because the token service was silent."""
     is_answered = getattr(error, "status_code", None) is not None
     return not is_answered and _NO_CONNECTION.search(str(error)) is not None
 

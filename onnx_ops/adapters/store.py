@@ -1,4 +1,4 @@
-"""Content-addressed store of files by digest, stage results by key, and model folders."""
+"""Content-addressed store of files, stage results by key, and model folders."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from onnx_ops.scratch import TEMPORARY, storage_errors, sync_path
 _BLOBS, _RECORDS, _LOCK = "blobs", "records", "collect.lock"
 READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 _MAX_VERIFIED = 8192
-"""Number of verified blobs to remember, so that unchanged files are not hashed again.
+"""Number of verified blobs to remember, so that they are not hashed again.
 
 One pipeline has fewer blobs.
 """

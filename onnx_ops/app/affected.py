@@ -95,8 +95,8 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
 def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
     """Yield the project's paths on which the results of the pipeline depend.
 
-    A folder stands for all its files. For a large file, the repository can contain a pointer file
-    instead, such as `data.npz.dvc`.
+    A folder includes all files below it. For a large file, the repository can contain a pointer
+    file instead, such as `data.npz.dvc`.
     """
     root = project.settings.root
     yield from (name, FILE)

@@ -80,7 +80,7 @@ def _preview_registered(
 
 
 def _preview_unregistered(context: Context, due: list[Stage], abandon: str) -> DeployPreview:
-    """Bind the endpoints, and describe the deployment of a release that is not registered yet."""
+    """Bind the endpoints, and describe the deployment of an unregistered release."""
     notes: list[str] = []
     errors: dict[str, OnnxOpsError] = {}
     for stage in due:

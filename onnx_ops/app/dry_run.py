@@ -19,8 +19,8 @@ from onnx_ops.scratch import Scratch
 def open_dry_run(start: Path | None = None) -> Iterator[DryRun]:
     """Yield a dry run of the project that contains a folder.
 
-    Downloads go to a temporary folder, which is removed at the end. The default folder is the
-    working directory.
+    Downloads are stored in a temporary folder, which is removed at the end. The default folder is
+    the working directory.
 
     Raises:
         UserError: the settings file is invalid.

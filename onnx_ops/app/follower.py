@@ -94,7 +94,7 @@ The values apply by default, while a lease is needed, and if the store is a loca
 _RETRY_S = 10.0
 """Seconds before a refused table is published to the server again."""
 _STORE_S = 5.0
-"""Time limit of one request to the store in seconds; the loops repeat failed requests."""
+"""Time limit of one request to the store in seconds; the loops repeat requests."""
 _CHECK_S = 0.2
 _SERVER_CHECK_S = 0.5
 _PUBLISH_S = 300.0

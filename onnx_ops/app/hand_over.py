@@ -29,7 +29,7 @@ from onnx_ops.ports import Store
 from onnx_ops.scratch import read_plain_file
 
 EVALUATION = (StageKind.DATA, *PLACEABLE)
-"""Kinds of stages that read data, or that run code of the user directly or in tools."""
+"""Kinds of stages that read data, or run code of the user directly or in tools."""
 
 _FILE, _CONTENT = "evaluation.json", "content"
 _LARGEST = 64 << 20

@@ -252,7 +252,7 @@ def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
 
     The release needs no further comparison if it was compared with the version that serves its
     target now, if no version serves the target, or if it was promoted at an endpoint before.
-    Without an endpoint, the champion in the registry stands for the serving version.
+    Without an endpoint, the champion in the registry is treated as the serving version.
 
     Raises:
         InfrastructureError: the ledger or the registry does not answer.

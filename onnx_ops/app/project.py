@@ -541,7 +541,7 @@ def _choose_handler(prepared: PreparedPipeline, handler: StageHandler) -> Handle
 
 
 _WORST_FIRST = (2, 5, 1, 4, 3)
-"""Exit codes in order of precedence, which is also that within one run.
+"""Exit codes in order of precedence, both within one run and among several runs.
 
 The codes mean: wrong input, refused, a gate failed, the environment failed, inconclusive.
 """

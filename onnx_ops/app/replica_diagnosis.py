@@ -137,7 +137,7 @@ class _Container:
         return bool(gate and release), "; ".join(shown), remedy
 
     def check_tables(self) -> _Finding:
-        """Check that the tables can be read, and that a trusted key has signed the newest one."""
+        """Check that the tables can be read, and that a trusted key signed the newest."""
         control, verifier = self._open(FOLLOW_VARIABLE), self._read_keys("release")
         if isinstance(control, LocalObjects) and not control.root.is_dir():
             return False, f"{control.place} does not exist", "Mount the shared folder."
@@ -226,7 +226,7 @@ class _Container:
 
 
 def _check_writable(folder: Path, remedy: str) -> _Finding:
-    """Check that files can be created in a folder, or in the folder where it will be created."""
+    """Check that files can be created in a folder, or in its nearest parent."""
     present = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=present):

@@ -39,7 +39,7 @@ _FRAMEWORKS = (
     ("torch", "torch", "torch"),
     ("sklearn", "sklearn", "sklearn"),
 )
-"""Packages that a training module can import, their exporters and the exporters' extras.
+"""Packages of training modules, with their exporters and the exporters' extras.
 
 The first of these packages that the module imports determines the exporter.
 """

@@ -64,7 +64,7 @@ def evidence_of(summary: Summary, store: Store) -> Mapping[Digest, Evidence]:
 
 
 def summarize(pipeline: Pipeline, result: RunResult, context: Context) -> Summary:
-    """Summarize a finished run."""
+    """Return the decisions, choices and versions of a finished run."""
     gates = [
         stage
         for stage in result.plan.stages
@@ -198,7 +198,7 @@ _BASE_VARIABLES = (
     "CI_MERGE_REQUEST_TARGET_BRANCH_NAME",
     "SYSTEM_PULLREQUEST_TARGETBRANCH",
 )
-"""Variables of GitHub, GitLab and Azure, in this order, that name the target branch."""
+"""CI variables that name the target branch: of GitHub, GitLab and Azure."""
 
 
 def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Provenance:

@@ -25,7 +25,7 @@ _NO_ANALYSIS = (
 _SCRAPE_S, _SERVICE_S = 30.0, 90.0
 """Delay of counts from Prometheus, and from the metrics service of a cloud."""
 _ENDLESS = 1e6
-"""Rate of requests per second with which the shortest duration at any traffic is computed."""
+"""Rate of requests per second for computing the shortest possible duration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def forecast_named(project: Project, name: str, request: ForecastRequest) -> lis
 
 
 def forecast_offline(project: Project, pipeline: Pipeline) -> list[EndpointForecast]:
-    """Return the forecast of each endpoint with an analyzed rollout, without network access.
+    """Return the forecast of each endpoint's analyzed rollout, without network access.
 
     The traffic is that of the endpoint's last rollout, if this machine has its ledger. Otherwise,
     the result is the shortest duration at any traffic, and `origin` is empty.
@@ -104,7 +104,7 @@ def warn_of_rollouts(project: Project, pipeline: Pipeline) -> list[str]:
 
 
 def _read_local(project: Project, endpoint: str) -> Traffic | None:
-    """Return the traffic of the last rollout in a ledger on this machine; None without one."""
+    """Return the traffic of the last rollout in a local ledger; None without one."""
     from onnx_ops.release.traffic import read_recorded_traffic
 
     if "://" in project.settings.ledger:

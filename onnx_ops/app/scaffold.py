@@ -230,7 +230,7 @@ def read_workflow(name: str) -> str:
 
 
 def keep_gate_jobs(workflow: str) -> str:
-    """Return the workflow of commits without the jobs of merged changes, which release them.
+    """Return the workflow of commits without the jobs that release merged changes.
 
     The remaining jobs run for pull requests. They need no environment, secret or cloud role.
     """

@@ -1,4 +1,4 @@
-"""Check whether servers have enough memory for a new version beside the stable version.
+"""Check whether servers have enough memory for a second version.
 
 A server measures a new version before its workers load it (`serving.workers.trial_load`). `check`
 estimates the memory earlier, for the author of the pipeline file. The estimate assumes that the new

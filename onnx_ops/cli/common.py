@@ -65,7 +65,7 @@ Reason = Annotated[
 
 
 def complete_endpoint(incomplete: str) -> list[str]:
-    """Return the names of endpoints in the ledger that begin with a text, for the shell.
+    """Return the names of endpoints that begin with a text, for the shell.
 
     A ledger in a cloud is not read, since the shell waits for the names.
     """
@@ -92,7 +92,7 @@ SetValue = Annotated[
 ]
 
 _GROUPS = ("keys", "rollout", "webhooks")
-"""Commands that have sub-commands."""
+"""Groups of commands, which have sub-commands."""
 
 _COLOURS = {
     Verdict.PASS: "green",
@@ -103,7 +103,7 @@ _COLOURS = {
 _UNWRAPPED = 100_000
 """Width in columns of output without a terminal, so large that no line is broken."""
 _CI = ("GITHUB_ACTIONS", "TF_BUILD")
-"""Environment variables of CI services that execute commands in lines of the output."""
+"""Environment variables of CI services that execute commands in output lines."""
 
 _GAP = 2
 """Number of spaces between the columns of a table."""

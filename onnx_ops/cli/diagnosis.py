@@ -38,7 +38,7 @@ PINS = {
     "mlflow": (">=3.17", "older versions have known vulnerabilities"),
     "onnxruntime": (">=1.31", "this release was benchmarked with these versions"),
 }
-"""Packages whose wrong versions fail late or silently, with the reason for the constraint.
+"""Packages whose wrong versions fail late or silently, with the reason.
 
 Extras install all of these packages except the last.
 """

@@ -1,4 +1,4 @@
-"""Output of commands with `--dry-run`: what a command would change, without changing it."""
+"""Output of commands with `--dry-run`: what a command would change."""
 
 from __future__ import annotations
 

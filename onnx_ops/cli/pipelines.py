@@ -245,7 +245,7 @@ def _show_plan(
 def _list_planned(
     project: Project, prepared: PreparedPipeline, outcomes: Mapping[str, StageOutcome | None]
 ) -> list[PlannedStage]:
-    """Return the rows of a plan: what a run would do with each stage, where and how long."""
+    """Return the rows of a plan: work, place and duration of each stage."""
     from onnx_ops.cli.tables import PlannedStage
     from onnx_ops.pipeline.stage_settings import get_pool
 
@@ -400,7 +400,7 @@ def run(
 
 
 def _get_only_file(files: Sequence[Path], hand_over: Path | None, take_over: Path | None) -> Path:
-    """Return the file of a dry run; raise UserError for options that a plan does not have."""
+    """Return the file of a dry run; raise UserError for options of a real run."""
     if len(files) > 1 or hand_over or take_over:
         raise UserError(
             "--dry-run is for one file, without --hand-over and --take-over",
@@ -641,7 +641,7 @@ def init(
 def _read_source(
     source: str, data: list[str], label: str | None, parameters: list[str], framework: str
 ) -> RepositorySource:
-    """Return the model of a repository and its data, from the options of `init --into`."""
+    """Return a repository's model and data, from the options of `init --into`."""
     from onnx_ops.app.repository_setup import RepositorySource
     from onnx_ops.cli.tools import parse_values
 

@@ -269,7 +269,7 @@ def _render(view: RolloutView) -> Group:
 
 
 def _forecast_requests(view: RolloutView) -> str:
-    """Return when the step will have enough requests, by those counted so far; or empty."""
+    """Return when the step will have enough requests; empty if unknown."""
     if view.judged is None:
         return ""
     from onnx_ops.reporting.rollout_forecast import format_duration
@@ -418,7 +418,7 @@ class _RecordedRequest:
 def _record_request(
     request: Callable[[Context], _RecordedRequest], *, dry_run: bool, as_json: bool
 ) -> None:
-    """Record a request, and print it."""
+    """Append the entries of a request to ledgers, and print the result."""
     if dry_run:
 
         def preview(context: Context) -> DryRunOutcome:

@@ -95,7 +95,7 @@ class AnalysisSettings(AnalysisPolicy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnalysisServiceConfig:
-    """The whole configuration file."""
+    """The whole configuration file of the service of analyses."""
 
     state: Annotated[
         str, MinLen(1), doc("Folder or URL of recorded counts; relative to the folder of the file.")

@@ -145,7 +145,7 @@ def load_pipeline(
 
 
 def load_policy(path: Path) -> LocatedPolicy:
-    """Read a promotion policy."""
+    """Read a promotion policy; report all problems of its file."""
     document = read_document(path)
     policy: PromotionPolicy | None = bind_document(document, PromotionPolicy).value
     if policy is None or document.issues:

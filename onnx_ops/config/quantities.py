@@ -30,7 +30,7 @@ class UnitScale:
 
     @property
     def pattern(self) -> str:
-        """Regular expression of valid quantities."""
+        """Regular expression that matches every valid quantity."""
         return rf"^[0-9]+(\.[0-9]+)? ?({'|'.join(self.units)})$"
 
 

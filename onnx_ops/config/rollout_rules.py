@@ -27,7 +27,10 @@ The plugin must run them as they were measured on the target. The result is empt
 """
 
 Uncounted = Callable[[Deploy], str]
-"""Function that returns why an entry's metrics source counts no requests; empty if it counts."""
+"""Function that returns why an entry's metrics source counts no requests.
+
+The result is empty if the source counts them.
+"""
 
 _TOLERANCE = 1e-9
 ABILITIES = {
@@ -56,7 +59,7 @@ def check_providers(
     unservable: Unservable,
     uncounted: Uncounted,
 ) -> Iterator[Issue]:
-    """Yield policies, metrics sources and targets that an installed provider does not support.
+    """Yield policies, metrics sources and targets that a provider does not support.
 
     A provider supports a policy if it has the capabilities that the policy needs. It supports a
     target if it can run models as they were measured on the target.

@@ -1,4 +1,4 @@
-"""The console: read-only web pages about endpoints, rollouts, history and releases.
+"""The console: read-only pages about endpoints, rollouts, history and releases.
 
 `server` answers requests within the limits of `access`. `shared_reads` makes every read once for
 all viewers. `snapshot` reads the endpoints, and `pages` renders what was read.

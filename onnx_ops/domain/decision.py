@@ -1,4 +1,4 @@
-"""Verdicts, decisions, the metrics that rank variants, and the recheck of champions."""
+"""Verdicts, decisions, metrics that rank variants, and the recheck of champions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Objective:
     ] = field(default_factory=dict)
 
     def on(self, target: str) -> Preference:
-        """Return the preference on a target."""
+        """Return the preference for the choice of a variant on a target."""
         return self.targets.get(target, self.default)
 
 
@@ -84,7 +84,7 @@ class Verdict(Enum):
 
     @property
     def rank(self) -> int:
-        """Position in the order of verdicts."""
+        """Position of the verdict in the order from PASS to FAIL."""
         return list(Verdict).index(self)
 
     def __lt__(self, other: Verdict) -> bool:
@@ -95,7 +95,7 @@ class Verdict(Enum):
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command line."""
+        """Exit code of the command line for this verdict."""
         return {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 3, Verdict.ERROR: 4, Verdict.FAIL: 1}[self]
 
 
@@ -178,10 +178,10 @@ class DecisionRecord:
 
     `batchable`: measurements showed that each row's answer is independent of the other rows in the
     batch, and that running requests together is not slower. `threads` is the number of requests, or
-    of batches of them, that a server should run concurrently; 0: as many as it can. `custom_ops`
-    are the libraries of operators that the target declares. `execution` is how the target runs a
-    model. `decided_at` is ISO 8601 in UTC. `sequence` grows with every decision (milliseconds since
-    the epoch); the valid decision with the highest sequence applies.
+    of batches of them, that a server should run concurrently; 0 means as many as possible.
+    `custom_ops` are the libraries of operators that the target declares. `execution` is how the
+    target runs a model. `decided_at` is ISO 8601 in UTC. `sequence` grows with every decision
+    (milliseconds since the epoch); the valid decision with the highest sequence applies.
     """
 
     schema: int = 1

@@ -90,7 +90,7 @@ class MetricDefinition:
 
     @property
     def label(self) -> str:
-        """Unique name in evidence and tables."""
+        """Name of the metric with its options, which is unique in evidence and tables."""
         display = "" if self.metric is None else self.metric.display
         parts = [display.format(**self.options) or self.name or self.use, self.average or ""]
         parts += [

@@ -1,4 +1,4 @@
-"""Notifications for people, derived from the ledger, and events for programs."""
+"""Notifications to users, derived from the ledger, and events for programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LONGEST = 400
 
 
 class NotificationKind(StrEnum):
-    """Kinds of notifications."""
+    """Kinds of notifications; the values are stored."""
 
     STARTED = "started"
     ADVANCED = "advanced"
@@ -101,7 +101,7 @@ class Notification:
 
     @property
     def title(self) -> str:
-        """The title, in one line."""
+        """The title of the notification, in one line."""
         return f"{self.endpoint}: {self.headline}"
 
     @property

@@ -71,7 +71,7 @@ class TaggedFamily:
 
     @classmethod
     def members(cls) -> Mapping[str, type]:
-        """Return the dataclasses by their `kind`."""
+        """Return the dataclasses of the family by the value of their key `kind`."""
         raise NotImplementedError
 
 

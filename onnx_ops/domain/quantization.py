@@ -32,7 +32,7 @@ The variants are NAME-fast, NAME-small and NAME-exact.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningData:
-    """Rows on which a search decides."""
+    """Rows on which a search measures the task metric of its trials."""
 
     data: Annotated[str, doc("Data set of `data`; must not be the data set that is scored.")]
     samples: Annotated[int, Ge(1), doc("Maximum number of rows.")] = 512
@@ -121,7 +121,7 @@ class Sensitivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLogEntry:
-    """One line of a search's journal."""
+    """One line of a search's journal, which records one step."""
 
     trial: Trial | None = None
     sensitivity: Sensitivity | None = None

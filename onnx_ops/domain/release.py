@@ -130,8 +130,8 @@ class VariantRecord:
     `files` are the model's files by name (the first level of the version's folder), and `manifest`
     holds their digests. `evidence` are further documents by artifact path. `metrics` are plain
     numbers for the registry's tables. `decisions` and `signed` are by target: the unsigned
-    decisions are for people, and only the signed ones permit a promotion. `measured_on` names the
-    data set of the lineage on which the variant was measured. `example` is a request, JSON
+    decisions are shown to users, and only the signed ones permit a promotion. `measured_on` names
+    the data set of the lineage on which the variant was measured. `example` is a request, JSON
     `{"inputs": {name: rows}}`.
     """
 

@@ -158,7 +158,7 @@ class GuardrailResult:
 
     @property
     def summary(self) -> str:
-        """One line for people."""
+        """One line about the guardrail's result, for messages and reports."""
         where = f"above {self.percentile} " if self.percentile else ""
         parts = [
             self.rule
@@ -198,7 +198,7 @@ class ServerOutlier:
 
     @property
     def summary(self) -> str:
-        """One line for people."""
+        """One line about the server, for messages and reports."""
         what = "failed" if self.place == "errors" else "were slow"
         return (
             f"replica {self.server}: {_format_share(*self.own)} requests to {self.deployment} "

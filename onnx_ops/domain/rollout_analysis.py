@@ -1,9 +1,9 @@
-"""Analyses of rollouts that other programs move, such as Argo Rollouts and Flagger.
+"""Analyses of rollouts that other programs move: Argo Rollouts and Flagger.
 
 An *analysis* is a named policy: what is compared, and what is tolerated. A *rollout* compares a
 canary with a stable revision. Its state is the fold of recorded entries. Each entry holds an
-observation together with the verdict that it leads to, so that no answer depends on anything that
-is not recorded. A failed verdict is final: later entries of the same attempt do not change it.
+observation together with the resulting verdict, so that no answer depends on anything that is not
+recorded. A failed verdict is final: later entries of the same attempt do not change it.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class AnalysisPolicy:
     def make_rollout_policy(self, step: int) -> RolloutPolicy:
         """Return the policy of the rollout up to a step.
 
-        The shares of traffic are those of other programs, and unknown here. A placeholder stands
-        for them, and no result depends on it.
+        The shares of traffic are those of other programs, and unknown here. The policy contains a
+        placeholder for them, on which no result depends.
         """
         return RolloutPolicy(
             steps=(*[0.5] * (step + 1), 1.0),
@@ -129,7 +129,8 @@ class RolloutKey:
     def folder(self) -> str:
         """Name of the folder of the rollout's entries.
 
-        A digest stands for the names of the client, so that no name leads to another folder.
+        The name is a digest of the names that the client sent, so that no such name can refer to
+        another folder.
         """
         names = [self.rollout, self.stable, self.canary, self.checksum]
         return f"{self.analysis}/{hex_digits(digest_json(names))[:32]}"
@@ -162,7 +163,7 @@ class AnalysisStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountsRecorded:
-    """Counts of both revisions, and the verdict that they lead to.
+    """Counts of both revisions, and the resulting verdict.
 
     `reading` is where the next interval starts; None for counts that a client sends by interval.
     `interval` is None if it was left out for the reason `left_out`. `margins` are the requests of

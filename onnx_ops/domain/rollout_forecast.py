@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from onnx_ops.domain.rollout_policy import PlannedStep
 
 CountSource: TypeAlias = Literal["units", "intervals", "percentiles"]
-"""What a metrics source counts: units, events by interval, or only percentiles of latency."""
+"""What a metrics source counts: units, events by interval, or only percentiles."""
 WaitKind: TypeAlias = Literal[
     "requests",
     "timed requests",

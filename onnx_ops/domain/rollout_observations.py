@@ -140,7 +140,7 @@ class RequestCounts:
 
     @property
     def measured(self) -> int:
-        """Requests with a known latency."""
+        """Number of requests with a known latency."""
         return self.requests if self.timed is None else self.timed
 
     @property
@@ -172,7 +172,7 @@ class ShadowCounts:
         )
 
     def minus(self, before: ShadowCounts) -> ShadowCounts:
-        """Return the counts since `before`."""
+        """Return the counts that were added since `before`."""
         return ShadowCounts(
             compared=self.compared - before.compared,
             differing=self.differing - before.differing,
@@ -181,12 +181,12 @@ class ShadowCounts:
 
     @property
     def seen(self) -> int:
-        """Copies with a result."""
+        """Number of mirrored requests with a result."""
         return self.compared + self.failed
 
     @property
     def wrong(self) -> int:
-        """Copies that failed or whose answer differs."""
+        """Number of mirrored requests that failed, or whose answer differs."""
         return self.differing + self.failed
 
     @property

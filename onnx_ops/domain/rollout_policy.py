@@ -264,7 +264,7 @@ class RolloutPolicy:
 
     @property
     def cold(self) -> Guardrail | None:
-        """The guardrail of the cold start, if any."""
+        """The guardrail of the cold start; None without such a guardrail."""
         return next((rail for rail in self.guardrails if rail.name == "cold_start"), None)
 
     @property

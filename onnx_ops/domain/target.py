@@ -170,7 +170,7 @@ class HardwareFingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomOps:
-    """A shared library of custom operators."""
+    """A shared library of custom operators that a target needs."""
 
     path: Annotated[str, doc("Path of the library, relative to the project's root.")]
     digest: Annotated[

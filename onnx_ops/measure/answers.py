@@ -88,7 +88,7 @@ def _cut_rows(outputs: Tensors, fed: int, count: int) -> Tensors:
 
 
 def are_maps(value: Any) -> TypeGuard[list[Mapping[Any, Any]]]:
-    """Return whether an output is a sequence of maps, as ZipMap writes it: one for each row."""
+    """Return whether an output is a sequence with one map per row, as of ZipMap."""
     return (
         isinstance(value, list) and bool(value) and all(isinstance(entry, dict) for entry in value)
     )

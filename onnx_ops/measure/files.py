@@ -110,7 +110,7 @@ def _split_texts(content: bytes, ends: Any) -> Any:
 
 
 def put_dataset(store: Store, dataset: Dataset) -> Manifest:
-    """Store a data set."""
+    """Store a data set, and return the manifest of its file."""
     import numpy as np
 
     arrays = {f"input/{name}": array for name, array in dataset.inputs.items()}

@@ -275,7 +275,7 @@ class RowRuntime(Runtime):
     def sample(
         self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int
     ) -> RunSamples:
-        """Time single runs."""
+        """Time single runs of the model."""
         return self._runtime.sample(
             model, target, self.layout.arrange(feed), runs=runs, warmup=warmup
         )
@@ -299,7 +299,7 @@ class RowRuntime(Runtime):
     def starts(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule
     ) -> StartSamples:
-        """Time models in fresh processes."""
+        """Time the starts of the model in fresh processes."""
         return self._runtime.starts(models, target, self.layout.arrange(feed), schedule)
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:

@@ -70,7 +70,7 @@ The seconds are for sequential requests.
 """
 _MOST_RUN_S = 0.1
 _SERVED_RUNTIME = "onnxruntime"
-"""The runtime of the endpoint server."""
+"""Name of the runtime that the endpoint server uses."""
 
 ROUNDS_ALONE = 5
 _PROBES = 20
@@ -365,7 +365,7 @@ def measure_speed(
 def compare_resources(
     pair: PairedBenchmark, request: MeasurementRequest
 ) -> tuple[tuple[PairedRatios, ...], RawSamples]:
-    """Compare the requested quantities other than latency.
+    """Compare throughput, starts and memory, as far as they are requested.
 
     Measurements of the candidate and the baseline alternate.
     """

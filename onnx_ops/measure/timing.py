@@ -67,7 +67,7 @@ LogRatios = tuple[tuple[float, ...], ...]
 """log(B / A) of each block, by pair of sessions; A is the baseline."""
 
 RatioSamples = tuple[LogRatios, LogRatios]
-"""Log ratios to the baseline: of the candidate, and of a repeated baseline session."""
+"""Log ratios of the candidate, and of a repeated baseline, to the baseline."""
 
 S = TypeVar("S")
 

@@ -161,11 +161,11 @@ class ErrorGraph:
         return name
 
     def as_float(self, name: str) -> str:
-        """Return the value in float32."""
+        """Return the name of a value after its conversion to float32."""
         return self.emit("Cast", [name], to=_FLOAT)
 
     def size(self, name: str) -> str:
-        """Return the absolute value in float32."""
+        """Return the name of the absolute value in float32."""
         return self.emit("Abs", [self.as_float(name)])
 
     def scale(self, name: str, factor: float) -> str:
@@ -197,7 +197,7 @@ class ErrorGraph:
         return self.emit("Sqrt", [numbers[0] if len(numbers) == 1 else self.emit("Div", numbers)])
 
     def dimension(self, name: str, axis: int) -> str:
-        """Return the size of one axis."""
+        """Return the name of the size of one axis, which is computed in each run."""
         shape = self.emit("Shape", [name])
         if axis < 0:
             rank = self.emit("Shape", [shape])

@@ -51,7 +51,7 @@ A protobuf is limited to 2 GiB.
 """
 
 PROTOBUF_LIMIT = (1 << 31) - 1
-"""Maximum bytes of a protobuf."""
+"""Maximum size of a protobuf message in bytes."""
 
 _SHARED_LIMIT = 1 << 26
 """Maximum bytes of a file whose structure is cached.

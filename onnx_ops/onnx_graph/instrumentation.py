@@ -87,7 +87,7 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
 """Operators that can stay in float, by the method that would quantize them."""
 
 _DYNAMIC_OPSET = 11
-"""First opset that has DynamicQuantizeLinear."""
+"""First opset that has the operator DynamicQuantizeLinear."""
 
 _LEVELS = 255
 _FLOAT = 1

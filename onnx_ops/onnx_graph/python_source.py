@@ -16,7 +16,7 @@ WEIGHTS = ".weights"
 """Suffix that is added to the source's name for the file with large constants."""
 
 _INLINE = 64
-"""Maximum bytes of a constant in the source; larger constants are in the weights file."""
+"""Maximum bytes of a constant in the source; others are in the weights file."""
 
 _WIDTH = 100
 

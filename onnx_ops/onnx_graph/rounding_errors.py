@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import onnx
 
 _FLOATS = frozenset({1, 10, 11, 16})
-"""Element types: float32, float16, float64, bfloat16."""
+"""Element types of floats: float32, float16, float64 and bfloat16."""
 
 _OLDEST_OPSET = 9
 """First opset that has Where and ConstantOfShape."""

@@ -25,7 +25,7 @@ Tensors = Mapping[str, "onnx.TensorProto"]
 
 _FLOAT, _HALF, _BFLOAT = 1, 10, 16
 _NARROW = frozenset({2, 3, 17, 18, 19, 20, 21, 22, 23, 25, 26})
-"""Element types of weights of at most 8 bits: integers, and floats of 8 and 4 bits."""
+"""Element types of weights of at most 8 bits: integers and floats."""
 
 _BFLOAT_BITS, _SMALLEST = 7, -126
 """Number of fraction bits of bfloat16, and its smallest exponent."""
@@ -362,7 +362,7 @@ class StoredWeightReader:
         return _build_blocked(node.input[1], levels.T, steps.T, centres.T, bits, transposable=True)
 
     def _read_block_table(self, node: onnx.NodeProto) -> StoredWeight | None:
-        """Return the table of a GatherBlockQuantized."""
+        """Return the dequantized table of a GatherBlockQuantized, stored in blocks."""
         if not {node.input[0], node.input[2]} <= set(self.tensors):
             return None
         sizes = {a.name: a.i for a in node.attribute}

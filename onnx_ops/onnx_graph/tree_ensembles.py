@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ENSEMBLES = ("TreeEnsembleClassifier", "TreeEnsembleRegressor")
 
 _MOST_WEIGHTS = 1 << 28
-"""Maximum number of weights of all leaves; a file can declare any number of outputs."""
+"""Maximum number of leaf weights, since a file can declare any number."""
 
 _PARTS = ("treeids", "nodeids", "modes", "featureids", "values", "truenodeids", "falsenodeids")
 _LEAF, _AT_MOST, _BELOW = b"LEAF", b"BRANCH_LEQ", b"BRANCH_LT"
@@ -99,7 +99,7 @@ def order_nodes(
     """Return the nodes of a single tree in preorder.
 
     Args:
-        roots: nodes that no split leads to.
+        roots: nodes that are not a branch of any split.
         splits: by node number: feature, threshold, the next node where the comparison is true, and
             the next node where it is false.
         leaves: by node number: weights by output.

@@ -128,12 +128,12 @@ class _Progress(Observer):
         self.sent = submit(lambda: None)
 
     def planned(self, plan: Plan) -> None:
-        """Create the progress artifact."""
+        """Create the progress artifact when the stages of a run are planned."""
         self._planned = len(plan.stages)
         self.sent = self._submit(partial(self._create, plan.pipeline))
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
-        """Update the progress artifact."""
+        """Update the progress artifact when a stage has ended."""
         self._ended += 1
         self.sent = self._submit(self._update)
 

@@ -1,4 +1,4 @@
-"""Read what a plan needs to know about data, code, tools and machines.
+"""Read the data, code, tools and machines on which a plan depends.
 
 Nothing imports a framework.
 """

@@ -42,7 +42,7 @@ class Optimizer(Plugin):
     """
 
     needs_calibration: bool = False
-    """Whether `calibrate` is required."""
+    """Whether an entry of `quantize` with this optimizer must have `calibrate`."""
 
     reads_ranges: bool = False
     """Whether `read_ranges` reads the ranges of calibration rows in parts.

@@ -131,7 +131,7 @@ class Ledger(Protocol):
 
     @property
     def place(self) -> str:
-        """Path or URL, without credentials."""
+        """Path or URL of the ledgers, without credentials."""
 
     @property
     def release_keys(self) -> Mapping[Digest, str]:
@@ -222,9 +222,9 @@ class EndpointProvider(Plugin):
         """
 
     def explain_uncounted(self, source: str, settings: Mapping[str, Json]) -> str:
-        """Return why a metrics source counts no requests of an endpoint with these settings.
+        """Return why a metrics source counts no requests of such an endpoint.
 
-        The result is empty if it counts them, or if the provider does not know the source.
+        The result is empty if it counts them, or if the provider does not recognize the source.
 
         Args:
             source: name of the plugin, as in section `metrics` of the endpoint.
@@ -234,7 +234,7 @@ class EndpointProvider(Plugin):
 
     @abstractmethod
     def place(self, config: EndpointConfig) -> str:
-        """Return the endpoint's location, for people, without network access.
+        """Return the endpoint's location as messages show it, without network access.
 
         Configs with the same place describe one endpoint.
         """

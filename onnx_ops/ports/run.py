@@ -294,7 +294,7 @@ class Context:
 
     @property
     def store(self) -> Store:
-        """Content and results of stages."""
+        """The content and the results of stages."""
         return self.open_store()
 
     @property

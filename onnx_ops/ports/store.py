@@ -62,7 +62,7 @@ class Signer(Protocol):
 
     @property
     def key(self) -> Digest:
-        """Digest of the public key."""
+        """Digest of the public key, which identifies the signer."""
 
     def sign(self, data: bytes) -> str:
         """Return the signature in base64."""

@@ -94,7 +94,7 @@ FLAGGER_HOOKS = (
     "rollback",
     "event",
 )
-"""Kinds of webhooks of Flagger."""
+"""Names of Flagger's webhooks that the service accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

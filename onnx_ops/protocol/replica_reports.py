@@ -54,7 +54,7 @@ class ReplicaStatus:
         lapsed: requests that the fallback answered because the replica had no lease.
         beat: number of this report.
         at: seconds since the epoch, on the replica's clock.
-        address: address for clients; empty if the replica does not know its address.
+        address: address for clients; empty if it is unknown.
         versions: versions of the packages that it runs, by package.
         image: image of its container; empty if it does not know the image.
         memory: memory of its server; None if it cannot be read.

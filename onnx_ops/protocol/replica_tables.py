@@ -185,13 +185,13 @@ def decode_table(
 
 
 def resolve(table: StoredTable, read: Callable[[TableNumber], ReplicaTable]) -> ReplicaTable:
-    """Return a signed table: the given one, or the one to which a `RollbackTable` refers.
+    """Return the signed table itself, or the table that a `RollbackTable` names.
 
     Args:
         read: returns the signed table with a number. It raises an OnnxOpsError if there is none.
 
     Raises:
-        OnnxOpsError: the `RollbackTable` does not lead to a signed table.
+        OnnxOpsError: the table to which the `RollbackTable` refers is missing or not signed.
     """
     if isinstance(table, ReplicaTable):
         return table

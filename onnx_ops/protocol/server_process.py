@@ -34,7 +34,7 @@ The file contains the server's process id.
 TOKEN_FILE = "token"  # noqa: S105 (the name of the file)
 """File with the bearer token of the admin listener. Only its owner can read it."""
 WORKERS_FOLDER = "workers"
-"""Folder with one file per live worker, named after its process id.
+"""Folder with one file per running worker, named after its process id.
 
 The file contains the start time of that process.
 """

@@ -57,7 +57,7 @@ class ChangeLog:
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """The recorded changes."""
+        """The changes that were recorded so far."""
         return tuple(self._changes)
 
     def add(self, change: Change) -> None:

@@ -202,8 +202,8 @@ def build_override(
 
     Operator libraries and execution are taken from a signed decision about these files, regardless
     of its verdict. Without a decision, the files are served without operator libraries, on one CPU
-    thread. The time of the record is never before a published rollback of the version, because the
-    user knows of the rollback. The clock of this machine can be wrong.
+    thread. The clock of this machine can be wrong. The time of the record is therefore never before
+    a published rollback of the version, which the user has seen.
 
     Args:
         verifier: verifier of the decision; None if no decision can be verified.

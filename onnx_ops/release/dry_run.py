@@ -1,4 +1,4 @@
-"""Run operations on releases without changing anything, and list what they would change.
+"""Run operations on releases without changes, and list what they would change.
 
 A dry run executes the same code as the operation. Its ports read from the real ones and record
 every change. Later reads of the same dry run show the recorded changes.

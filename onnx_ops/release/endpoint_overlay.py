@@ -26,10 +26,10 @@ from onnx_ops.release.changes import NOTHING, Change, ChangeKind, ChangeLog
 
 
 class EndpointOverlay(EndpointProvider):
-    """A provider that reads from another provider, and records the changes of endpoints.
+    """A provider that reads from another provider, and only records changes.
 
-    From the first change of an endpoint on, `observe` returns the state that the change would lead
-    to.
+    After the first change of an endpoint, `observe` returns the state that the endpoint would have
+    after the change.
     """
 
     def __init__(self, inner: EndpointProvider, log: ChangeLog) -> None:
@@ -85,7 +85,7 @@ class EndpointOverlay(EndpointProvider):
         *,
         is_rollback: bool = False,
     ) -> EndpointState:
-        """Return the state after a change."""
+        """Return the state that a change would lead to, from the other provider."""
         return self._inner.preview(config, state, current, is_rollback=is_rollback)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
@@ -118,7 +118,7 @@ class EndpointOverlay(EndpointProvider):
         self._record(config, ChangeKind.CONFIRMATION, what)
 
     def address(self, config: EndpointConfig) -> str | None:
-        """Return the address of the endpoint."""
+        """Return the address of the endpoint, as the other provider reports it."""
         is_removed = self.has_changed(config.endpoint) and self._states[config.endpoint] is None
         return None if is_removed else self._inner.address(config)
 
@@ -202,8 +202,8 @@ class EndpointOverlay(EndpointProvider):
 class MetricsOverlay(MetricsSource):
     """A metrics source that has no new counts after a recorded change of the endpoint.
 
-    The real source knows nothing of the change. After a real change, the counts of the new split
-    start at zero, so no step is decided from them.
+    The counts of the real source do not include the change. After a real change, the counts of the
+    new split start at zero, so no step is decided from them.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ class Journal:
         return self.state.config
 
     def require_idle(self) -> None:
-        """Raise ConflictError while another live process holds the lease."""
+        """Raise ConflictError while another running process holds the lease."""
         if (intent := self.active_intent()) is not None:
             raise ConflictError(
                 f"{intent.holder} is changing this endpoint",

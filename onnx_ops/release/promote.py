@@ -317,9 +317,9 @@ def require_no_orphans(
 
 
 def find_refused_change(context: Context, config: EndpointConfig) -> UserError | None:
-    """Return why an existing endpoint does not support the change to a config, or None.
+    """Return why an existing endpoint does not support a change of its config.
 
-    The result is also None if the ledger cannot be read.
+    The result is None if the endpoint supports the change, or if the ledger cannot be read.
     """
     try:
         _find_moved(context, read_readable_state(context, config.endpoint), config)

@@ -635,7 +635,7 @@ def _confirm_rollout(journal: Journal) -> None:
 def record_pause(journal: Journal, wait: Wait) -> None:
     """Record that a rollout needs an operator, unless an operator paused it.
 
-    The ledger records it once for each step and kind of wait.
+    The need is recorded once for each step and kind of wait.
 
     Raises:
         ConflictError: another process acted meanwhile.

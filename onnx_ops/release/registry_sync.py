@@ -422,7 +422,7 @@ def _is_alias_unrecorded(journal: Journal, champion: str | None) -> bool:
 
     The endpoint serves the champion, and the ledger does not have the alias as written. A pending
     alias need not wait for other endpoints if the registry already shows it: until it is recorded,
-    the alias would count as moved by a user, and as a request after the next version.
+    the alias would be treated as moved by a user, and as a request after the next version.
     """
     state, name = journal.state, format_alias("champion", journal.config.target)
     serving = state.roles.stable

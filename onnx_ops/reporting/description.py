@@ -43,7 +43,7 @@ class ResultRow:
 
     @property
     def counted(self) -> str:
-        """Return the counts behind the result."""
+        """Return the numbers of observations and groups of the result as a text."""
         n, groups = self.result.n, self.result.groups
         return f"{n} in {groups} groups" if groups else str(n or "")
 
@@ -180,7 +180,7 @@ def parse_reason(description: str, target: str) -> str:
 
 
 def _fitted(lines: Sequence[str], room: int, what: str, *, prefix: Sequence[str]) -> str:
-    """Return the lines that fit in `room` characters, and one that counts the rest."""
+    """Return the lines that fit in `room` characters, and the number of the others."""
     whole = "\n".join((*prefix, *lines))
     if len(whole) <= room:
         return whole

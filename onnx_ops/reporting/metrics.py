@@ -32,7 +32,7 @@ class Measured(Interval):
 
     @classmethod
     def from_interval(cls, interval: Interval, unit: str, n: int, of: str = "rows") -> Measured:
-        """Return the measurement with that interval."""
+        """Return the measurement with the estimate and the bounds of an interval."""
         return cls(
             estimate=interval.estimate, low=interval.low, high=interval.high, unit=unit, n=n, of=of
         )
@@ -45,7 +45,7 @@ class Measured(Interval):
 
     @property
     def count(self) -> str:
-        """Return the counts behind the value."""
+        """Return the counts behind the value as a text."""
         return f"n = {self.n} {self.of}"
 
     def text(self) -> str:

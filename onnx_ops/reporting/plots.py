@@ -642,7 +642,7 @@ def evidence_svg(paths: Sequence[EvidencePath]) -> str:
 
 
 def evidence_figure(paths: Sequence[EvidencePath]) -> Figure | None:
-    """Plot the evidence against a candidate, one line for each guardrail that has counts.
+    """Plot the evidence against a candidate, one line for each counted guardrail.
 
     Return None if no guardrail has counts.
     """

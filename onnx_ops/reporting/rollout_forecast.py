@@ -1,4 +1,4 @@
-"""Describe the forecast of a rollout for people."""
+"""Describe the forecast of a rollout as text and as JSON."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def list_warnings(result: EndpointForecast) -> list[str]:
 def warn_of_step(
     step: StepForecast, policy: RolloutPolicy, traffic: Traffic, limit_s: float
 ) -> str:
-    """Return why a step takes longer than a limit, and what to change; otherwise empty."""
+    """Return why a step exceeds a limit, and what to change; empty if it does not."""
     median_s = step.duration.median_s
     if not step.waits or (step.step.kind == "ab_test" and median_s is not None):
         return ""

@@ -164,12 +164,12 @@ class Chart:
     _marks: list[str] = field(default_factory=list)
 
     def path(self, points: Sequence[tuple[float, float]], style: str) -> None:
-        """Draw a line through points."""
+        """Draw a line through points, in the units of the axes."""
         steps = " ".join(f"{_px(self._left_of(x))},{_px(self._top_of(y))}" for x, y in points)
         self._marks.append(f'<polyline class="{style}" points="{steps}"/>')
 
     def dot(self, x: float, y: float, style: str, title: str, radius: float = 4.0) -> None:
-        """Draw a point with a tooltip."""
+        """Draw a point with a tooltip, in the units of the axes."""
         at = f'cx="{_px(self._left_of(x))}" cy="{_px(self._top_of(y))}" r="{_px(radius)}"'
         self._marks.append(f'<circle class="{style}" {at}><title>{escape(title)}</title></circle>')
 

@@ -360,7 +360,7 @@ class SharedMetrics:
         return self._tokens[start : start + BUCKET_TOKENS]
 
     def get_exemplars(self, worker: int) -> Exemplars:
-        """Return the exemplars of a worker."""
+        """Return the exemplars that a worker has stored."""
         size = SLOTS * _EXEMPLARS * _EXEMPLAR.size
         return Exemplars(self._exemplars[worker * size : (worker + 1) * size])
 
@@ -533,7 +533,7 @@ _REASONS: Mapping[str, tuple[int, ...]] = {
     "client_gone": (499,),
     "internal": (500,),
 }
-"""Classes of errors, with their statuses."""
+"""Names of the classes of errors, with the HTTP statuses of each class."""
 
 _LabeledRow: TypeAlias = tuple[str, Sequence[int]]
 """Labels as text, and the numbers of a row."""

@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 LARGEST = 1e30
-"""Value that represents infinity in JSON."""
+"""Value that represents infinity in evidence, since JSON has no infinity."""
 
 MAX_COLUMNS = 4096
 """Number of columns above which columns of the same scale are measured as one.

@@ -88,7 +88,7 @@ def learn_domains(
     declared: Mapping[str, InputValues] | None = None,
     bounds: Mapping[str, tuple[int, int]] | None = None,
 ) -> dict[str, InputDomain]:
-    """Learn the domain of each input.
+    """Derive the domain of each input from rows, declarations and the graph.
 
     Tables (2-D floats) have a range for each column. Images, series and whole numbers of other
     ranks have one range for all places. A range of real numbers is widened by half its width at

@@ -86,7 +86,7 @@ ENDPOINT = "digits"
 def entry(
     sequence: int, body: EntryBody, *, endpoint: str = ENDPOINT, actor: str = "tester"
 ) -> LedgerEntry:
-    """Return an entry of the ledger."""
+    """Return a ledger entry with this sequence number and body."""
     return LedgerEntry(
         endpoint=endpoint, sequence=sequence, at=1.5 * sequence, actor=actor, body=body
     )
@@ -100,7 +100,7 @@ def command_entry(sequence: int, *, reason: str = "", actor: str = "tester") -> 
 
 
 def one_of_each() -> tuple[EntryBody, ...]:
-    """Return every kind of entry."""
+    """Return one entry of every kind, in an order that a ledger accepts."""
     digest = digest_bytes(b"content")
     served = Deployment(
         name="v1",

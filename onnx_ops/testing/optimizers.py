@@ -23,7 +23,7 @@ from onnx_ops.ports.optimize import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron
 
 HALF_A_STEP = 0.51
-"""Limit of a weight's error in quantization steps: half a step, and float32 rounding."""
+"""Limit of a weight's error in steps: half a step, and float32 rounding."""
 
 
 class OptimizerSuite:

@@ -117,7 +117,7 @@ class ParityResult:
 
     @property
     def verdict(self) -> Verdict:
-        """Return the worst verdict."""
+        """Return the worst verdict of all differences."""
         return combine_verdicts(d.verdict for d in self.differences)
 
     @property
@@ -129,7 +129,7 @@ class ParityResult:
 
     @property
     def reason(self) -> str:
-        """Return the reason for the verdict."""
+        """Return the reason for the worst verdict."""
         if not self.differences:
             return (
                 "no answer can be compared: "

@@ -42,9 +42,10 @@ class JudgeRequest:
 
     `settings` is the sweep. `runtime` returns a runtime by its name. `inside` runs models with
     their intermediate values as outputs. Without a dataset, rows are generated. `functions` holds
-    custom metrics by reference. `max_regression` None stands for the defaults. `concurrency` None
-    measures no throughput. `sizes` names dimensions for which one size is sufficient. The answers
-    of a `retrained` candidate are not compared with the baseline's: the task metric decides.
+    custom metrics by reference. If `max_regression` is None, the default limits apply. If
+    `concurrency` is None, no throughput is measured. `sizes` names dimensions for which one size is
+    sufficient. The answers of a `retrained` candidate are not compared with the baseline's: the
+    task metric decides.
     """
 
     baseline: Path

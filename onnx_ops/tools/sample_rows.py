@@ -79,7 +79,7 @@ class SampleRows:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of a row."""
+        """Return the number of bytes of one row, over all inputs."""
         return sum(array.nbytes for array in self.rows.values()) // max(1, len(self))
 
     @property

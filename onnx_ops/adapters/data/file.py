@@ -64,7 +64,7 @@ def sample_arrays(path: Path, *, where: str) -> Sample:
 def read_arrays(
     path: Path, *, where: str, name: str = "", most_bytes: int | None = None
 ) -> Mapping[str, Array]:
-    """Return the arrays of a `.npz` file, that of a `.npy` file, or the columns of a table.
+    """Return the arrays of a `.npz` or `.npy` file, or the columns of a table.
 
     No pickled data is loaded. The suffix of `name`, the file's original name, determines the
     format. With `most_bytes`, only the first rows of each array are read.

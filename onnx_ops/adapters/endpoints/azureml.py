@@ -137,7 +137,7 @@ class AzureDeploymentEndpoints(CloudEndpoints):
             return None
 
     def require_changeable(self, config: EndpointConfig) -> None:
-        """Raise an error if Azure does not answer, or onnx-ops did not create the endpoint."""
+        """Raise an error if Azure is silent, or onnx-ops did not create the endpoint."""
         self._connect(config).read()
 
     def preview(

@@ -1,4 +1,4 @@
-"""Client of Azure ML: plain requests to Azure Resource Manager, and the SDK's MLClient.
+"""Client of Azure ML: requests to Azure Resource Manager, and the SDK's MLClient.
 
 Plain requests read endpoints and deployments, and change traffic, tags and instance counts. The SDK
 creates and deletes; its import takes seconds, so it is loaded only for that.
@@ -73,11 +73,11 @@ _BUSY = re.compile(r"provisioning state|another operation|is in progress", re.IG
 
 
 class BusyError(ConflictError):
-    """Azure is changing the same resource."""
+    """Azure refused a change because it is already changing the resource."""
 
 
 class GoneError(InfrastructureError):
-    """The resource does not exist."""
+    """Azure refused a request because its resource does not exist."""
 
 
 class UnansweredWriteError(ServiceUnavailableError):
@@ -90,8 +90,8 @@ class RetryPolicy:
 
     `operation_s` limits an operation (a new deployment takes 5 to 20 minutes). `answer_s` limits
     the retries of a failing service, and `lag_s` the time until a read shows a write. Pauses
-    between reads grow from `pause_s` to `longest_s`. A resource counts as missing after
-    `confirmations` reads.
+    between reads grow from `pause_s` to `longest_s`. A resource is treated as missing if
+    `confirmations` reads do not find it.
     """
 
     operation_s: float = 2700.0
@@ -136,7 +136,7 @@ class AzureClient:
 
     @property
     def path(self) -> str:
-        """Resource id of the endpoint."""
+        """Resource id of the endpoint in Azure Resource Manager."""
         return f"{self.workspace.path}/onlineEndpoints/{self.name}"
 
     def deployment_path(self, name: str) -> str:
@@ -221,7 +221,7 @@ class AzureClient:
         return self._wait_until_settled(where, get)
 
     def put_endpoint(self, document: object) -> None:
-        """Send a changed endpoint once. Azure has then accepted the change, but not completed it.
+        """Send a changed endpoint once; Azure accepts the change before completing it.
 
         Raises:
             OnnxOpsError: the errors of `write`.
@@ -314,7 +314,7 @@ def translate_errors(where: str, *, instances: int = 1) -> Iterator[None]:
 
 
 def _list_sdk_errors() -> tuple[type[Exception], ...]:
-    """Return the base of azure-ai-ml's own errors; empty if nothing has imported the package."""
+    """Return the base of azure-ai-ml's errors; empty if the package is not imported."""
     module = sys.modules.get("azure.ai.ml.exceptions")
     return () if module is None else (module.MlException,)
 
@@ -404,7 +404,7 @@ def _explain_answer(
 def _explain_shortage(
     text: str, why: str, where: str, instances: int
 ) -> InfrastructureError | None:
-    """Return the error if Azure has no free instances, or the subscription no quota for them.
+    """Return the error if instances or quota are missing; None for other causes.
 
     Args:
         text: Azure's code and message.

@@ -74,7 +74,7 @@ class OnlineEndpoint(AzureResource):
 
     @property
     def mirror_traffic(self) -> Mapping[str, int]:
-        """Percentages of the requests that Azure copies, which only a person can configure."""
+        """Percentages of the requests that Azure copies; only users can configure them."""
         return self._read_percentages("mirrorTraffic")
 
     def gives_traffic(self, name: str) -> bool:
@@ -161,7 +161,7 @@ class OnlineDeployment(AzureResource):
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of an ISO 8601 duration without years and months; 0 for other text."""
+    """Return the seconds of an ISO 8601 duration up to days; 0 for other text."""
     match = _DURATION.fullmatch(text)
     if match is None:
         return 0.0

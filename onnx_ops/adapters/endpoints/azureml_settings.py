@@ -29,7 +29,7 @@ _Instances = Annotated[int | None, Ge(1), Le(500)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AzureSettings(LeaseSettings, ContainerOptions):
-    """Settings of one endpoint, and options of its server; see docs/azureml-settings.md.
+    """Settings of one endpoint and of its server; see docs/azureml-settings.md.
 
     The project, not the pipeline, sets `trusted_keys` and `endpoint`.
     """
@@ -98,7 +98,7 @@ class AzureSettings(LeaseSettings, ContainerOptions):
 
     @property
     def place(self) -> Workspace:
-        """Azure ML workspace of the endpoint."""
+        """The Azure ML workspace in which the endpoint is."""
         return Workspace(
             subscription=self.subscription,
             resource_group=self.resource_group,

@@ -302,7 +302,7 @@ class AzureEndpoint:
     def _plan_restore(
         self, endpoint: OnlineEndpoint, state: EndpointState, generation: int
     ) -> TrafficPlan | None:
-        """Return the plan of a rollback; None if the endpoint needs more than other traffic."""
+        """Return the plan of a rollback; None if other traffic alone is not enough."""
         tags, name = endpoint.tags, self.deployments.name(state.leader())
         is_plain = (
             tags.get(OWNER) == self._owner
@@ -383,7 +383,7 @@ class AzureEndpoint:
 
 
 def _matches(endpoint: OnlineEndpoint, plan: TrafficPlan) -> bool:
-    """Return whether the endpoint has the plan's traffic and tags, and needs no request."""
+    """Return whether the endpoint already has the plan's traffic and tags."""
     wanted, generation = dict(plan.tags), read_generation(endpoint.tags)
     if 0 < plan.since <= generation < plan.generation:
         wanted[GENERATION] = str(generation)

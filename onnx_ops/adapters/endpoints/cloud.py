@@ -67,7 +67,7 @@ class CloudEndpoints(EndpointProvider):
 
     @abstractmethod
     def count_instances(self, config: EndpointConfig) -> int | None:
-        """Return how many instances serve now; None if there are none or the cloud is silent."""
+        """Return how many instances serve now; None without any, or without a response."""
 
     def _trusted_keys(self) -> str:
         return "" if self._keys is None else self._keys.encoded()
@@ -124,7 +124,7 @@ def preview_cloud_rollback(current: EndpointState | None, state: EndpointState) 
 def format_follower_variables(
     endpoint: str, settings: ReplicaSettings, image: str, trusted_keys: str
 ) -> dict[str, str]:
-    """Return the variables with which a container of the image follows an endpoint's tables.
+    """Return the variables of a container that follows an endpoint's tables.
 
     Raises:
         UserError: no public key is trusted, so that the container could verify no table.

@@ -126,7 +126,7 @@ class FleetEndpoints(ReplicaEndpoints):
         return self._machines.find_missing_requirement(config)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return the state of the newest table, and how the fleet differs from its settings.
+        """Return the state of the newest table, and the fleet's drift from its settings.
 
         The result is None if the fleet does not serve.
         """
@@ -250,7 +250,7 @@ class FleetEndpoints(ReplicaEndpoints):
 
 
 def _moves_traffic(seen: StorePlace, state: EndpointState) -> bool:
-    """Return whether a state gives requests to other deployments than the newest table."""
+    """Return whether a state gives traffic to other deployments than the last table."""
     if seen.newest is None or seen.went_back:
         return False
     newest = drop_idle_deployments(seen.newest.table.state)
@@ -281,7 +281,7 @@ class TrafficModes(EndpointProvider):
         return self._select(settings).capabilities(settings)
 
     def metrics(self, settings: Mapping[str, Json] | None = None) -> MetricsSource:
-        """Return the counts that the instances report, or the metrics service of the cloud."""
+        """Return the counts of the instances, or the metrics service of the cloud."""
         return self._select(settings).metrics(settings)
 
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
@@ -291,8 +291,8 @@ class TrafficModes(EndpointProvider):
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
         """Refuse a change of `traffic`, and what the selected provider refuses.
 
-        Another machine without another target is refused too, because the decisions of a target
-        hold for the hardware on which they were measured.
+        Another machine without another target is refused too, because the decisions of a target are
+        valid only for the hardware on which they were measured.
         """
         provider = self._select(after.settings)
         if self._select(before.settings) is not provider:
@@ -356,7 +356,7 @@ class TrafficModes(EndpointProvider):
         )
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Bring the endpoint to a state."""
+        """Bring the endpoint to a state, through the provider that `traffic` selects."""
         self._select(config.settings).apply(config, state, generation=generation)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
@@ -408,7 +408,7 @@ class TrafficModes(EndpointProvider):
         return self.native.find_missing_requirement(config)
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:
-        """Check what the cloud needs; with `traffic: table`, check locations and instances too."""
+        """Check the requirements of the cloud; for tables, also locations and instances."""
         yield from self.native.diagnose(endpoints)
         followers = {
             name: settings

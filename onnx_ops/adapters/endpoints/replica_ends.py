@@ -12,7 +12,7 @@ from onnx_ops.protocol.replica_reports import REPORT_S, ReplicaStatus, ReportSou
 from onnx_ops.protocol.replica_tables import DEADLINE_S, LEASE_S
 
 SAME_MOMENT_S = 2 * REPORT_S
-"""Seconds within which several ends count as one.
+"""Seconds within which several ends are treated as one.
 
 Such ends have one cause, for example the failure of a machine or of a network.
 """
@@ -25,8 +25,8 @@ def find_ends(
 ) -> set[ReportSource]:
     """Return the starts that ended without a last report, one per moment.
 
-    A silent replica counts as ended only if other replicas report. If no replica reports, the store
-    or this process was disconnected.
+    A silent replica is treated as ended only if other replicas report. If no replica reports, the
+    store or this process was disconnected.
 
     Args:
         starts: the last counts of each start, and the time at which they were written.

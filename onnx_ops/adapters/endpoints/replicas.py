@@ -185,7 +185,7 @@ class ReplicaEndpoints(EndpointProvider):
         self._signer = signer
 
     def read_settings(self, config: EndpointConfig) -> ReplicaSettings:
-        """Return where the tables and reports of an endpoint are, and how replicas follow them."""
+        """Return the locations of tables and reports, and how replicas follow them."""
         return read_replica_settings(config.settings, where=config.endpoint)
 
     def read_store_options(self, config: EndpointConfig) -> Mapping[str, Any]:
@@ -264,7 +264,7 @@ class ReplicaEndpoints(EndpointProvider):
         *,
         is_rollback: bool = False,
     ) -> EndpointState:
-        """Return the state after a change; raise an error for a missing key or missing files."""
+        """Return the state after a change; raise an error for a missing key or file."""
         if is_rollback:
             after = state if current is None else preview_rollback(current, state)
         else:

@@ -247,7 +247,7 @@ class SageMakerVariants(CloudEndpoints):
             fence.end_update(layout.config_name)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Change only the weights if the deployment is a variant; otherwise deploy it alone.
+        """Change only weights if the deployment is a variant; otherwise deploy it alone.
 
         If the claim shows that the endpoint has the variant, the weights are requested before the
         endpoint is described.
@@ -277,7 +277,7 @@ class SageMakerVariants(CloudEndpoints):
     ) -> None:
         """Deploy the goal of a rollback without idle deployments.
 
-        An idle deployment can be the one that prevents the endpoint from starting.
+        The cause of a failed start can be an idle deployment.
         """
         state = drop_idle_deployments(state)
         layout = self._layout(client, state)
@@ -325,7 +325,7 @@ class SageMakerVariants(CloudEndpoints):
         GenerationFence(client).delete()
 
     def count_instances(self, config: EndpointConfig) -> int | None:
-        """Return how many instances serve now; None if there are none or SageMaker is silent."""
+        """Return how many instances serve now; None without any, or without a response."""
         try:
             description = self._connect(config).describe() or {}
         except InfrastructureError:

@@ -245,7 +245,7 @@ class GenerationFence:
         generation: int,
         change: Callable[[EndpointClaim | None], EndpointClaim | None],
     ) -> None:
-        """Replace the claim, and repeat this if another writer has replaced it since `read`."""
+        """Replace the claim; repeat this if another writer has replaced it since `read`."""
         for _ in range(_MAX_RACES):
             self._require_latest(self.claim, generation)
             claim = change(self.claim)

@@ -269,7 +269,7 @@ def _list_needed(connect: Clients, settings: SageMakerSettings) -> dict[str, tup
 
 
 def _find_key(connect: Clients, key: str) -> str:
-    """Return the ARN of a key, which policies name; the setting can also be an alias or an ID."""
+    """Return the ARN of a key, which can be given as an alias, an ID or an ARN."""
     if ":key/" in key:
         return key
     return str(connect("kms").describe_key(KeyId=key)["KeyMetadata"]["Arn"])

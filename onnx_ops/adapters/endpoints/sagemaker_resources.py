@@ -287,7 +287,7 @@ class EndpointResources:
         ]
 
     def _delete(self, noun: str, name: str, arn: str = "") -> None:
-        """Delete a model or config that has the endpoint's tag; read its ARN if it is not given."""
+        """Delete a model or config with the endpoint's tag; read its ARN if not given."""
         named: dict[str, Any] = {f"{_NAMES[noun]}Name": name}
         if not arn:
             resource = self._client.call(

@@ -50,7 +50,7 @@ _Shift = Annotated[int, Ge(0), Le(50)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SageMakerSettings(AwsAccess, LeaseSettings, ContainerOptions):
-    """Settings of one endpoint, and options of its server; see docs/sagemaker-settings.md.
+    """Settings of one endpoint and of its server; see docs/sagemaker-settings.md.
 
     The limits of the values are those of SageMaker.
     """

@@ -154,7 +154,7 @@ class EndpointUpdate:
         return self._client.converge(step, "the endpoint did not apply its traffic weights in time")
 
     def _try_weights(self, weights: Mapping[str, float]) -> bool:
-        """Request weights of an endpoint that was not read; return whether it accepts them.
+        """Request weights of an endpoint that was not read; return whether it accepts.
 
         The caller finds the cause of a refusal when it describes the endpoint.
         """
@@ -303,8 +303,8 @@ class EndpointUpdate:
 
         A reverted update is assumed if the update was started and an alarm has changed its state
         since then, even if the alarm is OK again. A finished update would have put the layout into
-        service. In doubt, the layout is not applied again, since SageMaker gives its reason only
-        as text.
+        service. SageMaker gives its reason only as text. So the layout is not applied again even if
+        the cause is uncertain.
         """
         if not self._alarms or (before := self._fence.alarms_before(layout.config_name)) is None:
             return

@@ -166,8 +166,8 @@ class SklearnExporter(TreeExporter):
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Return the answers of the estimator.
 
-        For float32, the estimator's weights are rounded, so that their rounding counts as noise of
-        the source.
+        For float32, the weights of the estimator are rounded to float32, so the noise of the source
+        includes this rounding.
         """
         estimator: Any = (
             _round_in_place(copy.deepcopy(model), set()) if precision == "float32" else model

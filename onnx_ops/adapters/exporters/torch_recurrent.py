@@ -182,4 +182,4 @@ TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
     _OPERATORS[torch.rnn_tanh]: _translate(op.RNN, (0,), activation="Tanh"),
     _OPERATORS[torch.rnn_relu]: _translate(op.RNN, (0,), activation="Relu"),
 }
-"""ONNX functions by operator, for `torch.onnx.export`."""
+"""ONNX functions that replace torch's operators, for `torch.onnx.export`."""

@@ -36,7 +36,7 @@ _DAY = 86_400.0
 _SETTLED = 3 * _MINUTE
 """Seconds after the end of a minute during which its counts can still grow."""
 _WINDOW = 10 * _MINUTE
-"""Window in seconds whose percentiles represent the requests since the last reading."""
+"""Window in seconds whose percentiles represent requests since the last reading."""
 _MODEL_ERROR = "424"
 """Azure's status if the status of the container is not 200.
 

@@ -29,10 +29,10 @@ _MARK = "onnx_ops_mark"
 """Label that marks samples which are not series of the service."""
 _SCRAPED, _KNOWN = "scraped", "known"
 COPY_LABELS = ("job", "prometheus", "prometheus_replica", "receive_replica", "replica", "reporter")
-"""Labels that tell copies of one series apart.
+"""Labels in which the copies of one series differ.
 
-They are those of a second job, of replicas of Prometheus, Thanos and Mimir, and of the two ends of
-a connection in Istio.
+The labels are those of a second job, of replicas of Prometheus, Thanos and Mimir, and of the two
+ends of a connection in Istio.
 """
 
 Labels = dict[str, str]
@@ -141,7 +141,7 @@ class RevisionCounters:
         )
 
     def build_query(self, stable: str, canary: str) -> str:
-        """Return the query for the counters of both revisions, and the times of their scrapes."""
+        """Return the query for the counters of both revisions and their scrape times."""
         settings = self._settings
         origin_select = (
             settings.select if settings.origin_select is None else settings.origin_select

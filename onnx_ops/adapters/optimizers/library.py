@@ -41,7 +41,7 @@ def read_options(section: Quantize, kind: type) -> Mapping[str, Any]:
 
 _DEFAULT_SEVERITY, _ERRORS_ONLY = 2, 3
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gather", "Gemm", "MatMul"})
-"""Operators whose weights are worth quantizing."""
+"""Operators whose weights quantizers can make smaller or faster."""
 
 _QUANTIZED = frozenset(
     {

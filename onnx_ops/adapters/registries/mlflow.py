@@ -273,7 +273,7 @@ class MlflowRegistry:
     def fetch(self, record: VersionRecord, folder: Path) -> Manifest:
         """Download the version's model files into an empty folder; return their manifest.
 
-        The caller compares the manifest's digest with the one that was signed.
+        The caller compares the digest of the manifest with the signed digest.
         """
         where = f"{record.model} version {record.version}"
         source = _MODEL_SOURCE.fullmatch(str(self._version(record.model, record.version).source))

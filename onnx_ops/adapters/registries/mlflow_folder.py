@@ -1,4 +1,4 @@
-"""Folder of a LoggedModel: the ONNX files and the files that MLflow needs to load them."""
+"""Folder of a LoggedModel: the ONNX files and the files for MLflow's loader."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ MLMODEL_DIGEST = f"{_HIDDEN}mlmodel"
 """Tag with the digest of the LoggedModel."""
 
 TAG_LIMIT = 65_535
-"""Maximum size of a tag's value in bytes: that of MySQL's TEXT, the smallest limit."""
+"""Maximum size of a tag's value in bytes: that of MySQL's TEXT."""
 
 
 def build_decision_tags(record: VariantRecord) -> dict[str, str]:

@@ -49,7 +49,7 @@ _HINTS = (
     ("timed out", "The receiver cannot be reached from MLflow's server."),
     ("500 error", f"If MLflow's server answers other requests: {KEY_REMEDY}"),
 )
-"""Remedies for the server's administrator, by a lowercase part of MLflow's message."""
+"""Remedies for the server's administrator, by a part of MLflow's message."""
 
 _SERVER_ERROR = 500
 _STATUS_HINTS = {

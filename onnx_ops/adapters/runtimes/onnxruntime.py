@@ -250,7 +250,7 @@ def _timed(session: Any, feed: Tensors) -> Timed:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Prevent garbage collection during timed runs."""
+    """Prevent garbage collection in this block, so that it disturbs no timed run."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -32,7 +32,7 @@ _LEVELS = {
 }
 _EXTERNAL_WEIGHTS = "session.optimized_model_external_initializers_file_name"
 _LARGE = 1 << 30
-"""Size in bytes above which the optimized model could exceed protobuf's limit of 2 GiB."""
+"""Size in bytes above which the optimized model could exceed 2 GiB in protobuf."""
 
 _REMEDIES = {
     "Failed to construct locale": "Install that locale (Debian: package locales and locale-gen), "

@@ -24,7 +24,7 @@ from onnx_ops.scratch import Scratch
 
 MODEL = "model.ort"
 OPERATORS = "required_operators_and_types.config"
-"""Name of the file with the operators that a build of ONNX Runtime needs for the model.
+"""Name of the file with the operators that the model needs in ONNX Runtime.
 
 The build option `--include_ops_by_config` takes this file.
 """

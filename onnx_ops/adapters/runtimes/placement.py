@@ -73,7 +73,7 @@ class TargetedRuntime(Runtime):
 
     here: OnnxRuntime = field(default_factory=OnnxRuntime)
     folder: Path | None = None
-    """Folder of isolated environments; None if targets cannot have an environment."""
+    """Folder of isolated environments; None if no target can have an environment."""
 
     elsewhere: IsolatedRuntimes | None = None
 

@@ -118,7 +118,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_analysis_token(file: Path | None, environ: Mapping[str, str]) -> str:
-    """Return the token of the environment or else of the file; empty if neither is set.
+    """Return the token of the environment or of the file; empty if neither is set.
 
     Raises:
         RefusedError: other users can read the file.

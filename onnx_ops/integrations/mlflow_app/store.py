@@ -88,7 +88,7 @@ class ServerStore:
                     yield signed
 
     def annotate(self, stored: StoredVersion, key: str, value: str) -> None:
-        """Set a tag of a version."""
+        """Set a tag of a version in the registry of this server."""
         from mlflow.entities.model_registry import ModelVersionTag
 
         _store().set_model_version_tag(stored.model, stored.version, ModelVersionTag(key, value))  # type: ignore[no-untyped-call]

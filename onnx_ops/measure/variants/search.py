@@ -36,7 +36,7 @@ from onnx_ops.statistics.variants.search import (
 Reporter = Callable[[str], None]
 
 _END = {"end": True}
-"""Last line of a complete journal."""
+"""Last line of the journal of a search that ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

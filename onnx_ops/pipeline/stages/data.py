@@ -165,7 +165,7 @@ def _find_group_problems(name: str, array: Any, where: str) -> Iterator[LocatedE
 
 
 def _find_value_problems(section: DataSection, where: str) -> Iterator[LocatedError]:
-    """Yield a problem for each value of mixed types or for an input with rows."""
+    """Yield a problem for each invalid value, and each value that is also an input."""
     import numpy as np
 
     for name, value in _get_values(section).items():

@@ -96,7 +96,7 @@ class InferenceServicer:
         """Inference requests that are queued or running on a thread."""
 
     def build_handler(self) -> Any:
-        """Return the handler that gRPC calls."""
+        """Return the handler that gRPC calls for a method of the service."""
         methods: Mapping[str, Callable[[Any, Any], Awaitable[Any]]] = {
             "ServerLive": self.get_liveness,
             "ServerReady": self.get_readiness,
@@ -156,7 +156,7 @@ class InferenceServicer:
         )
 
     async def get_repository_index(self, message: Any, context: Any) -> Any:
-        """Return the state of each version."""
+        """Return the state of each version in the routing table."""
         only_ready = message.ready
         models = await self._read_json(
             lambda *_: self._app.get_repository_index(only_ready=only_ready), context
@@ -322,7 +322,7 @@ class ReadinessServicer(health.aio.HealthServicer):  # type: ignore[misc]
         self._app = app
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 (gRPC's name)
-        """Return the current status."""
+        """Return the current readiness of the worker."""
         await self.refresh()
         return await super().Check(request, context)
 
@@ -379,7 +379,7 @@ class GrpcServer:
         )
 
     async def start(self) -> None:
-        """Start to listen."""
+        """Bind the port, and accept connections."""
         await self._health.refresh()
         await self._server.start()
 

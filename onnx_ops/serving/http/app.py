@@ -161,7 +161,7 @@ class HttpApp:
 
 
 class PublicApp(HttpApp):
-    """Handlers of the public routes."""
+    """The public listener's app: routes of inference, metadata, feedback and metrics."""
 
     service: InferenceService
 

@@ -185,7 +185,7 @@ class HttpProtocol(TimedConnection):
         self._write_paused = self._blocked = True
 
     def resume_writing(self) -> None:
-        """Answer the waiting requests."""
+        """Answer the waiting requests, since the client has read enough."""
         self._write_paused = False
         self._resume()
 
@@ -677,15 +677,15 @@ class LargeBodyReader(asyncio.BufferedProtocol):
         self._connection.body_received(self._body.toreadonly(), self._size)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End the connection."""
+        """Forward the end of the connection to its protocol object."""
         self._connection.connection_lost(error)
 
     def pause_writing(self) -> None:
-        """Forward the event to the connection."""
+        """Forward the event to the connection, which then stops answering requests."""
         self._connection.pause_writing()
 
     def resume_writing(self) -> None:
-        """Forward the event to the connection."""
+        """Forward the event to the connection, which then answers the waiting requests."""
         self._connection.resume_writing()
 
 

@@ -262,7 +262,7 @@ def _reset(memory: CellBlock) -> None:
 
 
 def _take_over(memory: CellBlock) -> None:
-    """Count as errors the requests that a worker had not answered when it died.
+    """Count the unanswered requests of a worker that died as errors.
 
     The death of the worker closed the connections of its clients.
     """

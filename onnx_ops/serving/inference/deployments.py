@@ -80,7 +80,7 @@ class DeployedModel:
     run: Run
     max_body: int
     header_lines: bytes = field(init=False)
-    """Header lines that name the deployment."""
+    """Header lines with the name of the deployment, which each response contains."""
 
     def __post_init__(self) -> None:
         self.header_lines = format_deployment_headers(self.deployment.name)

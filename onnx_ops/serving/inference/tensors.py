@@ -158,7 +158,7 @@ class LazyArray:
             return None
 
     def to_lists(self) -> list[Any]:
-        """Return nested Python lists."""
+        """Return the array as nested Python lists."""
         return self._array.as_list()
 
 
@@ -209,7 +209,7 @@ class LargeArray(LazyArray):
             start = cut + 1
 
     def to_lists(self) -> list[Any]:
-        """Return nested Python lists."""
+        """Return the array as nested Python lists."""
         try:
             lists: list[Any] = orjson.loads(self._body[self._start : self._end])
         except orjson.JSONDecodeError as error:

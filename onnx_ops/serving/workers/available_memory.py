@@ -58,7 +58,7 @@ def read_limit_bytes(root: Path | None = None) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MemoryGroup:
-    """A memory control group: its folder, and its files in this version of control groups."""
+    """A memory control group: its folder and its files in this cgroup version."""
 
     folder: Path
     limit_file: str

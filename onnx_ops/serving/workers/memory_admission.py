@@ -58,7 +58,7 @@ class MemoryNeed:
 
     @property
     def reserve_bytes(self) -> int:
-        """Bytes that are reserved in addition."""
+        """Bytes that are reserved in addition to the measured need."""
         return -(-(self.workers * self.worker_bytes + self.shadow_bytes) // RESERVE)
 
     @property

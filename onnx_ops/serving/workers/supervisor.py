@@ -111,7 +111,7 @@ class TablePublisher:
 
     @property
     def state(self) -> EndpointState | None:
-        """The published state."""
+        """The state that was published last; None before the first publication."""
         return None if self.current is None else self.current.table.state
 
     def restore(self) -> None:
@@ -160,7 +160,7 @@ class TablePublisher:
         """Write a revision durably and publish it.
 
         Call this when every worker has prepared the revision, without awaiting anything in between.
-        Otherwise, a worker that starts meanwhile would not know the revision.
+        Otherwise, a worker that starts meanwhile would not get the revision.
         """
         try:
             # The feedback key is not stored on disk. The follower sends it again after a restart.
@@ -402,7 +402,7 @@ class Supervisor:
     async def _try_new(self, state: EndpointState, before: EndpointState | None) -> None:
         """Load the deployments that the workers do not have, in a trial process.
 
-        A deployment that crashes the process does so in the trial and not in a worker.
+        A deployment that crashes its process then crashes the trial process and not a worker.
         """
         failed = self.get_state().failed
         loaded = {d for d in _list_deployments(before, self._previous) if d.name not in failed}

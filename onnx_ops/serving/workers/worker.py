@@ -122,7 +122,7 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RevisionPrepared:
-    """Message from a worker: it has prepared a revision, or failed to do so.
+    """Message from a worker: it has prepared a revision, or the preparation failed.
 
     After a failure, `error` contains the reason (`error_to_bytes`).
     """

@@ -12,8 +12,9 @@ time; the chance that it ever reaches L is at most 1/L (Ville 1939; Ramdas, Grü
 Shafer 2023, Statistical Science 38:576-601). Here, the e-process is a mixture of likelihood ratios
 over odds ratios above the tolerated one (method of mixtures: Robbins 1970, Ann. Math. Stat.
 41:1397-1409). The noncentral hypergeometric law has a monotone likelihood ratio, so the guarantee
-at the tolerated odds ratio holds for all below it. The log likelihood is divided by the design
-effect of the counts (see `design_effect`), which is 1 where each request is assigned independently.
+at the tolerated odds ratio is also valid for all smaller ones. The log likelihood is divided by the
+design effect of the counts (see `design_effect`), which is 1 where each request is assigned
+independently.
 
 Evidence does not depend on the order of intervals. Merging intervals changes it, since their rates
 are then assumed to be equal; it stays valid if the split did not change between them and the merge
@@ -108,7 +109,7 @@ def _scale_down(rows: Counts) -> Counts:
     """Scale down rows whose likelihood would not fit into memory.
 
     Fewer observations with the same rates are less evidence, and a million events are enough for a
-    decision. Requests are rounded up, so that they are at least as many as events.
+    decision. Requests are rounded up, so that their number is never below the number of events.
     """
     scale = np.maximum(1, -(-np.minimum(rows[:, 0] + rows[:, 2], rows[:, 1]) // _CELLS))[:, None]
     return np.stack([rows[:, 0::2] // scale, -(-rows[:, 1::2] // scale)], axis=-1).reshape(-1, 4)

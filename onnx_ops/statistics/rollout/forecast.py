@@ -33,7 +33,10 @@ from onnx_ops.statistics.rollout.forecast_waits import ROLLOUTS, WaitSimulation,
 
 LEAST_HARM = 0.01
 HARM_TIMES = 3.0
-"""Harm by default: three times the tolerated odds of an error, and at least 1 % of requests."""
+"""Factor on the tolerated odds of an error for the default harm.
+
+The default harm is at least 1 % of requests.
+"""
 HARM_SLOWER = 1.1
 """Harm by default: latencies that exceed the tolerated slow-down by a tenth."""
 

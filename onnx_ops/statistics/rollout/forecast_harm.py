@@ -48,14 +48,17 @@ _BEYOND = 30.0
 _SAME_S = 1e-3
 """Difference below which two times are those of one look."""
 _FEW = 40
-"""Number of simulated rollouts where evidence takes long to compute: all but those of units."""
+"""Number of simulated rollouts if evidence takes long to compute.
+
+Only the evidence of units is computed fast.
+"""
 _MAX_EVENTS = 1000
-"""Events of an interval above which the counts of a simulated interval are scaled down.
+"""Events of an interval above which its counts are scaled down.
 
 Fewer observations with the same rates are less evidence, and this many decide anyway.
 """
 _PLACES = 4
-"""Number of places of guardrail `latency` that are simulated: those that the harm changes most."""
+"""Number of simulated places of `latency`: those that the harm changes most."""
 SPREAD = 0.5
 """Standard deviation of log latency that is assumed if the histogram is unknown."""
 
@@ -86,7 +89,7 @@ class HarmSearch:
         self._badness: dict[float, Array] = {}
 
     def find_harm(self, harm: Harm) -> tuple[Mapping[int, HarmForecast], HarmForecast]:
-        """Return when a harm is found in each step that can find it, and in the whole rollout."""
+        """Return when a harm is found in each step that can find it, and in the rollout."""
         never = np.full(ROLLOUTS, np.inf)
         search = _Search(np.ones(ROLLOUTS, dtype=bool), np.zeros(ROLLOUTS), never)
         by_step: dict[int, HarmForecast] = {}
@@ -193,7 +196,7 @@ class HarmSearch:
         return sorted(rail.places, key=measure, reverse=True)[:_PLACES]
 
     def _find_chances(self, place: str, harm: Harm) -> tuple[float, float]:
-        """Return the chance of an event for the stable version and for the harmful candidate."""
+        """Return the chances of an event for the stable version and for the candidate."""
         if place == "errors":
             return self._traffic.errors, harm.value
         return self._places[place].compute_chances(harm.value)
@@ -296,7 +299,7 @@ class HarmSearch:
         return np.asarray(np.resize(found, ROLLOUTS) / self._rates)
 
     def _search_feedback(self, step: PlannedStep, test: SplitTest, harm: Harm) -> Array:
-        """Search for a worse success rate in an A/B test of users with equal success rates."""
+        """Search for a worse success rate in an A/B test of equally successful users."""
         traffic = self._traffic
         if not traffic.feedback * traffic.success or any(self._waits.wait_for_users(step)):
             return np.full(ROLLOUTS, np.inf)
@@ -337,7 +340,7 @@ class _LatencyPlace:
 
 
 def _find_places(policy: RolloutPolicy, traffic: Traffic) -> Mapping[str, _LatencyPlace]:
-    """Return the places of the latency guardrails, from the histogram or a log-normal law."""
+    """Return the places of latency guardrails, by histogram or log-normal law."""
     bounds_s, counts = traffic.bounds_s, traffic.latencies
     increases = policy.max_latency_increases()
     if sum(counts) < guardrails.FEWEST_REQUESTS:
@@ -377,7 +380,7 @@ def _draw_bins(
 
 
 def _make_grid(ends: Array) -> npt.NDArray[np.int64]:
-    """Return ascending numbers of epochs: a geometric sequence, and quantiles of the ends."""
+    """Return ascending numbers of epochs: a geometric sequence and quantiles of ends."""
     finite = ends[np.isfinite(ends)]
     middle = float(np.median(finite)) if len(finite) else _BEYOND
     most = int(min(1e7, max(_BEYOND, _BEYOND * middle)))

@@ -30,16 +30,16 @@ SEED = 20_240_229
 ROLLOUTS = 200
 """Number of simulated rollouts."""
 LOOKS = 40
-"""Number of times at which simulated evidence is evaluated, in a geometric sequence."""
+"""Number of times at which evidence is evaluated, in a geometric sequence."""
 _LEVEL_ROLLOUTS = 48
 _MAX_INTERVALS = 4000
 _MERGED_REQUESTS = 2.0
 _LEVEL_BEYOND = 4.0
-"""Multiple of the shortest time for a service level up to which it is searched for."""
+"""Multiple of the shortest time up to which a service level is searched for."""
 INTERVAL_S = 60.0
-"""Time between two recorded readings."""
+"""Time between two recorded readings of a metrics source, in seconds."""
 WARM_UP_REQUESTS = 64
-"""First requests to a candidate, whose latencies are discarded by endpoint servers."""
+"""Number of first requests to a candidate whose latencies servers discard."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,7 +204,7 @@ class WaitSimulation:
         return SimulatedWait("units", needed, times, per_epoch / epoch_s)
 
     def count_warm_epochs(self, index: int) -> int:
-        """Return the number of epochs with discarded latencies, without a partial first one."""
+        """Return the number of epochs with discarded latencies, without a partial epoch."""
         if not self._is_first(index) or self.cadence.source != "units":
             return 0
         per_epoch = self.epoch.requests * self.steps[index].percent / 100

@@ -46,7 +46,7 @@ MISMATCH_LIMIT = 3.0
 A correct split reaches it with a probability of at most 0.1 %.
 """
 MISMATCH_TOLERANCE = 0.1
-"""Tolerated deviation of the candidate's share of requests, relative to its weight.
+"""Tolerated relative deviation of the candidate's share of requests.
 
 Users are not equally active.
 """

@@ -1,4 +1,4 @@
-"""Evaluate the counts of a rollout."""
+"""Verdicts on a rollout, from the counts of its metrics source."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def _tabulate(by_server: _Tallies, place: Literal["errors", "slow"]) -> tuple[li
 def _select(
     servers: list[str], table: _Counts, limit: float
 ) -> Iterator[tuple[str, tuple[int, int], tuple[int, int], float]]:
-    """Yield the servers that differ most from the rest.
+    """Yield the servers that differ most from the remaining ones.
 
     A tuple has the server, its counts, the counts of the others, and the evidence. Servers with a
     higher share come first, since a broken server makes the others seem too good. A yielded server

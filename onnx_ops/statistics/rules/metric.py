@@ -42,7 +42,7 @@ Results of older evidence have no p-values.
 """
 
 _EVEN_ROWS = 75
-"""Minimum effective number of rows or groups for a PASS of an absolute error limit.
+"""Minimum effective number of rows or groups for a PASS of an error limit.
 
 The number was chosen by simulation.
 """
@@ -89,7 +89,7 @@ class MetricLimit:
 
     @property
     def text(self) -> str:
-        """Return the limit as a text."""
+        """Return the limit as messages show it."""
         words = {"max_drop": "drop ≤ ", "max_increase": "increase ≤ ", "min": "≥ ", "max": "≤ "}
         return words[self.kind] + (f"{self.value:.4g}" if not self.unit else as_percent(self.value))
 

@@ -229,8 +229,8 @@ def _is_rounded(weight: WeightMeasurement, gate: ParityGate) -> bool:
     """Return whether a weight was rounded, or moved to compensate rounding errors.
 
     GPTQ moves weights further than plain rounding does. No fault brings a layer's answers closer to
-    the float export's than plain rounding does. A bias that does so was corrected, however far it
-    moved: it is added to every row alike.
+    the float export's than plain rounding does. A bias that brings them closer was corrected,
+    however far it moved: a bias is added to every row in the same way.
     """
     steps, error = NEARLY_ROUNDED
     is_near = (
