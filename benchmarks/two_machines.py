@@ -261,8 +261,8 @@ def main() -> int:
     draw = random.Random(options.seed)  # noqa: S311 (events, no secrets)
     warnings.simplefilter("ignore")  # This hides warnings of marshmallow about Azure's SDK.
     os.environ["PYTHONWARNINGS"] = "ignore"
-    # The import is slow on a busy machine. Here, it does not use up the time limit of the first
-    # trial.
+    # The import is slow on a busy machine. It is made here, so that it does not use up the time
+    # limit of the first trial.
     importlib.import_module("azure.ai.ml")
     trials: list[Trial | None] = []
     for name in options.provider or ("sagemaker", "azureml"):

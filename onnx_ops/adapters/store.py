@@ -54,8 +54,8 @@ class ContentStore:
         self._objects = objects
         self._cache = objects.root if isinstance(objects, LocalObjects) else cache
         self._cache_bytes = cache_bytes
-        # With this start value, the first download also checks the size of files from earlier
-        # processes.
+        # The sum starts at the limit, so that the first download also removes excess files of
+        # earlier processes.
         self._downloaded = cache_bytes
         self._verified: dict[Digest, tuple[int, ...]] = {}
         self._verified_lock = threading.Lock()

@@ -178,7 +178,7 @@ def _list_endpoint_findings(project: Project, pipeline: Pipeline, planned: Plan)
             yield Issue(("deploy", index, "settings"), refused.without_place())
         lacks = [lack for part in parts if (lack := part.find_missing_requirement(config))]
         for lack in lacks:
-            # A provider and its metrics source can lack the same requirement, which is reported
+            # A provider and its metrics source can lack the same requirement, so it is reported
             # once.
             if lack.what not in seen:
                 seen.add(lack.what)

@@ -202,7 +202,7 @@ def judge(
             seed=seed,
         )
         with show_progress("judge", baseline, candidate, quiet=quiet or as_json) as show_detail:
-            # The import overlaps with the processes that run the models.
+            # This thread imports SciPy's functions while other processes run the models.
             threading.Thread(target=load_functions, daemon=True).start()
             judgement = judge_candidate(replace(request, report=show_detail))
         judgement = _restore_given_files(judgement, given, casts)

@@ -229,5 +229,5 @@ def serve(
     else:
         module = "onnx_ops.serving.main"
         flags.append(f"--admin-port={admin_port}")
-    # The server replaces this process, since the modules of the command line need memory.
+    # The server replaces this process, which frees the memory of the command line's modules.
     os.execv(sys.executable, [sys.executable, "-m", module, *flags])  # noqa: S606 (a list, no shell)

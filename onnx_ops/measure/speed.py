@@ -343,7 +343,7 @@ def measure_speed(
             contextlib.nullcontext() if against == EXPORT else contextlib.suppress(MeasurementError)
         ):
             limits = request.tolerances.get("latency", ())
-            # The choice of a variant also uses the test of whether the variant is faster.
+            # The choice of a variant also depends on whether it is faster than the export.
             if against == EXPORT:
                 limits = (FASTER, *limits, *request.tolerances.get("speedup", ()))
             comparison, raw = compare_latency(replace(pair, tolerances={"latency": limits}))

@@ -123,7 +123,7 @@ def _count_weights(model: onnx.ModelProto, stored: Mapping[str, onnx.TensorProto
 
     The counts are by the type of the weight's levels. Lookups in a quantized table are included.
     """
-    # The keys are the names of the weights, and the values are the types of their levels.
+    # The keys are the names of weights, and the values are the types of the weights' levels.
     types: dict[str, str] = {}
     counts = Counter[str]()
     for node in reversed(list(iterate_nodes(model))):

@@ -143,7 +143,7 @@ def _read_unpacked(path: Path) -> bytes:
     elif decompress := next(
         (call for first, call in _DECOMPRESSORS.items() if content.startswith(first)), None
     ):
-        # If decompression fails, the file is not compressed, and only its first bytes are equal.
+        # A file that cannot be decompressed is not compressed: only its first bytes look like it.
         with contextlib.suppress(OSError, EOFError, zlib.error, lzma.LZMAError):
             content = decompress(content)
     return content

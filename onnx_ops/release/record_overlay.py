@@ -341,8 +341,8 @@ class StoreOverlay(Store):
 
 def _describe_new(entry: LedgerEntry, place: str, grant: str) -> Change:
     """Return the change of a new ledger entry, and the rights that it needs."""
-    # The keys of a stored entry are sorted. The description must be the same before and after it is
-    # stored.
+    # Storing an entry sorts its keys. The entry is encoded here, so that its description is the
+    # same before and after it is stored.
     what, why = describe_entry(codec.loads(codec.dumps(entry), LedgerEntry).body)
     needs = [f"the right to write the ledger in {place}"]
     if grant:

@@ -157,7 +157,7 @@ def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> Runtime
     try:
         return runtime.facts(model, target)
     except MeasurementError:
-        check_model(model)  # An invalid file is reported as a UserError.
+        check_model(model)  # For an invalid file, this call raises a UserError instead.
         raise
 
 

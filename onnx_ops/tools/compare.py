@@ -362,7 +362,7 @@ def _run_groups(
     try:
         return run_groups(runtime, target, model, {group.name: group.runs for group in groups})
     except MeasurementError:
-        check_model(model)  # An invalid file is reported as a UserError.
+        check_model(model)  # For an invalid file, this call raises a UserError instead.
         raise
 
 

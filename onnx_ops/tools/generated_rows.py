@@ -368,7 +368,7 @@ def settle_samples(
             return trial
     if first_error is None:
         return samples
-    check_model(model)  # An invalid file is reported as a UserError.
+    check_model(model)  # For an invalid file, this call raises a UserError instead.
     if not samples.further and not samples.choices:
         raise first_error
     raise _make_refusal(model, samples, first_error)

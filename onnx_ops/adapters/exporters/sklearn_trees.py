@@ -144,7 +144,7 @@ def _find_tracks(trees: Sequence[Any], values: Mapping[str, Sequence[int]]) -> l
         while waiting:
             source_node, node = waiting.pop()
             if tree.children_left[source_node] < 0:
-                # Only a leaf has no children, and it decides nothing.
+                # Only a leaf has no children. It has no branch for NaN.
                 continue
             place = places[number, node]
             tracks[place] = int(goes_low[source_node])

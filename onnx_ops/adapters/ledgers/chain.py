@@ -157,8 +157,8 @@ class LedgerKeys:
             raise CorruptStateError(
                 f"the entry {grant}, and has no signature", where=where, remedy=_REMEDY
             )
-        # An adoption can be signed with a key that this machine trusts. So it can replace the keys
-        # of a ledger after they were stolen.
+        # After keys of a ledger were stolen, an adoption can replace them. So its signature can
+        # also be by a key that this machine trusts.
         may_be_own = bool(admitted) and isinstance(stored.entry.body, LedgerAdopted)
         try:
             verify_bytes(

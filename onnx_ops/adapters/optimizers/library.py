@@ -139,7 +139,7 @@ def _count_reasons(
     outer = {node.output[0] for node in source.graph.node if node.output}
     counts: Counter[tuple[str, str]] = Counter()
     for node in iterate_nodes(source):
-        # The place is the index of the weights among the inputs.
+        # Gather has its weights as input 0, and the other operators have them as input 1.
         place = 0 if node.op_type == "Gather" else 1
         if node.op_type not in {*op_types, *_WEIGHTED} or len(node.input) <= place:
             continue

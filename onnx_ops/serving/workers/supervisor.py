@@ -362,7 +362,7 @@ class Supervisor:
         async with self._publishing:
             if self._cold_starts is not None:
                 self._cold_starts.cancel()
-                # When the measurement has ended, its memory is available to the publication.
+                # The publication waits until the measurement has released its memory.
                 await asyncio.wait([self._cold_starts])
             await self._orphans_ended.wait()
             if self._publisher.is_published(desired) and not self.get_state().failed:

@@ -123,7 +123,7 @@ def model_units(requests: float, users: int) -> UnitModel:
     weights = np.arange(1, min(users, _HEAD) + 1, dtype=np.float64) ** -SKEW
     members = np.ones(len(weights))
     if users > _HEAD:
-        # The sum over the ranks of a group is replaced by the integral.
+        # Each group has too many users for a sum over its ranks, so an integral replaces the sum.
         edges = ranks + 0.5
         sums = np.diff(edges ** (1 - SKEW)) / (1 - SKEW)
         counts = np.diff(ranks).astype(np.float64)
