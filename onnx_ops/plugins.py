@@ -40,6 +40,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "blob": ("adlfs",),
     "console": ("starlette", "uvicorn"),
     "grpc": ("grpcio", "grpcio-health-checking", "grpcio-reflection"),
+    "hub": ("huggingface_hub",),
     "huggingface": ("transformers",),
     "keras": ("keras",),
     "lightgbm": ("lightgbm", "onnxmltools"),

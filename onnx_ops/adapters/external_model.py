@@ -1,6 +1,7 @@
 """Models that users supply with `model:`.
 
-A model is a path in the project, a version in MLflow (`models:/…`), or a URL for fsspec.
+A model is a path in the project, a version in MLflow (`models:/…`), a pinned address (`https://…`,
+`hf://…`), or a URL for fsspec.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from onnx_ops.adapters.pinned_files import PinnedFiles
 from onnx_ops.domain.artifact import Digest, digest_file, digest_folder, digest_json
+from onnx_ops.domain.pinned_address import hide_secrets, is_pinned_address
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, describe_error
 from onnx_ops.plugins import imported, missing_package
 
@@ -41,6 +44,7 @@ class UserSuppliedModels:
     """
 
     root: Path
+    pinned: PinnedFiles
     registered: Callable[[], MlflowModels]
 
     def digest(self, place: str) -> Digest:
@@ -53,6 +57,8 @@ class UserSuppliedModels:
         """
         if place.startswith(REGISTERED):
             return digest_json([place, self.registered().fingerprint(place)])
+        if is_pinned_address(place):
+            return self.pinned.digest(place)
         if "://" in place:
             system, remote = _open(place)
             infos = (
@@ -81,6 +87,8 @@ class UserSuppliedModels:
             scratch.mkdir(parents=True)
             self.registered().fetch(place, scratch)
             return scratch
+        if is_pinned_address(place):
+            return self.pinned.fetch(place)
         if "://" not in place:
             return self._path(place)
         system, remote = _open(place)
@@ -93,7 +101,7 @@ class UserSuppliedModels:
                 system.get_file(remote, str(target))
         except Exception as error:  # Each fsspec file system raises its own types of exceptions.
             what, why = "the model could not be fetched", describe_error(error)
-            raise ServiceUnavailableError(what, where=_shown(place), why=why) from error
+            raise ServiceUnavailableError(what, where=hide_secrets(place), why=why) from error
         return target
 
     def _path(self, place: str) -> Path:
@@ -116,22 +124,13 @@ def _open(url: str) -> tuple[Any, str]:
             return system, path
     except ImportError as error:
         raise missing_package(
-            imported(error), where=f"model {_shown(url)}", why=str(error)
+            imported(error), where=f"model {hide_secrets(url)}", why=str(error)
         ) from error
     except Exception as error:  # Each fsspec file system raises its own types of exceptions.
         what, why = "the location of the model does not answer", describe_error(error)
-        raise ServiceUnavailableError(what, where=_shown(url), why=why) from error
+        raise ServiceUnavailableError(what, where=hide_secrets(url), why=why) from error
     raise NotFoundError(
         "no such model",
-        where=_shown(url),
+        where=hide_secrets(url),
         remedy="Check `model:`, and your permissions on its location.",
     )
-
-
-def _shown(url: str) -> str:
-    """Return the URL without its query and password.
-
-    The query can contain a signature.
-    """
-    parts = urlsplit(url)
-    return parts._replace(query="", netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -20,6 +20,7 @@ from onnx_ops import plugins
 from onnx_ops.adapters.external_model import UserSuppliedModels
 from onnx_ops.adapters.files import FileJournal, open_objects
 from onnx_ops.adapters.host import SystemClock
+from onnx_ops.adapters.pinned_files import PINNED, PinnedFiles
 from onnx_ops.adapters.runtimes.hardware import read_conditions
 from onnx_ops.adapters.store import ContentStore, ModelFolders
 from onnx_ops.config.folders import list_source_folders
@@ -169,7 +170,9 @@ def build_context(settings: Settings, *, scratch: Path | None = None) -> Context
         open_ledger=_once(lambda: _ledger(settings, signer, is_read_only=is_read_only)),
         files=ModelFolders(settings.models),
         models=UserSuppliedModels(
-            root=settings.root, registered=_once(lambda: _registered(settings))
+            root=settings.root,
+            pinned=PinnedFiles(cache=settings.state / PINNED),
+            registered=_once(lambda: _registered(settings)),
         ),
         clock=SystemClock(),
         host=LocalHost(),

@@ -279,7 +279,7 @@ def prepare(
             treated as changed.
     """
     from onnx_ops.pipeline import plan
-    from onnx_ops.pipeline.probe import OfflineProbe, ProjectProbe, is_remote
+    from onnx_ops.pipeline.probe import OfflineProbe, ProjectProbe, needs_request
     from onnx_ops.pipeline.stage_settings import apply_default_pools
 
     checked = check(project, file, overrides)
@@ -292,7 +292,7 @@ def prepare(
     notes = checked.notes
     if offline:
         notes += tuple(f"a run is refused: {error}" for error in _list_refused(project, planned))
-    if offline and pipeline.model and is_remote(pipeline.model):
+    if offline and pipeline.model and needs_request(pipeline.model):
         notes += (
             f"only a run checks whether {pipeline.model} has changed; this plan assumes a change",
         )

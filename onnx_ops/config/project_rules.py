@@ -27,6 +27,7 @@ from onnx_ops.config.reach import Reach
 from onnx_ops.config.rules import Draft
 from onnx_ops.config.targets import TargetFiles, profile_names
 from onnx_ops.config.yaml_reader import format_path, read_file
+from onnx_ops.domain.pinned_address import find_pin_problem
 from onnx_ops.domain.pipeline import TRANSLATIONS, FileData, PluginData
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import AUTO
@@ -106,7 +107,7 @@ def check_reach(
     The project's settings can allow them.
     """
     for loc, text in _list_paths(draft, targets):
-        if why := reach.explain_path(text, root):
+        if why := find_pin_problem(text) or reach.explain_path(text, root):
             yield Issue(loc, why)
     for loc, reference in _list_functions(draft):
         module = reference.partition(":")[0]

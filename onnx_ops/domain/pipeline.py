@@ -97,7 +97,11 @@ class FileData:
     """
 
     file: Annotated[
-        str, doc("Path of a .npz, .csv, .parquet or .jsonl file, relative to the project's root.")
+        str,
+        doc(
+            "Path of a .npz, .csv, .parquet or .jsonl file, relative to the project's root; or "
+            "hf://datasets/OWNER/NAME@COMMIT/PATH, or https://…#sha256=DIGEST."
+        ),
     ]
     inputs: Annotated[Mapping[str, str], doc(INPUTS)] = field(default_factory=dict)
     label: Annotated[str | None, doc("Name of the array or column that holds the labels.")] = None
@@ -364,7 +368,11 @@ class Pipeline:
     ] = field(default_factory=dict)
     train: Annotated[Train | None, doc("Training of the model; alternatively, set `model`.")] = None
     model: Annotated[
-        str | None, doc("A trained model: a path, models:/NAME/VERSION, or a URL.")
+        str | None,
+        doc(
+            "A trained model: a path, models:/NAME/VERSION, hf://OWNER/NAME@COMMIT/PATH, "
+            "https://…#sha256=DIGEST, or a URL of another file system."
+        ),
     ] = None
     export: Export
     validate: Validate = field(default_factory=Validate)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from onnx_ops import plugins
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.execution import Environment
+from onnx_ops.domain.pinned_address import is_pinned_address
 from onnx_ops.domain.pipeline import DataSection, Quantize
 from onnx_ops.domain.quantization import Arithmetic, detect_arithmetic
 from onnx_ops.domain.target import HardwareFingerprint, Target
@@ -111,9 +112,10 @@ class OfflineProbe(ProjectProbe):
     def model(self, path: str) -> Digest:
         """Return the digest of an existing model.
 
-        For a remote model, this is a digest of its address. No cached result has this digest.
+        For a remote model without a pin, this is a digest of its address. No cached result has
+        this digest.
         """
-        return digest_json(["not asked", path]) if is_remote(path) else super().model(path)
+        return digest_json(["not asked", path]) if needs_request(path) else super().model(path)
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,11 @@ class ReleaseProbe(OutlineProbe):
     def signer(self) -> Digest | None:
         """Return the digest of the signing key; None if nothing is signed."""
         return ProjectProbe.signer(self)
+
+
+def needs_request(model: str) -> bool:
+    """Return whether only a request shows whether a model has changed."""
+    return is_remote(model) and not is_pinned_address(model)
 
 
 def is_remote(model: str) -> bool:

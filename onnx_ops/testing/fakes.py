@@ -14,6 +14,7 @@ from onnx_ops.adapters.external_model import UserSuppliedModels
 from onnx_ops.adapters.files import FileJournal, FsspecObjects
 from onnx_ops.adapters.ledgers.chain import LedgerKeys
 from onnx_ops.adapters.ledgers.log import MemoryLedger
+from onnx_ops.adapters.pinned_files import PinnedFiles
 from onnx_ops.adapters.store import ContentStore
 from onnx_ops.attestation import TrustedKeys, compute_key_digest
 from onnx_ops.domain.artifact import Digest, Manifest, StoredObject, digest_file, digest_folder
@@ -606,7 +607,11 @@ class FakeWorld:
             open_store=lambda: store,
             open_ledger=lambda: self.ledger,
             files=self.files,
-            models=UserSuppliedModels(root=root, registered=lambda: _missing("models")),
+            models=UserSuppliedModels(
+                root=root,
+                pinned=PinnedFiles(cache=root / "pinned"),
+                registered=lambda: _missing("models"),
+            ),
             clock=self.clock,
             host=FakeHost(process, self.dead),
             registry=lambda: self.registry,

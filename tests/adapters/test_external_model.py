@@ -2,50 +2,28 @@
 
 from __future__ import annotations
 
-import http.server
-import threading
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
 from onnx_ops.adapters.external_model import UserSuppliedModels
+from onnx_ops.adapters.pinned_files import PinnedFiles
 from onnx_ops.adapters.registries.mlflow_connection import MlflowModels
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
 from onnx_ops.testing.models import write_perceptron
 from tests.support.external import write_external
+from tests.support.web_files import serve_web_files
 
 
 @pytest.fixture
 def models(tmp_path: Path) -> UserSuppliedModels:
     return UserSuppliedModels(
-        root=tmp_path, registered=lambda: MlflowModels(f"sqlite:///{tmp_path / 'mlflow.db'}")
+        root=tmp_path,
+        pinned=PinnedFiles(cache=tmp_path / "pinned"),
+        registered=lambda: MlflowModels(f"sqlite:///{tmp_path / 'mlflow.db'}"),
     )
-
-
-class _Silent(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the name is the library's)
-        pass
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> Iterator[str]:
-    (tmp_path / "served").mkdir()
-    write_perceptron(tmp_path / "served/mine.onnx")
-    server = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), partial(_Silent, directory=str(tmp_path / "served"))
-    )
-    thread = threading.Thread(
-        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-    )
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
 
 
 def test_user_model_at_local_path_stays_in_place(
@@ -60,15 +38,33 @@ def test_user_model_at_local_path_stays_in_place(
 
 
 def test_user_model_digest_of_url_changes_with_content(
-    models: UserSuppliedModels, tmp_path: Path, url: str
+    models: UserSuppliedModels, tmp_path: Path
 ) -> None:
-    place = f"{url}/mine.onnx"
+    import fsspec
+
+    write_perceptron(tmp_path / "mine.onnx")
+    memory = fsspec.filesystem("memory")
+    memory.put(f"{tmp_path}/mine.onnx", "/brought/mine.onnx")
+    place = "memory://brought/mine.onnx"
     before = models.digest(place)
     assert models.digest(place) == before
     path = models.path(place, tmp_path / "s")
-    assert digest_file(path) == digest_file(tmp_path / "served/mine.onnx")
-    (tmp_path / "served/mine.onnx").write_bytes(b"another model, of another size")
+    assert digest_file(path) == digest_file(tmp_path / "mine.onnx")
+    memory.pipe("/brought/mine.onnx", b"another model, of another size")
     assert models.digest(place) != before
+    memory.rm("/brought", recursive=True)
+
+
+def test_user_model_at_pinned_address_is_downloaded_once(
+    models: UserSuppliedModels, tmp_path: Path
+) -> None:
+    with serve_web_files() as web:
+        web.files["mine.onnx"] = b"model"
+        place = web.address("mine.onnx")
+        before = models.digest(place)
+        assert models.path(place, tmp_path / "s").read_bytes() == b"model"
+    assert models.path(place, tmp_path / "s").read_bytes() == b"model"
+    assert models.digest(place) == before
 
 
 def test_user_model_in_folder_includes_external_data(
@@ -92,13 +88,14 @@ def test_user_model_in_folder_includes_external_data(
 
 
 def test_user_model_that_is_missing_raises_error_without_secrets(
-    models: UserSuppliedModels, url: str
+    models: UserSuppliedModels, tmp_path: Path
 ) -> None:
-    with pytest.raises(NotFoundError, match="no such model") as missing:
-        models.digest(f"{url}/nothing.onnx?signature=secret")
-    assert "secret" not in str(missing.value)
-    with pytest.raises((ServiceUnavailableError, NotFoundError)) as down:
-        models.digest("http://user:secret@127.0.0.1:9/m.onnx")
+    with pytest.raises(NotFoundError, match="no such model"):
+        models.digest("memory://brought/nothing.onnx")
+    with pytest.raises(ServiceUnavailableError) as down:
+        models.path(
+            f"http://user:secret@127.0.0.1:9/m.onnx?secret#sha256={'0' * 64}", tmp_path / "s"
+        )
     assert "secret" not in str(down.value)
 
 

@@ -6,11 +6,15 @@ import contextlib
 import difflib
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from onnx_ops.adapters.data.onnx_test_data import has_test_data, read_test_data
 from onnx_ops.adapters.data.tables import SUFFIXES, find_table_suffix, read_table
-from onnx_ops.domain.artifact import digest_file
+from onnx_ops.adapters.pinned_files import PINNED, PinnedFiles
+from onnx_ops.domain.artifact import digest_file, digest_folder
+from onnx_ops.domain.pinned_address import hide_secrets, is_pinned_address
 from onnx_ops.domain.pipeline import DataSection, FileData
 from onnx_ops.errors import NotFoundError, UserError, describe_error
 from onnx_ops.ports import DataSource
@@ -28,25 +32,70 @@ _POINTER = b"version https://git-lfs"
 """Start of the file that Git LFS writes in place of a file that was not fetched."""
 
 
+@dataclass(frozen=True)
 class FileSource(DataSource):
-    """Data sets of `file: PATH`.
+    """Data sets of `file: PATH`, a path below the project's root or a pinned address.
 
-    No pickled data is loaded, and the path must be below the project's root.
+    The path of a folder is accepted if it holds test data of an ONNX model. No pickled data is
+    loaded.
     """
 
+    state: Path = Path(".onnx-ops")
+
+    def with_folders(self, environments: Path, state: Path) -> FileSource:
+        """Return the same source with the downloads of pinned addresses below `state`."""
+        return FileSource(state)
+
     def fingerprint(self, section: DataSection, root: Path) -> str:
-        """Return the digest of the file."""
-        return digest_file(_path(section, root))
+        """Return the digest of the file or folder, or of its pinned address."""
+        if address := _find_address(section):
+            return self._pinned.digest(address)
+        path = _path(section, root)
+        return digest_folder(path).digest() if path.is_dir() else digest_file(path)
 
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
         """Read all arrays or columns of the file."""
-        path = _path(section, root)
-        return read_arrays(path, where=str(path))
+        address = _find_address(section)
+        path = self._pinned.fetch(address) if address else _path(section, root)
+        where = hide_secrets(address) or str(path)
+        if path.is_dir():
+            return _read_folder(path, section, where)
+        return read_arrays(path, where=where)
 
-    def sample(self, section: DataSection, root: Path) -> Sample:
-        """Read the first rows of the file."""
-        path = _path(section, root)
-        return sample_arrays(path, where=str(path))
+    def sample(self, section: DataSection, root: Path) -> Sample | None:
+        """Read the first rows of the file; None for a file that was not yet downloaded."""
+        address = _find_address(section)
+        path = self._pinned.find(address) if address else _path(section, root)
+        if path is None:
+            return None
+        where = hide_secrets(address) or str(path)
+        if path.is_dir():
+            return Sample(arrays=_read_folder(path, section, where), whole=True)
+        return sample_arrays(path, where=where)
+
+    @property
+    def _pinned(self) -> PinnedFiles:
+        return PinnedFiles(cache=self.state / PINNED)
+
+
+def _find_address(section: DataSection) -> str:
+    """Return the pinned address of a section's file; empty if the file has a path."""
+    place = section.file if isinstance(section, FileData) else ""
+    return place if is_pinned_address(place) else ""
+
+
+def _require_test_data(folder: Path, where: str) -> None:
+    if not has_test_data(folder):
+        raise NotFoundError(
+            "the path is a folder without test data of an ONNX model",
+            where=where,
+            remedy="Name one .npz file or table, or a folder that holds test_data_set_0.",
+        )
+
+
+def _read_folder(folder: Path, section: DataSection, where: str) -> Mapping[str, Array]:
+    _require_test_data(folder, where)
+    return read_test_data(folder, where=where, label=section.label)
 
 
 def sample_arrays(path: Path, *, where: str) -> Sample:
@@ -219,13 +268,9 @@ def _path(section: DataSection, root: Path) -> Path:
         # The cause is a loop of links or a null byte in the path.
         raise NotFoundError("no such file", where=section.file, why=str(error)) from error
     if os.path.isdir(path):
-        raise NotFoundError(
-            "the path is a folder, not a file",
-            where=str(path),
-            remedy="Name one .npz file or table.",
-        )
-    if os.path.isfile(path):
-        # Unlike this function, Path.is_file raises OSError for a name that is too long.
+        _require_test_data(path, str(path))
+    if os.path.exists(path):
+        # Unlike this function, Path.exists raises OSError for a name that is too long.
         return path
     remedy = "`file:` is relative to the project's root."
     with contextlib.suppress(OSError):

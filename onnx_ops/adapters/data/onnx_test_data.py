@@ -1,0 +1,102 @@
+"""Test data that ONNX models are published with.
+
+A folder of this layout, which the ONNX Model Zoo and ONNX's own backend tests have, holds folders
+`test_data_set_0`, `test_data_set_1` …, with the files `input_0.pb`, `output_0.pb` …, each one
+tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from onnx_ops.errors import OnnxOpsError, UserError, describe_error, suggest
+from onnx_ops.ports.data import Array
+
+
+def has_test_data(folder: Path) -> bool:
+    """Return whether a folder, or a folder below it, holds sets of test data."""
+    return bool(_list_sets(folder))
+
+
+def read_test_data(folder: Path, *, where: str, label: str | None = None) -> Mapping[str, Array]:
+    """Return the inputs of all sets, joined on axis 0.
+
+    A tensor has the name in its file, or else that of the model's input or output of its number,
+    or else the file's. With `label`, the expected output of this name is returned too.
+
+    Raises:
+        UserError: the sets cannot be read, have different shapes, or lack the label.
+    """
+    sets = _list_sets(folder)
+    names = _read_model_names(sets[0].parent)
+    inputs = [_read_tensors(one, "input", names["input"], where) for one in sets]
+    outputs = [_read_tensors(one, "output", names["output"], where) for one in sets]
+    arrays = {name: _join(name, inputs, where) for name in inputs[0]}
+    if label is None:
+        return arrays
+    if label not in outputs[0]:
+        raise UserError(
+            f"the test data has no output {label!r}",
+            where=where,
+            remedy=suggest(label, outputs[0], f"It has: {', '.join(outputs[0])}."),
+        )
+    return {**arrays, label: _join(label, outputs, where)}
+
+
+def _list_sets(folder: Path) -> list[Path]:
+    """Return the folders of the sets, in the order of their numbers."""
+    found = [path for path in folder.rglob("test_data_set_*") if path.is_dir()]
+    return sorted(found, key=lambda path: (path.parent, len(path.name), path.name))
+
+
+def _read_model_names(folder: Path) -> Mapping[str, Sequence[str]]:
+    """Return the names of inputs and outputs of the model beside the sets; none without a model."""
+    from onnx_ops.onnx_graph.files import find_model_file
+    from onnx_ops.onnx_graph.model_info import read_model_info
+
+    try:
+        info = read_model_info(find_model_file(folder))
+    except OnnxOpsError:
+        return {"input": (), "output": ()}
+    return {
+        "input": [spec.name for spec in info.inputs],
+        "output": [spec.name for spec in info.outputs],
+    }
+
+
+def _read_tensors(folder: Path, kind: str, names: Sequence[str], where: str) -> dict[str, Array]:
+    """Return the tensors of one kind, `input` or `output`, in the order of their numbers."""
+    import onnx
+    from onnx import numpy_helper
+
+    tensors: dict[str, Array] = {}
+    files = sorted(folder.glob(f"{kind}_*.pb"), key=lambda path: (len(path.name), path.name))
+    for number, path in enumerate(files):
+        tensor = onnx.TensorProto()
+        try:
+            tensor.ParseFromString(path.read_bytes())
+            array = numpy_helper.to_array(tensor)
+        except Exception as error:  # protobuf, onnx and NumPy raise errors of many types
+            raise UserError(
+                f"{folder.name}/{path.name} is not a tensor", where=where, why=describe_error(error)
+            ) from error
+        known = names[number] if number < len(names) else path.stem
+        tensors[tensor.name or known] = array
+    return tensors
+
+
+def _join(name: str, sets: Sequence[Mapping[str, Array]], where: str) -> Array:
+    """Return one tensor of all sets, joined on axis 0."""
+    import numpy as np
+
+    arrays = [one[name] for one in sets if name in one]
+    shapes = {array.shape[1:] for array in arrays}
+    if len(arrays) < len(sets) or len(shapes) > 1 or not all(array.ndim for array in arrays):
+        found = sorted({str(array.shape) for array in arrays})
+        raise UserError(
+            f"tensor {name!r} cannot be joined over {len(sets)} sets of test data",
+            where=where,
+            why=f"shapes: {', '.join(found)}, in {len(arrays)} sets",
+        )
+    return np.concatenate(arrays)
