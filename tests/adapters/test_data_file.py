@@ -26,6 +26,7 @@ from onnx_ops.errors import (
     RefusedError,
     UserError,
 )
+from onnx_ops.ports.data import Sample
 from onnx_ops.testing.data import DataSourceSuite
 from tests.support.extras import hide
 from tests.support.fixtures import fixed
@@ -105,7 +106,7 @@ def test_npz_sample_with_rows_on_other_axis_cuts_that_axis(
     np.savez(root / FILE.file, allow_pickle=False, **arrays)
     monkeypatch.setattr("onnx_ops.adapters.data.file._SMALL_BYTES", 0)
     monkeypatch.setattr("onnx_ops.adapters.data.file._HEAD_BYTES", 64 * 50)
-    part = FileSource().sample(FILE, root).arrays
+    part = read_sample(FILE, root).arrays
     assert {name: array.shape for name, array in part.items()} == {
         "input": (50, 3),
         "state": (2, 50, 2),
@@ -296,10 +297,10 @@ def test_file_sample_of_large_file_returns_its_first_rows(
     else:
         pq.write_table(pa.table(arrays), path)
     section = FileData(file=name)
-    whole = FileSource().sample(section, tmp_path)
+    whole = read_sample(section, tmp_path)
     monkeypatch.setattr("onnx_ops.adapters.data.file._SMALL_BYTES", 0)
     monkeypatch.setattr("onnx_ops.adapters.data.file._HEAD_BYTES", 1 << 16)
-    part = FileSource().sample(section, tmp_path)
+    part = read_sample(section, tmp_path)
     assert (whole.whole, part.whole) == (True, False)
     for key, array in FileSource().load(section, tmp_path).items():
         head = part.arrays[key]
@@ -307,6 +308,12 @@ def test_file_sample_of_large_file_returns_its_first_rows(
         assert head.dtype == array.dtype
         assert np.array_equal(head, array[: len(head)])
         assert np.array_equal(whole.arrays[key], array)
+
+
+def read_sample(section: FileData, root: Path) -> Sample:
+    sample = FileSource().sample(section, root)
+    assert sample is not None
+    return sample
 
 
 def section(file: str) -> FileData:

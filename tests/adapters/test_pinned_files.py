@@ -178,7 +178,7 @@ def _pack_zip(files: dict[str, bytes]) -> bytes:
 
 def _model_zoo_files(folder: Path) -> tuple[dict[str, bytes], np.ndarray, str, str]:
     """Return the files of a published model with two sets of test data, and its rows."""
-    path = write_perceptron(folder / "mlp.onnx") or folder / "mlp.onnx"
+    path = write_perceptron(folder / "mlp.onnx")
     model = onnx.load(path)
     name, output = model.graph.input[0].name, model.graph.output[0].name
     width = model.graph.input[0].type.tensor_type.shape.dim[1].dim_value
