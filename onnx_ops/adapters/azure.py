@@ -93,7 +93,7 @@ def read_workspace(settings: Mapping[str, Json], *, where: str = "") -> Workspac
         given,
         Workspace,
         where=where,
-        remedy="Add them to the endpoint's settings: workspace: NAME.",
+        remedy="Add the missing keys to the endpoint's settings, such as workspace: NAME.",
     )
 
 
@@ -105,8 +105,8 @@ def read_endpoint_name(endpoint: str, settings: Mapping[str, Json]) -> str:
     raise UserError(
         f"{name!r} cannot be the name of an endpoint in Azure",
         where=endpoint,
-        remedy="Set `name`: 3 to 32 lower-case letters, digits and hyphens, first a letter; "
-        "unique in the region.",
+        remedy="Set `name`: 3 to 32 lower-case letters, digits and hyphens, beginning with a "
+        "letter; unique in the region.",
     )
 
 

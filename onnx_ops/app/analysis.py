@@ -261,7 +261,7 @@ class AnalysisService:
         state = self._require_started(key)
         policy = state.policy or AnalysisPolicy()
         if counts.at is not None and counts.at > now + CLOCK_TOLERANCE_S:
-            raise RefusedError("the counts are from the future", where=key.rollout)
+            raise RefusedError("the time of the counts is in the future", where=key.rollout)
         if state.is_failed or state.is_expired(now):
             return self._answer(state)
         if len(state.intervals) >= MAX_INTERVALS:
@@ -367,7 +367,9 @@ def _compare(state: AnalysisState, reading: MetricsReading, step: int) -> Counts
     if not margins[1]:
         return replace(body, interval=interval)
     if state.margins is None:
-        return replace(body, left_out="the split is not known before it", margins=margins)
+        return replace(
+            body, left_out="the share of traffic before this interval is unknown", margins=margins
+        )
     if is_share_changed(state.margins, margins):
         return replace(body, left_out="the share of traffic changed", margins=margins)
     return replace(body, interval=interval, margins=margins)

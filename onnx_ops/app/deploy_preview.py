@@ -121,6 +121,6 @@ def _describe_first_step(policy: RolloutPolicy, stable: str) -> str:
     if first.kind == "shadow":
         return f"begins with copies of {first.mirror_percent} % of requests"
     if len(steps) == 1:
-        return "gets 100 % of traffic at once"
+        return "gets 100 % of traffic immediately"
     rest = 100 - first.percent
     return f"begins with {first.percent} % of traffic, {stable} {rest} % (step 1 of {len(steps)})"

@@ -161,7 +161,9 @@ class _Container:
         reports.list_names(STATUS_FOLDER)
         reports.write(CLOCK_FILE, b"")
         is_read = reports.read(CLOCK_FILE) is not None
-        remedy = f"Permit to list, read and write objects in {reports.place}."
+        remedy = (
+            f"Grant the replica the permissions to list, read and write objects in {reports.place}."
+        )
         return is_read, f"{reports.place}: can be listed, read and written", remedy
 
     def check_clock(self) -> _Finding:

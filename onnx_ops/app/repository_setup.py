@@ -106,7 +106,7 @@ def add_to_repository(root: Path, name: str, given: RepositorySource) -> Reposit
         )
     if not re.fullmatch(NAME_PATTERN, name):
         remedy = "Use lower-case letters, digits and hyphens: --name."
-        raise UserError(f"{name!r} cannot name a pipeline", where="--name", remedy=remedy)
+        raise UserError(f"{name!r} cannot be the name of a pipeline", where="--name", remedy=remedy)
     files = dict(_list_files(root, name, given))
     written = [place for place, content in files.items() if _write_missing(root / place, content)]
     if not any((root / WITHIN / "vendor").glob("*.whl")):

@@ -210,7 +210,7 @@ def _require_name(name: str) -> None:
     """Raise UserError if a name cannot name a pipeline, or the package of a project."""
     remedy = "Use lower-case letters, digits and hyphens, beginning with a letter or digit."
     if not re.fullmatch(NAME_PATTERN, name):
-        raise UserError(f"{name!r} cannot name a pipeline", where="--name", remedy=remedy)
+        raise UserError(f"{name!r} cannot be the name of a pipeline", where="--name", remedy=remedy)
     lines = (TEMPLATES / "constraints.txt").read_text(encoding="utf-8").splitlines()
     taken = {
         "models",
@@ -221,7 +221,9 @@ def _require_name(name: str) -> None:
         package = "a package of the project's environment has this name"
         why = "the name is a keyword of Python" if keyword.iskeyword(name) else package
         remedy = "Choose another name: --name."
-        raise UserError(f"{name!r} cannot name a project", where="--name", why=why, remedy=remedy)
+        raise UserError(
+            f"{name!r} cannot be the name of a project", where="--name", why=why, remedy=remedy
+        )
 
 
 def read_workflow(name: str) -> str:

@@ -72,7 +72,7 @@ def console(
             allowed_hosts=tuple(name for name in allowed_hosts.split(",") if name.strip()),
         ) as server,
     ):
-        say(f"The console is at {server.url} until Ctrl-C.", err=True)
+        say(f"The console is at {server.url}; Ctrl-C ends it.", err=True)
         stopped.wait()
 
 

@@ -44,8 +44,8 @@ def forecast(
         typer.Option(
             "--harm",
             metavar="NAME=VALUE",
-            help="Smallest harm to find: errors=1%, latency_p99=1.2x; repeat for several. Default: "
-            "by the tolerance of the guardrails.",
+            help="Smallest harm to detect: errors=1%, latency_p99=1.2x; repeat for several. "
+            "Default: derived from the tolerances of the guardrails.",
             show_default=False,
         ),
     ] = None,

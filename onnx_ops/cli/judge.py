@@ -37,7 +37,7 @@ def judge(
     baseline: Annotated[
         str, typer.Argument(help="The model in use: a file, folder, models:/NAME/VERSION or URL.")
     ],
-    candidate: Annotated[str, typer.Argument(help="The model that is to replace it.")],
+    candidate: Annotated[str, typer.Argument(help="The model that would replace it.")],
     *,
     data: Annotated[
         Path | None,
@@ -53,7 +53,7 @@ def judge(
         str | None,
         typer.Option(
             help="accuracy, f1, auc, mae, rmse, cosine, … or package.module:function. Default: "
-            "by the labels.",
+            "derived from the labels.",
             show_default=False,
         ),
     ] = None,

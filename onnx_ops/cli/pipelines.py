@@ -530,7 +530,8 @@ def init(
     name: Annotated[
         str | None,
         typer.Option(
-            help="Name of pipeline, model and endpoint. Default: of folder or package.",
+            help="Name of pipeline, model and endpoint. Default: the name of the folder or "
+            "package.",
             show_default=False,
         ),
     ] = None,
@@ -580,7 +581,7 @@ def init(
     framework: Annotated[
         str,
         typer.Option(
-            help="With --into: the exporter. Default: by the imports of the function.",
+            help="With --into: the exporter. Default: derived from the imports of the function.",
             show_default=False,
         ),
     ] = "",

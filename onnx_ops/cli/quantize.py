@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 def quantize(
     model: Annotated[Path, typer.Argument(help="ONNX file in float.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="The variant; must not exist.", show_default=False)],
+    out: Annotated[
+        Path, typer.Argument(help="File of the variant; must not exist.", show_default=False)
+    ],
     *,
     method: Annotated[
         str,
@@ -41,7 +43,8 @@ def quantize(
     targets: Annotated[
         list[str] | None,
         typer.Option(
-            "--target", help="Target that it will run on; may be repeated. Default: cpu-1t."
+            "--target",
+            help="Target on which the variant will run; may be repeated. Default: cpu-1t.",
         ),
     ] = None,
     data: Annotated[

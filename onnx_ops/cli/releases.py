@@ -161,7 +161,7 @@ def reconcile(
     retry: Annotated[
         str,
         typer.Option(
-            metavar="DURATION", help="Retry what fails for this long.", show_default=False
+            metavar="DURATION", help="Retry failed operations for this long.", show_default=False
         ),
     ] = "0s",
     listen: Annotated[

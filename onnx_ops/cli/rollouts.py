@@ -336,7 +336,7 @@ def rollback(
     write_off: Annotated[
         str,
         typer.Option(
-            "--write-off", metavar="REPLICA", help="Record that a silent replica is gone for good."
+            "--write-off", metavar="REPLICA", help="Record that a silent replica will not return."
         ),
     ] = "",
     dry_run: DryRunOption = False,

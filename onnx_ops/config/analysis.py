@@ -77,7 +77,7 @@ class AnalysisSettings(AnalysisPolicy):
 
     prometheus: Annotated[
         PrometheusCounters | None,
-        doc("Where counts come from; without it, clients send the counts."),
+        doc("Source of the counts; without this section, clients send the counts."),
     ] = None
 
     @property

@@ -111,7 +111,8 @@ class TargetFiles:
             hint = did_you_mean(name, {*names, *profiles}).removeprefix("; ").capitalize()
             remedy = (
                 hint
-                or f"Targets there: {', '.join(names) or 'none'}. Shipped: {', '.join(profiles)}."
+                or f"Targets of the project: {', '.join(names) or 'none'}. "
+                f"Built-in targets: {', '.join(profiles)}."
             )
             raise NotFoundError(f"no target is called {name!r}", where=where, remedy=remedy)
         document = read_document(path)

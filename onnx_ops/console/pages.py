@@ -371,7 +371,7 @@ def list_commands(reading: EndpointReading) -> list[tuple[str, str]]:
     elif state.roles.previous is not None:
         commands.append(("Roll back to the previous version", f"onnx-ops rollback {name} {why}"))
     if not commands or state.pending_aliases:
-        commands.append(("Move it toward the registry", f"onnx-ops reconcile {name}"))
+        commands.append(("Move the endpoint to the desired state", f"onnx-ops reconcile {name}"))
     return commands
 
 

@@ -92,7 +92,7 @@ def _check_bounds(state: ReleaseState, body: EntryBody) -> tuple[bool, str]:
         case RollbackRequested():
             return _leads_back(
                 state, body.action
-            ), "goes to a version that was not stable, or is rejected"
+            ), "moves traffic to a version that was not stable, or is rejected"
         case Intent():
             return _is_granted(state, body.action), f"begins {body.action.kind.value}"
         case VersionRefused():

@@ -276,7 +276,9 @@ class Quantize(PlacedAttempts):
     env: Annotated[
         Environment | None, doc("Isolated environment; default: that of the optimizer.")
     ] = None
-    tuning_data: Annotated[TuningData | None, doc("auto: rows on which the search decides.")] = None
+    tuning_data: Annotated[
+        TuningData | None, doc("auto: rows on which the search compares models.")
+    ] = None
     budget: Annotated[Budget | None, doc("auto: limits of a variant and of the search for it.")] = (
         None
     )

@@ -82,7 +82,9 @@ class AnalysisPolicy:
     ] = "request"
     interval: Annotated[Seconds, doc("Shortest time between two recorded readings.")] = 15.0
     max_duration: Annotated[
-        Seconds, Le(30 * DAY), doc("Time after which a rollout without a verdict gets none.")
+        Seconds,
+        Le(30 * DAY),
+        doc("Time after which a rollout is no longer judged, and stays without a verdict."),
     ] = DAY
 
     @property

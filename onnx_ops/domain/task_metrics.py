@@ -198,9 +198,9 @@ DEFAULT_FOR_NUMBERS = "rmse"
 _OTHER_KIND: Mapping[AnswerKind, str] = MappingProxyType(
     {
         **dict.fromkeys(
-            ("classes", "ranking", "positive"), "is of classes; for numbers use rmse, mae or r2."
+            ("classes", "ranking", "positive"), "requires classes; for numbers use rmse, mae or r2."
         ),
-        "numbers": "is of numbers; for classes use accuracy, f1 or auc.",
+        "numbers": "requires numbers; for classes use accuracy, f1 or auc.",
     }
 )
 

@@ -208,7 +208,9 @@ def measure_until_decided(
     looks = ", ".join(map(str, LOOKS))
     while measured < LOOKS[-1]:
         goal = get_next_look(measured)
-        pair.report(f"up to {goal} {noun}: B against A, and A against itself (looks after {looks})")
+        pair.report(
+            f"up to {goal} {noun}: B against A, and A against itself (evaluated after {looks})"
+        )
         samples.append(measure(goal - measured, pair.seed + measured))
         measured = goal
         spent = time.monotonic() - begun

@@ -177,7 +177,7 @@ def digest_model(path: Path) -> Digest:
     """Return the digest of a model and its weight files, which ignores file names."""
     weights = [path.parent / name for name in sorted(list_external_names(path))]
     if missing := [file.name for file in weights if not file.is_file()]:
-        raise NotFoundError(f"the weights file {missing[0]} is not there", where=str(path))
+        raise NotFoundError(f"the weights file {missing[0]} does not exist", where=str(path))
     return digest_json([digest_file(path), [digest_file(file) for file in weights]])
 
 
@@ -491,7 +491,8 @@ def _locate(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> Te
         raise RefusedError(
             f"its external data extends beyond the end of {entries['location']!r}",
             where=where,
-            why=f"the data should be at bytes {begin} to {begin + length} of {size} bytes",
+            why=f"the data should be at bytes {begin} to {begin + length}, but the file has "
+            f"{size} bytes",
             remedy="Copy the complete file again, or save the model again.",
         )
     return TensorLocation(file=path.resolve(), start=begin, end=begin + length, tensor=tensor.name)

@@ -152,8 +152,8 @@ class PrefectPools(Pools):
                     deaths.append(str(death))
                     if len(deaths) == self.tries:
                         raise MeasurementError(
-                            f"{self.tries} workers of pool {stage.pool} died while executing it, "
-                            "one after the other",
+                            f"{self.tries} workers of pool {stage.pool} died while executing the "
+                            "stage, one after the other",
                             where=stage.title,
                             why=deaths[-1],
                             remedy=f"See the flow runs of `{FLOW}` in Prefect, "
@@ -462,7 +462,7 @@ def _explain_wait(status: PoolStatus, run: PlacedRun, *, is_paused: bool) -> str
             if takers == status.workers
             else f"all workers that take {run.kind} stages are busy"
         )
-    return "the next worker that polls takes it"
+    return "the next worker that polls takes the stage"
 
 
 def _create_run(

@@ -139,7 +139,10 @@ def load_decision_basis(
     where = f"{record.model}/{record.version}"
     signed = record.decisions.get(target)
     if signed is None:
-        remedy = "An override permits it, without measurements. Run its pipeline for this target."
+        remedy = (
+            "An override permits the version, without measurements. Run its pipeline for "
+            "this target."
+        )
         raise NotFoundError(f"there is no decision for target {target}", where=where, remedy=remedy)
     verify_envelope(signed.envelope, DecisionRecord, context.verifier(), where=where)
     if signed.record.manifest != record.manifest:

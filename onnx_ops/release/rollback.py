@@ -444,7 +444,7 @@ def _require_here(journal: Journal) -> None:
     """Raise ServiceUnavailableError if another user or machine runs the server."""
     config = journal.config
     if why := journal.context.provider(config.provider).explain_elsewhere(config):
-        remedy = "The next `onnx-ops reconcile` of the server's own user completes the rollback."
+        remedy = "The next `onnx-ops reconcile` by the user of the server completes the rollback."
         raise ServiceUnavailableError(why, where=config.endpoint, remedy=remedy)
 
 

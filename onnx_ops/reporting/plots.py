@@ -494,7 +494,7 @@ def _style(series: int) -> str:
 
 
 _LARGEST_LOG = 50.0
-_BAND = f"Band: interval ({100 * (1 - ALPHA):.3g} % on each side, over all looks)."
+_BAND = f"Band: interval ({100 * (1 - ALPHA):.3g} % on each side, over all evaluations)."
 
 
 def measured_ratio(comparison: LatencyComparison | PairedRatios) -> Measured | None:

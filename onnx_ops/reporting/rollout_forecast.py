@@ -90,7 +90,10 @@ def summarize_forecast(result: EndpointForecast) -> str:
     else:
         low_s = forecast.total.low_s
         least = "does not end" if low_s is None else f"at least {format_time(low_s)}"
-        text = f"{least} at any traffic; onnx-ops forecast {result.endpoint} measures the traffic"
+        text = (
+            f"{least} regardless of traffic; onnx-ops forecast {result.endpoint} measures the "
+            "traffic"
+        )
     return "; ".join([f"rollout of {result.endpoint}: {text}", *list_warnings(result)[:1]])
 
 
@@ -260,14 +263,14 @@ def describe_harm(harm: Harm) -> str:
 def _describe_step_harm(found: HarmForecast, step: StepForecast, policy: RolloutPolicy) -> str:
     name = describe_harm(found.harm)
     if found.median_s is None:
-        return f"{name}: most rollouts do not find it here"
-    text = f"{name}: found after {format_time(found.median_s)}"
+        return f"{name}: most rollouts do not detect it in this step"
+    text = f"{name}: detected after {format_time(found.median_s)}"
     if found.most_s is not None:
         text += f", in 95 % of rollouts after {format_time(found.most_s)}"
     text += f"; {100 * found.undetected:.0f} % leave the step before"
     limit = "shadow.min_requests" if step.step.kind == "shadow" else "min_requests"
     if found.undetected > _UNDETECTED and found.needed_requests is not None:
-        return f"{text}: {limit} {_round_up(found.needed_requests):,} finds it in 95 %"
+        return f"{text}: {limit} {_round_up(found.needed_requests):,} detects it in 95 %"
     return text
 
 
@@ -284,7 +287,9 @@ def _describe_whole_harm(found: HarmForecast) -> str:
         shown = "fewer than 1 %"
     text = f"{name}: {shown} of such candidates get all traffic"
     if found.median_s is not None:
-        text += f"; the median is found {format_time(found.median_s)} after the start"
+        text += (
+            f"; half of the rollouts detect it within {format_time(found.median_s)} of the start"
+        )
     return text
 
 
@@ -296,4 +301,4 @@ def _list_assumptions(result: EndpointForecast, forecast: RolloutForecast) -> It
             "has a standard deviation of .5"
         )
     if policy.ab_test is not None and not traffic.feedback:
-        yield "the feedback of clients is not known: when the A/B test decides is not forecast"
+        yield "the feedback of clients is unknown, so the duration of the A/B test is not forecast"

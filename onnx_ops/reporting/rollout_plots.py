@@ -117,5 +117,6 @@ def odds_figure(guardrails: Sequence[GuardrailResult]) -> Figure | None:
     return Figure(
         title="Odds ratios",
         svg=chart.render("odds ratios of the guardrails"),
-        caption="Lines: intervals that hold at every look. Above 1, the candidate is worse.",
+        caption="Lines: intervals that are valid at every evaluation. Above 1, the candidate is "
+        "worse.",
     )

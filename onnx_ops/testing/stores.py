@@ -138,7 +138,7 @@ class StoreSuite:
         assert reopen().lookup(KEY) is None
         assert reopen().lookup(other) is not None
 
-    def test_contents_and_results_list_what_is_stored(
+    def test_contents_and_results_list_stored_objects(
         self, store: Store, reopen: Callable[[], Store]
     ) -> None:
         assert (store.contents(), list(store.results())) == ((), [])

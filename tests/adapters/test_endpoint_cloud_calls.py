@@ -95,7 +95,7 @@ def amazon(
     sagemaker.reset()
 
 
-def test_sagemaker_operations_need_exactly_the_permitted_actions(
+def test_sagemaker_operations_need_exactly_permitted_actions(
     amazon: FleetSite, traffic: str, sagemaker: FakeSageMaker
 ) -> None:
     operations = perform_operations(amazon)
@@ -111,7 +111,7 @@ def test_sagemaker_operations_need_exactly_the_permitted_actions(
 
 
 @pytest.mark.parametrize("given", [(), (KEY,), (("UsesVpc", "true"),), (KEY, ("UsesVpc", "true"))])
-def test_aws_roles_grow_by_the_actions_of_key_and_network_only(
+def test_aws_roles_with_key_and_network_gain_only_their_actions(
     given: tuple[tuple[str, str], ...],
 ) -> None:
     grown = {
@@ -127,7 +127,7 @@ def test_aws_roles_grow_by_the_actions_of_key_and_network_only(
     }
 
 
-def test_azure_operations_need_exactly_the_permitted_actions(tmp_path: Path, traffic: str) -> None:
+def test_azure_operations_need_exactly_permitted_actions(tmp_path: Path, traffic: str) -> None:
     with open_azure_fleet(tmp_path) as site:
         requested: set[Request] = set()
         calls: list[Call] = []

@@ -93,7 +93,7 @@ def test_fleet_keeps_users_on_their_version_and_counts_their_feedback(fleet: Fle
     until(lambda: read_feedback() == counts)
 
 
-def test_fleet_step_and_rollback_change_nothing_in_the_control_plane(fleet: FleetSite) -> None:
+def test_fleet_step_and_rollback_change_nothing_in_control_plane(fleet: FleetSite) -> None:
     before = fleet.count_changes()
     fleet.apply(3, blue=10, green=90)
     fleet.provider.roll_back(fleet.config, fleet.state(blue=100), generation=4)
@@ -125,7 +125,7 @@ def test_fleet_with_other_image_is_replaced_without_failed_request(fleet: FleetS
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("key", ["image", "count"])
-def test_fleet_shows_replaced_instances_and_rolls_back_meanwhile(
+def test_fleet_during_replacement_of_instances_shows_it_and_rolls_back(
     fleet: FleetSite, key: str
 ) -> None:
     count = "instance_count" if fleet.provider_name == "sagemaker" else "instances"
@@ -159,7 +159,7 @@ def test_fleet_with_changed_traffic_or_location_is_refused(azure: AzureFleet) ->
 @pytest.mark.parametrize(
     ("site", "machine"), [("amazon", "ml.m7g.large"), ("azure", "Standard_F8s_v2")]
 )
-def test_other_machine_without_other_target_is_refused(
+def test_fleet_with_changed_machine_and_same_target_is_refused(
     request: pytest.FixtureRequest, site: str, machine: str, traffic: str
 ) -> None:
     fleet: FleetSite = request.getfixturevalue(site)

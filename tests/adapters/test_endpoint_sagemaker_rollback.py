@@ -63,7 +63,7 @@ def roll_back_until_done(site: Site, config: EndpointConfig, generation: int) ->
 
 @pytest.mark.parametrize("strategy", ["ab", "guarded"])
 @pytest.mark.parametrize("status", STATUSES)
-def test_sagemaker_roll_back_from_any_status_serves_wanted_version(
+def test_sagemaker_roll_back_from_any_status_serves_requested_version(
     site: Site, strategy: str, status: str
 ) -> None:
     config = config_of(f"from-{strategy}-{status}", strategy=strategy)

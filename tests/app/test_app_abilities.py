@@ -48,7 +48,7 @@ BY_USER = {"shadow", "sticky", "feedback"}
 @pytest.mark.parametrize("provider", ["sagemaker", "azureml"])
 @pytest.mark.parametrize("metrics", [{}, PROMETHEUS], ids=["its own", "ours by prometheus"])
 @pytest.mark.parametrize(("traffic", "expected"), [("native", set()), ("table", BY_USER)])
-def test_list_capabilities_of_cloud_endpoint_has_users_with_table_only(
+def test_list_capabilities_of_cloud_endpoint_includes_users_only_with_table(
     tmp_path: Path, provider: str, metrics: dict[str, str], traffic: str, expected: set[str]
 ) -> None:
     entry = Deploy(
@@ -66,7 +66,7 @@ def test_list_capabilities_of_cloud_endpoint_has_users_with_table_only(
 @pytest.mark.parametrize(
     ("provider", "own"), [("sagemaker", "cloudwatch"), ("azureml", "azuremonitor")]
 )
-def test_metrics_service_of_cloud_counts_nothing_with_table_only(
+def test_explain_uncounted_of_cloud_metrics_refuses_them_only_with_table(
     tmp_path: Path, provider: str, own: str
 ) -> None:
     endpoints = open_project(tmp_path).context.provider(provider)

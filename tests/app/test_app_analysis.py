@@ -88,14 +88,14 @@ def test_observe_of_fallen_counts_leaves_interval_out(site: AnalysisSite) -> Non
     assert after.left_out_reason == "a count of revision b fell"
 
 
-def test_first_interval_of_step_is_left_out(site: AnalysisSite) -> None:
+def test_observe_of_first_interval_of_step_leaves_it_out(site: AnalysisSite) -> None:
     site.observe()
     site.prometheus.add("b", 100, 90)
     site.prometheus.add("a", 100)
     site.pass_time()
     result = site.observe()
     assert (result.verdict.verdict, result.state.intervals) == ("inconclusive", ())
-    assert result.state.left_out_reason == "the split is not known before it"
+    assert result.state.left_out_reason == "the share of traffic before this interval is unknown"
 
 
 def test_observe_after_changed_weight_leaves_mixed_interval_out(site: AnalysisSite) -> None:
@@ -121,7 +121,7 @@ def test_observe_after_long_gap_leaves_interval_out(site: AnalysisSite) -> None:
     assert (len(state.intervals), state.left_out_reason) == (2, "3600 s passed without a reading")
 
 
-def test_observe_after_max_duration_has_no_verdict(site: AnalysisSite) -> None:
+def test_observe_after_max_duration_returns_no_verdict(site: AnalysisSite) -> None:
     assert site.serve_traffic(5, **SAME).verdict.verdict == "pass"
     site.pass_time(86_200)
     result = site.observe()
@@ -193,7 +193,7 @@ def live_in_future(site: AnalysisSite) -> None:
         (live_in_future, "s ahead"),
     ],
 )
-def test_observe_of_unusable_counts_is_inconclusive_and_recorded_nowhere(
+def test_observe_of_unusable_counts_is_inconclusive_and_records_nothing(
     site: AnalysisSite, break_it: Callable[[AnalysisSite], None], reason: str
 ) -> None:
     before = site.serve_traffic(5, **SAME)
@@ -271,7 +271,7 @@ def test_observe_between_read_and_append_of_other_instance_adopts_its_interval(
 
 @pytest.mark.parametrize("is_stored", [False, True])
 @pytest.mark.parametrize("call", range(1, 5))
-def test_failed_write_of_state_changes_no_verdict(
+def test_observe_with_failing_write_of_state_returns_same_verdict(
     site: AnalysisSite, monkeypatch: pytest.MonkeyPatch, call: int, is_stored: bool
 ) -> None:
     create, calls = LocalObjects.create, 0
@@ -296,7 +296,7 @@ def test_failed_write_of_state_changes_no_verdict(
     assert results[-1].verdict.verdict == "fail"
 
 
-def test_unreadable_state_is_inconclusive(site: AnalysisSite) -> None:
+def test_observe_with_unreadable_state_is_inconclusive(site: AnalysisSite) -> None:
     site.serve_traffic(5, **SAME)
     (site.folder / "state" / KEY.folder / "00000003.json").write_bytes(b"{")
     result = site.observe(site.restart())
@@ -343,7 +343,7 @@ def make_counts(
     )
 
 
-def test_counts_by_interval_are_recorded_once(site: AnalysisSite) -> None:
+def test_add_counts_of_same_interval_twice_records_it_once(site: AnalysisSite) -> None:
     start_posted(site)
     for _ in range(2):
         result = site.service.add_counts(POSTED, make_counts((60, 0), "one"))
@@ -353,7 +353,7 @@ def test_counts_by_interval_are_recorded_once(site: AnalysisSite) -> None:
         site.service.add_counts(POSTED, make_counts((61, 0), "two"))
 
 
-def test_cumulative_counts_are_compared_with_the_last_ones(site: AnalysisSite) -> None:
+def test_cumulative_counts_are_compared_with_previous_counts(site: AnalysisSite) -> None:
     result = start_posted(site)
     now = site.clock.now()
     for seconds, requests in ((0, 50), (10, 90), (10, 90), (5, 70), (20, 200)):
@@ -374,7 +374,9 @@ def test_start_again_with_other_revisions_is_refused(site: AnalysisSite) -> None
         site.service.start(POSTED, "a", "c", AnalysisPolicy(min_requests=(100,)))
 
 
-def test_forgotten_rollout_is_not_found_until_started_again(site: AnalysisSite) -> None:
+def test_show_of_forgotten_rollout_raises_not_found_error_until_new_start(
+    site: AnalysisSite,
+) -> None:
     start_posted(site)
     site.service.add_counts(POSTED, make_counts((100, 90), "one"))
     assert site.service.show(POSTED).verdict.verdict == "fail"
@@ -391,7 +393,7 @@ def test_counts_for_analysis_of_prometheus_are_refused(site: AnalysisSite) -> No
         site.service.add_counts(replace(POSTED, analysis="web"), make_counts((1, 0), "one"))
 
 
-def test_first_traffic_is_opened_once(site: AnalysisSite) -> None:
+def test_open_traffic_with_first_requests_succeeds_once(site: AnalysisSite) -> None:
     forget_canary(site)
     site.pass_time()
     result = site.observe()
@@ -401,7 +403,7 @@ def test_first_traffic_is_opened_once(site: AnalysisSite) -> None:
     assert not site.service.open_traffic(site.observe())
 
 
-def test_first_traffic_is_not_opened_without_counts_of_stable(site: AnalysisSite) -> None:
+def test_open_traffic_without_counts_of_stable_returns_false(site: AnalysisSite) -> None:
     forget_all(site)
     site.pass_time()
     assert not site.service.open_traffic(site.observe())
@@ -416,7 +418,7 @@ def test_state_after_many_intervals_is_read_from_checkpoint(site: AnalysisSite) 
     assert site.observe(site.restart()).state == state
 
 
-def test_error_of_store_on_start_is_raised(
+def test_start_with_failing_store_raises_its_error(
     site: AnalysisSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: LocalObjects, name: str) -> bytes:

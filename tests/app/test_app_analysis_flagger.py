@@ -61,7 +61,7 @@ def list_open(client: AnalysisClient) -> set[str]:
     return {hook for hook in FLAGGER_HOOKS if call(client, hook) == 200}
 
 
-def test_flagger_canary_without_traffic_may_start_once(client: AnalysisClient) -> None:
+def test_flagger_canary_without_traffic_is_started_once(client: AnalysisClient) -> None:
     assert [call(client, hook) for hook in STARTS] == [200, 200]
     assert call(client, "confirm-promotion") == 409
     assert call(client, "confirm-traffic-increase") == 200
@@ -108,7 +108,7 @@ def test_flagger_without_writable_state_neither_starts_nor_rolls_back(
     assert list_open(client) == set(NOTES)
 
 
-def test_flagger_revisions_can_be_named_in_metadata(client: AnalysisClient) -> None:
+def test_flagger_revisions_in_metadata_replace_default_revisions(client: AnalysisClient) -> None:
     metadata = {"stable": "v1", "canary": "v2"}
     assert call(client, "pre-rollout", metadata=metadata) == 409
     client.site.prometheus.add("v1", 100)

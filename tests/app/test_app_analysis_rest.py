@@ -104,7 +104,9 @@ def test_hostile_counts_are_refused(
     "content",
     [b"", b"{", b"\xff", b'{"stable": NaN}', b"[" * 30_000, b'{"a":' * 10_000, b"9" * 5_000],
 )
-def test_body_that_is_no_json_object_is_refused(started: AnalysisClient, content: bytes) -> None:
+def test_request_body_other_than_json_object_is_refused(
+    started: AnalysisClient, content: bytes
+) -> None:
     for path in (ROLLOUT, f"{ROLLOUT}/counts"):
         assert started.send("POST", path, content=content).status_code == 400
 
@@ -147,7 +149,7 @@ def test_other_method_is_not_allowed(client: AnalysisClient) -> None:
     assert client.send("PATCH", ROLLOUT, {}).status_code == 405
 
 
-def test_fault_in_service_is_not_success(
+def test_request_with_fault_in_service_returns_500(
     client: AnalysisClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -198,7 +200,7 @@ def test_token_is_read_from_environment_or_private_file(tmp_path: Path) -> None:
         read_analysis_token(None, {VARIABLE: ""})
 
 
-def test_client_that_sends_half_a_request_delays_no_other(client: AnalysisClient) -> None:
+def test_client_with_incomplete_request_delays_no_other_client(client: AnalysisClient) -> None:
     port = int(client.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)) as slow:
         slow.sendall(b"POST /v1/rollouts/posted/shop HTTP/1.1\r\nHost: localhost\r\n")

@@ -92,7 +92,7 @@ def test_doctor_in_container_with_working_replica_finds_no_fault(container: Cont
     )
 
 
-def test_doctor_in_container_reports_memory_that_lacks_for_second_version(
+def test_doctor_in_container_reports_too_little_memory_for_second_version(
     container: Container,
 ) -> None:
     container.write_group(limit=2_048 * MIB, usage=1_600 * MIB)

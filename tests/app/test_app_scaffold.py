@@ -122,7 +122,7 @@ def test_scaffold_into_used_folder_overwrites_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["Fraud", "../fraud", "", "fraud model", "-fraud"])
 def test_scaffold_with_invalid_name_raises_user_error(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot name a pipeline"):
+    with pytest.raises(UserError, match="cannot be the name of a pipeline"):
         scaffold(tmp_path / "new", name, "sklearn")
     assert not (tmp_path / "new").exists()
 
@@ -131,7 +131,7 @@ def test_scaffold_with_invalid_name_raises_user_error(name: str, tmp_path: Path)
 def test_scaffold_with_name_of_installed_package_raises_user_error(
     name: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="cannot name a project"):
+    with pytest.raises(UserError, match="cannot be the name of a project"):
         scaffold(tmp_path / "new", name, "sklearn")
     assert not (tmp_path / "new").exists()
 

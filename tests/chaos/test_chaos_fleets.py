@@ -80,7 +80,7 @@ def test_rollout_of_healthy_candidate_with_shadow_finishes(site: FleetRollouts) 
     assert users.failed == []
 
 
-def test_rollout_of_failing_candidate_is_rolled_back_and_so_is_finished_one(
+def test_rollout_of_failing_candidate_is_rolled_back_during_and_after_it(
     site: FleetRollouts,
 ) -> None:
     bind_endpoint(site.context, site.config, replace(CANARY, min_requests=FEW))

@@ -38,7 +38,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_random_trials_of_clouds_end_as_wanted_without_lost_request(place: Place) -> None:
+def test_random_trials_of_clouds_end_in_expected_state_without_lost_request(place: Place) -> None:
     for _ in range(TRIALS):
         result = run_trial(place, draw_seed())
         assert result.is_right, result

@@ -76,6 +76,6 @@ def test_analysis_status_lists_verdicts(tmp_path: Path) -> None:
     assert "fail" in run_command("analysis", "status", path, cwd=tmp_path).stdout
 
 
-def test_analysis_status_without_rollouts_says_so(config: Path) -> None:
+def test_analysis_status_without_rollouts_prints_message(config: Path) -> None:
     result = run_command("analysis", "status", config, cwd=config.parent)
     assert (result.code, result.stdout) == (0, "no rollout has recorded counts\n")

@@ -191,7 +191,7 @@ def test_run_with_unsuitable_metric_suggests_others(
     done = run_command("run", READY, "--until", "gate", cwd=tmp_path)
     shown = " ".join(f"{done.stdout} {done.stderr}".split())
     assert done.code == 2
-    assert shown.count("accuracy is of classes; for numbers use rmse, mae or r2.") == 1
+    assert shown.count("accuracy requires classes; for numbers use rmse, mae or r2.") == 1
 
 
 @pytest.mark.nightly

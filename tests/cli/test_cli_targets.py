@@ -64,7 +64,7 @@ def test_targets_marks_profiles_that_were_never_measured(project: Path) -> None:
     assert marked == UNMEASURED
 
 
-def test_targets_with_missing_provider_reports_why_not_measurable(project: Path) -> None:
+def test_targets_with_missing_provider_reports_reason(project: Path) -> None:
     found = listed(project)
     for provider in (
         set(map(str, (one["provider"] for one in found.values()))) - set(list_providers()) - {""}

@@ -37,7 +37,7 @@ def read_problems(tmp_path: Path, text: str) -> list[tuple[int, str, str]]:
     return [(each.line, each.path, each.message) for each in raised.value.problems]
 
 
-def test_whole_configuration_is_bound(tmp_path: Path) -> None:
+def test_load_analysis_config_of_complete_file_binds_each_key(tmp_path: Path) -> None:
     path = tmp_path / "analysis.yaml"
     path.write_text(WHOLE.replace("      select:", "      histogram: seconds\n      select:"))
     config = load_analysis_config(path)
@@ -68,7 +68,7 @@ def test_whole_configuration_is_bound(tmp_path: Path) -> None:
         ("web:", "Web_1:", 4, "analyses", "not a name"),
     ],
 )
-def test_problem_of_configuration_is_shown_with_its_line(
+def test_load_analysis_config_with_problem_reports_its_line(
     tmp_path: Path, before: str, after: str, line: int, path: str, message: str
 ) -> None:
     problems = read_problems(tmp_path, WHOLE.replace(before, after))
@@ -77,7 +77,7 @@ def test_problem_of_configuration_is_shown_with_its_line(
     ), problems
 
 
-def test_policy_of_client_changes_only_its_keys() -> None:
+def test_policy_of_client_replaces_only_its_keys() -> None:
     defaults = AnalysisPolicy(min_requests=(7,), max_duration=100.0)
     policy = bind_policy({"min_requests": 50}, defaults)
     assert policy == AnalysisPolicy(min_requests=(50,), max_duration=100.0)

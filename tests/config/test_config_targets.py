@@ -65,7 +65,9 @@ def test_load_target_with_unknown_name_suggests_similar_name(project: Path) -> N
     ):
         TargetFiles(project).load("cpu-1")
     with pytest.raises(
-        NotFoundError, match=r"Targets there: cpu-1t, old\. Shipped: browser-wasm, coreml, cpu-1t,"
+        NotFoundError,
+        match=r"Targets of the project: cpu-1t, old\. Built-in targets: "
+        "browser-wasm, coreml, cpu-1t,",
     ):
         TargetFiles(project).load("desktop")
 

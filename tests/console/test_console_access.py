@@ -29,7 +29,7 @@ def basic(password: str) -> str:
 
 @pytest.mark.parametrize("path", ["/", "/endpoints/digits", "/events", "/nothing"])
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
-def test_console_refuses_each_method_that_could_change_something(
+def test_console_with_method_other_than_get_or_head_returns_405(
     console: Console, path: str, method: str
 ) -> None:
     answer = console.ask(path, method)
@@ -37,13 +37,13 @@ def test_console_refuses_each_method_that_could_change_something(
     assert answer.headers["allow"] == "GET, HEAD"
 
 
-def test_head_has_status_without_body(console: Console) -> None:
+def test_head_request_returns_status_without_body(console: Console) -> None:
     for path in ("/", "/history", "/events", "/static/console.js"):
         answer = console.ask(path, "HEAD")
         assert (answer.status, answer.text) == (200, "")
 
 
-def test_answers_have_strict_policy_without_inline_code(console: Console) -> None:
+def test_responses_have_strict_content_policy_without_inline_code(console: Console) -> None:
     for path in ("/", "/endpoints/digits", "/history", "/targets", "/nothing"):
         answer = console.ask(path)
         policy = answer.headers["content-security-policy"]
@@ -58,16 +58,16 @@ def test_answers_have_strict_policy_without_inline_code(console: Console) -> Non
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
-def test_host_that_a_web_page_chose_is_refused(console: Console, host: str) -> None:
+def test_request_with_foreign_host_header_is_refused(console: Console, host: str) -> None:
     assert console.ask("/", host=host).status == 421
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:80"])
-def test_host_of_this_machine_is_allowed(console: Console, host: str) -> None:
+def test_request_with_host_of_this_machine_is_allowed(console: Console, host: str) -> None:
     assert console.ask("/", host=host).status == 200
 
 
-def test_hosts_beyond_loopback_are_not_limited_unless_named() -> None:
+def test_console_beyond_loopback_limits_hosts_only_if_configured() -> None:
     assert choose_hosts("0.0.0.0", ()) is None  # noqa: S104 (no socket)
     own = ("localhost", "127.0.0.1", "[::1]", "10.0.0.1")
     assert choose_hosts("10.0.0.1", ("Console.Example",)) == frozenset({*own, "console.example"})
@@ -101,7 +101,7 @@ def test_console_with_token_answers_only_with_it(tmp_path: Path) -> None:
     assert {answer.status for answer in allowed} == {200}
 
 
-def test_token_comes_from_variable_or_private_file(tmp_path: Path) -> None:
+def test_console_token_is_read_from_variable_or_private_file(tmp_path: Path) -> None:
     file = tmp_path / "console.token"
     assert read_token(file, {}) == ""
     file.write_text(f"{TOKEN}\n")
@@ -142,7 +142,7 @@ def test_console_without_viewers_reads_nothing(
         threading.Event().wait(0.3)
 
 
-def test_console_that_was_stopped_leaves_no_thread(tmp_path: Path) -> None:
+def test_console_after_stop_leaves_no_thread(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     with serving_console(tmp_path, serving("a").context) as console:
         console.show("/")

@@ -86,7 +86,7 @@ def test_endpoint_page_without_rollout_offers_rollback_to_previous(tmp_path: Pat
     assert "onnx-ops rollback digits --reason" in page
 
 
-def test_page_of_unknown_endpoint_is_missing(tmp_path: Path) -> None:
+def test_page_of_unknown_endpoint_returns_404(tmp_path: Path) -> None:
     with serving_console(tmp_path, serving("a").context) as console:
         assert console.ask("/endpoints/nothing").status == 404
         assert console.ask("/history?endpoint=nothing").status == 404
@@ -135,7 +135,7 @@ def test_pages_show_hostile_reason_as_text(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;\\u202e" in pages[0]
 
 
-def test_endpoint_that_fails_does_not_hide_others(
+def test_page_with_failing_endpoint_shows_other_endpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene()
@@ -157,7 +157,7 @@ def test_endpoint_that_fails_does_not_hide_others(
     assert "RuntimeError: a fault" in page
 
 
-def test_snapshot_does_not_ask_endpoint_again_while_it_is_silent(
+def test_snapshot_with_silent_endpoint_sends_no_second_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reader = SnapshotReader(serving("a").context)
@@ -185,7 +185,7 @@ def test_releases_page_lists_versions_with_aliases(tmp_path: Path) -> None:
     assert "champion-cpu" in page
 
 
-def test_releases_page_without_registry_shows_error_in_place(tmp_path: Path) -> None:
+def test_releases_page_without_registry_shows_its_error(tmp_path: Path) -> None:
     scene = serving("a")
     scene.world.registry.down = True
     with serving_console(tmp_path, scene.context) as console:
@@ -233,7 +233,7 @@ def test_targets_page_lists_profiles_and_pools(tmp_path: Path) -> None:
     assert "benchmark/fp32" in page
 
 
-def test_endpoint_reading_keeps_state_if_provider_is_missing(tmp_path: Path) -> None:
+def test_endpoint_reading_without_provider_keeps_state(tmp_path: Path) -> None:
     scene = serving("a")
     broken = replace(scene.context, provider=scene.context.exporter)  # type: ignore[arg-type]
     with serving_console(tmp_path, broken) as console:

@@ -185,7 +185,7 @@ def test_notification_before_configuration_has_no_commands() -> None:
     assert found.headline.endswith("the alias was removed")
 
 
-def test_build_test_notification_states_that_it_is_test() -> None:
+def test_build_test_notification_names_itself_as_test() -> None:
     found = build_test_notification("onnx-ops", at=1.0, actor="me")
     assert found.what is NotificationKind.TEST
     assert "test" in found.title

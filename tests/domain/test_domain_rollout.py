@@ -387,7 +387,7 @@ def choose_with_instances(
     )
 
 
-def test_rollout_holds_while_instances_are_replaced_and_names_the_reason() -> None:
+def test_rollout_during_replacement_of_instances_holds_and_names_reason() -> None:
     for command in (None, OperatorCommand.ADVANCE, OperatorCommand.RESUME):
         held = choose_with_instances(command, replacements=(REPLACED,), drift=("image: a, not b",))
         why = f"the cloud replaces the instances: {REPLACED}"
@@ -418,7 +418,7 @@ def test_rollout_does_not_start_while_instances_are_replaced() -> None:
     assert waiting.kind is WaitKind.REPLACING
 
 
-def test_step_with_changed_instances_changes_only_the_instances() -> None:
+def test_step_with_changed_instances_changes_instances_only() -> None:
     action = choose_with_instances(OperatorCommand.ADVANCE, drift=("image: a, not b",))
     assert isinstance(action, Action)
     assert (action.kind, action.roles) == (ActionKind.RECONFIGURE, IN_ROLLOUT)

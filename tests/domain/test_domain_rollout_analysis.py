@@ -35,7 +35,7 @@ def fold_bodies(*bodies: EntryBody) -> VerdictKind | None:
     return None if verdict is None else verdict.verdict
 
 
-def test_failed_verdict_is_final_within_an_attempt() -> None:
+def test_failed_verdict_is_final_within_attempt() -> None:
     fail, passed = make_counts("fail"), make_counts("pass")
     assert fold_bodies(STARTED, passed, fail) == "fail"
     assert fold_bodies(STARTED, fail, passed) == "fail"
@@ -44,7 +44,7 @@ def test_failed_verdict_is_final_within_an_attempt() -> None:
 
 
 @pytest.mark.parametrize("name", ["shop", "../../etc", "a/b", "n" * 10_000])
-def test_folder_of_rollout_depends_on_no_character_of_its_name(name: str) -> None:
+def test_folder_of_rollout_with_any_name_is_hexadecimal_digest(name: str) -> None:
     folder = RolloutKey(analysis="web", rollout=name).folder
     room, _, digest = folder.partition("/")
     assert (room, len(digest), set(digest) <= set("0123456789abcdef")) == ("web", 32, True)

@@ -141,7 +141,7 @@ def test_aws_policy_limits_resources_where_possible() -> None:
 KEY = "arn:aws:kms:us-east-1:123456789012:key/1"
 
 
-def test_aws_policies_permit_key_and_network_only_where_parameters_ask_for_them() -> None:
+def test_aws_policies_permit_key_and_network_only_if_parameters_require_them() -> None:
     grant = {"kms:GrantIsForAWSResource": "true"}
     of_caller = [
         *(Request(f"kms:{name}", KEY) for name in ("Decrypt", "DescribeKey", "GenerateDataKey")),

@@ -220,7 +220,7 @@ def test_pool_status_shows_worker_or_wait_reason_of_each_run(
     running = ask_for(client, pool, "train")
     assert seen() == {"train": ("waiting", "", "no worker of the pool is running")}
     start_worker(client, pool, "trainer", StageKind.TRAIN)
-    assert seen()["train"] == ("waiting", "", "the next worker that polls takes it")
+    assert seen()["train"] == ("waiting", "", "the next worker that polls takes the stage")
     take(client, running, "trainer")
     ask_for(client, pool, "quantize/int8")
     ask_for(client, pool, "train/again")

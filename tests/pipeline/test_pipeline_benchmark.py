@@ -50,7 +50,7 @@ def test_gated_metric_unfit_for_labels_raises_user_error(tmp_path: Path, is_judg
     write_perceptron(tmp_path / "model.onnx")
     label = np.linspace(0, 1, 9)
     if is_judged:
-        with pytest.raises(UserError, match="accuracy is of classes"):
+        with pytest.raises(UserError, match="accuracy requires classes"):
             measured(tmp_path, "model.onnx", label, "accuracy")
     else:
         assert measured(tmp_path, "model.onnx", label) == [("accuracy", True), ("rmse", True)]

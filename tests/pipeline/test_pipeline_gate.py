@@ -74,11 +74,11 @@ def test_gate_record_contains_measured_number_of_threads(tmp_path: Path) -> None
 
 def test_gate_with_metric_that_failed_in_evidence_raises_user_error(tmp_path: Path) -> None:
     context = FakeWorld().context(root=tmp_path)
-    unread = ScoreComparison(metric="accuracy", against="", n=0, failed="accuracy is of classes")
+    unread = ScoreComparison(metric="accuracy", against="", n=0, failed="accuracy requires classes")
     evidence = put_document(context.store, make_evidence("fp32", scores=(unread,)))
     inputs = {"benchmark/fp32@cpu": Manifest(files={"evidence.json": evidence})}
     judged = codec.to_json((MetricGate(name="accuracy", min=0.8),))
-    with pytest.raises(UserError, match="accuracy is of classes"):
+    with pytest.raises(UserError, match="accuracy requires classes"):
         execute(
             replace(STAGE, settings={**STAGE.settings, "gates": judged}),
             digest_bytes(b"key"),

@@ -23,9 +23,7 @@ def test_entry_log_names_grants_of_signed_entries_only(tmp_path: Path) -> None:
     assert None not in log.grants
 
 
-def test_entry_log_reads_only_entries_after_those_it_knows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entry_log_reads_only_new_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with on_disk(tmp_path):
         scene = on_trial()
         known = read_entry_log(scene.context, "digits")
@@ -43,7 +41,7 @@ def test_entry_log_reads_only_entries_after_those_it_knows(
     assert after == [{"after": known.state.head}]
 
 
-def test_entry_log_shows_entries_after_missing_signature_as_not_verified(tmp_path: Path) -> None:
+def test_entry_log_after_missing_signature_shows_entries_as_not_verified(tmp_path: Path) -> None:
     with on_disk(tmp_path):
         scene = on_trial()
         entries = scene.context.ledger.read("digits")

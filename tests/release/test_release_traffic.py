@@ -97,7 +97,7 @@ def make_reading(requests: tuple[int, ...]) -> MetricsReading:
 
 
 @pytest.mark.parametrize("users", [1, 10, 300])
-def test_estimate_users_finds_equally_active_users(users: int) -> None:
+def test_estimate_users_returns_number_of_equally_active_users(users: int) -> None:
     random = np.random.default_rng(users)
     blocks = random.integers(0, USER_BLOCKS, users)
     requests = np.bincount(blocks[random.integers(0, users, 20_000)], minlength=USER_BLOCKS)
@@ -105,17 +105,17 @@ def test_estimate_users_finds_equally_active_users(users: int) -> None:
     assert users / 2 <= found <= 2 * users
 
 
-def test_estimate_users_without_keys_is_0() -> None:
+def test_estimate_users_without_keys_returns_0() -> None:
     assert traffic._estimate_users(make_reading((*([1] * USER_BLOCKS), 1000)), "v1") == 0
     assert traffic._estimate_users(MetricsReading(at=0.0), "v1") == 0
 
 
-def test_estimate_users_among_very_many_is_number_of_requests() -> None:
+def test_estimate_users_with_very_many_users_returns_number_of_requests() -> None:
     found = traffic._estimate_users(make_reading((*([10] * USER_BLOCKS), 0)), "v1")
     assert found == 10 * USER_BLOCKS
 
 
-def test_solve_users_inverts_units_of_an_epoch() -> None:
+def test_solve_users_inverts_units_of_epoch() -> None:
     units = {"errors": UnitCounts(candidate=(10,), stable=(630,))}
     split = GenerationUnits(generation=1, step=0, percent=10, is_drawn=True, epochs=10, units=units)
     # 100 users with 100 requests: 63 are active in an epoch.

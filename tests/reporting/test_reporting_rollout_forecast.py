@@ -91,13 +91,13 @@ def test_describe_forecast_prints_steps_and_remedies(name: str, golden: Golden) 
     golden("forecasts", "\n".join([*lines, "", summarize_forecast(result)]))
 
 
-def test_list_warnings_is_empty_for_usual_rollout() -> None:
+def test_list_warnings_of_usual_rollout_is_empty() -> None:
     assert list_warnings(make_forecast("canary")) == []
     assert list_warnings(make_forecast("A/B test")) == []
     assert len(list_warnings(make_forecast("little traffic"))) == 2
 
 
-def test_describe_forecast_without_forecast_names_reason() -> None:
+def test_describe_forecast_without_forecast_shows_reason() -> None:
     result = EndpointForecast(endpoint="digits", policy=CANARY, why="no analysis")
     assert list(describe_forecast(result)) == [(0, "digits: no analysis")]
     assert summarize_forecast(result) == "rollout of digits: no analysis"
@@ -126,12 +126,12 @@ def test_format_rate_uses_readable_unit(per_s: float, text: str) -> None:
     assert format_rate(per_s) == text
 
 
-def test_format_duration_without_end_names_it() -> None:
+def test_format_duration_without_end_shows_no_end() -> None:
     assert format_duration(Duration(median_s=None, low_s=60.0, high_s=None)) == "does not end"
     shown = format_duration(Duration(median_s=600.0, low_s=300.0, high_s=None))
     assert shown == "10 min (90 %: 5 min to no end)"
 
 
-def test_describe_harm_is_written_as_option() -> None:
+def test_describe_harm_returns_its_option() -> None:
     assert describe_harm(Harm(name="errors", value=0.01)) == "errors=1%"
     assert describe_harm(Harm(name="latency_p99", value=1.2)) == "latency_p99=1.2x"

@@ -51,7 +51,7 @@ def test_forecast_step_waits_for_requests_as_poisson_process() -> None:
     assert times == pytest.approx((1500 - 1.645 * deviation, 1500, 1500 + 1.645 * deviation), 0.01)
 
 
-def test_forecast_equal_inputs_give_equal_forecasts() -> None:
+def test_forecast_of_equal_inputs_is_equal() -> None:
     policy = make_policy("errors", "latency_p99")
     harms = choose_harms(policy, STEADY)
     assert forecast_rollout(policy, STEADY, harms) == forecast_rollout(policy, STEADY, harms)
@@ -64,7 +64,7 @@ def test_forecast_equal_inputs_give_equal_forecasts() -> None:
     users=st.sampled_from([0, 1, 3, 50, 2000, 10**6]),
     latency=st.booleans(),
 )
-def test_forecast_more_traffic_is_never_slower(
+def test_forecast_with_more_traffic_is_never_slower(
     rate: float, times: float, users: int, latency: bool
 ) -> None:
     policy = make_policy(*(("errors", "latency_p50") if latency else ("errors",)))
@@ -76,7 +76,7 @@ def test_forecast_more_traffic_is_never_slower(
 
 @pytest.mark.parametrize("users", [0, 20])
 @pytest.mark.parametrize("name", ["errors", "latency_p50"])
-def test_forecast_larger_harm_is_never_found_later(name: GuardrailName, users: int) -> None:
+def test_forecast_of_larger_harm_detects_it_no_later(name: GuardrailName, users: int) -> None:
     policy, traffic = make_policy("errors", "latency_p50"), replace(STEADY, users=users)
     values = (0.01, 0.03, 0.1, 0.5) if name == "errors" else (1.2, 1.5, 2.0, 4.0)
     harms = [Harm(name=name, value=value) for value in values]
@@ -89,7 +89,7 @@ def test_forecast_larger_harm_is_never_found_later(name: GuardrailName, users: i
     assert found[0] > 2 * found[-1]
 
 
-def test_forecast_harm_larger_than_minimum_can_pass() -> None:
+def test_forecast_with_more_requests_detects_more_harm() -> None:
     harm = Harm(name="errors", value=0.01)
     few = forecast_rollout(make_policy(min_requests=(100,)), STEADY, [harm]).harms[0]
     many = forecast_rollout(make_policy(min_requests=(5000,)), STEADY, [harm]).harms[0]
@@ -97,7 +97,7 @@ def test_forecast_harm_larger_than_minimum_can_pass() -> None:
     assert many.undetected < 0.02
 
 
-def test_forecast_few_users_wait_for_units() -> None:
+def test_forecast_with_few_users_waits_for_units() -> None:
     one = forecast_rollout(make_policy(), replace(STEADY, rate=20, users=1)).steps[0]
     assert one.waits[0].kind == "units"
     # 20 epochs of the candidate, of which one in ten is its own.
@@ -107,7 +107,7 @@ def test_forecast_few_users_wait_for_units() -> None:
     )
 
 
-def test_forecast_latency_step_above_half_waits_for_control_replica() -> None:
+def test_forecast_of_latency_step_above_half_waits_for_control_replica() -> None:
     policy = make_policy("latency_p50", steps=(0.9, 1.0))
     step = forecast_rollout(policy, STEADY).steps[0]
     assert step.waits[0].kind == "timed requests"
@@ -115,7 +115,7 @@ def test_forecast_latency_step_above_half_waits_for_control_replica() -> None:
     assert step.waits[0].per_s == pytest.approx(0.2)
 
 
-def test_forecast_few_latencies_before_rollout_never_ends() -> None:
+def test_forecast_with_few_latencies_before_rollout_never_ends() -> None:
     traffic = replace(STEADY, bounds_s=(0.01, 0.02), latencies=(FEWEST_REQUESTS // 2, 1, 0))
     forecast = forecast_rollout(make_policy("latency_p50"), traffic)
     assert forecast.total.median_s is None
@@ -123,7 +123,7 @@ def test_forecast_few_latencies_before_rollout_never_ends() -> None:
     assert "thresholds" in {wait.kind for wait in forecast.steps[0].waits}
 
 
-def test_forecast_service_level_needs_minutes_at_any_rate() -> None:
+def test_forecast_of_service_level_needs_minutes_at_any_rate() -> None:
     policy = make_policy(slo=ServiceLevel(error_rate=0.02))
     step = forecast_rollout(policy, Traffic(rate=1000.0, errors=1e-4)).steps[0]
     assert step.waits[0].kind == "service level"
@@ -132,7 +132,7 @@ def test_forecast_service_level_needs_minutes_at_any_rate() -> None:
     assert bad.duration.median_s is None
 
 
-def test_forecast_shadow_waits_for_equal_answers() -> None:
+def test_forecast_of_shadow_step_waits_for_equal_answers() -> None:
     policy = make_policy(shadow=ShadowTrial(fraction=0.2, min_requests=10))
     step = forecast_rollout(policy, STEADY, choose_harms(policy, STEADY)).steps[0]
     assert step.waits[0].needed == compute_clean_requests(0.01)
@@ -141,7 +141,7 @@ def test_forecast_shadow_waits_for_equal_answers() -> None:
     assert step.harms[0].median_s is not None
 
 
-def test_forecast_split_test_takes_its_duration_and_needs_users() -> None:
+def test_forecast_of_split_test_takes_its_duration_and_needs_users() -> None:
     policy = RolloutPolicy(ab_test=SplitTest(duration=86_400.0))
     traffic = Traffic(rate=0.2, users=2000, feedback=0.5, success=0.2)
     harms = [Harm(name="feedback", value=value) for value in (0.95, 0.5)]
@@ -154,7 +154,7 @@ def test_forecast_split_test_takes_its_duration_and_needs_users() -> None:
 
 
 @pytest.mark.parametrize("name", ["errors", "latency_p50"])
-def test_forecast_source_without_units_finds_harm(name: GuardrailName) -> None:
+def test_forecast_with_source_without_units_detects_harm(name: GuardrailName) -> None:
     policy, cadence = make_policy("errors", "latency_p50"), Cadence(source="intervals")
     harm = Harm(name=name, value=0.2 if name == "errors" else 2.0)
     step = forecast_rollout(policy, STEADY, [harm], cadence).steps[0]
@@ -162,7 +162,7 @@ def test_forecast_source_without_units_finds_harm(name: GuardrailName) -> None:
     assert step.harms[0].median_s is not None
 
 
-def test_forecast_percentiles_need_requests_in_each_interval() -> None:
+def test_forecast_with_percentiles_needs_requests_in_each_interval() -> None:
     policy, cadence = make_policy("latency_p99"), Cadence(source="percentiles")
     slow = forecast_rollout(policy, Traffic(rate=1.0), cadence=cadence)
     assert slow.total.median_s is None
@@ -170,7 +170,7 @@ def test_forecast_percentiles_need_requests_in_each_interval() -> None:
     assert fast.steps[0].duration.median_s == pytest.approx(600, rel=0.1)
 
 
-def test_forecast_measured_rate_widens_interval() -> None:
+def test_forecast_with_measured_rate_widens_interval() -> None:
     exact = forecast_rollout(make_policy(), STEADY).total
     measured = forecast_rollout(make_policy(), replace(STEADY, counted=20)).total
     assert None not in (exact.low_s, exact.high_s, measured.low_s, measured.high_s)
@@ -196,7 +196,7 @@ def test_forecast_with_few_open_rollouts_leaves_out_later_steps() -> None:
         (make_policy(), STEADY, [Harm(name="errors", value=1.5)]),
     ],
 )
-def test_forecast_impossible_input_raises_error(
+def test_forecast_of_impossible_input_raises_error(
     policy: RolloutPolicy, traffic: Traffic, harms: list[Harm]
 ) -> None:
     with pytest.raises(ValueError, match=r"( is | are |analysis)"):
@@ -255,5 +255,5 @@ def test_wait_for_count_without_rate_is_infinite() -> None:
     assert (wait_for_count(0, 0.0, 1.0, chances) == 0).all()
 
 
-def test_forecast_warm_up_is_that_of_the_server() -> None:
+def test_forecast_warm_up_equals_warm_up_of_server() -> None:
     assert forecast_waits.WARM_UP_REQUESTS == metrics.WARM_UP_REQUESTS

@@ -139,7 +139,7 @@ def test_find_outliers_compares_deployments_separately() -> None:
     assert (outlier.server, outlier.deployment) == ("r2", "v2")
 
 
-def test_find_outliers_without_names_of_servers_finds_none() -> None:
+def test_find_outliers_without_names_of_servers_returns_none() -> None:
     counts = count_each([(2000, 2), (2000, 100)])
     assert find_outliers(counts)
     assert not find_outliers(replace(each, server="") for each in counts)
@@ -228,7 +228,9 @@ def test_find_outliers_of_similar_servers_returns_none_in_twenty_analyses(endpoi
 
 
 @pytest.mark.parametrize(("servers", "needed"), [(2, 2500), (5, 1500), (50, 1000)])
-def test_find_outliers_finds_five_percent_errors_within_requests(servers: int, needed: int) -> None:
+def test_find_outliers_detects_five_percent_errors_after_given_requests(
+    servers: int, needed: int
+) -> None:
     random = np.random.default_rng(servers)
     for _ in range(20):
         bad = int(random.integers(servers))

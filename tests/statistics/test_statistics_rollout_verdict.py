@@ -36,20 +36,20 @@ def judge(
     return judge_state(state, policy or AnalysisPolicy())
 
 
-def test_requests_assigned_independently_need_no_number_of_intervals() -> None:
+def test_independent_requests_need_no_minimum_number_of_intervals() -> None:
     assert judge([(3, 300, 27, 2700)]).verdict == "pass"
     sticky = judge([(3, 300, 27, 2700)], AnalysisPolicy(assignment="sticky"))
     assert (sticky.verdict, sticky.waits_for[:18]) == ("inconclusive", "1 of the 3 interva")
 
 
-def test_held_guardrail_is_inconclusive() -> None:
+def test_guardrail_with_hold_is_inconclusive() -> None:
     rail = Guardrail(name="errors", on_violation="hold")
     verdict = judge([(30, 300, 27, 2700)], AnalysisPolicy(guardrails=(rail,)))
     assert verdict.verdict == "inconclusive"
     assert "evidence" in verdict.reason
 
 
-def test_service_level_that_is_not_shown_waits() -> None:
+def test_service_level_without_proof_waits() -> None:
     policy = AnalysisPolicy(slo=ServiceLevel(error_rate=0.01))
     verdict = judge([(0, 300, 0, 2700)], policy)
     assert verdict.verdict == "inconclusive"
@@ -83,7 +83,7 @@ def test_equal_revisions_with_bursts_fail_in_few_rollouts(
     assert failed <= 3 + most * 60
 
 
-def test_share_is_changed_only_by_more_than_chance() -> None:
+def test_is_share_changed_requires_more_than_chance() -> None:
     random = np.random.default_rng(1)
     draws = random.binomial(500, 0.1, size=2000)
     pairs = list(itertools.pairwise(draws))

@@ -328,7 +328,11 @@ class DvcSource(DataSource):
         cached = Path(pointer.cache) / md5[:2] / md5[2:]
         if pointer.cache and _copy_cached(cached, copy):
             _check_object(
-                copy, pointer, "DVC cache file", str(cached), "Delete that file, then `dvc fetch`"
+                copy,
+                pointer,
+                "DVC cache file",
+                str(cached),
+                "Delete that file, then run `dvc fetch`",
             )
             return copy, str(cached)
         answer = self._ask(
@@ -354,7 +358,7 @@ class DvcSource(DataSource):
                 "set `repo` to the repository that it comes from. If no copy exists, "
                 "check whether the pointer was edited manually.",
             )
-        remedy = "Delete that object, then `dvc push` from a checkout with an undamaged cache"
+        remedy = "Delete that object, then run `dvc push` from a checkout with an undamaged cache"
         _check_object(copy, pointer, "object in the DVC remote", answer["place"], remedy)
         return copy, str(answer["place"])
 

@@ -329,7 +329,9 @@ def make_unanswered_error(where: str, why: str = "") -> ServiceUnavailableError:
 def make_timeout_error(where: str) -> ServiceUnavailableError:
     """Return the error of a change that did not finish in time."""
     what = "Azure did not finish the change in time"
-    return ServiceUnavailableError(what, where=where, remedy="See its state in the portal.")
+    return ServiceUnavailableError(
+        what, where=where, remedy="See the state of the resource in the portal."
+    )
 
 
 def _make_write_error(error: ServiceUnavailableError, is_throttled: bool) -> OnnxOpsError:

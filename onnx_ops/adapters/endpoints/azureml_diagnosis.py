@@ -167,7 +167,7 @@ def _check_image(settings: AzureSettings, registries: list[str]) -> Finding:
 def _check_pull(settings: AzureSettings, registry: str, attached: str) -> Finding:
     if not settings.identity:
         if registry.lower() == attached.lower():
-            return True, "it is the workspace's registry, which its endpoints may use", ""
+            return True, "the endpoints of the workspace can pull from this registry", ""
         return (
             True,
             "the endpoint's own identity needs the role AcrPull once the endpoint exists",

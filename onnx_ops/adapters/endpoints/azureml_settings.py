@@ -197,7 +197,7 @@ def _find_missing_locations(settings: AzureSettings) -> Iterator[tuple[str, str]
     for name in missing:
         yield (
             name,
-            "is needed for `traffic: table`; without a way to storage, set `traffic: native`",
+            "is needed for `traffic: table`; without a route to storage, set `traffic: native`",
         )
     if not missing:
         yield from find_overlap(settings.control, settings.reports)

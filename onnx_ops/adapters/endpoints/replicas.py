@@ -1024,7 +1024,10 @@ def _check_rights(objects: ObjectStore, what: str) -> Finding:
     """
     name, remedy = (
         f"probe/{secrets.token_hex(8)}",
-        f"Permit to list, read, create and delete objects in {objects.place}.",
+        (
+            "Grant this process the permissions to list, read, create and delete objects "
+            f"in {objects.place}."
+        ),
     )
     try:
         objects.list_names("")

@@ -173,7 +173,9 @@ def _require_possible(endpoint: str, state: EndpointState, settings: SageMakerSe
     variants = [build_variant_name(d.name) for d in state.deployments]
     problem = ""
     if settings.guarded and len(serving) > 1:
-        problem = "with strategy guarded, one deployment has all traffic; SageMaker shifts it"
+        problem = (
+            "with strategy guarded, one deployment has all traffic; SageMaker itself shifts traffic"
+        )
     elif any(state.split.shadow.values()):
         problem = "SageMaker does not compare the answers of a shadow variant"
     elif len(state.deployments) > 10:

@@ -36,7 +36,7 @@ UNSUPPORTED_VARIANT_FIELDS: Mapping[str, str] = {
     "AcceleratorType": "AWS has ended Elastic Inference",
     "CoreDumpConfig": "a core dump contains requests",
     "EnableSSMAccess": "a shell in the container could change the verified model",
-    "InstancePools": "a benchmark holds for one instance type",
+    "InstancePools": "a benchmark is valid for one instance type only",
     "ManagedInstanceScaling": "it scales inference components; use `max_instances`",
     "VariantInstanceProvisionTimeoutInSeconds": "it belongs to `InstancePools`",
 }

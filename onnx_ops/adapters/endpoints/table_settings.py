@@ -30,7 +30,7 @@ class LeaseSettings:
     lease: Annotated[
         Literal["serve", "leave"],
         doc(
-            "What a replica does that could not read the store for 30 s: "
+            "What a replica does if it could not read the store for 30 s: "
             "`serve` the stable version, or `leave`: refuse requests."
         ),
     ] = "serve"
@@ -48,7 +48,7 @@ class ReplicaSettings(LeaseSettings):
         doc("Location of tables and models, which replicas read: s3://bucket/prefix or a folder."),
     ]
     reports: Annotated[
-        str, doc("Location of the reports, which replicas write; with separate rights.")
+        str, doc("Location of the reports, which replicas write; with separate permissions.")
     ]
     replicas: Annotated[int, Ge(1), Le(10_000), doc("Number of replicas that should run.")] = 1
     address: Annotated[str, doc("Address that clients call, such as that of a load balancer.")] = ""

@@ -95,7 +95,7 @@ def bind_call(
             f"{owner} has no input {unnamed[0]!r}",
             where=WHERE,
             why=f"it takes {_format_names(named)} by name, "
-            f"and other inputs only after these, in `*{variadic}`",
+            f"and further inputs only by position, in `*{variadic}`",
             remedy="Wrap the model in a model whose call names each input, and export the wrapper.",
         )
     check_names(inputs, named, required=required, owner=owner)

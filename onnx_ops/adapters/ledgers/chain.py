@@ -232,7 +232,7 @@ def follow(head: Head, stored: StoredEntry, keys: LedgerKeys | None) -> Head:
         what = (
             f"the entry does not follow entry {head.state.head}"
             if head.state.head
-            else "the entry is not the first"
+            else "the entry is not the first entry of a ledger"
         )
         why = (
             "one of the two entries was changed, or was written to a copy of the ledger"

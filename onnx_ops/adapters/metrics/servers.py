@@ -102,5 +102,5 @@ def _find_splits(counts: Sequence[Counts]) -> Mapping[int, set[str]]:
 
 
 def _no_token(where: str = "") -> ServiceUnavailableError:
-    remedy = "Set it to the content of the servers' file `token`."
+    remedy = "Set the variable to the content of the servers' file `token`."
     return ServiceUnavailableError(f"{VARIABLE} is not set", where=where, remedy=remedy)

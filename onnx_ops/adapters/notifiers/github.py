@@ -80,7 +80,7 @@ class GitHubNotifier(Notifier):
                 "there is no GitHub token for notifications",
                 where=str(self._file),
                 remedy=f"Put a token with write access to issues into {VARIABLES[0]}, "
-                "or into that file with mode 0600.",
+                "or into the file above with mode 0600.",
             ) from error
 
 

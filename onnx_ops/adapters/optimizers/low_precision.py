@@ -125,7 +125,8 @@ def _list_notes(
         node.name or node.output[0] for node in iterate_nodes(derived) if node.op_type in _PRODUCTS
     ]:
         yield (
-            "left in float, because they are excluded or have no constant matrix of their own: "
+            "left in float, because they are excluded or have no constant matrix "
+            "that only they use: "
             f"{', '.join(left)}"
         )
     if algorithm != "rtn":
@@ -212,7 +213,8 @@ class Fp16Optimizer(Optimizer):
             raise TooLargeError(
                 "the model has more than 2 GiB, the limit of the float16 converter",
                 where=f"variant {request.section.name}",
-                remedy="Convert the model before its export, such as with torch's model.half(), "
+                remedy="Convert the model before its export, for example "
+                "with torch's model.half(), "
                 "or use method: weight-only.",
             )
         source, model = read_model(request.source), read_model(request.source)

@@ -228,7 +228,7 @@ def _passes(passes: Mapping[str, Any]) -> Iterator[Any]:
         if isinstance(given, list | tuple) and len(given) != 1:
             raise UserError(
                 f"passes.{name} lists alternatives",
-                remedy="Keep one; only `method: auto` searches.",
+                remedy="Keep one of the alternatives; only `method: auto` searches.",
             )
         yield given[0] if isinstance(given, list | tuple) else given
 

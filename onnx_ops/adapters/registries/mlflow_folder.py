@@ -74,7 +74,9 @@ def validate_record(record: VariantRecord) -> None:
         remedy = "Export the model with its weights in the same folder."
         raise RefusedError(what, where=where, remedy=remedy)
     if set(record.files) != set(record.manifest.files):
-        raise DigestMismatchError("the manifest lists other files than the record", where=where)
+        raise DigestMismatchError(
+            "the files of the manifest differ from the files of the record", where=where
+        )
     for name, path in record.files.items():
         if digest_file(path) != record.manifest[name]:
             raise DigestMismatchError(

@@ -80,7 +80,7 @@ def test_user_in_attributes_gets_same_version_as_user_header(worker: Worker) -> 
 
 
 @pytest.mark.parametrize("name", ["blue", "green"])
-def test_pin_of_attributes_selects_deployment(worker: Worker, name: str) -> None:
+def test_pin_in_attributes_selects_deployment(worker: Worker, name: str) -> None:
     for user in USERS[:10]:
         text = f"user={quote(user)}; PIN={name}"
         assert invoke(worker, CustomAttributes=text)[1]["deployment"] == name
