@@ -85,7 +85,7 @@ HandOver = Annotated[
         "--hand-over",
         metavar="FOLDER",
         help="Write the results before the gates to a new folder, "
-        "for --take-over in a job that holds the key.",
+        "for --take-over in a job that has the key.",
         show_default=False,
     ),
 ]

@@ -104,7 +104,7 @@ class FileData:
         ),
     ]
     inputs: Annotated[Mapping[str, str], doc(INPUTS)] = field(default_factory=dict)
-    label: Annotated[str | None, doc("Name of the array or column that holds the labels.")] = None
+    label: Annotated[str | None, doc("Name of the array or column with the labels.")] = None
     group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=OMIT_DEFAULT)
     columns: Annotated[
         tuple[str, ...] | None,

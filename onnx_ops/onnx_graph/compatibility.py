@@ -195,7 +195,7 @@ def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
             raise DigestMismatchError(
                 f"the library of custom operators differs from that of {where}; it was not loaded",
                 where=str(path),
-                why=f"its digest is {digest}, the target declares {library.digest}",
+                why=f"its digest is {digest}, but the target declares {library.digest}",
                 remedy="Check who changed the library. If the change is intended, write its digest "
                 "into the target's file.",
             )

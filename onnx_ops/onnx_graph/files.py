@@ -449,7 +449,7 @@ def _find_external_file(name: str | None, folder: Path, tensor: str) -> Path:
         )
     if not os.path.isfile(path):
         # Unlike Path.is_file, this function does not raise an error for a name that is too long.
-        remedy = f"Copy {name} to this folder: the file holds the model's weights."
+        remedy = f"Copy {name} to this folder: the file contains the model's weights."
         raise NotFoundError(
             f"its external data {name!r} is missing", where=str(folder), remedy=remedy
         )
@@ -481,7 +481,7 @@ def _locate(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> Te
     start, stated = _number(entries, "offset", where), _number(entries, "length", where)
     size, wanted = os.path.getsize(path), _bytes_of(tensor)
     if stated is not None and wanted is not None and stated != wanted:
-        what = f"its external data has {stated} bytes, its shape needs {wanted}"
+        what = f"its external data has {stated} bytes, but its shape needs {wanted}"
         raise RefusedError(what, where=where, remedy=_AGAIN)
     begin = start or 0
     length = (

@@ -552,7 +552,7 @@ def fetch_files(context: Context, record: VersionRecord) -> str:
         manifest = context.registry().fetch(record, folder)
         if manifest.digest() != record.manifest:
             raise DigestMismatchError(
-                f"the registry holds {short_digest(manifest.digest())}, "
+                f"the registry contains {short_digest(manifest.digest())}, "
                 f"but {short_digest(record.manifest)} was registered",
                 where=f"{record.model}/{record.version}",
                 remedy="The version's artifact was changed after it was registered. "

@@ -260,8 +260,8 @@ def _find_structural_mismatches(
     mismatches = []
     if fixed_sizes := [f"{name} = {size}" for name, size in fixed.items() if name not in sizes]:
         why = (
-            f"B accepts only {', '.join(fixed_sizes)}, A accepts any size; "
-            "to compare only at that size: --dim"
+            f"B accepts only {', '.join(fixed_sizes)}, but A accepts any size; to compare only at "
+            "that size: --dim"
         )
         mismatches.append(make_mismatch("*", "sizes", why))
     if trees is not None and trees.changed:
@@ -457,7 +457,7 @@ def _measure_groups(
             )
             continue
         if isinstance(answer, MeasurementError):
-            text = f"B rejects these inputs, A does not: {explain_rejection(answer)}"
+            text = f"B rejects these inputs, but A does not: {explain_rejection(answer)}"
             measured.append(replace(make_mismatch("*", group.name, text), inside=group.inside))
             continue
         entries = _measure_outputs(
@@ -531,7 +531,7 @@ def _find_halved(expected: Tensors, answers: Tensors) -> list[ParityMeasurement]
 
     both = [(name, a, answers[name]) for name, a in expected.items() if name in answers]
     return [
-        make_mismatch(name, REAL, "B's answers are float16 numbers, those of A are not")
+        make_mismatch(name, REAL, "B's answers are float16 numbers, but A's are not")
         for name, a, b in both
         if a.dtype.name == b.dtype.name == "float32" and a.size and halved(b) and not halved(a)
     ]

@@ -157,7 +157,7 @@ def _measure_group(
         return
     if isinstance(answers, MeasurementError):
         yield make_mismatch(
-            "*", group, f"B rejects these inputs, A does not: {explain_rejection(answers)}"
+            "*", group, f"B rejects these inputs, but A does not: {explain_rejection(answers)}"
         )
         return
     double, single, onnx = _stack_runs(expected), _stack_runs(noisy), _stack_runs(answers)

@@ -142,12 +142,14 @@ def _read_array(
     kind, axis = read_dtype(spec), axes.get(spec.name)
     array = arrays[spec.name] if spec.shape else _read_scalar(spec, arrays[spec.name], where)
     if not _has_shape(spec, array, axis):
-        what = f"array {spec.name!r} has shape {array.shape}, the model takes {format_shape(spec)}"
+        what = (
+            f"array {spec.name!r} has shape {array.shape}, but the model takes {format_shape(spec)}"
+        )
         raise UserError(what, where=where)
     if kind.kind == "U" and array.dtype.kind in "USO":
         kind = array.dtype if array.dtype.kind == "O" else np.dtype(np.str_)
     elif kind.kind == "U" or not np.can_cast(array.dtype, kind, casting="same_kind"):
-        what = f"array {spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
+        what = f"array {spec.name!r} is of type {array.dtype}, but the model takes {spec.dtype}"
         raise UserError(what, where=where)
     rows = np.moveaxis(array, axis, 0) if axis else array
     # `ascontiguousarray` would convert a scalar to an array of one element.
@@ -179,7 +181,7 @@ def _read_scalar(spec: TensorSpec, array: Any, where: str) -> Any:
     if len(values) == 1:
         return values[0]
     raise UserError(
-        f"array {spec.name!r} has {len(values)} different values, the model takes a scalar",
+        f"array {spec.name!r} has {len(values)} different values, but the model takes a scalar",
         where=where,
         why="a scalar has no rows: one request has one value",
         remedy="Judge the rows of each value separately, or set one value: "
@@ -230,7 +232,7 @@ def _find_array_problems(spec: TensorSpec, array: Any, axis: int) -> Iterator[tu
         shape = " × ".join(
             "rows" if place == axis else str(size) for place, size in enumerate(array.shape)
         )
-        text = f"{spec.name!r} is of shape {shape}, the model takes {format_shape(spec)}"
+        text = f"{spec.name!r} is of shape {shape}, but the model takes {format_shape(spec)}"
         yield spec.name, text if spec.shape else f"{text}. Set its value under `values:`"
         return
     has_type = (
@@ -238,7 +240,7 @@ def _find_array_problems(spec: TensorSpec, array: Any, axis: int) -> Iterator[tu
     )
     if has_type:
         return
-    text = f"{spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
+    text = f"{spec.name!r} is of type {array.dtype}, but the model takes {spec.dtype}"
     are_numbers = array.dtype.kind in "biuf" and spec.dtype != "string"
     yield spec.name, f"{text}. Convert it: array.astype({spec.dtype!r})" if are_numbers else text
 

@@ -262,7 +262,7 @@ def test_sagemaker_guarded_or_serverless_endpoint_has_one_variant(
     assert site.invoke(name) == ("main", 3.0)
     site.apply(3, config, blue=100, green=0)
     assert site.invoke(name) == ("main", 2.0)
-    with pytest.raises(UserError, match="SageMaker shifts it"):
+    with pytest.raises(UserError, match="SageMaker itself shifts traffic"):
         site.apply(4, config, blue=50, green=50)
 
 

@@ -363,7 +363,7 @@ def test_cumulative_counts_are_compared_with_previous_counts(site: AnalysisSite)
         )
         result = site.service.add_counts(POSTED, counts)
     assert [each.canary.requests for each in result.state.intervals] == [110]
-    with pytest.raises(RefusedError, match="from the future"):
+    with pytest.raises(RefusedError, match="in the future"):
         site.service.add_counts(POSTED, make_counts((300, 0), at=now + 100))
 
 

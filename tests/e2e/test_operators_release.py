@@ -117,7 +117,7 @@ def test_custom_operators_are_released_and_restored_with_model(project: Project)
         tamper(library)
     refused = project.document("reconcile", "softsign", code=5)
     assert refused["error"] == "DigestMismatchError"
-    assert "the registry holds" in refused["what"]
+    assert "the registry contains" in refused["what"]
 
 
 def test_run_with_missing_or_tampered_operator_library_is_refused(project: Project) -> None:

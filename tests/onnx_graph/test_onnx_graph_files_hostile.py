@@ -134,9 +134,9 @@ WRONG_PLACES = {
     "far away": ([external(W, ("offset", FAR), ("length", "8"))], "beyond the end"),
     "sum that overflows": (
         [external(W, ("offset", FAR), ("length", FAR), size=1 << 61)],
-        "bytes, its shape needs",
+        "bytes, but its shape needs",
     ),
-    "enormous": ([external(W, ("length", FAR), size=1 << 61)], "bytes, its shape needs"),
+    "enormous": ([external(W, ("length", FAR), size=1 << 61)], "bytes, but its shape needs"),
     "enormous shape": ([external(W, size=1 << 61)], "beyond the end"),
     "negative offset": ([external(W, ("offset", "-8"))], "not a number"),
     "negative length": ([external(W, ("length", "-8"))], "not a number"),

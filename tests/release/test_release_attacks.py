@@ -525,8 +525,8 @@ REGISTRY: dict[Callable[[Site], None], str] = {
     renamed_into_another_model: "about another model, version or target",
     release_of_the_overridden: "rolled this release back",
     tags_of_the_overridden: "is FAIL",
-    identity_of_the_approved: "the registry holds",
-    replaced_artifact: "the registry holds",
+    identity_of_the_approved: "the registry contains",
+    replaced_artifact: "the registry contains",
     self_signed_override: "is FAIL",
     known_override_after_the_rollback: "rolled this release back",
 }

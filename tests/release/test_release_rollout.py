@@ -251,7 +251,7 @@ SPOILT = {
     "is FAIL": decided(verdict=Verdict.FAIL),
     "about another model, version or target": decided(model="faces"),
     "has changed since": decided(target_digest=digest_bytes(b"as it was")),
-    "the registry holds": tampered,
+    "the registry contains": tampered,
 }
 """One decision for each kind of reason.
 
@@ -279,7 +279,9 @@ def test_alias_on_unapproved_version_is_refused_and_restored(
     assert entry.body.restored_to == ("1" if alias == CHAMPION else None)
 
 
-@pytest.mark.parametrize("reason", [reason for reason in SPOILT if reason != "the registry holds"])
+@pytest.mark.parametrize(
+    "reason", [reason for reason in SPOILT if reason != "the registry contains"]
+)
 def test_promote_of_unapproved_version_raises_refused_error(scene: Scene, reason: str) -> None:
     version = scene.publish("b")
     scene.forge(version, **SPOILT[reason](scene, scene.record(version)))

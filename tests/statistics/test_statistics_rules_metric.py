@@ -259,7 +259,7 @@ def test_metric_gate_of_equal_answers_passes_with_zero_change() -> None:
 
 def test_metric_gate_with_grouped_rows_adds_advisory() -> None:
     scored = evidence(
-        entry("f1 macro", difference=interval(0.0, 0.001)), grouped=("the data holds 'patient'",)
+        entry("f1 macro", difference=interval(0.0, 0.001)), grouped=("the data has 'patient'",)
     )
     decision = judge([MetricGate(name="f1", max_drop=0.05)], scored)
     (result,) = (result for result in decision.results if result.metric == "f1 macro vs fp32")

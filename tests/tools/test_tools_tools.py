@@ -189,7 +189,7 @@ class TestProbing:
     def test_check_samples_with_different_values_for_scalar_raises_user_error(self) -> None:
         arrays = {"x": np.zeros((5, 4)), "rate": np.array([8000, 16000, 8000, 8000, 8000])}
         with pytest.raises(
-            UserError, match="array 'rate' has 2 different values, the model takes a scalar"
+            UserError, match="array 'rate' has 2 different values, but the model takes a scalar"
         ) as caught:
             check_samples(VOICE, arrays, where="rows.npz", limit=5)
         assert "--fix rate=VALUE" in caught.value.remedy

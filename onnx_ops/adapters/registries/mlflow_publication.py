@@ -353,7 +353,7 @@ class ReleasePublisher:
             if name.endswith(".html")
         ]
         link = f"\n\n{''.join(reports)}[Evidence run]({run})"
-        note = "\n\nCut here; the evidence holds the whole text."
+        note = "\n\nCut here; the evidence contains the whole text."
         text = record.description
         if len(text) + len(link) > DESCRIPTION_LIMIT:
             text = text[: DESCRIPTION_LIMIT - len(link) - len(note)] + note

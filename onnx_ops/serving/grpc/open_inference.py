@@ -344,7 +344,8 @@ def _encode_contents(tensor: Any) -> bytes:
     array = sent.astype(dtype)
     if not np.array_equal(array, sent, equal_nan=sent.dtype.kind == "f"):
         raise UserError(
-            f"tensor {shorten(tensor.name)} holds a number that is too large for {tensor.datatype}"
+            f"tensor {shorten(tensor.name)} contains a number that is too large for "
+            f"{tensor.datatype}"
         )
     return array.tobytes()
 

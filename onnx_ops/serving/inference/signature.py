@@ -227,4 +227,4 @@ def _check_nan(feed: Mapping[str, Array]) -> None:
     """Raise UserError if an input of floating-point type contains NaN."""
     for name, array in feed.items():
         if array.dtype.kind == "f" and np.isnan(array).any():
-            raise UserError(f"input {name!r} holds NaN, which the model does not support")
+            raise UserError(f"input {name!r} contains NaN, which the model does not support")

@@ -289,7 +289,7 @@ def parse_document(body: bytes) -> tuple[Any, bool]:
             containers = _count_letter(body, "[") + _count_letter(body, "{")
             if _count_letter(body, ",") > MAX_VALUES or containers > MAX_CONTAINERS:
                 raise TooLargeError(
-                    f"the body holds more than {MAX_VALUES} values or {MAX_CONTAINERS} lists",
+                    f"the body contains more than {MAX_VALUES} values or {MAX_CONTAINERS} lists",
                     remedy="Send large tensors in the binary form.",
                 )
         document = _parse_lazily(body)
@@ -555,14 +555,14 @@ class TensorReader:
             raise self.error(f": shape {list(shape)} needs {count} elements, not {len(flat)}")
         if unexpected := set(map(type, flat)) - self.elements:
             names = ", ".join(sorted(_JSON_NAMES.get(t, t.__name__) for t in unexpected))
-            raise self.error(f" of {self.datatype} holds {names}")
+            raise self.error(f" of {self.datatype} contains {names}")
         if self.spec.dtype == "string":
             return _build_text_array(flat, shape)
         try:
             with np.errstate(over="raise"):
                 return np.array(flat, dtype=self.dtype).reshape(shape)
         except (OverflowError, FloatingPointError) as error:
-            raise self.error(f" holds a number that is too large for {self.datatype}") from error
+            raise self.error(f" contains a number that is too large for {self.datatype}") from error
 
     def _flatten(self, shape: tuple[int, ...], data: object) -> list[Any]:
         """Return the elements of nested lists, which must fit the shape.
@@ -674,7 +674,9 @@ class TensorReader:
                 return value
             raise ValueError(text)
         except (ValueError, KeyError) as error:
-            raise self.error(f" of {self.datatype} holds {shorten(text)} in row {row}") from error
+            raise self.error(
+                f" of {self.datatype} contains {shorten(text)} in row {row}"
+            ) from error
 
     def fill_missing(self, data: Any) -> Any:
         """Replace null in the rows of a table by NaN, for an input of floating-point type."""
@@ -693,7 +695,7 @@ class TensorReader:
             value = item[0] if type(item) is list and len(item) == 1 else item
             if type(value) is not list and type(value) not in self.elements:
                 name = _JSON_NAMES.get(type(value), "another type")
-                raise self.error(f" of {self.datatype} holds {name} in row {row}")
+                raise self.error(f" of {self.datatype} contains {name} in row {row}")
 
 
 def _fill_row(row: list[Any]) -> list[Any]:
