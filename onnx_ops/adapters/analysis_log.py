@@ -3,7 +3,15 @@
 Each entry is one object, which is created only if its name is free. If two instances append at the
 same time, one of them fails, reads the entry of the other, and decides again. An instance that is
 killed leaves either a whole entry or none. A checkpoint saves reads of entries; it holds the fold
-of the entries before it, and is not needed.
+of the entries before it.
+
+A rollout is deleted in three steps, each of which can be repeated by any instance:
+
+1. An entry `RolloutForgotten` ends the attempt. Nothing before it has an effect any more.
+2. A checkpoint after that entry is written, and the entries before it are deleted. The numbers
+   continue, so an instance with an earlier state finds the entry, or starts after it.
+3. Much later, that entry and the checkpoint are deleted too. By then, no instance uses a state in
+   memory that is as old, so all of them start again at 1.
 """
 
 from __future__ import annotations
@@ -16,14 +24,19 @@ from collections.abc import Iterator
 
 from onnx_ops import codec
 from onnx_ops.adapters.files import ObjectStore
+from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.rollout_analysis import (
     AnalysisEntry,
+    AnalysisStarted,
     AnalysisState,
     EntryBody,
+    RolloutForgotten,
     RolloutKey,
     apply_entry,
 )
+from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import ConflictError, CorruptStateError, OnnxOpsError
+from onnx_ops.ports import Clock
 
 _log = logging.getLogger(__name__)
 
@@ -32,14 +45,21 @@ CHECKPOINT_EVERY = 64
 """Number of entries from one checkpoint to the next."""
 MAX_CACHED = 512
 """Maximum number of states in memory."""
+CACHED_S = DAY / 2
+"""Longest age of a state in memory, in seconds.
+
+Entries are deleted a day or more after the last one. So a state that is younger than half a day
+precedes only entries that are still there, even if the clocks of two machines differ by hours.
+"""
 _NAME = re.compile(r"\d{8}\.json")
 
 
 class AnalysisLog:
     """Entries and states of rollouts in an object store."""
 
-    def __init__(self, objects: ObjectStore) -> None:
+    def __init__(self, objects: ObjectStore, clock: Clock | None = None) -> None:
         self._objects = objects
+        self._clock = SystemClock() if clock is None else clock
         self._states: OrderedDict[RolloutKey, AnalysisState] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -54,15 +74,55 @@ class AnalysisLog:
         Raises:
             CorruptStateError: an entry is missing or unreadable.
         """
-        with self._lock:
-            known = self._states.get(key)
-        state = known or self._read_checkpoint(key) or AnalysisState(key=key)
-        while (data := self._objects.read(_format_name(key, state.head + 1))) is not None:
-            state = apply_entry(state, _decode(data, key, state.head + 1))
-        if known is None:
-            self._require_whole(key, state.head)
+        known = self._recall(key)
+        state = self._follow(known or self._read_checkpoint(key) or AnalysisState(key=key))
+        while known is None and (later := self._list_sequences(key, after=state.head)):
+            head = state.head
+            state = self._cross_gap(state, later[0])
+            if state.head == head:  # another instance has deleted the entries since
+                break
         self._remember(state)
         return state
+
+    def _recall(self, key: RolloutKey) -> AnalysisState | None:
+        """Return the state in memory, which is removed from there if it is too old."""
+        with self._lock:
+            known = self._states.get(key)
+            if known is not None and self._clock.now() - known.changed_at > CACHED_S:
+                del self._states[key]
+                return None
+        return known
+
+    def _follow(self, state: AnalysisState) -> AnalysisState:
+        """Return the state after the entries that follow without a gap."""
+        key = state.key
+        while (data := self._objects.read(_format_name(key, state.head + 1))) is not None:
+            state = apply_entry(state, _decode(data, key, state.head + 1))
+        return state
+
+    def _cross_gap(self, state: AnalysisState, sequence: int) -> AnalysisState:
+        """Return the state after a later entry, if the entries between are not needed.
+
+        Raises:
+            CorruptStateError: the entry depends on missing entries.
+        """
+        key = state.key
+        if sequence == state.head + 1:  # another instance has appended it since
+            return self._follow(state)
+        saved = self._read_checkpoint(key)
+        if saved is not None and saved.head > state.head:  # the entries before it are deleted
+            return self._follow(saved)
+        data = self._objects.read(_format_name(key, sequence))
+        if data is None:
+            return state
+        entry = _decode(data, key, sequence)
+        if not isinstance(entry.body, AnalysisStarted | RolloutForgotten):
+            raise CorruptStateError(
+                "the entry is missing",
+                where=_format_name(key, state.head + 1),
+                remedy="Restore the object from a backup.",
+            )
+        return self._follow(apply_entry(state, entry))
 
     def append(self, state: AnalysisState, body: EntryBody, at: float) -> AnalysisState:
         """Append the entry that follows a state, and return the new state.
@@ -81,11 +141,67 @@ class AnalysisLog:
 
     def list_states(self) -> Iterator[AnalysisState]:
         """Yield the states of all rollouts, by analysis."""
+        for key in self.list_keys():
+            yield self.read(key)
+
+    def list_keys(self, *, skip_corrupt: bool = False) -> Iterator[RolloutKey]:
+        """Yield the keys of all rollouts, by analysis.
+
+        Raises:
+            CorruptStateError: an entry is unreadable, unless `skip_corrupt`.
+        """
         for analysis in self._objects.list_names(""):
             for folder in self._objects.list_names(analysis):
-                data = self._objects.read(f"{analysis}/{folder}/00000001.json")
-                if data is not None:
-                    yield self.read(codec.loads(data, AnalysisEntry).key)
+                try:
+                    key = self._find_key(f"{analysis}/{folder}")
+                except CorruptStateError as error:
+                    if not skip_corrupt:
+                        raise
+                    _log.warning("a rollout is skipped: %s", error)
+                    continue
+                if key is not None:
+                    yield key
+
+    def _find_key(self, folder: str) -> RolloutKey | None:
+        """Return the key in the first object of a folder; None without objects."""
+        names = self._objects.list_names(folder)
+        for name in filter(_NAME.fullmatch, names):
+            if (data := self._objects.read(f"{folder}/{name}")) is not None:
+                return codec.loads(data, AnalysisEntry).key
+        # An instance was killed when only the checkpoint was left to delete.
+        data = self._objects.read(f"{folder}/{_CHECKPOINT}") if _CHECKPOINT in names else None
+        return None if data is None else codec.loads(data, AnalysisState).key
+
+    def delete_old(self, key: RolloutKey, keep_s: float, why: str) -> bool:
+        """Delete what is not needed of a rollout; return whether its attempt was ended for that.
+
+        An attempt whose last entry is older than `keep_s` is ended with the reason `why`. After
+        another `keep_s`, no object is left.
+
+        Raises:
+            ConflictError: another instance appended an entry.
+            CorruptStateError: an entry is missing or unreadable.
+        """
+        state, now = self.read(key), self._clock.now()
+        is_ended = state.policy is not None and state.is_over(now, keep_s)
+        if is_ended:
+            state = self.append(state, RolloutForgotten(why=why), now)
+        if state.policy is None:
+            self._delete_before(state)
+            if not is_ended and state.is_over(now, keep_s):
+                self._objects.delete(_format_name(key, state.head))
+                self._objects.delete(f"{key.folder}/{_CHECKPOINT}")
+        return is_ended
+
+    def _delete_before(self, state: AnalysisState) -> None:
+        """Delete the entries before the last one, which has ended the attempt."""
+        old = [each for each in self._list_sequences(state.key) if each < state.head]
+        if not old:
+            return
+        # Without the checkpoint, a reader would miss the first entries while they are deleted.
+        self._objects.write(f"{state.key.folder}/{_CHECKPOINT}", codec.dumps(state))
+        for sequence in old:
+            self._objects.delete(_format_name(state.key, sequence))
 
     def _remember(self, state: AnalysisState) -> None:
         with self._lock:
@@ -113,17 +229,10 @@ class AnalysisLog:
         except (OnnxOpsError, OSError) as error:
             _log.warning("a checkpoint could not be written: %s", error)
 
-    def _require_whole(self, key: RolloutKey, head: int) -> None:
-        """Raise CorruptStateError if there is an entry after a missing one."""
-        names = [name for name in self._objects.list_names(key.folder) if _NAME.fullmatch(name)]
-        # Another instance can append while the names are listed; then the next entry exists.
-        following = f"{head + 1:08d}.json"
-        if max(names, default="") > following and following not in names:
-            raise CorruptStateError(
-                "the entry is missing",
-                where=_format_name(key, head + 1),
-                remedy="Restore the object from a backup.",
-            )
+    def _list_sequences(self, key: RolloutKey, after: int = 0) -> list[int]:
+        """Return the numbers of the entries after one, sorted."""
+        names = filter(_NAME.fullmatch, self._objects.list_names(key.folder))
+        return [each for each in sorted(int(name[:8]) for name in names) if each > after]
 
 
 def _format_name(key: RolloutKey, sequence: int) -> str:

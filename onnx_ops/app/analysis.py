@@ -7,6 +7,7 @@ number of instances can share the recorded state.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -37,8 +38,10 @@ from onnx_ops.domain.rollout_observations import (
     ObservationInterval,
     RequestCounts,
 )
+from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import (
     ConflictError,
+    CorruptStateError,
     InfrastructureError,
     NotFoundError,
     OnnxOpsError,
@@ -48,6 +51,8 @@ from onnx_ops.errors import (
 from onnx_ops.ports import Clock
 from onnx_ops.statistics.rollout.guardrails import fix_thresholds
 from onnx_ops.statistics.rollout.verdict import is_share_changed, judge_state
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -161,10 +166,15 @@ class AnalysisService:
     def show(self, key: RolloutKey) -> AnalysisAnswer:
         """Return the verdict of a started rollout; read counts first if they are due.
 
+        A rollout that was deleted because of its age is inconclusive.
+
         Raises:
             NotFoundError: the rollout was not started, or is forgotten.
         """
         self.get_settings(key.analysis)
+        state = self._log.read(key)
+        if state.deleted:
+            return _hold(state, state.deleted)
         state = self._require_started(key)
         if key.analysis not in self._counters:
             return self._answer(state)
@@ -213,6 +223,33 @@ class AnalysisService:
             return True
 
         return self._repeat(key, forget)
+
+    def delete_old(self, should_stop: Callable[[], bool] = lambda: False) -> int:
+        """Delete rollouts that had no counts for `keep`; return how many attempts were ended.
+
+        Faults are logged; the next call continues.
+        """
+        keep_s = self._config.keep
+        why = f"the rollout was deleted, {keep_s / DAY:g} days after its last counts"
+        ended = 0
+        try:
+            for key in self._log.list_keys(skip_corrupt=True):
+                if should_stop():
+                    break
+                ended += self._delete_old(key, keep_s, why)
+        except OnnxOpsError as error:
+            _log.warning("old rollouts are not deleted: %s", error)
+        return ended
+
+    def _delete_old(self, key: RolloutKey, keep_s: float, why: str) -> bool:
+        try:
+            with self._locks[hash(key) % _LOCKS]:
+                return self._log.delete_old(key, keep_s, why)
+        except ConflictError:  # the rollout is in use again, or another instance deletes it
+            return False
+        except CorruptStateError as error:
+            _log.warning("a rollout is not deleted: %s", error)
+            return False
 
     def _guard(self, key: RolloutKey, observe: Callable[[], AnalysisAnswer]) -> AnalysisAnswer:
         """Return the result, or `inconclusive` if the state cannot be read or recorded."""
@@ -431,5 +468,5 @@ def make_service(config: AnalysisServiceConfig, folder: Path, clock: Clock) -> A
         for name, settings in config.analyses.items()
         if settings.prometheus is not None
     }
-    log = AnalysisLog(open_objects(find_state(config, folder), deadline_s=STORE_S))
+    log = AnalysisLog(open_objects(find_state(config, folder), deadline_s=STORE_S), clock)
     return AnalysisService(config, log, clock, counters)

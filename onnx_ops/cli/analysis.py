@@ -15,6 +15,9 @@ from onnx_ops.cli.common import AsJson, add_command, make_group, print_line, pri
 from onnx_ops.errors import UserError
 from onnx_ops.plugins import require
 
+DELETE_EVERY_S = 6 * 3600.0
+"""Seconds from one search for old rollouts to the next."""
+
 analysis = make_group(
     "analysis",
     "Judge rollouts that Argo Rollouts, Flagger or a script move.",
@@ -61,7 +64,7 @@ def analysis_serve(
         what = f"{listen or config.listen!r} is not HOST:PORT"
         raise UserError(what, where="--listen" if listen else str(file), remedy=remedy)
     token_file = None if config.token_file is None else file.parent / config.token_file
-    routes = AnalysisRoutes(make_service(config, file.parent, SystemClock()))
+    service = make_service(config, file.parent, SystemClock())
     stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -73,10 +76,12 @@ def analysis_serve(
         host.strip("[]"),
         int(port),
         token=read_analysis_token(token_file, os.environ),
-        handle=routes.handle,
+        handle=AnalysisRoutes(service).handle,
     ) as server:
         print_line(f"{server.url}: {len(config.analyses)} analyses, state in {config.state}")
-        stopped.wait()
+        while not stopped.is_set():
+            service.delete_old(stopped.is_set)
+            stopped.wait(DELETE_EVERY_S)
 
 
 @add_command(analysis, "status")

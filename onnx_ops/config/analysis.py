@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from annotated_types import Le, MinLen, doc
+from annotated_types import Ge, Le, MinLen, doc
 
 from onnx_ops.config.binding import bind, bind_document
 from onnx_ops.config.document import Document, Issue, Loc
 from onnx_ops.config.substitution import read_document
 from onnx_ops.domain.quantities import Json, Name, Pattern, Seconds
 from onnx_ops.domain.rollout_analysis import AnalysisPolicy
+from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import ConfigError, UserError
 
 MetricName = Annotated[str, Pattern("[a-zA-Z_:][a-zA-Z0-9_:]*", "the name of a metric")]
@@ -112,6 +113,11 @@ class AnalysisServiceConfig:
             "instead of the environment variable ONNX_OPS_ANALYSIS_TOKEN."
         ),
     ] = None
+    keep: Annotated[
+        Seconds,
+        Ge(DAY),
+        doc("Time after the last recorded counts of a rollout, after which it is deleted."),
+    ] = 30 * DAY
     analyses: Annotated[Mapping[Name, AnalysisSettings], MinLen(1), doc("Analyses by name.")]
 
 

@@ -195,9 +195,13 @@ class TrafficOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutForgotten:
-    """The end of an attempt on request of a client."""
+    """The end of an attempt, after which nothing of it is used.
+
+    `why` is empty if a client requested it. Otherwise, it explains why the rollout was deleted.
+    """
 
     kind: Literal["forgotten"] = "forgotten"
+    why: str = ""
 
 
 EntryBody: TypeAlias = AnalysisStarted | CountsRecorded | TrafficOpened | RolloutForgotten
@@ -217,13 +221,16 @@ class AnalysisEntry:
 class AnalysisState:
     """State of a rollout after a number of entries.
 
-    `head` is the sequence number of the last entry. An attempt is in progress if `policy` is not
-    None. `ids` maps the counts that a client sent to their digests. `left_out` is the number of
-    intervals that were left out, and `left_out_reason` why the last of them was.
+    `head` is the sequence number of the last entry, and `changed_at` its time. An attempt is in
+    progress if `policy` is not None. `deleted` is why the last attempt was deleted, if it was.
+    `ids` maps the counts that a client sent to their digests. `left_out` is the number of intervals
+    that were left out, and `left_out_reason` why the last of them was.
     """
 
     key: RolloutKey
     head: int = 0
+    changed_at: float = 0.0
+    deleted: str = ""
     stable: str = ""
     canary: str = ""
     policy: AnalysisPolicy | None = None
@@ -262,22 +269,33 @@ class AnalysisState:
             and now - max(self.recorded_at, self.started_at) > self.policy.max_duration
         )
 
+    def is_over(self, now: float, keep_s: float) -> bool:
+        """Return whether the last entry is older than `keep_s`, and no attempt can be in progress.
+
+        An attempt that can still get a verdict adds an entry within its `max_duration`.
+        """
+        longest_s = 0.0 if self.policy is None else self.policy.max_duration
+        return now - self.changed_at > max(keep_s, longest_s)
+
 
 def apply_entry(state: AnalysisState, entry: AnalysisEntry) -> AnalysisState:
     """Return the state after one more entry."""
-    head = replace(state, head=entry.sequence)
+    head = replace(state, head=entry.sequence, changed_at=entry.at)
     match entry.body:
         case AnalysisStarted(stable=stable, canary=canary, policy=policy):
             return AnalysisState(
                 key=state.key,
                 head=entry.sequence,
+                changed_at=entry.at,
                 stable=stable,
                 canary=canary,
                 policy=policy,
                 started_at=entry.at,
             )
-        case RolloutForgotten():
-            return AnalysisState(key=state.key, head=entry.sequence)
+        case RolloutForgotten(why=why):
+            return AnalysisState(
+                key=state.key, head=entry.sequence, changed_at=entry.at, deleted=why
+            )
         case TrafficOpened():
             return replace(head, opened_at=entry.at)
         case CountsRecorded():

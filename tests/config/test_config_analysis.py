@@ -29,6 +29,13 @@ analyses:
 """
 
 
+SHORT = """\
+state: state
+analyses:
+  posted: {guardrails: [errors]}
+"""
+
+
 def read_problems(tmp_path: Path, text: str) -> list[tuple[int, str, str]]:
     path = tmp_path / "analysis.yaml"
     path.write_text(text)
@@ -83,3 +90,13 @@ def test_policy_of_client_replaces_only_its_keys() -> None:
     assert policy == AnalysisPolicy(min_requests=(50,), max_duration=100.0)
     with pytest.raises(UserError, match=r"policy\.guardrail: unknown key|unknown key 'guardrail'"):
         bind_policy({"guardrail": []}, defaults)
+
+
+def test_rollouts_are_kept_for_a_day_or_longer(tmp_path: Path) -> None:
+    path = tmp_path / "analysis.yaml"
+    path.write_text(SHORT)
+    assert load_analysis_config(path).keep == 30 * 86_400.0
+    path.write_text(f"keep: 7d\n{SHORT}")
+    assert load_analysis_config(path).keep == 7 * 86_400.0
+    (problem,) = read_problems(tmp_path, f"keep: 23h\n{SHORT}")
+    assert problem[:2] == (1, "keep")
