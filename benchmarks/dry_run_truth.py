@@ -118,7 +118,7 @@ def open_scene(name: str, folder: Path) -> Iterator[ProviderScene]:
     """Yield a scene of a provider, with its cloud if it has one."""
     with ExitStack() as stack:
         provider: EndpointProvider
-        settings: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if name == "memory":
             provider = FakeProvider()
         elif name == "local":
@@ -133,19 +133,19 @@ def open_scene(name: str, folder: Path) -> Iterator[ProviderScene]:
             (folder / "cloud").mkdir()
             fake = stack.enter_context(fake_sagemaker(folder / "cloud"))
             os.environ.update(fake.environment)
-            provider, settings = SageMakerEndpoints(), {**SETTINGS, "strategy": "ab"}
+            provider, options = SageMakerEndpoints(), {**SETTINGS, "strategy": "ab"}
         else:
             cloud = stack.enter_context(AzureCloud(folder / "cloud"))
             stack.enter_context(inside(cloud))
             provider = AzureEndpoints(folder / "endpoints", policy=POLICY)
-            settings = dict(cloud.settings)
+            options = dict(cloud.options)
         configs = {}
         for endpoint in ENDPOINTS:
-            given = dict(settings)
+            given = dict(options)
             if name == "replicas":
                 stack.enter_context(start_replica(folder, endpoint))
                 given |= {key: str(folder / endpoint / key) for key in ("control", "reports")}
-            configs[endpoint] = replace(config_of(endpoint), provider=name, settings=given)
+            configs[endpoint] = replace(config_of(endpoint), provider=name, options=given)
         scene = ProviderScene(provider=provider, configs=configs, folder=folder)
         for _ in range(RECENT):
             scene.publish_next()

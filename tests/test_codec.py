@@ -75,7 +75,7 @@ for kind, strategy in (
     (EndpointState, states()),
     (
         EndpointConfig,
-        st.builds(EndpointConfig, settings=st.dictionaries(text, json_values, max_size=2)),
+        st.builds(EndpointConfig, options=st.dictionaries(text, json_values, max_size=2)),
     ),
     (TargetGate, st.sampled_from(list(TargetGate.members().values())).flatmap(st.from_type)),
     (float, numbers),

@@ -230,7 +230,7 @@ def _signed(made: Publication, signer: Signer) -> Publication:
     return replace(made, variants=tuple(variants))
 
 
-def config_of(endpoint: str, provider: str, settings: Mapping[str, Json]) -> EndpointConfig:
+def config_of(endpoint: str, provider: str, options: Mapping[str, Json]) -> EndpointConfig:
     return EndpointConfig(
         endpoint=endpoint,
         provider=provider,
@@ -238,7 +238,7 @@ def config_of(endpoint: str, provider: str, settings: Mapping[str, Json]) -> End
         target=TARGET,
         target_digest=digest_bytes(TARGET.encode()),
         pipeline="p",
-        settings=settings,
+        options=options,
     )
 
 

@@ -100,12 +100,12 @@ class Replicas(Site):
     def place(self, endpoint: str, fault: str = "") -> Place:
         count = self.faults[fault].replicas if fault else 1
         url = f"{self._url}/{endpoint}" if self._port else str(self._mounts / endpoint / OPERATOR)
-        settings: dict[str, Json] = {
+        options: dict[str, Json] = {
             "control": f"{url}/control",
             "reports": f"{url}/reports",
             "replicas": count,
         }
-        config = config_of(endpoint, "replicas", settings)
+        config = config_of(endpoint, "replicas", options)
         return Place(root=self.root, shared=self.root, config=config, environment=self.environment)
 
     @contextmanager

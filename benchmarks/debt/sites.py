@@ -26,7 +26,7 @@ from onnx_ops.adapters.endpoints.azureml_plan import build_azure_name
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.local_server import LocalServer
 from onnx_ops.adapters.endpoints.sagemaker_layout import build_archive_key
-from onnx_ops.adapters.endpoints.sagemaker_settings import read_sagemaker_settings
+from onnx_ops.adapters.endpoints.sagemaker_options import read_sagemaker_options
 from onnx_ops.app.context import open_project
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MeasurementError
@@ -96,7 +96,7 @@ class Site(ABC):
     name: str
     faults: Mapping[str, Fault]
     environment: Mapping[str, str]
-    settings: Mapping[str, Json]
+    options: Mapping[str, Json]
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -104,7 +104,7 @@ class Site(ABC):
     def place(self, endpoint: str, fault: str = "") -> Place:
         """Return an endpoint that will meet this fault."""
         del fault
-        config = config_of(endpoint, self.name, self.settings)
+        config = config_of(endpoint, self.name, self.options)
         return Place(root=self.root, shared=self.root, config=config, environment=self.environment)
 
     @abstractmethod
@@ -192,7 +192,7 @@ class Local(Site):
 
     name = "local"
     environment: Mapping[str, str] = {}
-    settings: Mapping[str, Json] = {}
+    options: Mapping[str, Json] = {}
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -303,7 +303,7 @@ class SageMaker(Site):
         super().__init__(root)
         self._fake = fake
         self.environment = fake.environment
-        self.settings = {**SETTINGS, "timeout": "20 s"}
+        self.options = {**SETTINGS, "timeout": "20 s"}
         quota = "The account-level service limit 'ml.c6i.large for endpoint usage' is 4 Instances."
         capacity = (
             "Unable to provision requested ML compute capacity due to "
@@ -361,7 +361,7 @@ class SageMaker(Site):
         return apply
 
     def _drop_archive(self, place: Place) -> None:
-        prefix = read_sagemaker_settings(self.settings).prefix
+        prefix = read_sagemaker_options(self.options).prefix
         key = build_archive_key(prefix, place.config.endpoint, place.version("1"))
         client(self._fake, "s3").delete_object(Bucket=BUCKET, Key=key)
 
@@ -373,7 +373,7 @@ class AzureMl(Site):
         super().__init__(root)
         self._cloud = cloud
         self.environment = cloud.environment
-        self.settings = cloud.settings
+        self.options = cloud.options
         self.faults = {
             "credentials expired": Fault(apply=self._answers("expired")),
             "409": Fault(apply=self._answers("conflict", writes=True)),
@@ -393,7 +393,7 @@ class AzureMl(Site):
 
     def route(self, place: Place) -> Route:
         name = place.config.endpoint
-        url = f"{str(self.settings['blob_url']).removesuffix('/blobs')}/score/{name}/invocations"
+        url = f"{str(self.options['blob_url']).removesuffix('/blobs')}/score/{name}/invocations"
         headers = {"authorization": f"Bearer {self._cloud.control.keys[name]}"}
         tls = ssl.create_default_context(cafile=self.environment["SSL_CERT_FILE"])
         return Route(url=url, headers=headers, named_by="azureml-model-deployment", tls=tls)

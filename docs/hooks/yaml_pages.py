@@ -25,7 +25,8 @@ Every key of `configs/pipelines/*.yaml`. This page is generated from the schema 
 `onnx-ops check` validates it. The examples are taken from tested files.
 
 Percentages, times and sizes have units: `5%`, `5 ms`, `24h`, `2 MB`. Paths and names may contain `${env:NAME}`, which
-is replaced by the environment variable, if the [settings](../settings.md#what-a-pipeline-file-may-reach) allow it.
+is replaced by the environment variable, if the [settings](../settings.md#what-a-pipeline-file-may-reach) allow it. A
+section that names a plugin holds [the options of the plugin](../ports.md#options-in-files) under `options`.
 """  # noqa: E501
 TARGET_HEAD = """# The target file
 
@@ -81,10 +82,8 @@ EXAMPLES: Mapping[str, Any] = {
     "step_timeout": "12 h",
     "strategy": "canary",
     "timeout": "10 min",
-    "use": "warehouse",
     "values": {"sr": 16000},
     "variants": ["fast"],
-    "with": {"table": "prices"},
 }
 """Examples of keys that occur in no file or page and have none in the schema."""
 

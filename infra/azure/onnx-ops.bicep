@@ -151,7 +151,7 @@ resource operator 'Microsoft.ManagedIdentity/userAssignedIdentities@2023-01-31' 
   location: location
 }
 
-// The endpoints' own identity; the setting `identity`.
+// The endpoints' own identity; the option `identity`.
 resource serving 'Microsoft.ManagedIdentity/userAssignedIdentities@2023-01-31' = {
   name: '${prefix}-serving'
   location: location

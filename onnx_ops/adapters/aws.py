@@ -14,7 +14,7 @@ from annotated_types import Ge, Le, Unit
 
 from onnx_ops.adapters.host import machine_vendor
 from onnx_ops.adapters.retry import retry
-from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.binding import bind_options
 from onnx_ops.domain.artifact import digest_bytes, hex_digits
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import (
@@ -91,21 +91,21 @@ _IDENTITY_SETTINGS = (
 )
 
 
-# Slots would break settings classes that inherit from two bases.
+# Slots would break options classes that inherit from two bases.
 @dataclass(frozen=True, kw_only=True)
 class AwsAccess:
-    """Settings that select account and region; boto3 determines the empty settings."""
+    """Options that select account and region; boto3 determines the empty options."""
 
     region: str = ""
     profile: str = ""
     api_timeout: Annotated[float, Unit("s"), Ge(0.1), Le(600)] = API_TIMEOUT_S
 
 
-def read_access(*settings: Mapping[str, Json], where: str = "") -> AwsAccess:
-    """Return the AWS access in mappings of settings; later mappings take precedence."""
+def read_access(*options: Mapping[str, Json], where: str = "") -> AwsAccess:
+    """Return the AWS access in mappings of options; later mappings take precedence."""
     names = [f.name for f in fields(AwsAccess)]
-    given = {name: each[name] for each in settings for name in names if name in each}
-    return bind_settings(given, AwsAccess, where=where)
+    given = {name: each[name] for each in options for name in names if name in each}
+    return bind_options(given, AwsAccess, where=where)
 
 
 def make_clients(access: AwsAccess, *, where: str = "") -> Clients:
@@ -281,5 +281,5 @@ def _no_credentials(where: str, why: str = "") -> UserError:
 
 
 def _no_region(where: str) -> UserError:
-    remedy = "Set `region` in the endpoint's settings, or AWS_DEFAULT_REGION."
+    remedy = "Set `region` in the endpoint's options, or AWS_DEFAULT_REGION."
     return UserError("no AWS region is set", where=where, remedy=remedy)

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from onnx_ops.adapters.host import machine_vendor
 from onnx_ops.adapters.http_json import TIMEOUT_S, request_json, require_https
-from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.binding import bind_options
 from onnx_ops.domain.quantities import Json, Pattern
 from onnx_ops.errors import (
     OnnxOpsError,
@@ -86,20 +86,20 @@ class Workspace:
         )
 
 
-def read_workspace(settings: Mapping[str, Json], *, where: str = "") -> Workspace:
-    """Return the workspace that an endpoint's settings name."""
-    given = {f.name: settings[f.name] for f in fields(Workspace) if f.name in settings}
-    return bind_settings(
+def read_workspace(options: Mapping[str, Json], *, where: str = "") -> Workspace:
+    """Return the workspace that an endpoint's options name."""
+    given = {f.name: options[f.name] for f in fields(Workspace) if f.name in options}
+    return bind_options(
         given,
         Workspace,
         where=where,
-        remedy="Add the missing keys to the endpoint's settings, such as workspace: NAME.",
+        remedy="Add the missing keys to the endpoint's options, such as workspace: NAME.",
     )
 
 
-def read_endpoint_name(endpoint: str, settings: Mapping[str, Json]) -> str:
-    """Return an endpoint's name in Azure: the setting `name`, else `endpoint`."""
-    name = settings.get("name", endpoint)
+def read_endpoint_name(endpoint: str, options: Mapping[str, Json]) -> str:
+    """Return an endpoint's name in Azure: the option `name`, else `endpoint`."""
+    name = options.get("name", endpoint)
     if isinstance(name, str) and re.fullmatch(_ENDPOINT.regex, name):
         return name
     raise UserError(

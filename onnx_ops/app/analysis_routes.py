@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from onnx_ops import codec
 from onnx_ops.app.analysis import AnalysisAnswer, AnalysisService, ClientCounts
 from onnx_ops.config.analysis import bind_policy
-from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.binding import bind_options
 from onnx_ops.domain.artifact import digest_json
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout_analysis import AnalysisVerdict, RolloutKey, make_document
@@ -225,7 +225,7 @@ def _reply(answer: AnalysisAnswer) -> AnalysisReply:
 
 
 def _bind(document: dict[str, Json], kind: type[T]) -> T:
-    return bind_settings(document, kind, where="body")
+    return bind_options(document, kind, where="body")
 
 
 def _parse_counts(body: bytes) -> ClientCounts:

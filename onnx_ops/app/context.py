@@ -247,11 +247,9 @@ def _once(make: Callable[[], T]) -> Callable[[], T]:
 
 def _metrics(config: EndpointConfig, provider: Callable[[str], EndpointProvider]) -> MetricsSource:
     """Return the source that the endpoint names, or its provider's default."""
-    settings = dict(config.metrics)
-    name = settings.pop("source", None)
-    if name is None:
-        return provider(config.provider).metrics(config.settings)
-    source: MetricsSource = plugins.load("metrics", str(name), settings)
+    if config.metrics is None:
+        return provider(config.provider).metrics(config.options)
+    source: MetricsSource = plugins.load("metrics", config.metrics.source, config.metrics.options)
     return source
 
 
@@ -317,11 +315,10 @@ def _verifier(settings: Settings) -> Verifier:
 
 
 def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
-    """Return notifiers by name in the settings, such as `github:owner/repository`."""
-    named = {name: name.partition(":") for name in settings.notifiers}
+    """Return the notifiers of the settings by label, such as `github(repository=acme/models)`."""
     notifiers = {
-        name: plugins.load("notifiers", kind, place, settings.state)
-        for name, (kind, _, place) in named.items()
+        entry.label: plugins.load("notifiers", entry.notifier, entry.options, settings.state)
+        for entry in settings.notify
     }
     for name, notifier in notifiers.items():
         plugins.require(*plugins.tools(notifier), where=f"notifier {name}")

@@ -33,7 +33,7 @@ from onnx_ops.adapters.files import LocalObjects, ObjectStore, open_objects
 from onnx_ops.adapters.replica_files import download_model
 from onnx_ops.adapters.store import ModelFolders
 from onnx_ops.attestation import TrustedKeys
-from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.binding import bind_options
 from onnx_ops.config.server_options import list_options
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.rollout_observations import ServerUptime
@@ -644,7 +644,7 @@ def main(arguments: Sequence[str]) -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
     )
     try:
-        options = bind_settings(values, ServerOptions)
+        options = bind_options(values, ServerOptions)
         check_options(own, options)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = folder.resolve()

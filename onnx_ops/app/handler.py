@@ -127,7 +127,7 @@ class StageHandler:
         registration, choice, _ = read_choice(self.context, stage, inputs)
         if choice.variant is None:
             return f"no variant of {registration.model} passed on {choice.target}: {choice.reason}"
-        # Settings and policy are applied to an existing endpoint even if no version is promoted.
+        # Options and policy are applied to an existing endpoint even if no version is promoted.
         failed = (
             [name for name in stage.tolerates if name not in inputs]
             if stage.kind is StageKind.DEPLOY
@@ -326,7 +326,7 @@ def binding(stage: Stage) -> tuple[EndpointConfig, Deploy]:
         target=section.target,
         target_digest=settings["target_digest"],
         pipeline=settings["pipeline"],
-        settings=section.settings,
+        options=section.options,
         metrics=section.metrics,
     )
     return config, section

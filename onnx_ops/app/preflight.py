@@ -17,7 +17,7 @@ from onnx_ops import plugins
 from onnx_ops.config.document import Issue, Loc
 from onnx_ops.config.functions import find_missing_imports, list_siblings
 from onnx_ops.config.messages import did_you_mean
-from onnx_ops.config.project_rules import check_plugin_settings
+from onnx_ops.config.project_rules import check_plugin_options
 from onnx_ops.domain.pipeline import FileData, PluginData
 from onnx_ops.domain.quantization import find_type_conflict
 from onnx_ops.domain.table_cells import find_values_in_header
@@ -282,7 +282,7 @@ class Preflight:
                 and plugin.options is not None
                 and not find_type_conflict(entry.options)
             ):
-                yield from check_plugin_settings(
+                yield from check_plugin_options(
                     (*loc, "options"), functools.partial(read_options, entry, plugin.options)
                 )
 
@@ -387,7 +387,7 @@ def _describe_source_error(
     The message leaves out the file's full path, since the issue has the relative path of the file.
     """
     if not isinstance(section, FileData):
-        return Issue((*loc, "with") if isinstance(section, PluginData) else loc, str(error))
+        return Issue((*loc, "options") if isinstance(section, PluginData) else loc, str(error))
     path = str((root / section.file).resolve())
     where = error.where.removeprefix(path).removeprefix(": ")
     what = f"{where}: {error.what}" if where not in ("", section.file) else error.what

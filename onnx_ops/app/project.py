@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from onnx_ops import codec, plugins
 from onnx_ops.app.context import Project
 from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError
-from onnx_ops.ports import Executor, Observer
+from onnx_ops.ports import Executor, MetricsSource, Observer
 
 if TYPE_CHECKING:
     from onnx_ops.app.hand_over import Evaluation
@@ -89,28 +89,28 @@ def check(
             return [finding for finding in findings if not finding.environment]
         if pipeline is not None and all(finding.environment for finding in findings):
             findings += _machine_findings(project, pipeline, targets, preflight_.absent)
-            for name in project.settings.notifiers if pipeline.deploy else ():
+            for entry in project.settings.notify if pipeline.deploy else ():
                 try:
-                    project.context.notifiers()[name].check()
+                    project.context.notifiers()[entry.label].check()
                 except OnnxOpsError as error:
                     # A rollout continues if a notification fails, so this problem is only a note.
-                    notes.append(f"notifier {name}: {error}")
+                    notes.append(f"notifier {entry.label}: {error}")
         return findings
 
     pipeline = load_pipeline(
         file,
         root=project.settings.root,
         plugins=known,
-        settings=lambda provider, settings: project.context.provider(provider).validate_settings(
-            settings
+        options=lambda provider, options: project.context.provider(provider).validate_options(
+            options
         ),
-        metrics=lambda source, settings: plugins.load("metrics", source, settings),
+        metrics=lambda source, options: plugins.load("metrics", source, options),
         capabilities=lambda entry: list_capabilities(project, entry),
         unservable=lambda entry, target: project.context.provider(
             entry.provider
         ).explain_unservable(target),
         uncounted=lambda entry: project.context.provider(entry.provider).explain_uncounted(
-            str(entry.metrics.get("source", "")), entry.settings
+            "" if entry.metrics is None else entry.metrics.source, entry.options
         ),
         preflight=(lambda *_: ()) if static else preflight,
         shared=project.settings.shared_targets,
@@ -175,7 +175,7 @@ def _list_endpoint_findings(project: Project, pipeline: Pipeline, planned: Plan)
         parts = (project.context.provider(config.provider), project.context.metrics(config))
         if (refused := find_refused_change(project.context, config)) is not None:
             index = [entry.endpoint for entry in pipeline.deploy].index(config.endpoint)
-            yield Issue(("deploy", index, "settings"), refused.without_place())
+            yield Issue(("deploy", index, "options"), refused.without_place())
         lacks = [lack for part in parts if (lack := part.find_missing_requirement(config))]
         for lack in lacks:
             # A provider and its metrics source can lack the same requirement, so it is reported
@@ -235,18 +235,18 @@ def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
 def list_capabilities(project: Project, entry: Deploy) -> frozenset[str]:
     """Return the capabilities of an endpoint's provider and metrics source."""
     provider = project.context.provider(entry.provider)
-    able = provider.capabilities(entry.settings)
-    settings = dict(entry.metrics)
-    source = settings.pop("source", None)
-    if source not in plugins.names("metrics"):
+    able = provider.capabilities(entry.options)
+    metrics = entry.metrics
+    if metrics is None or metrics.source not in plugins.names("metrics"):
         return able
     try:
-        offered: frozenset[str] = plugins.load("metrics", str(source), settings).capabilities()
-    except UserError:  # Another check reports invalid settings.
+        source: MetricsSource = plugins.load("metrics", metrics.source, metrics.options)
+    except UserError:  # Another check reports invalid options.
         return able
+    offered = source.capabilities()
     # The endpoint itself supplies shadow copies, feedback and cold starts. Another metrics source
     # can report them only if the endpoint has these capabilities.
-    return (able - provider.metrics(entry.settings).capabilities()) | (
+    return (able - provider.metrics(entry.options).capabilities()) | (
         offered - ({"shadow", "feedback", "cold_starts"} - able)
     )
 
@@ -400,7 +400,9 @@ def _list_packages(project: Project, stage: Stage) -> Iterator[str]:
     yield from (name for name, version in stage.tools.items() if version == plugins.MISSING)
     if stage.kind is StageKind.DATA:
         section = settings["section"]
-        if find_table_suffix(str(section.get("file") or section.get("with", {}).get("path", ""))):
+        if find_table_suffix(
+            str(section.get("file") or section.get("options", {}).get("path", ""))
+        ):
             yield "pyarrow"
     compared = stage.kind is StageKind.BENCHMARK and settings["model"]
     if compared or stage.kind is StageKind.REGISTER or stage.kind in RELEASE:

@@ -167,7 +167,7 @@ def _find_traffic(project: Project, endpoint: str, request: ForecastRequest) -> 
 
 def _find_cadence(project: Project, config: EndpointConfig) -> Cadence:
     provider = project.context.provider(config.provider)
-    able = provider.capabilities(config.settings)
+    able = provider.capabilities(config.options)
     return _make_cadence("epochs" in able, project.context.metrics(config).capabilities())
 
 
@@ -175,14 +175,12 @@ def _find_entry_cadence(project: Project, entry: Deploy) -> Cadence:
     from onnx_ops import plugins
 
     provider = project.context.provider(entry.provider)
-    settings = dict(entry.metrics)
-    source = settings.pop("source", None)
     metrics = (
-        provider.metrics(entry.settings)
-        if source is None
-        else plugins.load("metrics", str(source), settings)
+        provider.metrics(entry.options)
+        if entry.metrics is None
+        else plugins.load("metrics", entry.metrics.source, entry.metrics.options)
     )
-    able = provider.capabilities(entry.settings)
+    able = provider.capabilities(entry.options)
     return _make_cadence("epochs" in able, metrics.capabilities())
 
 

@@ -102,16 +102,16 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
         for entry in check(project, file, static=True).pipeline.deploy
         if entry.provider == name
     ]
-    settings = {entry.endpoint: entry.settings for entry in deploys}
+    options = {entry.endpoint: entry.options for entry in deploys}
     for endpoint in list_bound_endpoints(project.context):
         config = read_readable_state(project.context, endpoint).config
         if config is not None and config.provider == name:
-            settings.setdefault(endpoint, config.settings)
+            options.setdefault(endpoint, config.options)
     provider = project.context.provider(name)
-    findings = list(provider.diagnose(settings))
+    findings = list(provider.diagnose(options))
     if not findings:
         return [_finding(name, "there are no endpoints to check")]
-    if not settings:
+    if not options:
         text = "none yet; name a pipeline file to check its endpoints"
         findings.append(_finding(f"endpoints of {name}", text))
     return findings
@@ -361,7 +361,7 @@ def _webhook(project: Project) -> Iterator[Diagnosis]:
 @_named("notifications")
 def _notifications(project: Project) -> Iterator[Diagnosis]:
     """Yield one finding for each notifier, also if checks of other notifiers fail."""
-    if not project.settings.notifiers:
+    if not project.settings.notify:
         yield _finding("notifications", "no notification channel configured")
         return
     for name, notifier in project.context.notifiers().items():

@@ -378,7 +378,7 @@ def _print_served(status: EndpointStatus, actual: EndpointState, address: str) -
         if weight or name == waits
     )
     if address or any(server.state == "reports" for server in status.servers):
-        where = f"answers at {address}" if address else "answers (its settings name no address)"
+        where = f"answers at {address}" if address else "answers (its options name no address)"
         say(f"{where}: {split or 'no traffic'}", indent=2)
     else:
         print_text("[yellow]no replica reports[/yellow]; the newest table: {}", split, indent=2)
@@ -386,7 +386,7 @@ def _print_served(status: EndpointStatus, actual: EndpointState, address: str) -
         ("[red]out of service[/red]: {}", actual.out_of_service),
         ("[yellow]behind[/yellow]: {}", actual.stragglers),
         ("[yellow]the cloud replaces the instances[/yellow]: {}", actual.replacements),
-        ("[yellow]differs from its settings[/yellow]: {}", actual.drift),
+        ("[yellow]differs from its options[/yellow]: {}", actual.drift),
         ("[yellow]replicas differ[/yellow]: {}", [outlier.summary for outlier in status.outliers]),
     )
     for template, texts in found:

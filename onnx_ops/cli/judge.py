@@ -178,7 +178,7 @@ def judge(
         values = parse_values(fix or [])
         dataset, supplied = _load_dataset(project.context, data, labels, inputs, values)
         gate, functions = _build_gate(metric, dataset, drop or 0.0, lower_is_better=lower_is_better)
-        settings = _list_settings(
+        settings = _list_options(
             a, inputs, supplied, sweep, batches, rows=rows, seed=seed, fix=values
         )
         request = JudgeRequest(
@@ -438,7 +438,7 @@ def _build_gate(
         return gate, {gate.use: load_function(gate.use, "--metric")} if gate.use else {}
 
 
-def _list_settings(
+def _list_options(
     baseline: Path,
     inputs: tuple[TensorSpec, ...],
     supplied: SampleRows | None,

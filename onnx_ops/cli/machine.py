@@ -15,7 +15,7 @@ import typer
 from onnx_ops import codec
 from onnx_ops.cli.common import KEEP, AsJson, Markup, markup, open_project, print_json, print_table
 from onnx_ops.cli.progress import working
-from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.binding import bind_options
 from onnx_ops.config.server_options import format_flags, list_options
 from onnx_ops.domain.pipeline import PLACEABLE, StageKind
 from onnx_ops.domain.target import Diagnosis
@@ -215,7 +215,7 @@ def serve(
     """
     require(*EXTRAS["serve"], where="")
     flags = ["--state-dir", str(state_dir), "--host", host, "--port", str(port)]
-    flags += format_flags(bind_settings(options, ServerOptions))
+    flags += format_flags(bind_options(options, ServerOptions))
     if follow:
         if not reports:
             raise UserError(

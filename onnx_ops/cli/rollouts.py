@@ -583,7 +583,7 @@ def _finish(
 
     reasons = {name: write_aliases(project.context, name, actor=actor) for name in pending_names}
     for delivery in (
-        send_pending_each(project.context, moved) if moved and project.settings.notifiers else ()
+        send_pending_each(project.context, moved) if moved and project.settings.notify else ()
     ):
         if delivery.error:
             say(f"{delivery.notifier}: not sent: {delivery.error}", err=True)
@@ -615,7 +615,7 @@ def _hand_over(
                 f"Registry aliases are pending: package mlflow is not installed. {hint}; "
                 f"then: {command}"
             )
-    if moved and project.settings.notifiers:
+    if moved and project.settings.notify:
         work[state / "notify.log"] = ("notify", *moved)
     for log, arguments in work.items():
         with log.open("ab") as sink:

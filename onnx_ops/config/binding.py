@@ -1,9 +1,9 @@
 """Bind plain values to frozen dataclasses.
 
-One binder serves sections of files, settings of plugins, and options. A dataclass declares its
-fields by annotations: types, limits (`annotated_types`), units and notations (`domain.quantities`).
-The binder reports every problem with its location. It imports no validation library: the endpoint
-server and the rollback command use the binder too, and must start fast.
+One binder serves sections of files, and options of plugins and of the endpoint server. A dataclass
+declares its fields by annotations: types, limits (`annotated_types`), units and notations
+(`domain.quantities`). The binder reports every problem with its location. It imports no validation
+library: the endpoint server and the rollback command use the binder too, and must start fast.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class Binding:
     objects: dict[Loc, Any] = field(default_factory=dict)
 
 
-class SettingsError(UserError):
-    """Invalid settings of a plugin.
+class OptionsError(UserError):
+    """Invalid options of a plugin.
 
-    `issues` has the location of each problem in the settings.
+    `issues` has the location of each problem in the options.
     """
 
     def __init__(self, issues: Sequence[Issue], *, where: str = "", remedy: str = "") -> None:
@@ -90,7 +90,7 @@ def bind(value: Any, kind: type) -> Binding:
     )
 
 
-def bind_settings(
+def bind_options(
     given: Mapping[str, Json],
     kind: type[T],
     *,
@@ -98,20 +98,30 @@ def bind_settings(
     remedy: str = "",
     rules: Callable[[T], Iterable[tuple[str, str]]] = lambda _: (),
 ) -> T:
-    """Return the settings of a plugin as its dataclass.
+    """Return the options of a plugin as its dataclass.
 
-    `rules` yields problems of settings that are valid individually but not together, each with the
-    setting concerned.
+    `rules` yields problems of options that are valid individually but not together, each with the
+    option concerned.
 
     Raises:
-        SettingsError: The settings have problems; the error holds all of them.
+        OptionsError: The options have problems; the error holds all of them.
     """
     binding = bind(dict(given), kind)
     issues = binding.issues or [Issue((name,), text) for name, text in rules(binding.value)]
     if issues:
-        raise SettingsError(issues, where=where, remedy=remedy)
+        raise OptionsError(issues, where=where, remedy=remedy)
     bound: T = binding.value
     return bound
+
+
+def refuse_options(given: Mapping[str, Json], plugin: str) -> None:
+    """Raise OptionsError if there are options for a plugin that has none."""
+    if given:
+        issues = [
+            Issue((name,), f"unknown key '{name}'; {plugin} has no options", on_key=True)
+            for name in given
+        ]
+        raise OptionsError(issues, where=plugin, remedy="Leave out `options`.")
 
 
 def bind_document(document: Document, kind: type) -> Binding:

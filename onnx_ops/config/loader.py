@@ -10,8 +10,8 @@ from pathlib import Path
 from onnx_ops.config.binding import bind_document
 from onnx_ops.config.document import Issue
 from onnx_ops.config.project_rules import (
-    SettingsCheck,
-    check_endpoint_settings,
+    OptionsCheck,
+    check_endpoint_options,
     check_other_files,
     check_plugins,
     check_project,
@@ -65,8 +65,8 @@ def load_pipeline(
     reach: Reach = PROJECT_ONLY,
     shared: Path | None = None,
     plugins: Mapping[str, Sequence[str]] | None = None,
-    settings: SettingsCheck = lambda *_: None,
-    metrics: SettingsCheck = lambda *_: None,
+    options: OptionsCheck = lambda *_: None,
+    metrics: OptionsCheck = lambda *_: None,
     capabilities: Capabilities = lambda _: frozenset(ABILITIES),
     unservable: Unservable = lambda *_: "",
     uncounted: Uncounted = lambda _: "",
@@ -87,7 +87,7 @@ def load_pipeline(
         plugins: Installed names by kind (`onnx_ops.plugins.KINDS`). If given, plugins and the
             endpoints of other pipeline files are checked, too. A kind that is missing here is not
             checked.
-        settings, metrics: Functions that check the settings of installed endpoint plugins and
+        options, metrics: Functions that check the options of installed endpoint plugins and
             metrics sources.
         capabilities, unservable: Functions that return the capabilities of an endpoint plugin for
             an entry, and why the plugin cannot run the entry's models.
@@ -115,7 +115,7 @@ def load_pipeline(
     if plugins is not None:
         issues += [
             *check_plugins(draft, targets, plugins),
-            *check_endpoint_settings(draft, plugins, settings, metrics),
+            *check_endpoint_options(draft, plugins, options, metrics),
             *check_providers(
                 draft, targets, plugins.get("endpoints", ()), capabilities, unservable, uncounted
             ),

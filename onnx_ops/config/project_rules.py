@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.config.binding import SettingsError
+from onnx_ops.config.binding import OptionsError
 from onnx_ops.config.document import Issue, Loc
 from onnx_ops.config.folders import find_pipelines, list_source_folders
 from onnx_ops.config.functions import (
@@ -34,10 +34,10 @@ from onnx_ops.domain.quantization import AUTO
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConfigError, NotFoundError, Problem, UserError
 
-SettingsCheck = Callable[[str, Mapping[str, Json]], object]
-"""Function that raises UserError if a plugin cannot use the settings.
+OptionsCheck = Callable[[str, Mapping[str, Json]], object]
+"""Function that raises UserError if a plugin cannot use the options.
 
-A SettingsError has the location of each problem.
+An OptionsError has the location of each problem.
 """
 
 
@@ -61,7 +61,7 @@ def load_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Target], l
 def check_project(
     draft: Draft, files: TargetFiles, targets: Mapping[str, Target]
 ) -> Iterator[Issue]:
-    """Yield missing targets and functions, and settings that do not suit the targets."""
+    """Yield missing targets and functions, and values that do not suit the targets."""
     yield from _check_target_names(draft, files)
     for name, target in targets.items():
         yield from _check_target(draft, name, target)
@@ -96,7 +96,7 @@ def check_project(
 
 
 _PLUGIN_PATHS = {"dvc": "repo"}
-"""Setting that is a path, by shipped data source."""
+"""Option that is a path, by shipped data source."""
 
 
 def check_reach(
@@ -125,9 +125,9 @@ def _list_paths(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[L
             yield ("data", name, "file"), section.file
         elif (
             isinstance(section, PluginData)
-            and (key := _PLUGIN_PATHS.get(section.use)) in section.with_
+            and (key := _PLUGIN_PATHS.get(section.source)) in section.options
         ):
-            yield ("data", name, "with", str(key)), str(section.with_[str(key)])
+            yield ("data", name, "options", str(key)), str(section.options[str(key)])
     for at, name in enumerate(draft.train.depends if draft.train else ()):
         yield ("train", "depends", at), name
     if draft.model:
@@ -178,7 +178,7 @@ def check_plugins(
     Kinds that `plugins` does not have are not checked.
     """
     names: list[tuple[str, Loc, str]] = [
-        ("data", ("data", name, "use"), section.use)
+        ("data", ("data", name, "source"), section.source)
         for name, section in draft.data.items()
         if isinstance(section, PluginData)
     ]
@@ -194,10 +194,8 @@ def check_plugins(
             names.append(("runtimes", ("benchmark", "targets", index), targets[name].runtime))
     for loc, deployment in draft.deploy:
         names.append(("endpoints", (*loc, "provider"), deployment.provider))
-        if "source" in deployment.metrics:
-            names.append(
-                ("metrics", (*loc, "metrics", "source"), str(deployment.metrics["source"]))
-            )
+        if deployment.metrics is not None:
+            names.append(("metrics", (*loc, "metrics", "source"), deployment.metrics.source))
     for kind, loc, name in names:
         if name not in plugins.get(kind, (name,)):
             known = sorted(plugins[kind])
@@ -205,40 +203,36 @@ def check_plugins(
             yield Issue(loc, f"no {kind.removesuffix('s')} plugin is called '{name}'{hint}")
 
 
-def check_endpoint_settings(
+def check_endpoint_options(
     draft: Draft,
     plugins: Mapping[str, Sequence[str]],
-    provider: SettingsCheck,
-    source: SettingsCheck,
+    provider: OptionsCheck,
+    source: OptionsCheck,
 ) -> Iterator[Issue]:
-    """Yield settings that a provider or a metrics source does not accept.
+    """Yield options that a provider or a metrics source does not accept.
 
-    The settings of a plugin that is not installed are not checked.
+    The options of a plugin that is not installed are not checked.
     """
-    sources = plugins.get("metrics", ())
     for loc, deployment in draft.deploy:
         if deployment.provider in plugins.get("endpoints", ()):
-            read = partial(provider, deployment.provider, deployment.settings)
-            yield from check_plugin_settings((*loc, "settings"), read)
-        settings = dict(deployment.metrics)
-        name = settings.pop("source", None)
-        if settings and name is None:
-            hint = f"one of {', '.join(sources)}" if sources else "a metrics plugin"
-            yield Issue((*loc, "metrics"), f"missing key 'source'; name {hint}")
-        elif name in sources:
-            yield from check_plugin_settings(
-                (*loc, "metrics"), partial(source, str(name), settings)
-            )
+            read = partial(provider, deployment.provider, deployment.options)
+            yield from check_plugin_options((*loc, "options"), read)
+        metrics = deployment.metrics
+        if metrics is not None and metrics.source in plugins.get("metrics", ()):
+            # Without options, an issue is one of the section: another issue there can explain it.
+            place = ("metrics", "options") if metrics.options else ("metrics",)
+            read = partial(source, metrics.source, metrics.options)
+            yield from check_plugin_options((*loc, *place), read)
 
 
-def check_plugin_settings(loc: Loc, read: Callable[[], object]) -> Iterator[Issue]:
-    """Yield the problems that reading the settings at `loc` raises.
+def check_plugin_options(loc: Loc, read: Callable[[], object]) -> Iterator[Issue]:
+    """Yield the problems that reading the options at `loc` raises.
 
-    Each problem is located at the setting that the plugin names.
+    Each problem is located at the option that the plugin names.
     """
     try:
         read()
-    except SettingsError as error:
+    except OptionsError as error:
         for issue in error.issues:
             yield replace(issue, loc=(*loc, *issue.loc))
     except UserError as error:

@@ -71,14 +71,14 @@ def check_providers(
         if why := uncounted(entry):
             yield Issue((*loc, "metrics", "source"), why)
             # The remedy is to remove `metrics`. The policy is checked as if this were done.
-            entry = replace(entry, metrics={})
+            entry = replace(entry, metrics=None)
         able = capabilities(entry)
         for need, key in entry.rollout.needs().items():
             if need not in able:
-                own = capabilities(replace(entry, metrics={}))
+                own = capabilities(replace(entry, metrics=None))
                 plugin = (
-                    f"source '{entry.metrics['source']}'"
-                    if need in own
+                    f"source '{entry.metrics.source}'"
+                    if entry.metrics is not None and need in own
                     else f"provider '{entry.provider}'"
                 )
                 message = (

@@ -5,21 +5,45 @@ The variables are `ONNX_OPS_*`. They take precedence over the file.
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.binding import bind_options
 from onnx_ops.config.reach import Reach
 from onnx_ops.domain.pipeline import StageKind
-from onnx_ops.domain.quantities import Bytes
+from onnx_ops.domain.quantities import Bytes, Json, Notation
 from onnx_ops.errors import UserError
 from onnx_ops.printable import hide_secrets_of
 
 FILE = "onnx-ops.toml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotifierConfig:
+    """An entry of `notify`: a notifier plugin and its options, or only its name."""
+
+    notifier: Annotated[str, Notation.SHORT_FORM]
+    # A mapping has no hash, and the settings of a project must have one.
+    options: Mapping[str, Json] = field(default_factory=dict, hash=False)
+
+    @property
+    def label(self) -> str:
+        """The name of this entry in messages and in the ledger.
+
+        It differs from that of an entry with other options: `github(repository=acme/models)`.
+        """
+        if not self.options:
+            return self.notifier
+        options = (
+            f"{name}={value if isinstance(value, str) else json.dumps(value, sort_keys=True)}"
+            for name, value in sorted(self.options.items())
+        )
+        return f"{self.notifier}({', '.join(options)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +61,7 @@ class FileSettings:
     signing_key: str = ""
     signer: str = ""
     trusted_keys: str = ""
-    notify: str = ""
+    notify: tuple[NotifierConfig, ...] = ()
     pools: str = ""
     allowed_variables: str = ""
     allowed_paths: str = ""
@@ -61,8 +85,9 @@ class Settings:
         signer: Where the private key is if it is not in the file: `env:VARIABLE`, `awskms:KEY` or
             `azurekv:URL`.
         trusted_keys: Folder of public keys. If signing is on, the signer's own key is also trusted.
-        notify: Notification targets, separated by commas: `webhook, github:owner/repository,
-            prefect:TYPE/NAME`.
+        notify: Notifiers with their options. The file can also name notifiers without options,
+            separated by commas: `webhook, prefect-events`. A variable has the same text, or the
+            list of the file as JSON.
         pools: Default work pools by kind of stage: `train=gpu, quantize=gpu`.
         allowed_variables: Environment variables that `${env:NAME}` in pipeline files may read:
             `AWS_ROLE, BUCKET_*`.
@@ -85,7 +110,7 @@ class Settings:
     signing_key: Path
     signer: str
     trusted_keys: Path
-    notify: str
+    notify: tuple[NotifierConfig, ...]
     pools: str
     allowed_variables: str
     allowed_paths: str
@@ -106,11 +131,6 @@ class Settings:
             paths=split_list(self.allowed_paths),
             packages=split_list(self.allowed_packages),
         )
-
-    @property
-    def notifiers(self) -> tuple[str, ...]:
-        """Names of the notification targets."""
-        return split_list(self.notify)
 
     @property
     def endpoints(self) -> Path:
@@ -191,7 +211,9 @@ def load_settings(start: Path | None = None, environ: Mapping[str, str] | None =
     for f in fields(FileSettings):
         if (text := environ.get(f"ONNX_OPS_{f.name.upper()}")) is not None:
             values[f.name] = text
-    given = bind_settings(values, FileSettings, where=str(root / FILE), rules=_check_values)
+    if isinstance(text := values.get("notify"), str):
+        values["notify"] = _read_notifiers(text)
+    given = bind_options(values, FileSettings, where=str(root / FILE), rules=_check_values)
 
     def place(text: str, default: Path) -> str:
         return text if "://" in text else str(root / text) if text else str(default)
@@ -243,12 +265,31 @@ def _check_values(given: FileSettings) -> Iterator[tuple[str, str]]:
             yield "pools", f"'{entry}' is not KIND=POOL; kinds: {', '.join(_POOLED)}"
 
 
+def _read_notifiers(text: str) -> Any:
+    """Return the entries of `notify` that a text holds, before they are bound.
+
+    The text is a list as JSON, or names of notifiers separated by commas.
+    """
+    if not text.lstrip().startswith("["):
+        return split_list(text)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(
+            "the list of notifiers is not JSON",
+            where="notify",
+            why=str(error),
+            remedy='For example: [{"notifier": "webhook", "options": {}}]',
+        ) from error
+
+
 def to_environ(settings: Settings) -> dict[str, str]:
     """Return the environment variables that give a child process these settings."""
     environ = {
         f"ONNX_OPS_{f.name.upper()}": str(getattr(settings, f.name)) for f in fields(FileSettings)
     }
     environ["ONNX_OPS_CACHE_SIZE"] = f"{settings.cache_size} B"
+    environ["ONNX_OPS_NOTIFY"] = json.dumps([asdict(entry) for entry in settings.notify])
     return {**environ, "ONNX_OPS_ROOT": str(settings.root), "ONNX_OPS_PROFILE": settings.profile}
 
 

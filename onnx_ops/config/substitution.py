@@ -42,8 +42,8 @@ Other programs read these values as written. The keys are listed from the root, 
 lists.
 """
 WITH_ENVIRONMENT: tuple[tuple[str, ...], ...] = (
-    ("deploy", "settings", "*"),
-    ("deploy", "metrics", "*"),
+    ("deploy", "options", "*"),
+    ("deploy", "metrics", "options", "*"),
     ("data", "*", "file"),
     ("register", "model"),
     ("model",),

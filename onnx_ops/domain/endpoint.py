@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, TypeAlias
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, doc
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.attestation import Envelope
@@ -86,8 +86,8 @@ class TrafficSplit:
 class EndpointState:
     """The deployments of an endpoint and the traffic each receives.
 
-    `drift` describes how the observed endpoint differs from its settings: instances, image,
-    autoscaling. Applying any state restores the settings. `out_of_service` are deployments to which
+    `drift` describes how the observed endpoint differs from its options: instances, image,
+    autoscaling. Applying any state restores the options. `out_of_service` are deployments to which
     the endpoint gives no requests, with the reason. `stragglers` are servers that may still serve
     an earlier state, with the reason. `replacements` are changes that the provider makes to the
     instances at this moment; no rollout advances meanwhile. In a desired state, `drift`,
@@ -259,11 +259,21 @@ class OrphanedResource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointConfig:
-    """The model, target, provider and settings of an endpoint, from its pipeline file.
+class MetricsConfig:
+    """The metrics source that counts an endpoint's requests."""
 
-    `metrics` names under `source` the plugin that counts the endpoint's requests, and holds that
-    plugin's settings. It is empty if the provider counts the requests.
+    source: Annotated[str, doc("Metrics plugin: azuremonitor, cloudwatch, prometheus or servers.")]
+    options: Annotated[Mapping[str, Json], doc("Options of this metrics source.")] = field(
+        default_factory=dict
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointConfig:
+    """The model, target, provider and options of an endpoint, from its pipeline file.
+
+    `options` are those of the provider. `metrics` is None if the provider counts the endpoint's
+    requests.
     """
 
     endpoint: str
@@ -272,8 +282,8 @@ class EndpointConfig:
     target: str
     target_digest: Digest
     pipeline: str
-    settings: Mapping[str, Json] = field(default_factory=dict)
-    metrics: Mapping[str, Json] = field(default_factory=dict)
+    options: Mapping[str, Json] = field(default_factory=dict)
+    metrics: MetricsConfig | None = None
 
     def serves(self, model: str, target: str) -> bool:
         """Return whether the endpoint serves this model on this target.

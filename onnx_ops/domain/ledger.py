@@ -40,7 +40,7 @@ class LedgerOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointBound:
-    """The endpoint was bound, or its settings or policy changed.
+    """The endpoint was bound, or its options or policy changed.
 
     An endpoint is bound to a model, a target and a provider. In the first entry of a ledger,
     `origin` names where the ledger was begun.

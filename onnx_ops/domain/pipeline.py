@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen, doc
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.decision import Objective
+from onnx_ops.domain.endpoint import MetricsConfig
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.gate import Gate, ParityGate
 from onnx_ops.domain.quantities import (
@@ -140,8 +141,8 @@ class SklearnData:
 class PluginData:
     """Arrays from an installed data source (entry point `onnx_ops.data`)."""
 
-    use: Annotated[str, doc("Name of the data source plugin.")]
-    with_: Annotated[Mapping[str, Json], doc("Settings of the plugin.")] = field(
+    source: Annotated[str, doc("Data source plugin, such as dvc.")]
+    options: Annotated[Mapping[str, Json], doc("Options of this data source.")] = field(
         default_factory=dict
     )
     inputs: Annotated[Mapping[str, str], doc(INPUTS)] = field(default_factory=dict)
@@ -342,16 +343,13 @@ class Deploy(Attempts):
         ShortName, doc("Target whose champion is served; must be in `benchmark.targets`.")
     ]
     rollout: RolloutPolicy = field(default_factory=RolloutPolicy)
-    settings: Annotated[Mapping[str, Json], doc("Settings of the provider, such as `port`.")] = (
-        field(default_factory=dict)
-    )
-    metrics: Annotated[
-        Mapping[str, Json],
-        doc(
-            "Metrics source of the rollout: `source`, a plugin, and its settings; default: "
-            "the provider's counts."
-        ),
+    options: Annotated[
+        Mapping[str, Json], doc("Options of this provider, such as `port` of local.")
     ] = field(default_factory=dict)
+    metrics: Annotated[
+        MetricsConfig | None,
+        doc("Metrics source of the rollout; default: the provider's counts."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

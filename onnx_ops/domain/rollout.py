@@ -303,8 +303,8 @@ def choose_next_action(
     if step is not None and is_step_first:
         return step
     if observed.drift:
-        # Drift is corrected before a rollout, so that both versions run with the same settings.
-        why = f"the endpoint does not match its settings: {'; '.join(observed.drift)}"
+        # Drift is corrected before a rollout, so that both versions run with the same options.
+        why = f"the endpoint does not match its options: {'; '.join(observed.drift)}"
         return Action(kind=ActionKind.RECONFIGURE, state=expected, roles=roles, why=why)
     if desired is not None and desired.manifest != stable.manifest:
         return rollout.move_to_step(0, desired)

@@ -72,7 +72,7 @@ Config of create and update (-C name=value):
   target    name of a file in configs/targets/; required by create, unchanged by update
   provider  endpoint plugin; default local
   reason    why, recorded in the ledger
-  others    settings of the endpoint, as under `deploy: … settings:` in a pipeline file, \
+  others    options of the endpoint, as under `deploy: … options:` in a pipeline file, \
 e.g. port=8080
 
 A version is refused (PERMISSION_DENIED) unless it carries a passing, correctly signed decision \
@@ -156,8 +156,8 @@ class OnnxOpsDeployments(BaseDeploymentClient):
                 "a new deployment needs a target",
                 remedy="Add -C target=NAME; the targets are in configs/targets/.",
             )
-        settings = {key: _parse_scalar(text) for key, text in given.items()}
-        self._context.provider(provider).validate_settings(settings)
+        options = {key: _parse_scalar(text) for key, text in given.items()}
+        self._context.provider(provider).validate_options(options)
         bound = EndpointConfig(
             endpoint=name,
             provider=provider,
@@ -165,7 +165,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
             target=target_name,
             target_digest=self._project.targets.load(target_name).digest(),
             pipeline="mlflow deployments",
-            settings=settings,
+            options=options,
         )
         promote(self._context, model, version, target_name, reason=reason, expects=(name,))
         bind_endpoint(self._context, bound, RolloutPolicy())
@@ -198,7 +198,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
             )
         if given:
             raise UserError(
-                f"the settings of {name} are in the file of pipeline {bound.pipeline}",
+                f"the options of {name} are in the file of pipeline {bound.pipeline}",
                 where=", ".join(sorted(given)),
                 remedy="Change them there, or delete the deployment and create it again.",
             )
@@ -331,9 +331,9 @@ def _check_flavor(flavor: str | None) -> None:
 
 
 def _parse_scalar(text: str) -> str | int | float | bool:
-    """Return the bool, int, float or text that a setting's text represents.
+    """Return the bool, int, float or text that an option's text represents.
 
-    MLflow passes every setting as text.
+    MLflow passes every option as text.
     """
     if text in ("true", "false"):
         return text == "true"

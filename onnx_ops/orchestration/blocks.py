@@ -160,7 +160,9 @@ class NotificationTarget(Block, EnvironmentBlock):
 
     notify: str = Field(
         default=...,
-        description="Notifiers, separated by commas, such as webhook,github:acme/models.",
+        description="Notifiers as in ONNX_OPS_NOTIFY: names separated by commas, such as "
+        'webhook,prefect-events, or a JSON list: [{"notifier": "github", "options": '
+        '{"repository": "acme/models"}}].',
     )
     webhook: SecretStr | None = Field(
         default=None, description="Address of an incoming webhook in Slack's format."

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from onnx_ops.app.results import Summary
+from onnx_ops.config.binding import refuse_options
 from onnx_ops.domain.artifact import hex_digits
 from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.notification import (
@@ -25,6 +26,7 @@ from onnx_ops.domain.notification import (
     format_model_id,
 )
 from onnx_ops.domain.pipeline import Pipeline, StageStatus
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.release import Registration
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS
@@ -48,19 +50,14 @@ class PrefectEvents(Notifier):
     the name of the notifier, so that each notification is sent once.
 
     Raises:
-        UserError: the setting has an argument after the name of the notifier.
+        OptionsError: there are options.
     """
 
     wants_steps = True
     tools = EXTRAS["prefect"]
 
-    def __init__(self, place: str = "", state: Path = Path()) -> None:
-        if place:
-            raise UserError(
-                f"{NAME} takes no argument, got {place!r}",
-                where="notify",
-                remedy=f"Write {NAME} alone.",
-            )
+    def __init__(self, options: Mapping[str, Json] | None = None, state: Path = Path()) -> None:
+        refuse_options(options or {}, NAME)
 
     def send(self, notification: Notification) -> None:
         """Emit the notification as an event."""

@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import doc
+
+from onnx_ops.config.binding import bind_options
 from onnx_ops.domain.notification import Notification
+from onnx_ops.domain.quantities import Json, Pattern
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS
 from onnx_ops.ports import Notifier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefectNotifierOptions:
+    """Options of the notifier `prefect`."""
+
+    block: Annotated[
+        str,
+        Pattern("[^/]+/[^/]+", "a block, TYPE/NAME, as in `prefect block ls`"),
+        doc("Notification block: slack-webhook/ops."),
+    ]
 
 
 class PrefectNotifier(Notifier):
     """A notifier that calls `notify` of an existing Prefect block.
 
     Args:
-        place: type and name of the block, as Prefect shows them: `slack-webhook/ops`.
+        options: `PrefectNotifierOptions`.
         state: the state folder; not used, since the block holds the secrets.
 
     Raises:
-        UserError: the place does not name a block.
+        OptionsError: the options do not name a block.
     """
 
     tools = EXTRAS["prefect"]
 
-    def __init__(self, place: str, state: Path) -> None:
-        kind, _, name = place.partition("/")
-        if not (kind and name) or "/" in name:
-            raise UserError(
-                f"prefect:{place} does not name a block",
-                remedy="Write prefect:TYPE/NAME, as in `prefect block ls`.",
-            )
-        self._place = place
+    def __init__(self, options: Mapping[str, Json], state: Path) -> None:
+        self._block_name = bind_options(
+            options,
+            PrefectNotifierOptions,
+            where="notifier prefect",
+            remedy='For example: {notifier = "prefect", options = {block = "slack-webhook/ops"}}.',
+        ).block
 
     def send(self, notification: Notification) -> None:
         """Send the notification through the block."""
@@ -48,11 +64,11 @@ class PrefectNotifier(Notifier):
     def check(self) -> str:
         """Return the name of the block; raise an error if it is not a notification block."""
         self._block()
-        return f"through Prefect's block {self._place}"
+        return f"through Prefect's block {self._block_name}"
 
     @property
     def _where(self) -> str:
-        return f"prefect block {self._place}"
+        return f"prefect block {self._block_name}"
 
     def _block(self) -> Any:
         from prefect.blocks.abstract import NotificationBlock
@@ -60,7 +76,7 @@ class PrefectNotifier(Notifier):
 
         from onnx_ops.orchestration.blocks import load_block
 
-        block = load_block(self._place)
+        block = load_block(self._block_name)
         if not isinstance(block, NotificationBlock):
             raise UserError(
                 "this is not a notification block",

@@ -198,8 +198,8 @@ class EndpointProvider(Plugin):
         """
 
     @abstractmethod
-    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
-        """Return the provider's capabilities for an endpoint with these settings.
+    def capabilities(self, options: Mapping[str, Json] | None = None) -> frozenset[str]:
+        """Return the provider's capabilities for an endpoint with these options.
 
         These are `split`, `sticky`, `epochs` (users are assigned anew in each epoch), `shadow`,
         `guarded` (the provider itself shifts the traffic and watches alarms), `fleet` (instances
@@ -207,11 +207,11 @@ class EndpointProvider(Plugin):
         """
 
     @abstractmethod
-    def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Validate an endpoint's settings without side effects.
+    def validate_options(self, options: Mapping[str, Json]) -> None:
+        """Validate an endpoint's options without side effects.
 
         Raises:
-            UserError: a setting is not known, or its value cannot be used.
+            UserError: an option is not known, or its value cannot be used.
         """
 
     @abstractmethod
@@ -221,14 +221,14 @@ class EndpointProvider(Plugin):
         The result is empty if an endpoint can run them.
         """
 
-    def explain_uncounted(self, source: str, settings: Mapping[str, Json]) -> str:
+    def explain_uncounted(self, source: str, options: Mapping[str, Json]) -> str:
         """Return why a metrics source counts no requests of such an endpoint.
 
         The result is empty if it counts them, or if the provider does not recognize the source.
 
         Args:
             source: name of the plugin, as in section `metrics` of the endpoint.
-            settings: settings of the endpoint.
+            options: options of the endpoint.
         """
         return ""
 
@@ -240,7 +240,7 @@ class EndpointProvider(Plugin):
         """
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
-        """Validate a change of the settings of an existing endpoint.
+        """Validate a change of the options of an existing endpoint.
 
         The change does not move the endpoint to another place.
 
@@ -281,14 +281,14 @@ class EndpointProvider(Plugin):
 
     @abstractmethod
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return the endpoint's state, and its drift from its settings.
+        """Return the endpoint's state, and its drift from its options.
 
         The result is None if the endpoint does not answer.
         """
 
     @abstractmethod
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Bring the endpoint to this state, with its settings.
+        """Bring the endpoint to this state, with its options.
 
         The call is idempotent. No request is dropped.
 
@@ -379,8 +379,8 @@ class EndpointProvider(Plugin):
         """
 
     @abstractmethod
-    def metrics(self, settings: Mapping[str, Json] | None = None) -> MetricsSource:
-        """Return the default metrics source of an endpoint with these settings."""
+    def metrics(self, options: Mapping[str, Json] | None = None) -> MetricsSource:
+        """Return the default metrics source of an endpoint with these options."""
 
     def list_orphans(
         self, config: EndpointConfig, needed: frozenset[Digest]
@@ -430,7 +430,7 @@ class EndpointProvider(Plugin):
         """Return diagnoses of packages, credentials, permissions and quotas.
 
         Args:
-            endpoints: settings by endpoint; if empty, only common requirements are diagnosed.
+            endpoints: options by endpoint; if empty, only common requirements are diagnosed.
         """
         return ()
 
@@ -538,7 +538,7 @@ class Notifier(Plugin):
             ServiceUnavailableError: the service does not answer, or limits the rate; try again.
             RefusedError: the service denies access, or requires content that must not be sent
                 there.
-            UserError: a setting or a secret is missing or wrong.
+            UserError: an option or a secret is missing or wrong.
         """
 
     @abstractmethod
@@ -547,7 +547,7 @@ class Notifier(Plugin):
 
         Raises:
             RefusedError: other users can read the secret.
-            UserError: a setting or a secret is missing or wrong.
+            UserError: an option or a secret is missing or wrong.
         """
 
     @property

@@ -153,7 +153,7 @@ class ContainerOptions:
 class ServerOptions(ContainerOptions):
     """Options of an endpoint server.
 
-    The settings of cloud endpoints contain only `ContainerOptions`.
+    The options of cloud endpoints contain only `ContainerOptions`.
     """
 
     grpc_port: Annotated[

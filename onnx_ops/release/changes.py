@@ -15,7 +15,7 @@ class ChangeKind(StrEnum):
     LEDGER_ENTRY = "ledger-entry"
     TRAFFIC = "traffic"
     DEPLOYMENT = "deployment"
-    SETTINGS = "settings"
+    OPTIONS = "options"
     CONFIRMATION = "confirmation"
     ENDPOINT = "endpoint"
     SERVER = "server"

@@ -187,7 +187,7 @@ def _find_missing(
         return "; ".join(observed.stragglers)
     if action.is_rollback or not observed.is_equivalent(action.state):
         return "it serves another state"
-    # Only RECONFIGURE applies settings. For other actions, drift of the settings does not matter.
+    # Only RECONFIGURE applies options. For other actions, drift of the options does not matter.
     return "; ".join(observed.drift) if action.kind is ActionKind.RECONFIGURE else ""
 
 

@@ -49,28 +49,28 @@ class EndpointOverlay(EndpointProvider):
         """Set the signer of the other provider."""
         self._inner.sign_with(signer)
 
-    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
+    def capabilities(self, options: Mapping[str, Json] | None = None) -> frozenset[str]:
         """Return the capabilities of the other provider."""
-        return self._inner.capabilities(settings)
+        return self._inner.capabilities(options)
 
-    def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Raise UserError if the settings of an endpoint are not valid."""
-        self._inner.validate_settings(settings)
+    def validate_options(self, options: Mapping[str, Json]) -> None:
+        """Raise UserError if the options of an endpoint are not valid."""
+        self._inner.validate_options(options)
 
     def explain_unservable(self, target: Target) -> str:
         """Return why no endpoint can serve the target; empty if one can."""
         return self._inner.explain_unservable(target)
 
-    def explain_uncounted(self, source: str, settings: Mapping[str, Json]) -> str:
+    def explain_uncounted(self, source: str, options: Mapping[str, Json]) -> str:
         """Return why a metrics source counts no requests; empty if it counts them."""
-        return self._inner.explain_uncounted(source, settings)
+        return self._inner.explain_uncounted(source, options)
 
     def place(self, config: EndpointConfig) -> str:
         """Return the endpoint's location."""
         return self._inner.place(config)
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
-        """Validate a change of settings; raises UserError."""
+        """Validate a change of options; raises UserError."""
         self._inner.validate_change(before, after)
 
     def require_changeable(self, config: EndpointConfig) -> None:
@@ -145,9 +145,9 @@ class EndpointOverlay(EndpointProvider):
         self._forgotten.add((config.endpoint, name))
         self._record(config, ChangeKind.SERVER, f"stop waiting for replica {name}")
 
-    def metrics(self, settings: Mapping[str, Json] | None = None) -> MetricsSource:
+    def metrics(self, options: Mapping[str, Json] | None = None) -> MetricsSource:
         """Return the metrics source of the other provider."""
-        return self._inner.metrics(settings)
+        return self._inner.metrics(options)
 
     def list_orphans(
         self, config: EndpointConfig, needed: frozenset[Digest]
@@ -250,7 +250,7 @@ def list_endpoint_changes(
     """Yield how two states of an endpoint differ."""
     old, new = _list_loaded(before), _list_loaded(after)
     for name in (name for name in new if name not in old or old[name] != new[name]):
-        verb = "load" if name not in old else "load again with other files or settings"
+        verb = "load" if name not in old else "load again with other files or options"
         yield _describe(ChangeKind.DEPLOYMENT, endpoint, f"{verb} {name} on {endpoint}")
     was, will = _describe_traffic(before), _describe_traffic(after)
     if was != will:
@@ -259,8 +259,8 @@ def list_endpoint_changes(
     for name in (name for name in old if name not in new):
         yield _describe(ChangeKind.DEPLOYMENT, endpoint, f"unload {name} from {endpoint}")
     if before is not None and after is not None and before.drift and not after.drift:
-        what = f"restore the settings of {endpoint}"
-        changed = _describe(ChangeKind.SETTINGS, endpoint, what)
+        what = f"restore the options of {endpoint}"
+        changed = _describe(ChangeKind.OPTIONS, endpoint, what)
         yield replace(changed, before="; ".join(before.drift), after="as in the pipeline file")
 
 

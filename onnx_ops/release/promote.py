@@ -500,7 +500,7 @@ def _find_moved(
     if (
         bound is None
         or not _exists(state)
-        or (bound.provider, bound.settings) == (config.provider, config.settings)
+        or (bound.provider, bound.options) == (config.provider, config.options)
     ):
         return None
     provider = context.provider(bound.provider)

@@ -527,7 +527,7 @@ def choose_action(
 
         analysis = analyze(snapshot.observations, state.roles, state.policy)
     provider = journal.context.provider(journal.config.provider)
-    capabilities = provider.capabilities(journal.config.settings)
+    capabilities = provider.capabilities(journal.config.options)
     action = choose_next_action(
         desired=desired.deployment,
         observed=observed,

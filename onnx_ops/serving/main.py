@@ -9,7 +9,7 @@ import resource
 import sys
 from pathlib import Path
 
-from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.binding import bind_options
 from onnx_ops.config.server_options import list_options
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.plugins import EXTRAS, require
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     # that forks must have none.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
-        options = bind_settings(values, ServerOptions)
+        options = bind_options(values, ServerOptions)
         if options.grpc_port:
             require(*EXTRAS["grpc"], where="--grpc-port")
         # Each connection is an open file, and the usual limit is 1024.

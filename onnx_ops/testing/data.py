@@ -49,7 +49,7 @@ class DataSourceSuite:
     ) -> None:
         if isinstance(section, PluginData):
             return
-        other = PluginData(use="another", inputs={"x": "x"})
+        other = PluginData(source="another", inputs={"x": "x"})
         with pytest.raises(UserError):
             source.load(other, root)
         with pytest.raises(UserError):

@@ -248,7 +248,7 @@ class EndpointProviderSuite:
     ) -> None:
         """Check that a loaded deployment gets all traffic by a change of weights."""
         blue, green = deployments
-        if "split" not in provider.capabilities(config.settings):
+        if "split" not in provider.capabilities(config.options):
             return
         provider.apply(config, state_of(blue, green, blue=90, green=10), generation=1)
         lost = [replace(one, location=f"{one.location}-lost") for one in (blue, green)]
@@ -284,7 +284,7 @@ class EndpointProviderSuite:
         and cleans up.
         """
         blue, green = deployments
-        split = "split" in provider.capabilities(config.settings)
+        split = "split" in provider.capabilities(config.options)
         bad = state_of(blue, green, blue=90, green=10) if split else state_of(green, green=100)
         back = state_of(blue, green, blue=100, green=0)
         provider.apply(config, bad, generation=1)
@@ -311,7 +311,7 @@ class EndpointProviderSuite:
         config: EndpointConfig,
         deployments: tuple[Deployment, Deployment],
     ) -> None:
-        if "sticky" not in provider.capabilities(config.settings):
+        if "sticky" not in provider.capabilities(config.options):
             return
         blue, green = deployments
         provider.apply(config, state_of(blue, blue=100), generation=1)
@@ -329,7 +329,7 @@ class EndpointProviderSuite:
         config: EndpointConfig,
         deployments: tuple[Deployment, Deployment],
     ) -> None:
-        if "epochs" not in provider.capabilities(config.settings):
+        if "epochs" not in provider.capabilities(config.options):
             return
         blue, green = deployments
         sticky = state_of(blue, green, blue=50, green=50)

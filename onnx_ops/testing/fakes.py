@@ -168,25 +168,25 @@ class FakeProvider(EndpointProvider):
         self._states: dict[str, EndpointState] = {}
         self._generations: dict[str, int] = {}
         self.counted = FakeMetrics(self._generations)
-        self._settings: dict[str, Mapping[str, Json]] = {}
+        self._options: dict[str, Mapping[str, Json]] = {}
 
-    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
+    def capabilities(self, options: Mapping[str, Json] | None = None) -> frozenset[str]:
         return frozenset({"split", "epochs"})
 
-    def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Accept any settings."""
+    def validate_options(self, options: Mapping[str, Json]) -> None:
+        """Accept any options."""
 
     def explain_unservable(self, target: Target) -> str:
         """Return an empty text: every target can be served."""
         return ""
 
     def place(self, config: EndpointConfig) -> str:
-        """Return the setting `region`."""
-        return f"{config.endpoint} in {config.settings.get('region', 'memory')}"
+        """Return the option `region`."""
+        return f"{config.endpoint} in {config.options.get('region', 'memory')}"
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
         """Allow every change except a change of `auth`."""
-        if before.settings.get("auth") != after.settings.get("auth"):
+        if before.options.get("auth") != after.options.get("auth"):
             raise UserError("auth cannot be changed", where=after.endpoint)
 
     def confirm_rollout(self, config: EndpointConfig) -> None:
@@ -212,14 +212,14 @@ class FakeProvider(EndpointProvider):
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         state = None if self.down else self._states.get(config.endpoint)
-        made = self._settings.get(config.endpoint, {})
-        if state is None or made == config.settings:
+        made = self._options.get(config.endpoint, {})
+        if state is None or made == config.options:
             return state
-        names = sorted({*made, *config.settings})
+        names = sorted({*made, *config.options})
         differs = [
-            f"{n}: {made.get(n)}, not {config.settings.get(n)}"
+            f"{n}: {made.get(n)}, not {config.options.get(n)}"
             for n in names
-            if made.get(n) != config.settings.get(n)
+            if made.get(n) != config.options.get(n)
         ]
         return replace(state, drift=tuple(differs))
 
@@ -233,27 +233,27 @@ class FakeProvider(EndpointProvider):
         if (
             current is None
             or not current.is_equivalent(state)
-            or self._settings[name] != config.settings
+            or self._options[name] != config.options
         ):
             self.applied.append((name, state))
-        self._states[name], self._generations[name], self._settings[name] = (
+        self._states[name], self._generations[name], self._options[name] = (
             state,
             generation,
-            config.settings,
+            config.options,
         )
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         current, made = (
             self._states.get(config.endpoint),
-            self._settings.get(config.endpoint, config.settings),
+            self._options.get(config.endpoint, config.options),
         )
         target = state if current is None else build_rollback_state(current, state)
-        self.apply(replace(config, settings=made), target, generation=generation)
+        self.apply(replace(config, options=made), target, generation=generation)
 
     def address(self, config: EndpointConfig) -> str | None:
         return f"memory:{config.endpoint}" if config.endpoint in self._states else None
 
-    def metrics(self, settings: Mapping[str, Json] | None = None) -> FakeMetrics:
+    def metrics(self, options: Mapping[str, Json] | None = None) -> FakeMetrics:
         return self.counted
 
     def remove(self, config: EndpointConfig) -> None:

@@ -118,7 +118,7 @@ def one_of_each() -> tuple[EntryBody, ...]:
         target="cpu",
         target_digest=digest,
         pipeline="p",
-        settings={"port": 8080, "name": "ü", "share": 0.5, "on": True},
+        options={"port": 8080, "name": "ü", "share": 0.5, "on": True},
     )
     action = Action(
         kind=ActionKind.FIRST,

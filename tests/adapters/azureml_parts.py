@@ -18,8 +18,8 @@ import httpx
 from onnx_ops.adapters import azure
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, RetryPolicy, _ml_client
+from onnx_ops.adapters.endpoints.azureml_options import read_azure_options
 from onnx_ops.adapters.endpoints.azureml_plan import build_azure_name
-from onnx_ops.adapters.endpoints.azureml_settings import read_azure_settings
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from onnx_ops.domain.quantities import Json
 from tests.adapters.endpoint_site import EndpointSite, make_config, make_models
@@ -34,8 +34,8 @@ POLICY = RetryPolicy(operation_s=30, answer_s=5, lag_s=1, pause_s=0.01, longest_
 _CLOUD = "AZUREML_CURRENT_CLOUD"
 
 
-def config_of(cloud: AzureCloud, **settings: str | float) -> EndpointConfig:
-    given: dict[str, Json] = {**cloud.settings, **settings}
+def config_of(cloud: AzureCloud, **options: str | float) -> EndpointConfig:
+    given: dict[str, Json] = {**cloud.options, **options}
     return make_config("scaling", "azureml", **given)
 
 
@@ -73,7 +73,7 @@ def inside(cloud: AzureCloud) -> Iterator[AzureCloud]:
 
 def key_of(config: EndpointConfig) -> str:
     """Return the header `Authorization` that clients of the endpoint send."""
-    return f"Bearer key-of-{azure.read_endpoint_name(config.endpoint, config.settings)}"
+    return f"Bearer key-of-{azure.read_endpoint_name(config.endpoint, config.options)}"
 
 
 @dataclass(kw_only=True)
@@ -93,17 +93,15 @@ class World(EndpointSite):
             config_of(self.cloud),
         )
 
-    def name(self, deployment: Deployment, **settings: str | float) -> str:
+    def name(self, deployment: Deployment, **options: str | float) -> str:
         """Return the name of the deployment in Azure."""
-        config = config_of(self.cloud, **settings)
-        return build_azure_name(deployment, read_azure_settings(config.settings).immutable)
+        config = config_of(self.cloud, **options)
+        return build_azure_name(deployment, read_azure_options(config.options).immutable)
 
     @property
     def ml(self) -> MLClient:
         """Return another client of the workspace."""
-        return AzureClient(
-            read_azure_settings(self.config.settings), "scaling", "scaling", POLICY
-        ).ml
+        return AzureClient(read_azure_options(self.config.options), "scaling", "scaling", POLICY).ml
 
     def scale(self, config: EndpointConfig | None = None) -> float:
         """Send a request as clients do; return the factor of the model that answers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tests.adapters.fleet_site import AzureFleet, FleetSite, SageMakerFleet, with_settings
+from tests.adapters.fleet_site import AzureFleet, FleetSite, SageMakerFleet, with_options
 
 CHANGING = ("Create", "Update", "Delete", "PUT", "PATCH", "DELETE")
 
@@ -33,7 +33,7 @@ def perform_operations(site: FleetSite) -> Mapping[str, OperationCalls]:
     provider = site.provider
 
     def change_image() -> None:
-        with_settings(site, image=f"{site.config.settings['image']}-new")
+        with_options(site, image=f"{site.config.options['image']}-new")
         site.apply(5, blue=100)
 
     def delete_orphans() -> None:
@@ -49,9 +49,9 @@ def perform_operations(site: FleetSite) -> Mapping[str, OperationCalls]:
         "repeated rollback": lambda: provider.roll_back(
             site.config, site.state(blue=100), generation=4
         ),
-        "change of settings": change_image,
+        "change of options": change_image,
         "orphans": delete_orphans,
-        "doctor": lambda: list(provider.diagnose({site.name: site.config.settings})),
+        "doctor": lambda: list(provider.diagnose({site.name: site.config.options})),
         "removal": lambda: provider.remove(site.config),
     }
     performed = {}

@@ -38,8 +38,8 @@ COMMITTED = 1767225600
 """2026-01-01, in seconds."""
 
 
-def section(path: str = "data/train.npz", **settings: Any) -> PluginData:
-    return PluginData(use="dvc", with_={"path": path, **settings}, inputs={"x": "x"}, label="y")
+def section(path: str = "data/train.npz", **options: Any) -> PluginData:
+    return PluginData(source="dvc", options={"path": path, **options}, inputs={"x": "x"}, label="y")
 
 
 def archive(seed: int, rows: int = 8) -> bytes:

@@ -45,5 +45,5 @@ def make_models(folder: Path) -> tuple[Deployment, Deployment]:
     return blue, scaling_deployment(folder / "green", name="green", version="2", scale=3.0)
 
 
-def make_config(endpoint: str, provider: str = "local", **settings: Json) -> EndpointConfig:
-    return endpoint_config(endpoint, provider=provider, model="scale", settings=settings)
+def make_config(endpoint: str, provider: str = "local", **options: Json) -> EndpointConfig:
+    return endpoint_config(endpoint, provider=provider, model="scale", options=options)

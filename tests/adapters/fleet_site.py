@@ -59,13 +59,13 @@ class FleetSite(EndpointSite):
         self.blue, self.green = approve(self.blue, self.signer), approve(self.green, self.signer)
         self.provider = self.make_provider(keys)
         self.provider.sign_with(lambda: self.signer)
-        self.config = make_config(self.name, self.provider_name, **self.settings)
+        self.config = make_config(self.name, self.provider_name, **self.options)
 
     provider_name = ""
 
     @property
     @abstractmethod
-    def settings(self) -> Mapping[str, Json]: ...
+    def options(self) -> Mapping[str, Json]: ...
 
     @abstractmethod
     def make_provider(self, keys: Path) -> TrafficModes: ...
@@ -103,7 +103,7 @@ class SageMakerFleet(FleetSite):
     provider_name = "sagemaker"
 
     @property
-    def settings(self) -> Mapping[str, Json]:
+    def options(self) -> Mapping[str, Json]:
         return {**SETTINGS, "traffic": "table", "instance_count": 2}
 
     def make_provider(self, keys: Path) -> TrafficModes:
@@ -169,9 +169,9 @@ class AzureFleet(FleetSite):
     provider_name = "azureml"
 
     @property
-    def settings(self) -> Mapping[str, Json]:
+    def options(self) -> Mapping[str, Json]:
         return {
-            **self.cloud.settings,
+            **self.cloud.options,
             "traffic": "table",
             "instances": 2,
             "control": str(self.folder / "control"),
@@ -231,7 +231,7 @@ def open_azure_fleet(folder: Path) -> Iterator[AzureFleet]:
         yield AzureFleet(cloud=cloud, folder=folder, blue=blue, green=green)
 
 
-def with_settings(site: FleetSite, **settings: Json) -> FleetSite:
-    """Change settings of the site's endpoint, as an edited pipeline file does."""
-    site.config = replace(site.config, settings={**site.config.settings, **settings})
+def with_options(site: FleetSite, **options: Json) -> FleetSite:
+    """Change options of the site's endpoint, as an edited pipeline file does."""
+    site.config = replace(site.config, options={**site.config.options, **options})
     return site

@@ -19,8 +19,8 @@ from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client
 from tests.support.forks import fork_context
 
 
-def config_of(name: str, **settings: Json) -> EndpointConfig:
-    given: dict[str, Json] = {**SETTINGS, **settings}
+def config_of(name: str, **options: Json) -> EndpointConfig:
+    given: dict[str, Json] = {**SETTINGS, **options}
     return make_config(name, "sagemaker", **given)
 
 

@@ -174,7 +174,7 @@ def test_dvc_fingerprint_at_cached_full_commit_needs_no_remote(
         ({"path": "data/nothing.npz"}, NotFoundError, "DVC does not track data/nothing.npz"),
     ],
 )
-def test_dvc_fingerprint_with_wrong_settings_raises_error(
+def test_dvc_fingerprint_with_wrong_options_raises_error(
     repository: Repository,
     reads: DvcSource,
     given: dict[str, object],

@@ -119,14 +119,14 @@ def test_azureml_container_without_trusted_signature_loads_no_model(
 
 
 @pytest.mark.parametrize(
-    ("settings", "limit"), [({}, 128), ({"queue": 16}, 16), ({LIMIT: 1, "queue": 16}, 1)]
+    ("options", "limit"), [({}, 128), ({"queue": 16}, 16), ({LIMIT: 1, "queue": 16}, 1)]
 )
-def test_azureml_deployment_with_queue_setting_limits_concurrency(
-    world: World, settings: dict[str, int], limit: int
+def test_azureml_deployment_with_queue_option_limits_concurrency(
+    world: World, options: dict[str, int], limit: int
 ) -> None:
-    config = config_of(world.cloud, **settings)
+    config = config_of(world.cloud, **options)
     world.apply(1, config, blue=100)
-    assert world.cloud.control.concurrency("scaling", world.name(world.blue, **settings)) == limit
+    assert world.cloud.control.concurrency("scaling", world.name(world.blue, **options)) == limit
 
 
 def test_azureml_endpoint_with_concurrent_clients_answers_all_requests(world: World) -> None:
@@ -300,7 +300,7 @@ def test_azureml_apply_of_changed_files_uploads_nothing(world: World, tmp_path: 
     assert world.cloud.blobs.data == {}
 
 
-def test_azureml_apply_of_changed_settings_replaces_deployment(world: World) -> None:
+def test_azureml_apply_of_changed_options_replaces_deployment(world: World) -> None:
     state, name = world.state(blue=100), world.name(world.blue)
     world.provider.apply(world.config, state, generation=1)
     assert world.drift() == []
@@ -326,7 +326,7 @@ def test_azureml_apply_of_changed_settings_replaces_deployment(world: World) -> 
     assert world.provider.list_orphans(changed, frozenset()) == ()
 
 
-def test_azureml_rollback_with_changed_settings_uses_running_deployment(world: World) -> None:
+def test_azureml_rollback_with_changed_options_uses_running_deployment(world: World) -> None:
     world.apply(1, blue=50, green=50)
     changed = config_of(world.cloud, image="registry.example/broken:1")
     first = len(world.cloud.calls)
@@ -359,7 +359,7 @@ def test_azureml_apply_of_instance_count_updates_deployment_in_place(world: Worl
 
 
 def test_azureml_apply_with_autoscaling_creates_and_removes_rules(world: World) -> None:
-    state, name, settings = (
+    state, name, autoscale = (
         world.state(blue=100),
         world.name(world.blue),
         world.cloud.control.autoscale.settings,
@@ -367,7 +367,7 @@ def test_azureml_apply_with_autoscaling_creates_and_removes_rules(world: World) 
     scaled = config_of(world.cloud, min_instances=1, max_instances=4, cpu_percent=60)
     world.provider.apply(scaled, state, generation=1)
     assert world.drift(scaled) == []
-    (profile,) = settings[f"workspace--scaling--{name}"]["properties"]["profiles"]
+    (profile,) = autoscale[f"workspace--scaling--{name}"]["properties"]["profiles"]
     assert profile["capacity"] == {"minimum": "1", "maximum": "4", "default": "1"}
     assert [rule["metricTrigger"]["threshold"] for rule in profile["rules"]] == [60, 30]
     deployment = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{name}"].body
@@ -383,15 +383,15 @@ def test_azureml_apply_with_autoscaling_creates_and_removes_rules(world: World) 
     assert world.drift() == [f"autoscaling of {name}: 1 to 4 instances at 60% CPU, not none"]
     world.provider.apply(world.config, state, generation=3)
     assert world.drift() == []
-    assert settings == {}
+    assert autoscale == {}
     world.apply(4, scaled, blue=50, green=50)
     world.apply(5, scaled, green=100)
-    assert list(settings) == [f"workspace--scaling--{world.name(world.green)}"]
+    assert list(autoscale) == [f"workspace--scaling--{world.name(world.green)}"]
     world.provider.remove(scaled)
-    assert settings == {}
+    assert autoscale == {}
 
 
-def test_azureml_list_orphans_lists_needed_version_with_former_settings(world: World) -> None:
+def test_azureml_list_orphans_lists_needed_version_with_former_options(world: World) -> None:
     """Its machines cost money, and no endpoint state contains it."""
     world.apply(1, blue=100)
     former = world.name(world.blue)
@@ -437,7 +437,7 @@ def test_azureml_apply_without_role_raises_refused_error(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("options", "said"),
     [
         ({"imagee": "a/b"}, "imagee"),
         ({"image": ""}, "image"),
@@ -458,10 +458,10 @@ def test_azureml_apply_without_role_raises_refused_error(world: World) -> None:
         ({"subscription": ""}, "subscription"),
     ],
 )
-def test_azureml_validate_settings_with_wrong_value_raises_user_error(
-    world: World, settings: dict[str, str | int], said: str
+def test_azureml_validate_options_with_wrong_value_raises_user_error(
+    world: World, options: dict[str, str | int], said: str
 ) -> None:
-    world.provider.validate_settings({**world.cloud.settings, "name": "good-name", "workers": 2})
+    world.provider.validate_options({**world.cloud.options, "name": "good-name", "workers": 2})
     with pytest.raises(UserError, match=said):
-        world.provider.validate_settings({**world.cloud.settings, **settings})
+        world.provider.validate_options({**world.cloud.options, **options})
     assert world.cloud.calls == []

@@ -27,8 +27,8 @@ TOO_SMALL = {
 }
 
 
-def look(world: World, **settings: str | int) -> Mapping[str, Diagnosis]:
-    found = world.provider.diagnose({"digits": {**world.cloud.settings, **settings}})
+def look(world: World, **options: str | int) -> Mapping[str, Diagnosis]:
+    found = world.provider.diagnose({"digits": {**world.cloud.options, **options}})
     return {finding.check: finding for finding in found}
 
 
@@ -50,7 +50,7 @@ def test_azureml_diagnosis_of_image_checks_registry_and_pull_role(world: World) 
         "Microsoft.ManagedIdentity/userAssignedIdentities",
     )
     identity = (
-        f"/subscriptions/{world.cloud.settings['subscription']}"
+        f"/subscriptions/{world.cloud.options['subscription']}"
         f"/resourceGroups/group/providers/{identities}/serving"
     )
     findings = look(world, image=image, identity=identity)
@@ -101,7 +101,7 @@ def test_azureml_diagnosis_with_html_response_reports_failed_check(
 
 
 @pytest.mark.parametrize(
-    ("conditions", "settings", "check", "expected"),
+    ("conditions", "options", "check", "expected"),
     [
         ({}, {"workspace": "elsewhere"}, "workspace elsewhere", "it does not exist"),
         ({"forbidden": True}, {}, "workspace workspace", "AzureML Data Scientist"),
@@ -130,13 +130,13 @@ def test_azureml_diagnosis_with_html_response_reports_failed_check(
 def test_azureml_diagnosis_with_missing_prerequisite_reports_remedy(
     world: World,
     conditions: dict[str, object],
-    settings: dict[str, str | int],
+    options: dict[str, str | int],
     check: str,
     expected: str,
 ) -> None:
     for name, value in conditions.items():
         setattr(world.cloud.conditions, name, value)
-    findings = look(world, **settings)
+    findings = look(world, **options)
     assert broken(findings) == (f"azure {check}",)
     assert expected in f"{findings[f'azure {check}'].found} {findings[f'azure {check}'].remedy}"
 

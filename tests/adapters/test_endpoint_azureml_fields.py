@@ -32,7 +32,7 @@ def list_fields() -> set[str]:
 
 def list_unsupported_fields() -> set[str]:
     """Return the fields that the docs list as unsupported."""
-    page = (ROOT / "docs" / "azureml-settings.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "azureml-options.md").read_text(encoding="utf-8")
     section = page.partition("## Fields that are not supported")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
@@ -45,9 +45,9 @@ def test_azureml_fields_are_set_or_documented_as_unsupported(
 
     fields, given, build = list_fields(), set[str](), entities.ManagedOnlineDeployment
 
-    def record(**settings: Any) -> Any:
-        given.update(settings)
-        return build(**settings)
+    def record(**options: Any) -> Any:
+        given.update(options)
+        return build(**options)
 
     monkeypatch.setattr(entities, "ManagedOnlineDeployment", record)
     world.apply(1, blue=100)

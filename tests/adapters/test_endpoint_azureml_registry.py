@@ -29,8 +29,8 @@ require(
 pytestmark = pytest.mark.services
 
 
-def config(world: World, **settings: str | float) -> EndpointConfig:
-    return config_of(world.cloud, registry=REGISTRY, **settings)
+def config(world: World, **options: str | float) -> EndpointConfig:
+    return config_of(world.cloud, registry=REGISTRY, **options)
 
 
 def test_azureml_apply_with_registry_deploys_model_by_registry_path(world: World) -> None:
@@ -86,7 +86,7 @@ def test_azureml_apply_with_missing_registry_raises_not_found_error(world: World
         world.apply(1, nowhere, blue=100)
     assert "AzureML Registry User" in caught.value.remedy
     with pytest.raises(UserError, match="registry"):
-        world.provider.validate_settings(config_of(world.cloud, registry="no name!").settings)
+        world.provider.validate_options(config_of(world.cloud, registry="no name!").options)
 
 
 @pytest.mark.nightly

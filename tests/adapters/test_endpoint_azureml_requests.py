@@ -84,7 +84,7 @@ def test_azureml_rollback_changes_traffic_in_second_request(world: World) -> Non
 
 
 def test_azureml_rollback_keeps_identity_and_foreign_tags(world: World) -> None:
-    subscription = world.cloud.settings["subscription"]
+    subscription = world.cloud.options["subscription"]
     identities = "providers/Microsoft.ManagedIdentity/userAssignedIdentities"
     identity = f"/subscriptions/{subscription}/resourceGroups/group/{identities}/serving"
     world.config = config_of(world.cloud, identity=identity)

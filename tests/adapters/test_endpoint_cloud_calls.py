@@ -16,7 +16,7 @@ from tests.adapters.fleet_site import (
     FleetSite,
     open_azure_fleet,
     open_sagemaker_fleet,
-    with_settings,
+    with_options,
 )
 from tests.infra.infra_tools import ROOT
 from tests.support.clouds import azureml_roles, iam
@@ -68,7 +68,7 @@ AZURE_OPTIONS = {
     "Microsoft.ManagedIdentity/userAssignedIdentities/read",
     "Microsoft.Authorization/roleAssignments/read",
 }
-"""What autoscaling, metrics of `traffic: native`, and the setting `identity` need."""
+"""What autoscaling, metrics of `traffic: native`, and the option `identity` need."""
 AZURE_NATIVE_ONLY = {
     f"{AZURE}/datastores/read",
     f"{AZURE}/models/versions/read",
@@ -91,7 +91,7 @@ def amazon(
     sagemaker.behave(taken_back="", stuck="", quota="", lag=0, reads=2)
     with open_sagemaker_fleet(sagemaker, tmp_path) as site:
         sagemaker.permitted()
-        yield with_settings(site, traffic=traffic)
+        yield with_options(site, traffic=traffic)
     sagemaker.reset()
 
 
@@ -132,7 +132,7 @@ def test_azure_operations_need_exactly_permitted_actions(tmp_path: Path, traffic
         requested: set[Request] = set()
         calls: list[Call] = []
         site.cloud.fault_rule = lambda _, call: calls.append(call)
-        operations = perform_operations(with_settings(site, traffic=traffic))
+        operations = perform_operations(with_options(site, traffic=traffic))
         for call in calls:
             requested.update(azureml_roles.requests_of(call))
     used = {one.action.lower() for one in requested if "/blobs/" not in one.action}

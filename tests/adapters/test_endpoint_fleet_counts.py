@@ -30,11 +30,11 @@ class FleetScene(TrialScene):
     """The release layer over a fleet."""
 
     def bind_count(self, count: int) -> None:
-        """Change the number of instances in the settings."""
+        """Change the number of instances in the options."""
         machines = Machines(count=count, kind=self.place.kinds[0], image="")
-        settings = self.place.list_settings(machines)
-        provider = "sagemaker" if "role" in settings else "azureml"
-        config = replace(config_of(ENDPOINT), provider=provider, settings=settings)
+        options = self.place.list_options(machines)
+        provider = "sagemaker" if "role" in options else "azureml"
+        config = replace(config_of(ENDPOINT), provider=provider, options=options)
         bind_endpoint(self.context, config, CANARY)
 
 

@@ -27,7 +27,7 @@ from tests.adapters.fleet_site import (
     SageMakerFleet,
     open_azure_fleet,
     open_sagemaker_fleet,
-    with_settings,
+    with_options,
 )
 from tests.adapters.test_endpoint_replicas import disturbed_objects
 from tests.support.clouds.sagemaker import FakeSageMaker, client
@@ -83,7 +83,7 @@ def test_fleet_keeps_users_on_their_version_and_counts_their_feedback(fleet: Fle
     assert again == [answer.deployment for answer in first.values()] * 3
     fleet.report({answer.token: answer.deployment == "green" for answer in first.values()})
     expected = Counter(answer.deployment for answer in first.values())
-    source = fleet.provider.metrics(fleet.config.settings)
+    source = fleet.provider.metrics(fleet.config.options)
 
     def read_feedback() -> dict[str, tuple[int, int]]:
         tallies = source.read(fleet.config, {"blue": None, "green": None}).sum_tallies()
@@ -105,7 +105,7 @@ def test_fleet_step_and_rollback_change_nothing_in_control_plane(fleet: FleetSit
 def test_fleet_with_other_image_is_replaced_without_failed_request(fleet: FleetSite) -> None:
     fleet.apply(3, blue=100)
     with RequestLoop(lambda: fleet.invoke("loader")) as load:
-        with_settings(fleet, image=f"{fleet.config.settings['image']}-new")
+        with_options(fleet, image=f"{fleet.config.options['image']}-new")
         assert any("mage" in line for line in fleet.drift())
         fleet.apply(4, blue=100)
     assert load.failed == []
@@ -116,7 +116,7 @@ def test_fleet_with_other_image_is_replaced_without_failed_request(fleet: FleetS
         servers = fleet.provider.list_servers(fleet.config)
         return {one.image for one in servers if one.state == "reports"}
 
-    until(lambda: list_images() == {str(fleet.config.settings["image"])})
+    until(lambda: list_images() == {str(fleet.config.options["image"])})
     for orphan in fleet.provider.list_orphans(fleet.config, frozenset()):
         fleet.provider.delete_orphan(fleet.config, orphan)
     assert not fleet.provider.list_orphans(fleet.config, frozenset())
@@ -131,7 +131,7 @@ def test_fleet_during_replacement_of_instances_shows_it_and_rolls_back(
     count = "instance_count" if fleet.provider_name == "sagemaker" else "instances"
     changed: Mapping[str, Json] = {"image": "registry.example/onnx-ops:new"}
     fleet.slow_updates()
-    with_settings(fleet, **(changed if key == "image" else {count: 3}))
+    with_options(fleet, **(changed if key == "image" else {count: 3}))
     with ThreadPoolExecutor(1) as pool:
         update = pool.submit(fleet.apply, 3, blue=50, green=50)
         until(lambda: bool(fleet.observed().replacements))
@@ -148,8 +148,8 @@ def test_fleet_during_replacement_of_instances_shows_it_and_rolls_back(
 
 
 def test_fleet_with_changed_traffic_or_location_is_refused(azure: AzureFleet) -> None:
-    changed = replace(azure.config, settings={**azure.config.settings, "traffic": "native"})
-    moved = replace(azure.config, settings={**azure.config.settings, "control": "/elsewhere"})
+    changed = replace(azure.config, options={**azure.config.options, "traffic": "native"})
+    moved = replace(azure.config, options={**azure.config.options, "control": "/elsewhere"})
     for after, name in ((changed, "traffic"), (moved, "control")):
         with pytest.raises(UserError, match=f"{name} of an existing endpoint"):
             azure.provider.validate_change(azure.config, after)
@@ -163,9 +163,9 @@ def test_fleet_with_changed_machine_and_same_target_is_refused(
     request: pytest.FixtureRequest, site: str, machine: str, traffic: str
 ) -> None:
     fleet: FleetSite = request.getfixturevalue(site)
-    settings = {**fleet.config.settings, "traffic": traffic}
-    before = replace(fleet.config, settings=settings)
-    after = replace(before, settings={**settings, "instance_type": machine})
+    options = {**fleet.config.options, "traffic": traffic}
+    before = replace(fleet.config, options=options)
+    after = replace(before, options={**options, "instance_type": machine})
     with pytest.raises(UserError) as caught:
         fleet.provider.validate_change(before, after)
     assert f"no decision of target {before.target} is about {machine}" in str(caught.value)
@@ -176,7 +176,7 @@ def test_fleet_with_changed_machine_and_same_target_is_refused(
 
 def test_fleet_with_other_client_id_drifts_until_applied(azure: AzureFleet) -> None:
     azure.apply(1, blue=100)
-    with_settings(azure, client_id="id-of-the-identity")
+    with_options(azure, client_id="id-of-the-identity")
     assert any("client_id" in line for line in azure.drift())
     azure.apply(2, blue=100)
     assert azure.drift() == []
@@ -195,9 +195,9 @@ def test_fleet_update_reverted_by_alarm_rejects_no_release(amazon: SageMakerFlee
         Statistic="Sum",
     )
     cloudwatch.set_alarm_state(AlarmName="errors", StateValue="OK", StateReason="a test")
-    with_settings(amazon, alarms=["errors"])
+    with_options(amazon, alarms=["errors"])
     amazon.apply(1, blue=100)
-    with_settings(amazon, image="registry.example/onnx-ops:bad")
+    with_options(amazon, image="registry.example/onnx-ops:bad")
     amazon.fake.behave(taken_back="alarm errors fired")
     with pytest.raises(InfrastructureError):
         amazon.apply(2, blue=100)
@@ -209,7 +209,7 @@ STATUSES = ("InService", "Updating", "UpdateRollbackFailed", "Failed", "Creating
 
 
 def bring_to(site: SageMakerFleet, status: str) -> None:
-    """Bring the endpoint to a status of SageMaker, as an interrupted change of settings does."""
+    """Bring the endpoint to a status of SageMaker, as an interrupted change of options does."""
     fake, sagemaker = site.fake, client(site.fake, "sagemaker")
     if status == "InService":
         return

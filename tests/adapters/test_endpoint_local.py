@@ -224,10 +224,10 @@ def test_local_apply_with_taken_port_raises_error_with_remedy(site: Site) -> Non
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        config = replace(CONFIG, settings={"port": port})
+        config = replace(CONFIG, options={"port": port})
         with pytest.raises(ServiceUnavailableError, match=f"program uses port {port}") as caught:
             site.apply(1, config, blue=100)
-    assert "settings" in caught.value.remedy
+    assert "options" in caught.value.remedy
     site.apply(1, config, blue=100)
     assert site.provider.address(config) == f"http://127.0.0.1:{port}"
 
@@ -235,7 +235,7 @@ def test_local_apply_with_taken_port_raises_error_with_remedy(site: Site) -> Non
 def test_local_apply_with_new_port_moves_server(site: Site) -> None:
     site.apply(1, blue=100)
     first, port = str(site.provider.address(CONFIG)), free_port()
-    moved = replace(CONFIG, settings={"port": port, "workers": 1, "queue": 7})
+    moved = replace(CONFIG, options={"port": port, "workers": 1, "queue": 7})
     assert site.drift(moved) == [
         f"port: {first.rpartition(':')[2]}, not {port}",
         "queue: 128, not 7",
@@ -320,7 +320,7 @@ def test_local_apply_with_invalid_port_raises_user_error(
     site: Site, port: int | str | bool
 ) -> None:
     with pytest.raises(UserError, match="port: "):
-        site.apply(1, replace(CONFIG, settings={"port": port}), blue=100)
+        site.apply(1, replace(CONFIG, options={"port": port}), blue=100)
 
 
 OUTSIDE = (
@@ -336,8 +336,8 @@ OUTSIDE = (
 )
 
 
-def test_local_settings_are_refused_if_wrong_and_applied_if_changed(site: Site) -> None:
-    site.provider.validate_settings(
+def test_local_options_are_refused_if_wrong_and_applied_if_changed(site: Site) -> None:
+    site.provider.validate_options(
         {"workers": 2, "access_log": "access.log", "admin_socket": "admin.sock"}
     )
     wrong: list[tuple[dict[str, Json], str]] = [
@@ -350,18 +350,18 @@ def test_local_settings_are_refused_if_wrong_and_applied_if_changed(site: Site) 
         for key in ("access_log", "admin_socket")
         for name in OUTSIDE
     ]
-    for settings, message in wrong:
+    for options, message in wrong:
         with pytest.raises(UserError, match=message):
-            site.provider.validate_settings(settings)
+            site.provider.validate_options(options)
     state = site.state(blue=100)
     site.provider.apply(CONFIG, state, generation=1)
     first = site.record()
-    site.provider.apply(replace(CONFIG, settings={"workers": 2}), state, generation=2)
+    site.provider.apply(replace(CONFIG, options={"workers": 2}), state, generation=2)
     assert (first.options.workers, site.record().options.workers) == (1, 2)
     assert site.record().port == first.port
     assert len(site.workers()) == 2
     second = site.record()
-    site.provider.apply(replace(CONFIG, settings={"workers": 2}), state, generation=3)
+    site.provider.apply(replace(CONFIG, options={"workers": 2}), state, generation=3)
     assert site.record() == second
 
 
@@ -376,7 +376,7 @@ def test_local_apply_with_other_worker_count_drops_no_request(site: Site) -> Non
         for generation, workers in ((2, 3), (3, 1), (4, 2)):
             before = set(site.workers())
             site.provider.apply(
-                replace(CONFIG, settings={"workers": workers}), state, generation=generation
+                replace(CONFIG, options={"workers": workers}), state, generation=generation
             )
             until(lambda: not before & set(site.workers()), "the end of the old workers")  # noqa: B023
             assert len(site.workers()) == workers

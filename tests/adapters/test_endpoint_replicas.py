@@ -532,7 +532,7 @@ class TestSilent:
 
         def observe(lease: str, splits: Sequence[dict[str, int]], adopted: int) -> tuple[str, ...]:
             site.config = replace(
-                site.config, settings={**site.config.settings, "lease": lease, "replicas": 2}
+                site.config, options={**site.config.options, "lease": lease, "replicas": 2}
             )
             for generation, weights in enumerate(splits, 1):
                 seen = site.provider._look(site.config)
@@ -614,18 +614,18 @@ def test_list_servers_of_replicas_shows_state_of_last_report(site: ReplicaSite) 
 def test_observe_with_lease_other_than_in_table_reports_drift(site: ReplicaSite) -> None:
     site.apply(1, blue=100)
     assert site.observed().drift == ()
-    site.config = replace(site.config, settings={**site.config.settings, "lease": "leave"})
+    site.config = replace(site.config, options={**site.config.options, "lease": "leave"})
     assert site.observed().drift == ("lease is serve, not leave",)
     site.apply(2, blue=100)
     assert site.observed().drift == ()
     with pytest.raises(UserError, match="lease"):
-        site.provider.validate_settings({**site.config.settings, "lease": "stay"})
+        site.provider.validate_options({**site.config.options, "lease": "stay"})
 
 
-def test_validate_settings_with_nested_locations_raises_user_error(site: ReplicaSite) -> None:
+def test_validate_options_with_nested_locations_raises_user_error(site: ReplicaSite) -> None:
     for reports in ("s3://bucket/p", "s3://bucket/p/reports", "s3://bucket"):
         with pytest.raises(UserError, match="neither a parent nor a subfolder"):
-            site.provider.validate_settings({"control": "s3://bucket/p/", "reports": reports})
+            site.provider.validate_options({"control": "s3://bucket/p/", "reports": reports})
 
 
 def test_follower_with_wrong_table_head_adopts_no_other_table(site: ReplicaSite) -> None:
@@ -646,7 +646,7 @@ def test_follower_with_wrong_table_head_adopts_no_other_table(site: ReplicaSite)
 
 class TestDiagnosis:
     def diagnose(self, site: ReplicaSite) -> dict[str, tuple[bool, str]]:
-        findings = site.provider.diagnose({"digits": site.config.settings})
+        findings = site.provider.diagnose({"digits": site.config.options})
         return {
             finding.check.removeprefix("digits: "): (finding.ok, finding.found)
             for finding in findings

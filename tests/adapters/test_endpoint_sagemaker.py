@@ -138,7 +138,7 @@ def test_sagemaker_apply_of_new_variant_keeps_config_and_autoscaled_counts(site:
     ],
     ids=lambda value: next(iter(value)).split(".")[-1],
 )
-def test_sagemaker_apply_of_changed_settings_resolves_drift(
+def test_sagemaker_apply_of_changed_options_resolves_drift(
     site: Site, changed: dict[str, str | int], differs: list[str]
 ) -> None:
     name, state = f"changed-{next(iter(changed)).replace('_', '-')}", site.state(blue=100)
@@ -281,17 +281,17 @@ def test_sagemaker_apply_with_autoscaling_updates_scalable_targets(site: Site) -
     larger = config_of("scaled", min_instances=1, max_instances=4, instance_type="ml.c6i.xlarge")
     site.apply(2, larger, green=100)
     unscaled = {
-        name: value for name, value in larger.settings.items() if not name.endswith("_instances")
+        name: value for name, value in larger.options.items() if not name.endswith("_instances")
     }
     assert targets() == ["endpoint/scaled/variant/green"]
-    site.apply(3, replace(larger, settings=unscaled), green=100)
+    site.apply(3, replace(larger, options=unscaled), green=100)
     assert targets() == []
     site.apply(4, larger, green=100)
     site.provider.remove(larger)
     assert targets() == []
 
 
-def test_sagemaker_apply_with_capture_and_kms_settings_sends_them(site: Site) -> None:
+def test_sagemaker_apply_with_capture_and_kms_options_sends_them(site: Site) -> None:
     config = config_of(
         "captured",
         capture_percent=20,

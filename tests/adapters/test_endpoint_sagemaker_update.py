@@ -130,7 +130,7 @@ def test_sagemaker_update_with_firing_alarm_is_refused_but_rollback_succeeds(
 def test_sagemaker_update_after_failure_without_alarm_is_retried(
     site: Site, alarmed: EndpointConfig
 ) -> None:
-    unknown = replace(alarmed, settings={**alarmed.settings, "alarms": ["nowhere"]})
+    unknown = replace(alarmed, options={**alarmed.options, "alarms": ["nowhere"]})
     with pytest.raises(NotFoundError, match="CloudWatch has no alarm nowhere"):
         site.apply(2, unknown, green=100)
     site.fake.behave(taken_back="no capacity")

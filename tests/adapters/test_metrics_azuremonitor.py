@@ -90,7 +90,7 @@ def test_azure_monitor_read_after_midnight_starts_new_origin(
     )
 
 
-def test_azure_monitor_read_with_fault_or_wrong_settings_raises_error(
+def test_azure_monitor_read_with_fault_or_wrong_options_raises_error(
     cloud: AzureCloud, clock: FakeClock
 ) -> None:
     source, config = AzureMonitorMetrics({}, clock), config_of(cloud)
@@ -101,6 +101,6 @@ def test_azure_monitor_read_with_fault_or_wrong_settings_raises_error(
         source.read(config, {"v1": None})
     cloud.fault_rule = lambda *_: None
     with pytest.raises(UserError, match="subscription"):
-        source.read(replace(config, settings={}), {"v1": None})
-    with pytest.raises(UserError, match="no setting"):
+        source.read(replace(config, options={}), {"v1": None})
+    with pytest.raises(UserError, match="unknown key 'window'; azuremonitor has no options"):
         AzureMonitorMetrics({"window": 3})

@@ -102,9 +102,9 @@ def test_cloudwatch_read_of_guarded_endpoint_returns_no_tallies(site: Site) -> N
     assert site.provider.metrics(SETTINGS).read(config, {"blue": None}).tallies == {}
 
 
-@pytest.mark.parametrize("settings", [{"dealy": "1 s"}, {"delay": "soon"}, {"delay": "-1 s"}])
-def test_cloudwatch_metrics_with_wrong_settings_raise_user_error(
-    settings: dict[str, str | int],
+@pytest.mark.parametrize("options", [{"dealy": "1 s"}, {"delay": "soon"}, {"delay": "-1 s"}])
+def test_cloudwatch_metrics_with_wrong_options_raise_user_error(
+    options: dict[str, str | int],
 ) -> None:
     with pytest.raises(UserError, match="delay"):
-        CloudWatchMetrics(settings)
+        CloudWatchMetrics(options)

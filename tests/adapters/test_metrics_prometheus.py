@@ -227,19 +227,19 @@ def test_prometheus_read_with_threshold_between_buckets_returns_none(
     assert (tally.over_p50, tally.over_p99) == (None, 0)
 
 
-def test_prometheus_read_with_renamed_labels_uses_label_settings(
+def test_prometheus_read_with_renamed_labels_uses_label_options(
     scraped: Scraped, inbox: WebhookSink
 ) -> None:
     scraped.renamed = {"endpoint": "exported_endpoint", "deployment": "release", "status": "code"}
     scraped.answer(1, 500, FAST, 3)
-    settings: dict[str, Json] = {
+    options: dict[str, Json] = {
         "url": inbox.url,
         "endpoint_label": "exported_endpoint",
         "deployment_label": "release",
         "status_label": "code",
         "select": {"job": "serving", "namespace": '"prod\\'},
     }
-    reading = PrometheusMetrics(settings).read(CONFIG, {"v1": None})
+    reading = PrometheusMetrics(options).read(CONFIG, {"v1": None})
     assert reading.tallies["v1"] == RequestCounts(requests=3, errors=3, timed=3)
     assert (
         'onnx_ops_server_info{exported_endpoint="digits",job="serving",namespace="\\"prod\\\\"}'
@@ -332,7 +332,7 @@ def test_prometheus_read_with_token_sends_authorization_header(
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("options", "expected"),
     [
         ({}, "missing key 'url'"),
         ({"url": "prometheus:9090"}, "is not an http address"),
@@ -344,9 +344,9 @@ def test_prometheus_read_with_token_sends_authorization_header(
         ({"url": "http://p", "select": "job"}, "select: expected a mapping"),
     ],
 )
-def test_prometheus_metrics_with_wrong_settings_raise_user_error(
-    settings: dict[str, str | int], expected: str
+def test_prometheus_metrics_with_wrong_options_raise_user_error(
+    options: dict[str, str | int], expected: str
 ) -> None:
     with pytest.raises(UserError) as caught:
-        PrometheusMetrics(settings)
+        PrometheusMetrics(options)
     assert expected in str(caught.value)

@@ -199,7 +199,7 @@ def test_several_servers_read_with_unusable_server_raises_unavailable_error(
 
 
 @pytest.mark.parametrize(
-    "settings",
+    "options",
     [
         {},
         {"urls": "https://one.example"},
@@ -208,9 +208,9 @@ def test_several_servers_read_with_unusable_server_raises_unavailable_error(
         {"urls": ["https://one.example"], "url": "x"},
     ],
 )
-def test_several_servers_with_wrong_settings_raises_user_error(settings: dict[str, str]) -> None:
+def test_several_servers_with_wrong_options_raises_user_error(options: dict[str, str]) -> None:
     with pytest.raises(UserError):
-        SeveralServers(settings)
+        SeveralServers(options)
 
 
 def test_max_counts_bytes_exceeds_size_of_stored_epochs() -> None:

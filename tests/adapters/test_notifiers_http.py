@@ -5,6 +5,7 @@ The size of answers is bounded.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 from onnx_ops.adapters.http_json import MAX_ANSWER_BYTES, request_json
 from onnx_ops.adapters.notifiers.github import GitHubNotifier
 from onnx_ops.adapters.notifiers.webhook import WebhookNotifier, format_message
+from onnx_ops.config.binding import OptionsError
+from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.ports import Notifier
 from onnx_ops.testing.notifiers import (
@@ -23,6 +26,7 @@ from onnx_ops.testing.notifiers import (
     WebhookSink,
 )
 
+MODELS: dict[str, Json] = {"repository": "acme/models"}
 TOKEN = "ghp_0123456789"  # noqa: S105 (nobody's)
 
 
@@ -45,7 +49,7 @@ class TestWebhook(NotifierSuite):
         self, inbox: WebhookSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> Notifier:
         monkeypatch.setenv("ONNX_OPS_NOTIFY_WEBHOOK", f"{inbox.url}/services/{self.secret}")
-        return WebhookNotifier("", tmp_path)
+        return WebhookNotifier({}, tmp_path)
 
 
 class TestGitHub(NotifierSuite):
@@ -57,7 +61,7 @@ class TestGitHub(NotifierSuite):
     ) -> Notifier:
         monkeypatch.setenv("GITHUB_API_URL", inbox.url)
         monkeypatch.setenv("ONNX_OPS_NOTIFY_GITHUB_TOKEN", TOKEN)
-        return GitHubNotifier("acme/models", tmp_path)
+        return GitHubNotifier(MODELS, tmp_path)
 
     def usual(self, letter: ReceivedRequest) -> Reply:
         return (
@@ -103,7 +107,7 @@ def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 def test_github_notifier_opens_one_issue_per_endpoint(tracker: Tracker, tmp_path: Path) -> None:
-    notifier = GitHubNotifier("acme/models", tmp_path)
+    notifier = GitHubNotifier(MODELS, tmp_path)
     faces = replace(ROLLED_BACK, endpoint="faces")
     for notice in (ROLLED_BACK, ROLLED_BACK, faces, ROLLED_BACK):
         notifier.send(notice)
@@ -121,7 +125,7 @@ def test_github_notifier_opens_one_issue_per_endpoint(tracker: Tracker, tmp_path
 def test_github_notifier_finds_issue_on_later_page_and_skips_pull_request(
     tracker: Tracker, tmp_path: Path
 ) -> None:
-    notifier = GitHubNotifier("acme/models", tmp_path)
+    notifier = GitHubNotifier(MODELS, tmp_path)
     notifier.send(ROLLED_BACK)
     mine = tracker.issues[0]["body"]
     tracker.issues += [{"number": n, "open": True, "body": None} for n in range(2, 121)]
@@ -131,13 +135,13 @@ def test_github_notifier_finds_issue_on_later_page_and_skips_pull_request(
 
 
 def test_github_notifier_with_issue_number_comments_on_it(tracker: Tracker, tmp_path: Path) -> None:
-    GitHubNotifier("acme/models#7", tmp_path).send(ROLLED_BACK)
+    GitHubNotifier({**MODELS, "issue": 7}, tmp_path).send(ROLLED_BACK)
     assert [number for number, _ in tracker.comments] == ["7"]
 
 
 def test_notifiers_escape_mentions_in_quoted_text(tracker: Tracker, tmp_path: Path) -> None:
     notice = replace(ROLLED_BACK, why="``` @everyone <!channel> <https://evil|x>", actor="`@team`")
-    GitHubNotifier("acme/models#7", tmp_path).send(notice)
+    GitHubNotifier({**MODELS, "issue": 7}, tmp_path).send(notice)
     (_, body) = tracker.comments[0]
     assert "````\n``` @everyone" in body
     assert "`` ′@team′ ``" in body
@@ -158,7 +162,7 @@ def test_github_notifier_with_invalid_issue_list_raises_unavailable_error(
         monkeypatch.setenv("GITHUB_API_URL", inbox.url)
         monkeypatch.setenv("GITHUB_TOKEN", TOKEN)
         with pytest.raises(ServiceUnavailableError, match="with a list"):
-            GitHubNotifier("acme/models", tmp_path).send(ROLLED_BACK)
+            GitHubNotifier(MODELS, tmp_path).send(ROLLED_BACK)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +182,7 @@ def test_webhook_notifier_with_url_other_than_https_raises_user_error(
 ) -> None:
     monkeypatch.setenv("ONNX_OPS_NOTIFY_WEBHOOK", url)
     with pytest.raises(UserError) as caught:
-        WebhookNotifier("", tmp_path).send(ROLLED_BACK)
+        WebhookNotifier({}, tmp_path).send(ROLLED_BACK)
     assert "hooks" not in str(caught.value)
 
 
@@ -187,24 +191,24 @@ def test_webhook_notifier_without_server_raises_error_without_url(
 ) -> None:
     monkeypatch.setenv("ONNX_OPS_NOTIFY_WEBHOOK", "http://127.0.0.1:9/hidden")
     with pytest.raises(ServiceUnavailableError) as caught:
-        WebhookNotifier("", tmp_path).send(ROLLED_BACK)
+        WebhookNotifier({}, tmp_path).send(ROLLED_BACK)
     assert "hidden" not in str(caught.value)
 
 
 def test_webhook_notifier_check_reads_url_from_private_file(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no address"):
-        WebhookNotifier("", tmp_path).check()
+        WebhookNotifier({}, tmp_path).check()
     file = tmp_path / "notify.webhook"
     file.write_text("https://hooks.example/hidden\n")
     file.chmod(0o640)
     with pytest.raises(RefusedError, match="0640"):
-        WebhookNotifier("", tmp_path).check()
+        WebhookNotifier({}, tmp_path).check()
     file.chmod(0o600)
-    assert WebhookNotifier("", tmp_path).check() == "to hooks.example"
+    assert WebhookNotifier({}, tmp_path).check() == "to hooks.example"
 
 
 def test_github_notifier_check_reads_token_from_private_file(tmp_path: Path) -> None:
-    notifier = GitHubNotifier("acme/models", tmp_path)
+    notifier = GitHubNotifier(MODELS, tmp_path)
     with pytest.raises(NotFoundError, match="no GitHub token"):
         notifier.check()
     file = tmp_path / "notify.github"
@@ -217,19 +221,35 @@ def test_github_notifier_check_reads_token_from_private_file(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "place",
-    ["", "acme", "acme/models#0", "acme/models/x", "acme models", "../user", "acme/..", "acme/.#1"],
+    "repository",
+    ["", "acme", "acme/models#1", "acme/models/x", "acme models", "../user", "acme/..", "acme/é"],
 )
-def test_github_notifier_with_invalid_repository_raises_user_error(
-    place: str, tmp_path: Path
+def test_github_notifier_with_invalid_repository_raises_options_error(
+    repository: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError):
-        GitHubNotifier(place, tmp_path)
+    with pytest.raises(OptionsError, match="is not a repository, owner/repository"):
+        GitHubNotifier({"repository": repository}, tmp_path)
 
 
-def test_webhook_notifier_with_name_raises_user_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError):
-        WebhookNotifier("https://hooks.example/hidden", tmp_path)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "missing key 'repository'"),
+        ({**MODELS, "isue": 7}, "unknown key 'isue'; did you mean 'issue'?"),
+        ({**MODELS, "issue": 0}, "issue: must be at least 1"),
+    ],
+)
+def test_github_notifier_with_wrong_options_raises_options_error(
+    options: dict[str, Json], expected: str, tmp_path: Path
+) -> None:
+    with pytest.raises(OptionsError, match=re.escape(expected)):
+        GitHubNotifier(options, tmp_path)
+
+
+def test_webhook_notifier_with_options_raises_options_error(tmp_path: Path) -> None:
+    with pytest.raises(OptionsError, match="unknown key 'url'") as caught:
+        WebhookNotifier({"url": "https://hooks.example/hidden"}, tmp_path)
+    assert "hidden" not in repr(caught.value.as_document())
 
 
 def test_request_json_above_size_limit_raises_unavailable_error() -> None:

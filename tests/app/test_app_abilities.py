@@ -11,32 +11,37 @@ import pytest
 
 from onnx_ops.app.context import open_project
 from onnx_ops.app.project import list_capabilities
+from onnx_ops.domain.endpoint import MetricsConfig
 from onnx_ops.domain.pipeline import Deploy
 
-PROMETHEUS = {"source": "prometheus", "url": "http://127.0.0.1:9090"}
+URL = {"url": "http://127.0.0.1:9090"}
+PROMETHEUS = MetricsConfig(source="prometheus", options=URL)
 OWN = {"split", "sticky", "epochs", "exceedances", "shadow", "feedback", "cold_starts"}
-FOREIGN = PROMETHEUS | {"requests": "http_requests_total", "histogram": "http_seconds"}
+FOREIGN = MetricsConfig(
+    source="prometheus",
+    options=URL | {"requests": "http_requests_total", "histogram": "http_seconds"},
+)
 
 
 @pytest.mark.parametrize(
     ("metrics", "able"),
     [
-        ({}, OWN),
+        (None, OWN),
         (PROMETHEUS, OWN - {"cold_starts"}),
         (FOREIGN, {"split", "sticky", "epochs", "exceedances"}),
-        ({"source": "unheard-of"}, OWN),
-        (PROMETHEUS | {"colour": "red"}, OWN),
+        (MetricsConfig(source="unheard-of"), OWN),
+        (MetricsConfig(source="prometheus", options=URL | {"colour": "red"}), OWN),
     ],
     ids=[
         "its own",
         "ours by prometheus",
         "others by prometheus",
         "no such source",
-        "wrong settings",
+        "wrong options",
     ],
 )
 def test_list_capabilities_depends_on_metrics_source(
-    tmp_path: Path, metrics: dict[str, str], able: set[str]
+    tmp_path: Path, metrics: MetricsConfig | None, able: set[str]
 ) -> None:
     entry = Deploy(endpoint="digits", target="cpu", metrics=metrics)
     assert list_capabilities(open_project(tmp_path), entry) == able
@@ -46,17 +51,17 @@ BY_USER = {"shadow", "sticky", "feedback"}
 
 
 @pytest.mark.parametrize("provider", ["sagemaker", "azureml"])
-@pytest.mark.parametrize("metrics", [{}, PROMETHEUS], ids=["its own", "ours by prometheus"])
+@pytest.mark.parametrize("metrics", [None, PROMETHEUS], ids=["its own", "ours by prometheus"])
 @pytest.mark.parametrize(("traffic", "expected"), [("native", set()), ("table", BY_USER)])
 def test_list_capabilities_of_cloud_endpoint_includes_users_only_with_table(
-    tmp_path: Path, provider: str, metrics: dict[str, str], traffic: str, expected: set[str]
+    tmp_path: Path, provider: str, metrics: MetricsConfig | None, traffic: str, expected: set[str]
 ) -> None:
     entry = Deploy(
         endpoint="digits",
         provider=provider,
         target="cpu",
         metrics=metrics,
-        settings={"traffic": traffic},
+        options={"traffic": traffic},
     )
     able = list_capabilities(open_project(tmp_path), entry)
     assert "split" in able
@@ -70,7 +75,7 @@ def test_explain_uncounted_of_cloud_metrics_refuses_them_only_with_table(
     tmp_path: Path, provider: str, own: str
 ) -> None:
     endpoints = open_project(tmp_path).context.provider(provider)
-    for settings in ({}, {"traffic": "table"}):
-        assert "leave out 'metrics'" in endpoints.explain_uncounted(own, settings)
-        assert endpoints.explain_uncounted("prometheus", settings) == ""
+    for options in ({}, {"traffic": "table"}):
+        assert "leave out 'metrics'" in endpoints.explain_uncounted(own, options)
+        assert endpoints.explain_uncounted("prometheus", options) == ""
     assert endpoints.explain_uncounted(own, {"traffic": "native"}) == ""

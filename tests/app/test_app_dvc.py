@@ -25,8 +25,8 @@ FILE = Path("configs/pipelines/kept.yaml")
 PIPELINE = """
 pipeline: kept
 data:
-  train: {use: dvc, with: {path: data/train.npz, rev: v1}, inputs: {x: x}, label: y}
-  test: {use: dvc, with: {path: data/test.npz}, inputs: {x: x}, label: y}
+  train: {source: dvc, options: {path: data/train.npz, rev: v1}, inputs: {x: x}, label: y}
+  test: {source: dvc, options: {path: data/test.npz}, inputs: {x: x}, label: y}
 model: model.onnx
 export: {framework: onnx}
 validate: {samples: {data: test, limit: '${params:limit}'}}

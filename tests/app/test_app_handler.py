@@ -210,7 +210,7 @@ def test_cached_registration_with_unreachable_registry_is_none(tmp_path: Path) -
         handler.execute(REGISTER, KEY, {})
 
 
-def test_cached_deployment_after_changed_settings_or_policy_is_none(tmp_path: Path) -> None:
+def test_cached_deployment_after_changed_options_or_policy_is_none(tmp_path: Path) -> None:
     context = FakeWorld().context(root=tmp_path)
     handler, inputs = handler_of(context), {"register": registered(context, KEY)}
 
@@ -218,7 +218,7 @@ def test_cached_deployment_after_changed_settings_or_policy_is_none(tmp_path: Pa
     for changed in (
         deploy(),
         deploy(rollout=steps),
-        deploy(rollout=steps, settings={"port": 8000}),
+        deploy(rollout=steps, options={"port": 8000}),
     ):
         assert handler.cached(changed, KEY, inputs) is None
         handler.execute(changed, KEY, inputs)

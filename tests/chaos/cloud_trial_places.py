@@ -50,7 +50,7 @@ _REPLICAS, _FOLLOWER = "onnx_ops.adapters.endpoints.replicas", "onnx_ops.app.fol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
-    """Settings of an endpoint's machines that a trial changes."""
+    """Options of an endpoint's machines that a trial changes."""
 
     count: int
     kind: str
@@ -142,8 +142,8 @@ class Place(ABC):
     def set_quota(self, *, is_short: bool) -> None: ...
 
     @abstractmethod
-    def list_settings(self, machines: Machines) -> Mapping[str, Json]:
-        """Return the settings of the endpoint."""
+    def list_options(self, machines: Machines) -> Mapping[str, Json]:
+        """Return the options of the endpoint."""
 
     @abstractmethod
     def invoke(self, user: str) -> tuple[int, bytes]:
@@ -207,7 +207,7 @@ class SageMakerPlace(Place):
     def set_quota(self, *, is_short: bool) -> None:
         self.fake.plane.behaviour.quota = "no instances are left" if is_short else ""
 
-    def list_settings(self, machines: Machines) -> Mapping[str, Json]:
+    def list_options(self, machines: Machines) -> Mapping[str, Json]:
         return {
             **SETTINGS,
             "traffic": self.traffic,
@@ -300,14 +300,14 @@ class AzurePlace(Place):
     def set_quota(self, *, is_short: bool) -> None:
         self.cloud.conditions.quota = 0 if is_short else 100
 
-    def list_settings(self, machines: Machines) -> Mapping[str, Json]:
+    def list_options(self, machines: Machines) -> Mapping[str, Json]:
         table = {"control": _CONTROL, "reports": _REPORTS} if self.traffic == "table" else {}
         return {
-            **self.cloud.settings,
+            **self.cloud.options,
             "traffic": self.traffic,
             "instances": machines.count,
             "instance_type": machines.kind,
-            "image": f"{self.cloud.settings['image']}{machines.image}",
+            "image": f"{self.cloud.options['image']}{machines.image}",
             **table,
         }
 
@@ -333,7 +333,7 @@ class AzurePlace(Place):
     def list_machines(self) -> set[Machines]:
         bodies = (body for _, body in self._list_deployments())
         environments = self.cloud.control.resources
-        image = str(self.cloud.settings["image"])
+        image = str(self.cloud.options["image"])
         return {
             Machines(
                 count=body["sku"]["capacity"],

@@ -1,6 +1,6 @@
 """Trials of releases on the fake clouds, with random operations and faults.
 
-A trial draws everything from its seed: the settings of the machines, two to five operations of an
+A trial draws everything from its seed: the options of the machines, two to five operations of an
 operator, the faults of the cloud's control plane and of the object store, and the kills of the
 process. Time is virtual. Clients send requests throughout. In the end, the faults stop, and the
 reconciler runs until it has nothing to do. The end is then compared with what the operator wanted.
@@ -125,7 +125,7 @@ class TrialScene(Scene):
             super().context,
             provider=lambda _: self.provider,
             open_ledger=lambda: cast("Ledger", _Mortal(self.world.ledger, self.place.plan)),
-            metrics=lambda config: self.provider.metrics(config.settings),
+            metrics=lambda config: self.provider.metrics(config.options),
             files=ModelFolders(self.folder / f"models-{self.machine}"),
         )
 
@@ -157,9 +157,9 @@ class Trial:
 
     @property
     def config(self) -> EndpointConfig:
-        settings = self.place.list_settings(self.machines)
-        name = "sagemaker" if "role" in settings else "azureml"
-        return replace(config_of(ENDPOINT), provider=name, settings=settings)
+        options = self.place.list_options(self.machines)
+        name = "sagemaker" if "role" in options else "azureml"
+        return replace(config_of(ENDPOINT), provider=name, options=options)
 
     def run(self) -> TrialResult:
         """Carry out the operations, end the faults, and check the end."""
@@ -463,7 +463,7 @@ class Trial:
             self._note(f"the provider observes {weights}")
         if observed.generation > state.head:
             self._note(f"generation {observed.generation} is later than the ledger's {state.head}")
-        # Other settings are applied when no rollout is in progress.
+        # Other options are applied when no rollout is in progress.
         drift = observed.drift if state.roles.candidate is None else ()
         if drift or observed.stragglers:
             self._note(f"the provider observes {[*drift, *observed.stragglers]}")

@@ -48,13 +48,13 @@ class FleetRollouts(Site):
             ENDPOINT,
             provider=fleet.provider_name,
             target_digest=TARGET_DIGEST,
-            settings=fleet.settings,
+            options=fleet.options,
         )
         self.local = fleet.provider  # type: ignore[assignment]
         self.context = replace(
             self.world.context(root=self.folder),
             provider=lambda _: fleet.provider,
-            metrics=lambda config: fleet.provider.metrics(config.settings),
+            metrics=lambda config: fleet.provider.metrics(config.options),
             files=ModelFolders(self.folder / "models"),
             clock=SystemClock(),
         )

@@ -71,13 +71,13 @@ class ReplicatedSite(Site):
         )
         self.provider = ReplicaEndpoints(trusted=keys)
         self.provider.sign_with(lambda: self.world.signer)
-        settings = {
+        options = {
             "control": self.replicas.control_url,
             "reports": self.replicas.reports_url,
             "replicas": len(NAMES),
         }
         self.config = endpoint_config(
-            ENDPOINT, provider="replicas", target_digest=TARGET_DIGEST, settings=settings
+            ENDPOINT, provider="replicas", target_digest=TARGET_DIGEST, options=options
         )
         self.local = self.provider  # type: ignore[assignment]
         self.context = replace(
@@ -117,7 +117,7 @@ def site(tmp_path: Path) -> Iterator[ReplicatedSite]:
 def roll_out(
     site: ReplicatedSite, policy: RolloutPolicy, **other: float
 ) -> tuple[str, list[Records]]:
-    """Roll out a candidate that differs in the `other` settings.
+    """Roll out a candidate that differs in the `other` options.
 
     Return the reason of the last move, and the records of the clients.
     """
@@ -320,7 +320,7 @@ def kill(site: ReplicatedSite, name: str) -> None:
 def test_replica_past_lease_refuses_requests_and_rollback_completes_without_it(
     site: ReplicatedSite,
 ) -> None:
-    site.config = replace(site.config, settings={**site.config.settings, "lease": "leave"})
+    site.config = replace(site.config, options={**site.config.options, "lease": "leave"})
     bind_endpoint(site.context, site.config, RolloutPolicy(steps=(1.0,)))
     site.release("first")
     site.start()

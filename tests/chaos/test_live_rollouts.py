@@ -201,7 +201,7 @@ def rolled_out(
     stable: Mapping[str, float] | None = None,
     **other: float,
 ) -> tuple[str, Records]:
-    """Roll out a candidate that differs from `stable` in the `other` settings.
+    """Roll out a candidate that differs from `stable` in the `other` options.
 
     Return the reason of the last move, and the records of the clients.
     """

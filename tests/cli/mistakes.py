@@ -260,7 +260,7 @@ NAMES = (
         "guardrails: [error_rate]",
     ),
     Mistake("an unknown kind of gate", "gates[2].kind", "kind: size", "kind: sizes"),
-    Mistake("an unknown source of data", "data.test.use", _TEST, "test: {use: s3, label: y}"),
+    Mistake("an unknown source of data", "data.test.source", _TEST, "test: {source: s3, label: y}"),
     Mistake(
         "an unknown data set",
         "validate.samples.data",
@@ -300,16 +300,16 @@ NAMES = (
         "endpoint: shop, target: cpu-all",
     ),
     Mistake(
-        "an unknown setting of a provider",
-        "deploy[0].settings",
+        "an unknown option of a provider",
+        "deploy[0].options",
         "rollout: {steps",
-        "settings: {prt: 80}, rollout: {steps",
+        "options: {prt: 80}, rollout: {steps",
     ),
     Mistake(
         "a port that is none",
-        "deploy[0].settings.port",
+        "deploy[0].options.port",
         "rollout: {steps",
-        "settings: {port: 80800}, rollout: {steps",
+        "options: {port: 80800}, rollout: {steps",
     ),
 )
 RULES = (
@@ -588,12 +588,12 @@ MODELS = (
     ),
 )
 _SAGEMAKER = (
-    "provider: sagemaker, settings: {role: 'arn:aws:iam::123456789012:role/r', bucket: "
+    "provider: sagemaker, options: {role: 'arn:aws:iam::123456789012:role/r', bucket: "
     "models-1, instance_type: ml.m5.large, "
     "image: '123456789012.dkr.ecr.eu-west-1.amazonaws.com/i:1'}, rollout"
 )
 _AZURE = (
-    "provider: azureml, settings: {subscription: 00000000-0000-0000-0000-000000000001, "
+    "provider: azureml, options: {subscription: 00000000-0000-0000-0000-000000000001, "
     "resource_group: g, workspace: w, instance_type: Standard_DS3_v2, "
     "image: 'registry.example/i:1', control: abfs://c@a.dfs.core.windows.net/t, "
     "reports: abfs://r@a.dfs.core.windows.net/t}, rollout"
@@ -627,7 +627,7 @@ MACHINE = (
         "no token for servers",
         "deploy[0].provider",
         "rollout",
-        "metrics: {source: servers, urls: ['http://127.0.0.1:1']}, rollout",
+        "metrics: {source: servers, options: {urls: ['http://127.0.0.1:1']}}, rollout",
         code=4,
     ),
     Mistake(

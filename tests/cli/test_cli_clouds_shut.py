@@ -90,15 +90,15 @@ def stranger(
     for name in ("azure.ai.ml", "azure.identity") if request.param == "azureml" else ("boto3",):
         with warnings.catch_warnings(action="ignore"):
             importlib.import_module(name)
-    settings = AZURE if request.param == "azureml" else SETTINGS
+    options = AZURE if request.param == "azureml" else SETTINGS
     if request.param == "region":
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-        settings = {**SETTINGS, "region": ""}
+        options = {**SETTINGS, "region": ""}
     provider = FakeProvider()
     context = replace(open_project(tmp_path).context, provider=lambda _: provider)
     provider_name = "azureml" if request.param == "azureml" else "sagemaker"
-    config = replace(config_of("digits"), provider=provider_name, model="m", settings=settings)
+    config = replace(config_of("digits"), provider=provider_name, model="m", options=options)
     bind_endpoint(context, config, RolloutPolicy())
     signer = must(context.signer())
     one, two = deployment("1", signer), deployment("2", signer)

@@ -35,10 +35,10 @@ def account(cloud: FakeSageMaker, monkeypatch: pytest.MonkeyPatch) -> FakeSageMa
     return cloud
 
 
-def found(**settings: Json) -> dict[str, Diagnosis]:
+def found(**options: Json) -> dict[str, Diagnosis]:
     return {
         finding.check: finding
-        for finding in SageMakerEndpoints().diagnose({"digits": {**SETTINGS, **settings}})
+        for finding in SageMakerEndpoints().diagnose({"digits": {**SETTINGS, **options}})
     }
 
 
@@ -124,7 +124,7 @@ def test_sagemaker_diagnosis_of_image_checks_existence_and_pull_role(
 
 
 @pytest.mark.parametrize(
-    ("settings", "denied"),
+    ("options", "denied"),
     [
         ({}, "s3:GetObject"),
         ({"traffic": "table"}, "s3:ListBucket"),
@@ -142,28 +142,28 @@ def test_sagemaker_diagnosis_of_image_checks_existence_and_pull_role(
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value), "plain"),
 )
-def test_sagemaker_diagnosis_of_role_names_missing_permissions_of_used_settings(
-    account: FakeSageMaker, settings: dict[str, Json], denied: str
+def test_sagemaker_diagnosis_of_role_names_missing_permissions_of_used_options(
+    account: FakeSageMaker, options: dict[str, Json], denied: str
 ) -> None:
     # A role that the fake gives all permissions except those that the test denies.
     role = {"role": f"{SETTINGS['role']}-of-all"}
-    if settings.get("kms_key") == "alias/models":
+    if options.get("kms_key") == "alias/models":
         kms = client(account, "kms")
         key = kms.create_key()["KeyMetadata"]
         kms.create_alias(AliasName="alias/models", TargetKeyId=key["KeyId"])
-    assert found(**role, **settings)["permissions"].ok
+    assert found(**role, **options)["permissions"].ok
     try:
         account.behave(denied=[denied])
-        finding = found(**role, **settings)["permissions"]
+        finding = found(**role, **options)["permissions"]
         without = found(**role)["permissions"]
     finally:
         account.behave(denied=[])
     assert (finding.ok, denied in finding.found) == (False, True)
-    assert without.ok == bool(settings)
-    assert (":key/" in finding.found) == ("kms_key" in settings)
+    assert without.ok == bool(options)
+    assert (":key/" in finding.found) == ("kms_key" in options)
 
 
-def test_sagemaker_diagnosis_with_wrong_settings_reports_remedies(account: FakeSageMaker) -> None:
+def test_sagemaker_diagnosis_with_wrong_options_reports_remedies(account: FakeSageMaker) -> None:
     trust = {"Version": "2012-10-17", "Statement": []}
     client(account, "iam").create_role(
         RoleName="stranger", AssumeRolePolicyDocument=json.dumps(trust)
@@ -183,7 +183,7 @@ def test_sagemaker_diagnosis_with_wrong_settings_reports_remedies(account: FakeS
     assert found(instance_type="ml.g5.xlarge")["quota"].found.startswith(
         "Service Quotas has no quota"
     )
-    assert "did you mean 'instance_type'" in found(instance_typ="x")["settings"].found
+    assert "did you mean 'instance_type'" in found(instance_typ="x")["options"].found
     assert "quota" not in found(memory="2 GiB", strategy="guarded")
 
 

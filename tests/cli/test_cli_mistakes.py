@@ -97,12 +97,13 @@ def test_check_of_doubtful_values_adds_notes(project: Path, tmp_path: Path) -> N
         name="notes", change=rows(x=np.full((ROWS, FEATURES), np.nan, np.float32), y=labels)
     )
     make(mistake, project, tmp_path)
-    environ = {"ONNX_OPS_NOTIFY": "github:owner/shop", "HOME": str(tmp_path)}
+    notify = '[{"notifier": "github", "options": {"repository": "owner/shop"}}]'
+    environ = {"ONNX_OPS_NOTIFY": notify, "HOME": str(tmp_path)}
     notes = run_command("check", SHOP, "--json", cwd=tmp_path, environ=environ).parsed()["notes"]
     assert [note.partition(": ")[0] for note in notes] == [
         "data.test",
         "data.test",
-        "notifier github:owner/shop",
+        "notifier github(repository=owner/shop)",
     ]
     assert f"input x is NaN or infinite in {ROWS} of {ROWS} rows" in notes[0]
     assert "label 3, 4 does not occur in the training data" in notes[1]
@@ -145,7 +146,7 @@ def test_check_of_taken_port_reports_problem(project: Path, tmp_path: Path) -> N
         mistake = Mistake(
             name="a port",
             old="rollout: {steps",
-            new=f"settings: {{port: {port}}}, rollout: {{steps",
+            new=f"options: {{port: {port}}}, rollout: {{steps",
         )
         make(mistake, project, tmp_path)
         done = run_command("check", SHOP, "--json", cwd=tmp_path)

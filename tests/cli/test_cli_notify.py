@@ -20,6 +20,11 @@ from onnx_ops.testing.notifiers import Reply, WebhookSink
 from tests.release.release_parts import Scene
 
 
+def github(repository: str, *others: str) -> str:
+    """Return the value of ONNX_OPS_NOTIFY for a repository and other notifiers."""
+    return json.dumps([*others, {"notifier": "github", "options": {"repository": repository}}])
+
+
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONNX_OPS_ROOT", str(tmp_path))
@@ -63,7 +68,9 @@ def test_notify_without_pending_notifications_sends_nothing(inbox: WebhookSink) 
     [
         (["--test"], {"ONNX_OPS_NOTIFY": ""}, "no notifier is set"),
         (["--test"], {"ONNX_OPS_NOTIFY": "webhok"}, "Did you mean 'webhook'"),
-        (["--test"], {"ONNX_OPS_NOTIFY": "github:acme"}, "names no repository"),
+        (["--test"], {"ONNX_OPS_NOTIFY": github("acme")}, "is not a repository"),
+        (["--test"], {"ONNX_OPS_NOTIFY": "github"}, "missing key 'repository'"),
+        (["--test"], {"ONNX_OPS_NOTIFY": "github:acme/models"}, "'github:acme/models'"),
         (["digits", "--test"], {}, "about no endpoint"),
         (["nowhere"], {}, "no endpoint of that name"),
     ],
@@ -82,15 +89,18 @@ def test_notify_with_wrong_settings_exits_with_2(
 def test_doctor_checks_each_notifier(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("ONNX_OPS_NOTIFY", "webhook, github:acme/models")
+    monkeypatch.setenv("ONNX_OPS_NOTIFY", github("acme/models", "webhook"))
     for name in ("ONNX_OPS_NOTIFY_GITHUB_TOKEN", "GITHUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     CliRunner().invoke(app, ["doctor", "--json"])
     findings = {one["check"]: one for one in json.loads(capfd.readouterr().out)}
     assert findings["notifier webhook"]["ok"]
     assert "127.0.0.1" in findings["notifier webhook"]["found"]
-    assert not findings["notifier github:acme/models"]["ok"]
-    assert "ONNX_OPS_NOTIFY_GITHUB_TOKEN" in findings["notifier github:acme/models"]["remedy"]
+    assert not findings["notifier github(repository=acme/models)"]["ok"]
+    assert (
+        "ONNX_OPS_NOTIFY_GITHUB_TOKEN"
+        in findings["notifier github(repository=acme/models)"]["remedy"]
+    )
 
 
 TIMEOUT_S = 60.0

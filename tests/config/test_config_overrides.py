@@ -102,12 +102,12 @@ def test_environment_variable_in_allowed_place_is_replaced(load: Load, pipeline_
         "{sklearn: digits, split: train}", "{file: '${env:ROOT}/a.npz', inputs: {x: x}}"
     )
     text = text.replace("{model: toy}", "{model: 'toy-${env:STAGE}'}")
-    text = text.replace("{endpoint: toy", "{endpoint: toy, settings: {region: '${env:STAGE}-1'}")
+    text = text.replace("{endpoint: toy", "{endpoint: toy, options: {region: '${env:STAGE}-1'}")
     pipeline = load(text, environ={"ROOT": "/data", "STAGE": "dev"})
     assert pipeline.data["train"] == FileData(file="/data/a.npz", inputs={"x": "x"})
     assert pipeline.register is not None
     assert pipeline.register.model == "toy-dev"
-    assert pipeline.deploy[0].settings == {"region": "dev-1"}
+    assert pipeline.deploy[0].options == {"region": "dev-1"}
 
 
 def test_environment_variable_in_wrong_place_reports_problem(

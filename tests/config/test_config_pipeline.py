@@ -153,7 +153,7 @@ def test_load_pipeline_with_blank_list_or_single_deployment_normalizes_it(
 def test_load_pipeline_with_wrong_single_deployment_reports_path_without_index(
     problems: Problems, pipeline_text: str, golden: Golden
 ) -> None:
-    text = pipeline_text.replace("  - {endpoint: toy,", "  {endpoint: toy, setings: 1,").replace(
+    text = pipeline_text.replace("  - {endpoint: toy,", "  {endpoint: toy, opions: 1,").replace(
         "10%", "1.5%"
     )
     golden("errors", "\n".join(problems(text)))
@@ -193,7 +193,7 @@ def test_load_pipeline_with_unknown_plugins_reports_them(
     )
     text = (
         text.replace("{endpoint: toy", "{endpoint: toy, provider: aws")
-        .replace("{sklearn: digits, split: train}", "{use: lake, inputs: {x: x}}")
+        .replace("{sklearn: digits, split: train}", "{source: lake, inputs: {x: x}}")
         .replace("[cpu-1t]", "[cpu-1t, web]")
     )
     golden(
@@ -220,22 +220,27 @@ def test_load_pipeline_with_endpoint_of_other_pipeline_reports_it(
 @pytest.mark.parametrize(
     ("metrics", "found"),
     [
-        ("{source: prometheus, url: http://p}", []),
-        ("{}", []),
+        ("{source: prometheus, options: {url: http://p}}", []),
+        ("null", []),
         (
             "{source: promethius}",
             ["no metric plugin is called 'promethius'; did you mean 'prometheus'?"],
         ),
-        ("{url: http://p}", ["missing key 'source'; name one of prometheus"]),
+        ("{options: {url: http://p}}", ["missing key 'source'"]),
+        (
+            "{sorce: prometheus}",
+            ["missing key 'source'", "unknown key 'sorce'; did you mean 'source'?"],
+        ),
+        ("{source: prometheus, url: http://p}", ["unknown key 'url'; known keys: source, options"]),
         ("{source: prometheus}", ["there is no url. Write one."]),
     ],
 )
-def test_load_pipeline_validates_settings_of_metrics_source(
+def test_load_pipeline_validates_options_of_metrics_source(
     find_problems: FindProblems, pipeline_text: str, metrics: str, found: list[str]
 ) -> None:
-    def needs_a_url(source: str, settings: Mapping[str, object]) -> None:
+    def needs_a_url(source: str, options: Mapping[str, object]) -> None:
         assert source == "prometheus"
-        if "url" not in settings:
+        if "url" not in options:
             raise UserError("there is no url", remedy="Write one.")
 
     text = pipeline_text.replace("{endpoint: toy", f"{{endpoint: toy, metrics: {metrics}")
@@ -245,21 +250,21 @@ def test_load_pipeline_validates_settings_of_metrics_source(
     assert [problem.message for problem in problems] == found
 
 
-def test_load_pipeline_validates_settings_of_provider(
+def test_load_pipeline_validates_options_of_provider(
     find_problems: FindProblems, pipeline_text: str
 ) -> None:
-    def only_ports(provider: str, settings: Mapping[str, object]) -> None:
+    def only_ports(provider: str, options: Mapping[str, object]) -> None:
         assert provider == "local"
-        for name in settings:
+        for name in options:
             if name != "port":
-                raise UserError(f"there is no setting {name!r}", remedy="did you mean 'port'?")
+                raise UserError(f"there is no option {name!r}", remedy="did you mean 'port'?")
 
-    for settings, found in (
+    for options, found in (
         ("port: 8080", []),
-        ("prot: 8080", ["there is no setting 'prot'. did you mean 'port'?"]),
+        ("prot: 8080", ["there is no option 'prot'. did you mean 'port'?"]),
     ):
-        text = pipeline_text.replace("{endpoint: toy", f"{{endpoint: toy, settings: {{{settings}}}")
-        problems = find_problems(text, plugins=PLUGINS, settings=only_ports)
+        text = pipeline_text.replace("{endpoint: toy", f"{{endpoint: toy, options: {{{options}}}")
+        problems = find_problems(text, plugins=PLUGINS, options=only_ports)
         assert [problem.message for problem in problems] == found
         assert all(problem.line for problem in problems)
 

@@ -203,7 +203,7 @@ def test_metrics_source_that_counts_nothing_reports_only_its_own_problem(
         text,
         plugins={**PLUGINS, "metrics": ("monitor",)},
         capabilities=lambda entry: frozenset() if entry.metrics else frozenset({"split"}),
-        uncounted=lambda entry: f"{entry.metrics['source']} counts nothing",
+        uncounted=lambda entry: f"{entry.metrics and entry.metrics.source} counts nothing",
     )
     assert [(one.line, one.path, one.message) for one in problems] == [
         (20, "deploy[0].metrics.source", "monitor counts nothing")

@@ -1,4 +1,4 @@
-"""Settings of plugins and options of the server, which use the same binder."""
+"""Options of plugins and options of the server, which use the same binder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.config.binding import SettingsError, bind_settings
+from onnx_ops.config.binding import OptionsError, bind_options
 from onnx_ops.config.server_options import format_flags, format_option_variables, list_options
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import Problem
@@ -25,14 +25,14 @@ OPTIONS = st.builds(
 )
 
 
-def bind_options(given: Mapping[str, Json]) -> ServerOptions:
-    return bind_settings(given, ServerOptions, where="digits")
+def bind_server_options(given: Mapping[str, Json]) -> ServerOptions:
+    return bind_options(given, ServerOptions, where="digits")
 
 
 def test_list_options_describes_each_server_option() -> None:
     assert [name for name, _, _, _ in list_options()] == [f.name for f in fields(ServerOptions)]
     assert all(text and kind in (int, str) for _, kind, _, text in list_options())
-    assert bind_options({}) == ServerOptions()
+    assert bind_server_options({}) == ServerOptions()
 
 
 @given(OPTIONS)
@@ -40,13 +40,13 @@ def test_bind_options_of_formatted_flags_returns_same_options(options: ServerOpt
     parser = argparse.ArgumentParser()
     for name, kind, default, _ in list_options():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)
-    assert bind_options(vars(parser.parse_args(format_flags(options)))) == options
+    assert bind_server_options(vars(parser.parse_args(format_flags(options)))) == options
     variables = format_option_variables(ContainerOptions(max_body=1 << 20, workers=2, queue=128))
     assert variables == {"ONNX_OPS_SERVE_MAX_BODY": "1 MiB", "ONNX_OPS_SERVE_WORKERS": "2"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("options", "message"),
     [
         ({"worker": 2}, "digits: unknown key 'worker'; did you mean 'workers'?"),
         (
@@ -69,28 +69,28 @@ def test_bind_options_of_formatted_flags_returns_same_options(options: ServerOpt
         ),
     ],
 )
-def test_bind_options_with_wrong_settings_reports_each_problem(
-    settings: dict[str, Json], message: str
+def test_bind_options_with_wrong_options_reports_each_problem(
+    options: dict[str, Json], message: str
 ) -> None:
-    with pytest.raises(SettingsError) as caught:
-        bind_options(settings)
+    with pytest.raises(OptionsError) as caught:
+        bind_server_options(options)
     assert message in str(caught.value)
-    assert len(caught.value.issues) == len(settings)
+    assert len(caught.value.issues) == len(options)
 
 
-def test_load_pipeline_with_wrong_server_settings_reports_their_places(
+def test_load_pipeline_with_wrong_server_options_reports_their_places(
     find_problems: Callable[..., tuple[Problem, ...]], pipeline_text: str
 ) -> None:
-    settings = "{max_body: 1 MB, deadline: 5, read_timeout: 1 week, worker: 2}"
-    text = pipeline_text.replace("{endpoint: toy,", f"{{endpoint: toy, settings: {settings},")
+    options = "{max_body: 1 MB, deadline: 5, read_timeout: 1 week, worker: 2}"
+    text = pipeline_text.replace("{endpoint: toy,", f"{{endpoint: toy, options: {options},")
     problems = find_problems(
         text,
         plugins={"endpoints": ("local",)},
-        settings=lambda _, given: bind_settings(given, ServerOptions),
+        options=lambda _, given: bind_options(given, ServerOptions),
     )
     line = text.splitlines()[-1]
     assert [(problem.path, problem.column) for problem in problems] == [
-        ("deploy[0].settings.deadline", line.index("5,") + 1),
-        ("deploy[0].settings.read_timeout", line.index("1 week") + 1),
-        ("deploy[0].settings", line.index("worker") + 1),
+        ("deploy[0].options.deadline", line.index("5,") + 1),
+        ("deploy[0].options.read_timeout", line.index("1 week") + 1),
+        ("deploy[0].options", line.index("worker") + 1),
     ]

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.config.settings import FILE, Settings, find_root, load_settings, to_environ
+from onnx_ops.config.settings import (
+    FILE,
+    NotifierConfig,
+    Settings,
+    find_root,
+    load_settings,
+    to_environ,
+)
 from onnx_ops.errors import UserError
 
 
@@ -122,6 +129,56 @@ def test_load_settings_from_to_environ_returns_same_settings(tmp_path: Path) -> 
     assert load_settings(elsewhere, to_environ(settings)) == settings
     plain = load_settings(elsewhere, {})
     assert load_settings(tmp_path, to_environ(plain)) == plain
+
+
+NOTIFY = """
+notify = [
+  "webhook",
+  {notifier = "github", options = {issue = 12, repository = "acme/models"}},
+]
+"""
+
+
+def test_load_settings_reads_notifiers_with_options(tmp_path: Path) -> None:
+    settings = load(tmp_path, NOTIFY)
+    assert settings.notify == (
+        NotifierConfig(notifier="webhook"),
+        NotifierConfig(notifier="github", options={"issue": 12, "repository": "acme/models"}),
+    )
+    assert [entry.label for entry in settings.notify] == [
+        "webhook",
+        "github(issue=12, repository=acme/models)",
+    ]
+    assert isinstance(hash(settings), int)
+    assert load(tmp_path, **to_environ(settings)) == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [("", []), ("webhook", ["webhook"]), ("webhook, other,webhook", ["webhook", "other"])],
+)
+def test_load_settings_reads_names_of_notifiers(
+    tmp_path: Path, text: str, names: list[str]
+) -> None:
+    for settings in (load(tmp_path, f"notify = '{text}'"), load(tmp_path, ONNX_OPS_NOTIFY=text)):
+        assert [entry.label for entry in settings.notify] == names
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("notify = {notifier = 'webhook'}", "notify: expected a list"),
+        ("notify = [{notifer = 'webhook'}]", "unknown key 'notifer'; did you mean 'notifier'?"),
+        ("notify = [{notifier = 'github', with = {}}]", "unknown key 'with'"),
+        ("notify = '[{]'", "not JSON"),
+    ],
+)
+def test_load_settings_with_wrong_notifiers_raises_user_error(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, text)
+    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["production", "prodction"])

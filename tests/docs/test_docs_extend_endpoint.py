@@ -59,12 +59,12 @@ def test_provider_of_page_accepts_deployment(folder: Path, provider: EndpointPro
     installed = {"endpoints": plugins.names("endpoints")}
     (deploy,) = load_pipeline(folder / "prices.yaml", root=folder, plugins=installed).deploy
     assert deploy.provider in installed["endpoints"]
-    provider.validate_settings(deploy.settings)
+    provider.validate_options(deploy.options)
 
 
-def test_provider_of_page_refuses_invalid_settings_and_targets(provider: EndpointProvider) -> None:
+def test_provider_of_page_refuses_invalid_options_and_targets(provider: EndpointProvider) -> None:
     with pytest.raises(UserError, match=re.escape("did you mean 'url'")):
-        provider.validate_settings({"urll": "https://models.example.org"})
+        provider.validate_options({"urll": "https://models.example.org"})
     assert provider.explain_unservable(Target(name="cpu")) == ""
 
 

@@ -94,7 +94,7 @@ class Site(ABC):
 
     name: str
     provider: EndpointProvider
-    settings: Mapping[str, Json]
+    options: Mapping[str, Json]
 
     def __init__(self) -> None:
         self.kept = threading.local()
@@ -104,7 +104,7 @@ class Site(ABC):
         """Send one request as clients of this provider do."""
 
     def metrics(self) -> MetricsSource:
-        return self.provider.metrics(self.settings)
+        return self.provider.metrics(self.options)
 
     def wind(self, seconds: float) -> None:
         """Put the provider's clock forward, if it has a separate clock."""
@@ -122,7 +122,7 @@ class Local(Site):
     def __init__(self, folder: Path, trusted: Path) -> None:
         super().__init__()
         self.provider = LocalEndpoints(folder, trusted)
-        self.settings = {}
+        self.options = {}
         self._folder = folder
 
     def ask(self, config: EndpointConfig, body: bytes) -> Answered:
@@ -142,7 +142,7 @@ class SageMaker(Site):
     def __init__(self, fake: FakeSageMaker, trusted: Path) -> None:
         super().__init__()
         self.provider = SageMakerEndpoints(None, trusted)
-        self.settings = SETTINGS
+        self.options = SETTINGS
         self._fake = fake
 
     def ask(self, config: EndpointConfig, body: bytes) -> Answered:
@@ -172,7 +172,7 @@ class AzureMl(Site):
     def __init__(self, folder: Path, trusted: Path, cloud: AzureCloud, clock: Wound) -> None:
         super().__init__()
         self.provider = AzureEndpoints(folder, trusted, policy=POLICY)
-        self.settings = cloud.settings
+        self.options = cloud.options
         self._clock = clock
         self._known: dict[str, tuple[str, str]] = {}
 

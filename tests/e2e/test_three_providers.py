@@ -86,7 +86,7 @@ class World:
             target=TARGET,
             target_digest=digest_bytes(b"target"),
             pipeline=model,
-            settings=site.settings,
+            options=site.options,
         )
 
     def release(self, model: str, seed: str, *, scale: float, table: int = 8) -> str:

@@ -165,7 +165,7 @@ def read_pipeline(changes: dict[str, Any]) -> dict[str, Any]:
     """Return the pipeline of a tiny model with the endpoint of the guide."""
     (block,) = re.findall(r"```yaml\n(deploy:.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     deploy = yaml.safe_load(block)["deploy"]
-    deploy[0]["settings"] |= changes
+    deploy[0]["options"] |= changes
     return {
         "pipeline": "digits-cnn",
         "data": {"test": {"file": "rows.npz", "inputs": {"x": "x"}}},
@@ -177,13 +177,13 @@ def read_pipeline(changes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_project(folder: Path, settings: dict[str, Any]) -> None:
+def write_project(folder: Path, options: dict[str, Any]) -> None:
     """Write a project whose only pipeline is the file of the guide."""
     import numpy as np
 
     (folder / "configs" / "pipelines").mkdir(parents=True)
     (folder / "onnx-ops.toml").touch()
-    text = yaml.safe_dump(read_pipeline(settings))
+    text = yaml.safe_dump(read_pipeline(options))
     (folder / "configs/pipelines/digits.yaml").write_text(text, encoding="utf-8")
     np.savez(folder / "rows.npz", allow_pickle=False, **rows(8))
     write_perceptron(folder / "model.onnx")

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import pytest
 import yaml
 
-from onnx_ops.adapters.endpoints.table_settings import read_replica_settings
+from onnx_ops.adapters.endpoints.table_options import read_replica_options
 from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
 from onnx_ops.protocol.routing_table import NOTICE_S
 from onnx_ops.protocol.server_process import (
@@ -191,9 +191,9 @@ def test_entrypoint_reads_all_variables_of_manifest_and_becomes_replica(
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_example_locations_are_valid_settings(example: str) -> None:
+def test_example_locations_are_valid_options(example: str) -> None:
     variables = read_literals(example)
-    read_replica_settings(
+    read_replica_options(
         {"control": variables[FOLLOW_VARIABLE], "reports": variables[REPORTS_VARIABLE]}
     )
     assert not SECRETS & set(variables)

@@ -21,7 +21,7 @@ PIPELINES = {
     "released": "register: {model: released, promote: auto}\n"
     "deploy: {endpoint: released, provider: local, target: cpu-1t}\n",
     "cloud": "register: {model: cloud, promote: auto}\n"
-    "deploy: {endpoint: cloud, provider: sagemaker, target: cpu-1t, settings: "
+    "deploy: {endpoint: cloud, provider: sagemaker, target: cpu-1t, options: "
     "{bucket: models-of-x, role: 'arn:aws:iam::123456789012:role/x', "
     "image: '123456789012.dkr.ecr.eu-west-1.amazonaws.com/onnx-ops:1'}}\n",
     "tidied": "quantize: [{name: tidy, method: onnxslim}]\n",

@@ -182,7 +182,7 @@ def test_update_deployment_with_other_model_or_target_raises_mlflow_exception(
     client.create_deployment("fixed", f"models:/{MODEL}/1", config={"target": TARGET})
     for config, expected in (
         ({"target": "cuda"}, "target and the provider of an endpoint cannot be changed"),
-        ({"port": "80"}, "settings of fixed"),
+        ({"port": "80"}, "options of fixed"),
     ):
         with pytest.raises(MlflowException, match=expected):
             client.update_deployment("fixed", f"models:/{MODEL}/1", config=config)

@@ -204,10 +204,10 @@ def test_events_without_configured_server_are_skipped(unset: None) -> None:
         PrefectEvents().check()
 
 
-def test_prefect_events_notifier_with_argument_raises_user_error(prefect_server: None) -> None:
+def test_prefect_events_notifier_with_options_raises_user_error(prefect_server: None) -> None:
     notifier: Notifier = PrefectEvents()
     assert notifier.wants_steps
     assert not FakeNotifier().wants_steps
     assert notifier.check().startswith("as events, to Prefect's server at http")
-    with pytest.raises(UserError, match="takes no argument"):
-        PrefectEvents("ops")
+    with pytest.raises(UserError, match="prefect-events has no options"):
+        PrefectEvents({"name": "ops"})

@@ -171,7 +171,7 @@ def block(prefect_server: None) -> Any:
 
 
 def test_prefect_notifier_sends_message_through_block(block: WebhookSink, tmp_path: Any) -> None:
-    notifier = PrefectNotifier("custom-webhook/ops", tmp_path)
+    notifier = PrefectNotifier({"block": "custom-webhook/ops"}, tmp_path)
     assert notifier.check() == "through Prefect's block custom-webhook/ops"
     notifier.send(ROLLED_BACK)
     (letter,) = block.requests
@@ -184,9 +184,10 @@ def test_prefect_notifier_with_unknown_block_raises_user_error(
     prefect_server: None, tmp_path: Any
 ) -> None:
     with pytest.raises(UserError, match="no such block"):
-        PrefectNotifier("custom-webhook/nobody", tmp_path).check()
-    with pytest.raises(UserError, match="does not name a block"):
-        PrefectNotifier("slack", tmp_path)
+        PrefectNotifier({"block": "custom-webhook/nobody"}, tmp_path).check()
+    for name in ("slack", "slack/", "slack-webhook/ops/x"):
+        with pytest.raises(UserError, match="is not a block, TYPE/NAME"):
+            PrefectNotifier({"block": name}, tmp_path)
 
 
 def test_prefect_notifier_with_failing_block_raises_service_unavailable(
@@ -203,5 +204,5 @@ def test_prefect_notifier_with_failing_block_raises_service_unavailable(
     )
     made.save("gone", overwrite=True)
     with pytest.raises(ServiceUnavailableError) as caught:
-        PrefectNotifier("custom-webhook/gone", tmp_path).send(ROLLED_BACK)
+        PrefectNotifier({"block": "custom-webhook/gone"}, tmp_path).send(ROLLED_BACK)
     assert "hidden" not in str(caught.value)

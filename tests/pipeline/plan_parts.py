@@ -43,7 +43,7 @@ PIPELINE = Pipeline(
     data={
         "train": SklearnData(sklearn="digits", split="train"),
         "test": FileData(file="test.npz", inputs={"x": "x"}, label="y"),
-        "extra": PluginData(use="lake", with_={"deep": [1, {"a": None}]}, inputs={"x": "x"}),
+        "extra": PluginData(source="lake", options={"deep": [1, {"a": None}]}, inputs={"x": "x"}),
     },
     train=Train(run="model:train", with_={"epochs": 3, "rate": 0.5}),
     export=Export(framework="sklearn", dynamic={"x": {0: "batch"}}),
@@ -59,7 +59,7 @@ PIPELINE = Pipeline(
             endpoint="digits",
             target="cpu",
             rollout=RolloutPolicy(steps=(0.1, 1.0)),
-            settings={"port": 8000},
+            options={"port": 8000},
         ),
         Deploy(endpoint="digits-edge", target="edge"),
     ),

@@ -82,7 +82,7 @@ def test_load_of_table_keeps_column_order(tmp_path: Path) -> None:
         ([FileData(file="t.csv")], False),
         ([FileData(file="t.csv", columns=("b", "a"))], True),
         ([FileData(file="t.npz", inputs={"b": "x", "a": "y"})], True),
-        ([PluginData(use="lake", columns=("b", "a"))], True),
+        ([PluginData(source="lake", columns=("b", "a"))], True),
         (
             [
                 FileData(file="t.csv", columns=("b", "a")),

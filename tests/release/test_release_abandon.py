@@ -23,8 +23,8 @@ from tests.support.golden import Golden
 from tests.support.must import must
 
 
-def here(**settings: str | int) -> EndpointConfig:
-    return replace(config_of("digits"), settings={"region": "a", **settings})
+def here(**options: str | int) -> EndpointConfig:
+    return replace(config_of("digits"), options={"region": "a", **options})
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def scene() -> Scene:
     return scene
 
 
-@pytest.mark.parametrize("moved", [{"settings": {"region": "b"}}, {"provider": "other"}])
+@pytest.mark.parametrize("moved", [{"options": {"region": "b"}}, {"provider": "other"}])
 def test_bind_endpoint_with_changed_place_requires_abandon_reason(
     scene: Scene, moved: dict[str, object], golden: Golden
 ) -> None:
@@ -80,7 +80,7 @@ def test_require_no_orphans_with_endpoint_that_serves_nothing_passes(scene: Scen
     require_no_orphans(scene.context, here().pipeline, [here()])
 
 
-def test_bind_endpoint_with_changed_immutable_setting_raises_user_error(scene: Scene) -> None:
+def test_bind_endpoint_with_changed_immutable_option_raises_user_error(scene: Scene) -> None:
     with pytest.raises(UserError, match="auth"):
         bind_endpoint(scene.context, here(auth="token"), AT_ONCE, abandon="never mind")
     with pytest.raises(UserError, match="auth"):

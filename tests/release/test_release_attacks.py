@@ -490,7 +490,7 @@ def bound_to_another_target(site: Site) -> None:
 
 
 def bound_to_trust_nobody(site: Site) -> None:
-    config = replace(site.config, settings={"trusted_keys": ""})
+    config = replace(site.config, options={"trusted_keys": ""})
     site.append(
         EndpointBound(config=config, policy=RolloutPolicy()), begun(bringing(site.deployment("3")))
     )

@@ -122,7 +122,7 @@ class Attack:
             ),
             (
                 EndpointBound(
-                    config=replace(config_of(ENDPOINT), settings={"region": "evil"}), policy=CANARY
+                    config=replace(config_of(ENDPOINT), options={"region": "evil"}), policy=CANARY
                 ),
             ),
             (RequestWithdrawn(reason="forged"),),
@@ -316,19 +316,19 @@ def try_histories(count: int, *, registry: bool, ledger: bool, folder: Path) -> 
         ObjectLedger(objects, KEYS, seen).state(ENDPOINT)
         before = len(scene.world.provider.applied)
         for _ in range(attack.draw.randrange(1, 5)):
-            options = [attack.write_registry] * registry + [
+            moves = [attack.write_registry] * registry + [
                 attack.forge_entries,
                 attack.disturb_entries,
             ] * ledger
-            attack.draw.choice(options)()
+            attack.draw.choice(moves)()
         drive(attack, seen if registry or attack.draw.random() < 0.5 else None)
         allowed = SERVED | {"5"} if registry else SERVED
         assert list_seen_traffic(scene, before) <= allowed, seed
         assert list_loaded(scene, before) <= {
             scene.record(version).manifest for version in "1235"
         }, seed
-        settings = scene.world.provider._settings[ENDPOINT]
-        assert settings == config_of(ENDPOINT).settings, seed
+        options = scene.world.provider._options[ENDPOINT]
+        assert options == config_of(ENDPOINT).options, seed
         if not registry:
             assert scene.record("2").tags[rolled_back_tag(ENDPOINT)], seed
             assert set(scene.aliases().values()) <= SERVED, seed

@@ -357,17 +357,17 @@ def test_new_endpoint_of_model_with_champion_serves_champion() -> None:
     assert scene.aliases() == {CHAMPION: "1"}
 
 
-def test_changed_settings_are_applied_before_rollout_and_not_during_it(scene: Scene) -> None:
+def test_changed_options_are_applied_before_rollout_and_not_during_it(scene: Scene) -> None:
     scene.bind(policy=CANARY)
     scene.serve(scene.publish("a"))
     scene.promote(scene.publish("b"))
-    changed = replace(config_of("digits"), settings={"instance_count": 2})
+    changed = replace(config_of("digits"), options={"instance_count": 2})
     bind_endpoint(scene.context, changed, CANARY)
     reports = scene.reconcile()
     assert [report.did for report in reports] == ["reconfigure", "start", ""]
-    assert reports[0].why == "the endpoint does not match its settings: instance_count: None, not 2"
+    assert reports[0].why == "the endpoint does not match its options: instance_count: None, not 2"
     assert scene.traffic() == {"v1": 90, "v2": 10}
-    bind_endpoint(scene.context, replace(changed, settings={"instance_count": 3}), CANARY)
+    bind_endpoint(scene.context, replace(changed, options={"instance_count": 3}), CANARY)
     assert [report.did for report in scene.reconcile()] == [""]
     scene.roll_back()
     assert [report.did for report in scene.reconcile()][-2:] == ["reconfigure", ""]
@@ -381,8 +381,8 @@ class FleetProvider(FakeProvider):
 
     replacements: tuple[str, ...] = ()
 
-    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
-        return super().capabilities(settings) | {"fleet"}
+    def capabilities(self, options: Mapping[str, Json] | None = None) -> frozenset[str]:
+        return super().capabilities(options) | {"fleet"}
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         state = super().observe(config)
@@ -397,7 +397,7 @@ def test_rollout_holds_while_cloud_replaces_instances_and_keeps_command() -> Non
     scene.promote(scene.publish("b"))
     scene.reconcile()
     scene.say(OperatorCommand.ADVANCE)
-    changed = replace(config_of("digits"), settings={"instance_type": "large"})
+    changed = replace(config_of("digits"), options={"instance_type": "large"})
     bind_endpoint(scene.context, changed, CANARY)
     provider.replacements = ("status Updating",)
     why = "the cloud replaces the instances: status Updating"
@@ -413,11 +413,11 @@ def test_rollout_holds_while_cloud_replaces_instances_and_keeps_command() -> Non
     assert scene.traffic() == {"v1": 100, "v2": 0}
 
 
-def test_settings_that_provider_cannot_apply_are_reported_and_tried_once(
+def test_options_that_provider_cannot_apply_are_reported_and_tried_once(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene.serve(scene.publish("a"))
-    changed = replace(config_of("digits"), settings={"instance_count": 2})
+    changed = replace(config_of("digits"), options={"instance_count": 2})
     bind_endpoint(scene.context, changed, AT_ONCE)
 
     def refuse(*_: object, **__: object) -> NoReturn:

@@ -46,7 +46,7 @@ class SageMaker(Scene):
         self.fake, self.folder = fake, folder
         self.provider = SageMakerEndpoints()
         guarded = {**SETTINGS, "strategy": "guarded", "alarms": ["failing"], "canary_percent": 10}
-        self.config = replace(config_of("digits"), provider="sagemaker", settings=guarded)
+        self.config = replace(config_of("digits"), provider="sagemaker", options=guarded)
         bind_endpoint(self.context, self.config, AT_ONCE)
 
     @property

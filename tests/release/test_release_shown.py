@@ -58,17 +58,17 @@ def test_status_of_unreachable_endpoint_is_silent(
     assert status_document(found)["answers"] is False
 
 
-def test_status_of_endpoint_with_changed_settings_shows_drift(
+def test_status_of_endpoint_with_changed_options_shows_drift(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     scene = serving("a")
     bind_endpoint(
-        scene.context, replace(config_of("digits"), settings={"instance_count": 2}), AT_ONCE
+        scene.context, replace(config_of("digits"), options={"instance_count": 2}), AT_ONCE
     )
     found = read_status(scene.context, "digits")
     status_report([found], 0.0)
     shown = " ".join(capsys.readouterr().out.split())
-    assert "differs from its settings: instance_count: None, not 2" in shown
+    assert "differs from its options: instance_count: None, not 2" in shown
     assert status_document(found)["drift"] == ["instance_count: None, not 2"]
     scene.reconcile()
     assert status_document(read_status(scene.context, "digits"))["drift"] == []

@@ -1,13 +1,13 @@
 """Run the endpoint suite in an account or a cluster, and print what to report.
 
-    python -m tests.support.conformance sagemaker settings.yaml
-    python -m tests.support.conformance azureml settings.yaml
-    python -m tests.support.conformance replicas settings.yaml --endpoint digits --keys trusted
+    python -m tests.support.conformance sagemaker options.yaml
+    python -m tests.support.conformance azureml options.yaml
+    python -m tests.support.conformance replicas options.yaml --endpoint digits --keys trusted
 
-The file holds the settings of an endpoint, as under `deploy.settings` of a pipeline file. The suite
+The file holds the options of an endpoint, as under `deploy.options` of a pipeline file. The suite
 creates an endpoint with a new name, and deletes it at the end. For `azureml`, the caller also needs
 the permission to list the endpoint's keys. For `replicas`, start the servers with the name of
-`--endpoint`, and let them trust the keys in `--keys`; the settings need `address`. An account is
+`--endpoint`, and let them trust the keys in `--keys`; the options need `address`. An account is
 charged for the instances that the suite starts, for about an hour.
 
 Exit code: that of pytest.
@@ -84,7 +84,7 @@ class TestEndpoint(EndpointProviderSuite):
     @pytest.fixture
     def config(self, given: Mapping[str, Any]) -> EndpointConfig:
         name = given["endpoint"] or f"conformance-{secrets.token_hex(4)}"
-        return make_config(name, given["provider"], **given["settings"])
+        return make_config(name, given["provider"], **given["options"])
 
     @pytest.fixture
     def deployments(self, signer: Signer, tmp_path: Path) -> tuple[Deployment, Deployment]:
@@ -109,7 +109,7 @@ def _invoke_sagemaker(config: EndpointConfig, user: str | None) -> float:
     import boto3
     from botocore.exceptions import ClientError
 
-    runtime = boto3.client("sagemaker-runtime", region_name=str(config.settings["region"]))
+    runtime = boto3.client("sagemaker-runtime", region_name=str(config.options["region"]))
     attributes = {"CustomAttributes": f"user={user}"} if user else {}
     try:
         answer = runtime.invoke_endpoint(
@@ -123,10 +123,10 @@ def _invoke_sagemaker(config: EndpointConfig, user: str | None) -> float:
 def _read_azure_key(config: EndpointConfig) -> str:
     """Return the key with which clients call an endpoint with `auth: key`."""
     from onnx_ops.adapters.azure import read_endpoint_name, request_resource
-    from onnx_ops.adapters.endpoints.azureml_settings import read_azure_settings
+    from onnx_ops.adapters.endpoints.azureml_options import read_azure_options
 
-    name = read_endpoint_name(config.endpoint, config.settings)
-    workspace = read_azure_settings(config.settings).place.path
+    name = read_endpoint_name(config.endpoint, config.options)
+    workspace = read_azure_options(config.options).place.path
     path = f"{workspace}/onlineEndpoints/{name}/listKeys?api-version=2024-04-01"
     try:
         keys: Any = request_resource(path, method="POST")
@@ -140,20 +140,20 @@ def _read_factor(body: bytes) -> float:
 
 
 def main() -> int:
-    """Run the suite, and print versions, settings without secrets, and the results."""
+    """Run the suite, and print versions, options without secrets, and the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("provider", choices=("azureml", "replicas", "sagemaker"))
-    parser.add_argument("settings", type=Path)
+    parser.add_argument("options", type=Path)
     parser.add_argument("--endpoint", default="", help="name of the endpoint of running servers")
     parser.add_argument("--keys", default="", help="folder of the keys that the servers trust")
     arguments = parser.parse_args()
-    settings = yaml.safe_load(arguments.settings.read_text(encoding="utf-8"))
+    options = yaml.safe_load(arguments.options.read_text(encoding="utf-8"))
     keys = arguments.keys or tempfile.mkdtemp(prefix="onnx-ops-conformance-")
     given = {
         "provider": arguments.provider,
-        "settings": settings,
+        "options": options,
         "endpoint": arguments.endpoint,
         "keys": keys,
         "run": secrets.token_hex(4),
@@ -163,14 +163,14 @@ def main() -> int:
         "onnx-ops": version("onnx-ops"),
         "python": platform.python_version(),
         "provider": arguments.provider,
-        "settings": sorted(settings),
-        "traffic": settings.get("traffic", "table"),
+        "options": sorted(options),
+        "traffic": options.get("traffic", "table"),
         "keys": keys,
     }
     sys.stdout.write(f"Report this with the lines below:\n{json.dumps(described, indent=2)}\n")
     sys.stdout.flush()
     selected = _DESELECTED.get(arguments.provider, _DESELECTED[""])
-    options = (
+    flags = (
         "-q",
         "-ra",
         "--tb=short",
@@ -181,7 +181,7 @@ def main() -> int:
         "-p",
         "no:randomly",
     )
-    return int(pytest.main([str(Path(__file__)), *options, "-k", selected]))
+    return int(pytest.main([str(Path(__file__)), *flags, "-k", selected]))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def fileless_deployment(name: str, content: str = "", **fields: Any) -> Deployme
 
 
 def endpoint_config(endpoint: str, **fields: Any) -> EndpointConfig:
-    """Return the settings of an endpoint of model `m`."""
+    """Return the options of an endpoint of model `m`."""
     usual = {
         "provider": "local",
         "model": "m",

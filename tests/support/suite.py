@@ -34,7 +34,7 @@ SHARED: dict[str, str] = {
     "tests/adapters/test_metrics_azuremonitor.py": "azure",
     "tests/adapters/test_endpoint_sagemaker.py": "sagemaker",
     "tests/adapters/test_endpoint_sagemaker_faults.py": "sagemaker",
-    "tests/adapters/test_endpoint_sagemaker_settings.py": "sagemaker",
+    "tests/adapters/test_endpoint_sagemaker_options.py": "sagemaker",
     "tests/adapters/test_endpoint_sagemaker_update.py": "sagemaker",
     "tests/adapters/test_metrics_cloudwatch.py": "sagemaker",
     "tests/adapters/test_exporter_edges.py": "torch",

@@ -29,7 +29,7 @@ from onnx_ops.adapters.isolation.process import (
     ProcessLimits,
     build_interpreter_command,
 )
-from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.binding import bind_options
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import DataSection, PluginData
 from onnx_ops.domain.quantities import Pattern
@@ -87,8 +87,8 @@ _RESTORE = "Restore it with `git checkout`, or recreate it with `dvc add`, and c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DvcSettings:
-    """Settings of data in a DVC repository.
+class DvcOptions:
+    """Options of data in a DVC repository.
 
     `path` is a file that DVC tracks, relative to `repo`. `repo` is a folder below the project's
     root, or a URL.
@@ -139,7 +139,7 @@ class _TrackedFile:
     `folder` is where git runs. `path` is relative to the top of the repository.
     """
 
-    settings: DvcSettings
+    options: DvcOptions
     folder: Path
     commit: str
     path: str
@@ -175,19 +175,19 @@ class DvcSource(DataSource):
         tracked = self._find(section, root)
         return {
             "kind": "dvc",
-            "repo": tracked.settings.repo,
-            "rev": tracked.settings.rev or "HEAD",
+            "repo": tracked.options.repo,
+            "rev": tracked.options.rev or "HEAD",
             "commit": tracked.commit,
-            "path": tracked.settings.path,
+            "path": tracked.options.path,
             "md5": str(tracked.pointer.md5),
         }
 
     def list_dependencies(self, section: DataSection) -> Iterable[str]:
         """Yield the possible pointer files; nothing for a pinned revision."""
-        settings = _read_settings(section)
-        if settings.is_url or settings.rev:
+        options = _read_options(section)
+        if options.is_url or options.rev:
             return
-        path = posixpath.normpath(posixpath.join(settings.repo, settings.path))
+        path = posixpath.normpath(posixpath.join(options.repo, options.path))
         while path:
             yield f"{path}.dvc"
             path = posixpath.dirname(path)
@@ -195,13 +195,13 @@ class DvcSource(DataSource):
 
     def sample(self, section: DataSection, root: Path) -> Sample | None:
         """Read the first rows of the file in the checkout, without a check of its MD5."""
-        settings = _read_settings(section)
-        if settings.is_url:
+        options = _read_options(section)
+        if options.is_url:
             return None
         self._find(section, root)
-        copy = root / settings.repo / settings.path
+        copy = root / options.repo / options.path
         return (
-            None if settings.rev or not copy.is_file() else sample_arrays(copy, where=settings.path)
+            None if options.rev or not copy.is_file() else sample_arrays(copy, where=options.path)
         )
 
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
@@ -217,44 +217,42 @@ class DvcSource(DataSource):
                     pointer,
                     f"the pointer names {pointer.size} bytes; {place} has {copy.stat().st_size}",
                 )
-            where = f"{tracked.settings.path} at {tracked.commit[:12]}"
-            return read_arrays(copy, where=where, name=tracked.settings.path)
+            where = f"{tracked.options.path} at {tracked.commit[:12]}"
+            return read_arrays(copy, where=where, name=tracked.options.path)
 
     def _find(self, section: DataSection, root: Path) -> _TrackedFile:
-        settings = _read_settings(section)
-        folder, inner = root / settings.repo, ""
-        if settings.is_url:
-            folder = self._refresh_mirror(settings)
-        commit = _find_commit(
-            folder, settings.rev, settings.repo if settings.is_url else str(folder)
-        )
+        options = _read_options(section)
+        folder, inner = root / options.repo, ""
+        if options.is_url:
+            folder = self._refresh_mirror(options)
+        commit = _find_commit(folder, options.rev, options.repo if options.is_url else str(folder))
         top = _git(folder, "rev-parse", "--show-toplevel")
-        if is_checkout := not (settings.is_url or top.returncode):
+        if is_checkout := not (options.is_url or top.returncode):
             inner = folder.resolve().relative_to(Path(_text(top)).resolve()).as_posix()
-        path = posixpath.normpath(posixpath.join(inner, settings.path))
-        pointer = self._find_pointer(settings, folder, commit, path)
+        path = posixpath.normpath(posixpath.join(inner, options.path))
+        pointer = self._find_pointer(options, folder, commit, path)
         tracked = _TrackedFile(
-            settings=settings, folder=folder, commit=commit, path=path, pointer=pointer
+            options=options, folder=folder, commit=commit, path=path, pointer=pointer
         )
         if is_checkout and commit == _find_commit(folder, "", str(folder)):
             self._check_checkout(tracked, Path(_text(top)))
-        if settings.md5 and settings.md5 != pointer.md5:
+        if options.md5 and options.md5 != pointer.md5:
             raise DigestMismatchError(
-                f"the DVC pointer of {settings.path} is not the one that the pipeline pins",
+                f"the DVC pointer of {options.path} is not the one that the pipeline pins",
                 where=f"{pointer.file} at {commit[:12]}",
-                why=f"the pointer names MD5 {pointer.md5}, the pipeline file {settings.md5}",
+                why=f"the pointer names MD5 {pointer.md5}, the pipeline file {options.md5}",
                 remedy="If the data changed intentionally, write its MD5 into the pipeline file.",
             )
         return tracked
 
     def _find_pointer(
-        self, settings: DvcSettings, folder: Path, commit: str, path: str
+        self, options: DvcOptions, folder: Path, commit: str, path: str
     ) -> DvcPointer:
         """Return the pointer of a commit; request it from DVC only once per commit.
 
         A commit never changes, so the pointer is stored.
         """
-        key = json.dumps([str(folder.resolve()), commit, path, settings.remote])
+        key = json.dumps([str(folder.resolve()), commit, path, options.remote])
         stored = (
             self.repositories / "pointers" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
         )
@@ -262,7 +260,7 @@ class DvcSource(DataSource):
             return codec.loads(stored.read_bytes(), DvcPointer)
         place = str(folder.resolve())
         answers = self._ask(
-            settings, (), "find", repo=place, rev=commit, path=path, remote=settings.remote
+            options, (), "find", repo=place, rev=commit, path=path, remote=options.remote
         )
         if not answers:
             raise NotFoundError(
@@ -299,7 +297,7 @@ class DvcSource(DataSource):
         ):
             return
         place = str(tracked.folder.resolve())
-        answers = self._ask(tracked.settings, (), "find", repo=place, rev="", path=path, remote="")
+        answers = self._ask(tracked.options, (), "find", repo=place, rev="", path=path, remote="")
         changed = [codec.from_json(pointer, DvcPointer) for pointer in answers]
         if [(pointer.md5, pointer.size) for pointer in changed] != [
             (tracked.pointer.md5, tracked.pointer.size)
@@ -336,7 +334,7 @@ class DvcSource(DataSource):
             )
             return copy, str(cached)
         answer = self._ask(
-            tracked.settings,
+            tracked.options,
             (_PLUGINS[pointer.scheme],) if pointer.scheme in _PLUGINS else (),
             "fetch",
             repo=str(tracked.folder.resolve()),
@@ -344,7 +342,7 @@ class DvcSource(DataSource):
             if pointer.cache
             # Only the config file in the checkout contains the credentials, not that of a commit.
             else tracked.commit,
-            remote=tracked.settings.remote or pointer.remote,
+            remote=tracked.options.remote or pointer.remote,
             md5=md5,
             legacy=pointer.legacy,
             copy=str(copy),
@@ -363,10 +361,10 @@ class DvcSource(DataSource):
         return copy, str(answer["place"])
 
     def _ask(
-        self, settings: DvcSettings, packages: tuple[str, ...], do: str, **arguments: object
+        self, options: DvcOptions, packages: tuple[str, ...], do: str, **arguments: object
     ) -> Any:
         """Send one request to DVC in a new process of its environment."""
-        requirements = settings.requirements or (*self.requirements, *packages)
+        requirements = options.requirements or (*self.requirements, *packages)
         environments = PythonEnvironments(folder=self.environments.resolve(), base=(), uv=find_uv())
         command = build_interpreter_command(
             environments.python(Environment(requirements=requirements)), _WORKER
@@ -377,20 +375,20 @@ class DvcSource(DataSource):
         finally:
             process.stop()
 
-    def _refresh_mirror(self, settings: DvcSettings) -> Path:
+    def _refresh_mirror(self, options: DvcOptions) -> Path:
         """Update the bare copy of a repository.
 
         If `rev` is a full hash and the copy has this commit, the copy is not updated.
         """
-        mirror = self.repositories / hashlib.sha256(settings.repo.encode()).hexdigest()[:16]
+        mirror = self.repositories / hashlib.sha256(options.repo.encode()).hexdigest()[:16]
         with hold_lock(mirror.with_suffix(".lock")):
             if not (mirror / "HEAD").is_file():
                 done = _git(
-                    mirror.parent, "clone", "--bare", "--quiet", "--", settings.repo, str(mirror)
+                    mirror.parent, "clone", "--bare", "--quiet", "--", options.repo, str(mirror)
                 )
             elif (
-                len(settings.rev) in (40, 64)
-                and not _git(mirror, "cat-file", "-e", f"{settings.rev}^{{commit}}").returncode
+                len(options.rev) in (40, 64)
+                and not _git(mirror, "cat-file", "-e", f"{options.rev}^{{commit}}").returncode
             ):
                 return mirror
             else:
@@ -399,7 +397,7 @@ class DvcSource(DataSource):
         if done.returncode:
             raise ServiceUnavailableError(
                 "the repository cannot be reached",
-                where=settings.repo,
+                where=options.repo,
                 why=_last_error(done),
                 remedy="Try `git ls-remote URL`. Git's own credential helpers and SSH keys are "
                 "used, without prompts.",
@@ -407,30 +405,30 @@ class DvcSource(DataSource):
         return mirror
 
 
-def _read_settings(section: DataSection) -> DvcSettings:
-    if not isinstance(section, PluginData) or section.use != "dvc":
-        raise UserError("the data section has no `use: dvc`", where=type(section).__name__)
-    settings = bind_settings(
-        section.with_,
-        DvcSettings,
-        where="data.with",
-        remedy="For example: with: {path: data/train.npz}.",
+def _read_options(section: DataSection) -> DvcOptions:
+    if not isinstance(section, PluginData) or section.source != "dvc":
+        raise UserError("the data section has no `source: dvc`", where=type(section).__name__)
+    options = bind_options(
+        section.options,
+        DvcOptions,
+        where="data.options",
+        remedy="For example: options: {path: data/train.npz}.",
     )
-    path = PurePosixPath(settings.path)
-    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in settings.path:
+    path = PurePosixPath(options.path)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in options.path:
         raise RefusedError(
             "the path is outside its repository",
-            where=f"data.with.path: {settings.path}",
+            where=f"data.options.path: {options.path}",
             remedy="Write it relative to `repo`, with slashes.",
         )
-    if "://" in settings.repo and urlsplit(settings.repo).password is not None:
+    if "://" in options.repo and urlsplit(options.repo).password is not None:
         raise RefusedError(
             "a pipeline file must not contain a password",
             where="data.with.repo",
             why="the URL contains a password, which the stored lineage would contain too",
             remedy="Remove it from the URL; use git's credential helper or an SSH key.",
         )
-    return settings
+    return options
 
 
 def _find_in_folder(tracked: _TrackedFile, listing: Path, place: str) -> str:

@@ -13,6 +13,7 @@ from onnx_ops.adapters.azure import find_missing_credentials, read_endpoint_name
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, RetryPolicy
 from onnx_ops.adapters.endpoints.azureml_deployments import SCORING_ROUTE
 from onnx_ops.adapters.endpoints.azureml_diagnosis import diagnose
+from onnx_ops.adapters.endpoints.azureml_options import read_azure_options
 from onnx_ops.adapters.endpoints.azureml_plan import (
     OWNER,
     build_azure_name,
@@ -22,7 +23,6 @@ from onnx_ops.adapters.endpoints.azureml_plan import (
     read_state,
 )
 from onnx_ops.adapters.endpoints.azureml_resources import OnlineDeployment
-from onnx_ops.adapters.endpoints.azureml_settings import read_azure_settings
 from onnx_ops.adapters.endpoints.azureml_update import AzureEndpoint, SentGeneration
 from onnx_ops.adapters.endpoints.cloud import (
     CloudEndpoints,
@@ -30,7 +30,7 @@ from onnx_ops.adapters.endpoints.cloud import (
     verify_files,
 )
 from onnx_ops.adapters.endpoints.fleets import FleetEndpoints, TrafficModes
-from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings
+from onnx_ops.adapters.endpoints.table_options import ReplicaOptions
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import (
     EndpointConfig,
@@ -49,7 +49,7 @@ _BLOB_SCHEMES = frozenset({"abfs", "abfss", "az"})
 
 
 class AzureEndpoints(TrafficModes):
-    """Endpoints of an Azure ML workspace, with `AzureSettings`.
+    """Endpoints of an Azure ML workspace, with `AzureOptions`.
 
     `folder/<endpoint>/` contains a lock and the last generation that this machine sent.
     """
@@ -65,13 +65,13 @@ class AzureEndpoints(TrafficModes):
         )
 
 
-def _read_locations(config: EndpointConfig) -> ReplicaSettings:
-    return read_azure_settings(config.settings, where=config.endpoint).locate()
+def _read_locations(config: EndpointConfig) -> ReplicaOptions:
+    return read_azure_options(config.options, where=config.endpoint).locate()
 
 
 def _read_store_options(config: EndpointConfig) -> Mapping[str, Any]:
     """Return the options of adlfs, which uses credentials only if `anon` is false."""
-    is_blob = str(config.settings.get("control", "")).partition("://")[0] in _BLOB_SCHEMES
+    is_blob = str(config.options.get("control", "")).partition("://")[0] in _BLOB_SCHEMES
     return {"anon": False} if is_blob else {}
 
 
@@ -87,29 +87,28 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         self._folder = folder
         self._policy = policy or RetryPolicy()
 
-    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
+    def capabilities(self, options: Mapping[str, Json] | None = None) -> frozenset[str]:
         """Return `split` and the kinds of counts that Azure Monitor provides."""
         return frozenset({"split"}) | self.metrics().capabilities()
 
-    def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Raise UserError if the settings of an endpoint are not valid."""
-        read_azure_settings(settings)
+    def validate_options(self, options: Mapping[str, Json]) -> None:
+        """Raise UserError if the options of an endpoint are not valid."""
+        read_azure_options(options)
 
     def read_machine(self, config: EndpointConfig) -> str:
         """Return the size of the instances."""
-        return read_azure_settings(config.settings, where=config.endpoint).instance_type
+        return read_azure_options(config.options, where=config.endpoint).instance_type
 
     def place(self, config: EndpointConfig) -> str:
-        """Return the endpoint's name and workspace; raise UserError for wrong settings."""
-        workspace = read_azure_settings(config.settings, where=config.endpoint).place
-        name = read_endpoint_name(config.endpoint, config.settings)
+        """Return the endpoint's name and workspace; raise UserError for wrong options."""
+        workspace = read_azure_options(config.options, where=config.endpoint).place
+        name = read_endpoint_name(config.endpoint, config.options)
         return f"Azure's endpoint {name} in {workspace.path.removeprefix('/')}"
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
         """Refuse a change of authentication or identity, which Azure does not support."""
         old, new = (
-            read_azure_settings(config.settings, where=config.endpoint)
-            for config in (before, after)
+            read_azure_options(config.options, where=config.endpoint) for config in (before, after)
         )
         for name in ("auth", "identity"):
             if (was := getattr(old, name)) != (desired := getattr(new, name)):
@@ -253,7 +252,7 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         if resource is None or resource.mirror_traffic:
             return None, {}
         deployments = endpoint.client.deployments()
-        is_table = endpoint.client.settings.is_table
+        is_table = endpoint.client.options.is_table
         records = {
             name: record
             for name, deployment in deployments.items()
@@ -279,14 +278,14 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         )
 
     def _connect(self, config: EndpointConfig) -> AzureEndpoint:
-        settings = replace(
-            read_azure_settings(config.settings, where=config.endpoint),
+        options = replace(
+            read_azure_options(config.options, where=config.endpoint),
             trusted_keys=self._trusted_keys(),
             endpoint=config.endpoint,
         )
         plugins.require(*plugins.EXTRAS["azure"], where=config.endpoint)
-        name = read_endpoint_name(config.endpoint, config.settings)
-        client = AzureClient(settings, name, config.endpoint, self._policy)
+        name = read_endpoint_name(config.endpoint, config.options)
+        client = AzureClient(options, name, config.endpoint, self._policy)
         return AzureEndpoint(client, SentGeneration(self._folder / config.endpoint))
 
 
@@ -302,7 +301,7 @@ def _list_replacements(
 def _find_unused_deployments(names: Iterable[str], used: Set[str]) -> Iterator[OrphanedResource]:
     """Yield onnx-ops' deployments that are unused.
 
-    A deployment of a needed version is unused if it was created with former settings.
+    A deployment of a needed version is unused if it was created with former options.
     """
     for name in sorted(names):
         if name not in used:

@@ -33,12 +33,12 @@ from onnx_ops.adapters.azure import (
     request_resource,
     summarize_error,
 )
+from onnx_ops.adapters.endpoints.azureml_options import AzureOptions
 from onnx_ops.adapters.endpoints.azureml_resources import (
     AzureResource,
     OnlineDeployment,
     OnlineEndpoint,
 )
-from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
 from onnx_ops.adapters.retry import attempts, converge
 from onnx_ops.errors import (
     ConflictError,
@@ -112,9 +112,9 @@ class AzureClient:
     `owner` is the endpoint's name in onnx-ops, which tags and errors show.
     """
 
-    def __init__(self, settings: AzureSettings, name: str, owner: str, policy: RetryPolicy) -> None:
-        self.settings = settings
-        self.workspace = settings.place
+    def __init__(self, options: AzureOptions, name: str, owner: str, policy: RetryPolicy) -> None:
+        self.options = options
+        self.workspace = options.place
         self.name = name
         self.owner = owner
         self.policy = policy
@@ -123,11 +123,11 @@ class AzureClient:
     def ml(self) -> MLClient:
         """Return the SDK's client of the workspace, which reads the metadata of the cloud."""
         with translate_errors(self.owner):
-            return _ml_client(self.workspace, self.settings.api_timeout)
+            return _ml_client(self.workspace, self.options.api_timeout)
 
     def registry(self, name: str) -> MLClient:
         """Return a client of the registry with that name, in any region."""
-        return _ml_client(None, self.settings.api_timeout, registry=name)
+        return _ml_client(None, self.options.api_timeout, registry=name)
 
     @property
     def where(self) -> str:
@@ -169,7 +169,7 @@ class AzureClient:
         url = path if "api-version=" in path else f"{path}?{API_VERSION}"
         try:
             return request_resource(
-                url, method=method, document=document, api_timeout_s=self.settings.api_timeout
+                url, method=method, document=document, api_timeout_s=self.options.api_timeout
             )
         except ServiceUnavailableError as error:
             if error.remedy:

@@ -1,8 +1,8 @@
 """The deployments of one endpoint in Azure, and their instance counts.
 
-A deployment's immutable settings are part of its name, so other settings create another deployment.
+A deployment's immutable options are part of its name, so other options create another deployment.
 Only instance counts change. A scaled deployment has an autoscale setting of Azure Monitor, and a
-tag that records this setting.
+tag that records this option.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from onnx_ops.protocol.server_process import OPTION_PREFIX, TRUSTED_KEYS_VARIABL
 
 SCORING_ROUTE = "/invocations"
 _NOT_OPTIONS = (TRUSTED_KEYS_VARIABLE, f"{OPTION_PREFIX}ENDPOINT")
-"""Variables that no setting of the pipeline file determines."""
+"""Variables that no option of the pipeline file determines."""
 _MONITOR_API = "api-version=2022-10-01"
 _MONITOR_REMEDY = (
     "Give the identity the role Monitoring Contributor on the resource group; "
-    "see `onnx-ops docs azureml-settings`."
+    "see `onnx-ops docs azureml-options`."
 )
 
 
@@ -42,16 +42,16 @@ class AzureDeployments:
 
     def __init__(self, client: AzureClient, models: AzureModels) -> None:
         self._client = client
-        self._settings = client.settings
+        self._options = client.options
         self._models = models
         self._autoscaling = Autoscaling(client)
 
     def name(self, deployment: Deployment) -> str:
-        """Return the name in Azure of a deployment with these settings."""
-        return build_azure_name(deployment, self._settings.immutable)
+        """Return the name in Azure of a deployment with these options."""
+        return build_azure_name(deployment, self._options.immutable)
 
     def drift(self, resource: OnlineDeployment, deployment: Deployment) -> Iterator[str]:
-        """Yield the differences between a running deployment and the settings."""
+        """Yield the differences between a running deployment and the options."""
         if resource.name == self.name(deployment):
             yield from self._autoscaling.drift(resource)
             return
@@ -64,24 +64,24 @@ class AzureDeployments:
             "egress": resource.egress,
             "app_insights": resource.app_insights,
         }
-        desired = dict(self._settings.immutable)
+        desired = dict(self._options.immutable)
         if not resource.environment.endswith(f"/{self._environment_name()}/versions/1"):
             yield f"image of {resource.name}: a different image, not {desired['image']}"
         for name in ("image", "control", "reports"):
             # The digest of a fleet covers these locations, so they are not compared here.
             desired.pop(name, None)
-        options = {
+        environment = {
             name: value
             for name, value in variables.items()
             if name.startswith(OPTION_PREFIX) and name not in _NOT_OPTIONS
         }
-        for key in sorted({*desired, *options}):
-            value = actual.get(key, options.get(key))
+        for key in sorted({*desired, *environment}):
+            value = actual.get(key, environment.get(key))
             if value != desired.get(key):
                 yield f"{key} of {resource.name}: {value}, not {desired.get(key)}"
 
     def is_ready(self, resource: OnlineDeployment | None) -> bool:
-        """Return whether a deployment runs as the settings demand; send no request.
+        """Return whether a deployment runs as the options demand; send no request.
 
         The result is False for a scaled deployment, because only Azure Monitor has its limits.
         """
@@ -173,9 +173,9 @@ class AzureDeployments:
         """
         from azure.ai.ml.entities import Environment, ManagedOnlineDeployment, OnlineRequestSettings
 
-        client, settings = self._client, self._settings
+        client, options = self._client, self._options
         asset = None
-        if not settings.is_table:
+        if not options.is_table:
             asset = self._models.ensure(build_azure_name(deployment), deployment)
         image, environments = self._environment_name(), client.ml.environments
         where = f"environment {image}"
@@ -183,7 +183,7 @@ class AzureDeployments:
             live, scoring = {"port": 8080, "path": "/ping"}, {"port": 8080, "path": SCORING_ROUTE}
             routes = {"liveness_route": live, "readiness_route": live, "scoring_route": scoring}
             environment = Environment(
-                name=image, version="1", image=settings.image, inference_config=routes
+                name=image, version="1", image=options.image, inference_config=routes
             )
             client.retry(where, lambda: environments.create_or_update(environment))
         desired = ManagedOnlineDeployment(
@@ -191,16 +191,16 @@ class AzureDeployments:
             endpoint_name=client.name,
             model=asset,
             environment=f"{client.workspace.path}/environments/{image}/versions/1",
-            environment_variables=settings.variables(),
+            environment_variables=options.variables(),
             # `enabled` is Azure's default. In a workspace with a managed virtual network, the rules
             # of this network apply, and the field must stay unset.
-            egress_public_network_access=None if settings.egress == "enabled" else settings.egress,
-            app_insights_enabled=settings.app_insights,
-            instance_type=settings.instance_type,
-            instance_count=settings.instances,
+            egress_public_network_access=None if options.egress == "enabled" else options.egress,
+            app_insights_enabled=options.app_insights,
+            instance_type=options.instance_type,
+            instance_count=options.instances,
             request_settings=OnlineRequestSettings(
-                max_concurrent_requests_per_instance=settings.concurrency,
-                request_timeout_ms=round(settings.request_timeout * 1e3),
+                max_concurrent_requests_per_instance=options.concurrency,
+                request_timeout_ms=round(options.request_timeout * 1e3),
             ),
             tags={
                 OWNER: client.owner,
@@ -212,61 +212,61 @@ class AzureDeployments:
         client.write(
             f"deployment {name}",
             lambda: deployments.begin_create_or_update(desired),
-            instances=settings.instances,
+            instances=options.instances,
         )
 
     def _environment_name(self) -> str:
-        return f"onnx-ops-{short_digest(digest_bytes(self._settings.image.encode()))}"
+        return f"onnx-ops-{short_digest(digest_bytes(self._options.image.encode()))}"
 
 
 class Autoscaling:
-    """Instance counts, fixed by the settings or set by Azure Monitor."""
+    """Instance counts, fixed by the options or set by Azure Monitor."""
 
     def __init__(self, client: AzureClient) -> None:
         self._client = client
-        self._settings = client.settings
+        self._options = client.options
 
     @property
     def tag(self) -> str:
-        """Return the value of a deployment's scaling tag for these settings."""
-        settings = self._settings
-        if not settings.scaled:
+        """Return the value of a deployment's scaling tag for these options."""
+        options = self._options
+        if not options.scaled:
             return NOT_SCALED
         return (
-            f"{settings.min_instances} to {settings.max_instances} instances at "
-            f"{settings.cpu_percent}% CPU"
+            f"{options.min_instances} to {options.max_instances} instances at "
+            f"{options.cpu_percent}% CPU"
         )
 
     def drift(self, resource: OnlineDeployment) -> Iterator[str]:
-        """Yield how instance counts and autoscaling differ from the settings.
+        """Yield how instance counts and autoscaling differ from the options.
 
         Instance counts that another client's autoscaling sets are not compared.
         """
         actual = resource.tags.get(SCALING, NOT_SCALED)
-        if actual == self.tag and self._settings.scaled:
+        if actual == self.tag and self._options.scaled:
             actual = self._monitor_drift(resource.name) or actual
         if actual != self.tag:
             yield f"autoscaling of {resource.name}: {actual}, not {self.tag}"
         elif self._is_miscounted(resource):
             yield (
                 f"instances of {resource.name}: {resource.instance_count}, "
-                f"not {self._settings.instances}"
+                f"not {self._options.instances}"
             )
 
     def is_fixed(self, resource: OnlineDeployment) -> bool:
-        """Return whether a deployment has the fixed instance count of the settings."""
-        is_scaled = resource.tags.get(SCALING, NOT_SCALED) != NOT_SCALED or self._settings.scaled
-        return not is_scaled and resource.instance_count == self._settings.instances
+        """Return whether a deployment has the fixed instance count of the options."""
+        is_scaled = resource.tags.get(SCALING, NOT_SCALED) != NOT_SCALED or self._options.scaled
+        return not is_scaled and resource.instance_count == self._options.instances
 
     def apply(self, resource: OnlineDeployment) -> bool:
-        """Apply the settings to a deployment; return True if nothing had to change.
+        """Apply the options to a deployment; return True if nothing had to change.
 
         A deployment with an autoscale setting always has the tag. For a deployment without the tag,
         no request to Azure Monitor is needed.
         """
         has_tag = resource.tags.get(SCALING, NOT_SCALED) == self.tag
         if has_tag and not self._is_miscounted(resource):
-            if self._settings.scaled and self._monitor_drift(resource.name) is not None:
+            if self._options.scaled and self._monitor_drift(resource.name) is not None:
                 document = self._setting(resource.name)
                 self._ask_monitor(self._setting_path(resource.name), "PUT", document)
             return True
@@ -274,12 +274,12 @@ class Autoscaling:
         return False
 
     def update(self, resource: OnlineDeployment) -> None:
-        """Request the instance count and the tag of the settings."""
-        if not self._settings.scaled:
+        """Request the instance count and the tag of the options."""
+        if not self._options.scaled:
             self.remove(resource)
         changes: dict[str, Any] = {"tags": {**resource.tags, SCALING: self.tag}}
-        if not self._settings.scaled:
-            changes["sku"] = {"name": "Default", "capacity": self._settings.instances}
+        if not self._options.scaled:
+            changes["sku"] = {"name": "Default", "capacity": self._options.instances}
         path = self._client.deployment_path(resource.name)
         self._request(path, f"deployment {resource.name}", "PATCH", changes, ROLE_REMEDY)
 
@@ -289,16 +289,16 @@ class Autoscaling:
             self._ask_monitor(self._setting_path(resource.name), "DELETE")
 
     def _is_miscounted(self, resource: OnlineDeployment) -> bool:
-        """Return whether a fixed instance count differs from the settings.
+        """Return whether a fixed instance count differs from the options.
 
         The result is False if another client scales the deployment.
         """
-        if self._settings.scaled or resource.instance_count == self._settings.instances:
+        if self._options.scaled or resource.instance_count == self._options.instances:
             return False
         try:
             listed = self._ask_monitor(f"{self._settings_path}?{_MONITOR_API}")
         except RefusedError:
-            # Without autoscaling in the settings, no permission to read it is required.
+            # Without autoscaling in the options, no permission to read it is required.
             return True
         targets = (
             item["properties"].get("targetResourceUri", "")
@@ -308,7 +308,7 @@ class Autoscaling:
         return target.lower() not in map(str.lower, targets)
 
     def _monitor_drift(self, name: str) -> str | None:
-        """Return how the autoscale setting of a deployment differs from the settings.
+        """Return how the autoscale setting of a deployment differs from the options.
 
         The result is None if it does not differ.
         """
@@ -327,19 +327,19 @@ class Autoscaling:
         return f"{capacity.get('minimum')} to {capacity.get('maximum')} instances with other rules"
 
     def _setting(self, name: str) -> dict[str, Any]:
-        client, settings, target = self._client, self._settings, self._client.deployment_path(name)
+        client, options, target = self._client, self._options, self._client.deployment_path(name)
         workspace: Any = self._request(client.workspace.path, client.owner) or {}
         counts = {
-            "minimum": settings.min_instances,
-            "maximum": settings.max_instances,
-            "default": settings.instances,
+            "minimum": options.min_instances,
+            "maximum": options.max_instances,
+            "default": options.instances,
         }
         profile = {
             "name": "onnx-ops",
             "capacity": {key: str(value) for key, value in counts.items()},
             "rules": [
-                _rule(target, "GreaterThan", settings.cpu_percent, "Increase"),
-                _rule(target, "LessThan", settings.cpu_percent / 2, "Decrease"),
+                _rule(target, "GreaterThan", options.cpu_percent, "Increase"),
+                _rule(target, "LessThan", options.cpu_percent / 2, "Decrease"),
             ],
         }
         return {
@@ -381,7 +381,7 @@ class Autoscaling:
                 where=where,
                 method=method,
                 document=document,
-                instances=self._settings.instances,
+                instances=self._options.instances,
                 role_remedy=role_remedy,
             )
 

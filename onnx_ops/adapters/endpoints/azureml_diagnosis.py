@@ -16,7 +16,7 @@ from onnx_ops.adapters.azure import (
     request_resource,
 )
 from onnx_ops.adapters.endpoints.azureml_client import SPARE
-from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings, read_azure_settings
+from onnx_ops.adapters.endpoints.azureml_options import AzureOptions, read_azure_options
 from onnx_ops.adapters.endpoints.cloud import Finding, run_check
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Diagnosis
@@ -37,7 +37,7 @@ ACTIONS = (
 _SCALING_ACTIONS = tuple(
     f"Microsoft.Insights/autoscaleSettings/{verb}" for verb in ("read", "write", "delete")
 )
-"""Azure actions that are also needed if the settings request autoscaling."""
+"""Azure actions that are also needed if the options request autoscaling."""
 _API = "api-version=2024-04-01"
 _REGISTRY_SUFFIX = ".azurecr.io"
 _PULL_ROLES = frozenset(
@@ -49,7 +49,7 @@ _VERSIONS_IN_ROLLOUT = 2
 
 
 def diagnose(endpoints: Sequence[Mapping[str, Json]]) -> Iterator[Diagnosis]:
-    """Yield the findings for the settings of endpoints.
+    """Yield the findings for the options of endpoints.
 
     A check is skipped if its prerequisite failed.
     """
@@ -67,22 +67,22 @@ def diagnose(endpoints: Sequence[Mapping[str, Json]]) -> Iterator[Diagnosis]:
         yield Diagnosis(check="azure credentials", ok=False, found=str(error), remedy=LOGIN_REMEDY)
         return
     yield Diagnosis(check="azure credentials", ok=True, found=f"a token for {get_management_url()}")
-    for settings in endpoints:
-        yield from _diagnose_endpoint(settings)
+    for options in endpoints:
+        yield from _diagnose_endpoint(options)
 
 
 def _diagnose_endpoint(values: Mapping[str, Json]) -> Iterator[Diagnosis]:
     try:
-        settings = read_azure_settings(values)
+        options = read_azure_options(values)
     except OnnxOpsError as error:
-        remedy = error.remedy or "See `onnx-ops docs azureml-settings`."
+        remedy = error.remedy or "See `onnx-ops docs azureml-options`."
         yield Diagnosis(check="azure workspace", ok=False, found=error.what, remedy=remedy)
         return
     run, workspace = partial(run_check, cloud="Azure Resource Manager"), dict[str, Any]()
 
     def check_workspace() -> Finding:
         try:
-            workspace.update(request_resource(f"{settings.place.path}?{_API}"))
+            workspace.update(request_resource(f"{options.place.path}?{_API}"))
         except RefusedError as error:
             if "HTTP 404" not in error.why:
                 return False, error.why, ROLE_REMEDY
@@ -93,23 +93,23 @@ def _diagnose_endpoint(values: Mapping[str, Json]) -> Iterator[Diagnosis]:
             return False, "it does not exist", remedy
         return True, f"in {workspace.get('location')}", ""
 
-    yield (found := run(f"azure workspace {settings.workspace}", check_workspace))
+    yield (found := run(f"azure workspace {options.workspace}", check_workspace))
     if not found.ok:
         return
-    yield run(f"azure role on {settings.workspace}", lambda: _check_role(settings))
+    yield run(f"azure role on {options.workspace}", lambda: _check_role(options))
     registries: list[str] = []
-    yield run("azure image", lambda: _check_image(settings, registries))
+    yield run("azure image", lambda: _check_image(options, registries))
     if registries:
         attached = str(workspace.get("properties", {}).get("containerRegistry", ""))
-        yield run("azure pull", lambda: _check_pull(settings, registries[0], attached))
+        yield run("azure pull", lambda: _check_pull(options, registries[0], attached))
     location = str(workspace.get("location"))
-    yield run(f"azure quota for {settings.instance_type}", lambda: _check_quota(settings, location))
+    yield run(f"azure quota for {options.instance_type}", lambda: _check_quota(options, location))
 
 
-def _check_role(settings: AzureSettings) -> Finding:
-    path = f"{settings.place.path}/providers/Microsoft.Authorization/permissions"
+def _check_role(options: AzureOptions) -> Finding:
+    path = f"{options.place.path}/providers/Microsoft.Authorization/permissions"
     granted = request_resource(f"{path}?api-version=2022-04-01")
-    needed = ACTIONS + _SCALING_ACTIONS * settings.scaled
+    needed = ACTIONS + _SCALING_ACTIONS * options.scaled
     missing = [action for action in needed if not is_allowed(action, granted.get("value", ()))]
     found = (
         f"not permitted: {', '.join(missing)}"
@@ -133,12 +133,12 @@ def _matches(action: str, patterns: Sequence[str]) -> bool:
     return any(re.fullmatch(expression, action, re.IGNORECASE) for expression in expressions)
 
 
-def _check_image(settings: AzureSettings, registries: list[str]) -> Finding:
+def _check_image(options: AzureOptions, registries: list[str]) -> Finding:
     """Check the image's registry, and add its resource id to `registries`.
 
     Azure Resource Manager does not list tags of images, so the tag is not checked.
     """
-    host = settings.image.partition("/")[0]
+    host = options.image.partition("/")[0]
     if not host.endswith(_REGISTRY_SUFFIX):
         found = (
             f"{host} is not an Azure container registry: the permission to pull from it cannot "
@@ -146,7 +146,7 @@ def _check_image(settings: AzureSettings, registries: list[str]) -> Finding:
         )
         return True, found, ""
     path = (
-        f"/subscriptions/{settings.place.subscription}"
+        f"/subscriptions/{options.place.subscription}"
         "/providers/Microsoft.ContainerRegistry/registries"
     )
     listed = request_resource(f"{path}?api-version=2023-07-01").get("value", ())
@@ -164,8 +164,8 @@ def _check_image(settings: AzureSettings, registries: list[str]) -> Finding:
     return False, f"the subscription has no registry {host}", remedy
 
 
-def _check_pull(settings: AzureSettings, registry: str, attached: str) -> Finding:
-    if not settings.identity:
+def _check_pull(options: AzureOptions, registry: str, attached: str) -> Finding:
+    if not options.identity:
         if registry.lower() == attached.lower():
             return True, "the endpoints of the workspace can pull from this registry", ""
         return (
@@ -173,7 +173,7 @@ def _check_pull(settings: AzureSettings, registry: str, attached: str) -> Findin
             "the endpoint's own identity needs the role AcrPull once the endpoint exists",
             "",
         )
-    principal = request_resource(f"{settings.identity}?api-version=2023-01-31")["properties"][
+    principal = request_resource(f"{options.identity}?api-version=2023-01-31")["properties"][
         "principalId"
     ]
     path = f"{registry}/providers/Microsoft.Authorization/roleAssignments?api-version=2022-04-01"
@@ -182,15 +182,15 @@ def _check_pull(settings: AzureSettings, registry: str, attached: str) -> Findin
         for assignment in request_resource(path).get("value", ())
         if assignment["properties"]["principalId"] == principal
     }
-    name = settings.identity.rpartition("/")[2]
+    name = options.identity.rpartition("/")[2]
     if roles & _PULL_ROLES:
         return True, f"{name} can pull", ""
     remedy = f"az role assignment create --assignee {principal} --role AcrPull --scope {registry}"
     return False, f"{name} does not have the role AcrPull on the registry", remedy
 
 
-def _check_quota(settings: AzureSettings, location: str) -> Finding:
-    subscription = settings.place.subscription
+def _check_quota(options: AzureOptions, location: str) -> Finding:
+    subscription = options.place.subscription
     region = (
         f"/subscriptions/{subscription}/providers/Microsoft.MachineLearningServices"
         f"/locations/{location}"
@@ -198,7 +198,7 @@ def _check_quota(settings: AzureSettings, location: str) -> Finding:
     sizes = {
         size["name"].lower(): size for size in request_resource(f"{region}/vmSizes?{_API}")["value"]
     }
-    size = sizes.get(settings.instance_type.lower())
+    size = sizes.get(options.instance_type.lower())
     if size is None:
         remedy = f"Choose a size that `az ml compute list-sizes --location {location}` lists."
         return False, f"{location} does not have this size", remedy
@@ -208,7 +208,7 @@ def _check_quota(settings: AzureSettings, location: str) -> Finding:
     }
     usage = usages.get(str(size["family"]).lower(), {"limit": 0, "currentValue": 0})
     free = int(usage["limit"]) - int(usage["currentValue"])
-    instances = math.ceil((settings.max_instances or settings.instances) * SPARE)
+    instances = math.ceil((options.max_instances or options.instances) * SPARE)
     needed = _VERSIONS_IN_ROLLOUT * instances * int(size["vCPUs"])
     found = (
         f"{free} of {usage['limit']} cores of {size['family']} are free; a rollout needs {needed}"

@@ -36,7 +36,7 @@ class AzureModels:
 
     def __init__(self, client: AzureClient) -> None:
         self._client = client
-        self._settings = client.settings
+        self._options = client.options
         self._endpoint = client.name
 
     def ensure(self, name: str, deployment: Deployment) -> str:
@@ -44,7 +44,7 @@ class AzureModels:
 
         A missing model is uploaded.
         """
-        if self._settings.registry:
+        if self._options.registry:
             return self._ensure_registered(name, deployment)
         return (
             f"{self._client.workspace.path}/models/{self._ensure_asset(name, deployment)}"
@@ -57,7 +57,7 @@ class AzureModels:
         The digest is empty for an incomplete upload. With `traffic: table`, no model is in the
         datastore, and the identity needs no permission on it.
         """
-        if self._settings.is_table:
+        if self._options.is_table:
             return {}
         from azure.core.exceptions import ResourceNotFoundError
 
@@ -120,7 +120,7 @@ class AzureModels:
                 name=asset,
                 version=_VERSION,
                 type=AssetTypes.CUSTOM_MODEL,
-                path=f"{self._settings.models.rstrip('/')}/{self._endpoint}/{name}",
+                path=f"{self._options.models.rstrip('/')}/{self._endpoint}/{name}",
                 tags={OWNER: self._endpoint, MANIFEST: deployment.manifest},
                 description=f"{deployment.model} {deployment.version} ({deployment.variant})",
             )
@@ -137,7 +137,7 @@ class AzureModels:
         """
         from azure.ai.ml.entities import WorkspaceModelReference
 
-        client, registry, model = self._client, self._settings.registry, f"onnx-ops--{name}"
+        client, registry, model = self._client, self._options.registry, f"onnx-ops--{name}"
         where, path = (
             f"registry {registry}",
             f"azureml://registries/{registry}/models/{model}/versions/{_VERSION}",
@@ -212,7 +212,7 @@ class AzureModels:
         return bytes(properties.content_settings.content_md5 or b"")
 
     def _path(self, *parts: str) -> str:
-        return "/".join((self._settings.models_path[1], self._endpoint, *parts))
+        return "/".join((self._options.models_path[1], self._endpoint, *parts))
 
     @functools.cached_property
     def _container(self) -> ContainerClient:
@@ -222,12 +222,12 @@ class AzureModels:
         """
         from azure.storage.blob import ContainerClient
 
-        store: Any = self._client.ml.datastores.get(self._settings.models_path[0])
+        store: Any = self._client.ml.datastores.get(self._options.models_path[0])
         url = (
-            self._settings.blob_url
+            self._options.blob_url
             or f"{store.protocol}://{store.account_name}.blob.{store.endpoint}"
         )
-        answer_s = self._settings.api_timeout
+        answer_s = self._options.api_timeout
         return ContainerClient(
             url,
             store.container_name,

@@ -93,7 +93,7 @@ def build_azure_name(deployment: Deployment, immutable: Mapping[str, Json] | Non
     The name has at most 32 characters and is derived from the deployment's fields.
 
     Args:
-        immutable: settings with which Azure creates the deployment; None for the name of the model.
+        immutable: options with which Azure creates the deployment; None for the name of the model.
     """
     slug = (
         re.sub(r"[^a-z0-9]+", "-", deployment.name.lower()).strip("-")[:_SLUG_CHARACTERS].strip("-")

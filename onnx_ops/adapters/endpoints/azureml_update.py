@@ -150,7 +150,7 @@ class AzureEndpoint:
             "but this project does not own it",
             where=self._owner,
             why=f"neither its tag {OWNER} nor the tag of one of its deployments is {self._owner}",
-            remedy="Choose another `name` in the settings, or delete the endpoint in Azure. "
+            remedy="Choose another `name` in the options, or delete the endpoint in Azure. "
             "If this project owns the endpoint, set that tag.",
         )
 
@@ -279,16 +279,16 @@ class AzureEndpoint:
                 settled = endpoint if endpoint.is_settled else self.client.settled_endpoint()
                 if settled is not None and (settled.has_succeeded or settled.traffic):
                     return True
-            name, settings = self.client.name, self.client.settings
+            name, options = self.client.name, self.client.options
             identity = IdentityConfiguration(type="system_assigned")
-            if settings.identity:
-                assigned = [ManagedIdentityConfiguration(resource_id=settings.identity)]
+            if options.identity:
+                assigned = [ManagedIdentityConfiguration(resource_id=options.identity)]
                 identity = IdentityConfiguration(
                     type="user_assigned", user_assigned_identities=assigned
                 )
             tags, endpoints = {OWNER: self._owner}, self.client.ml.online_endpoints
             desired = ManagedOnlineEndpoint(
-                name=name, auth_mode=settings.auth, identity=identity, tags=tags
+                name=name, auth_mode=options.auth, identity=identity, tags=tags
             )
             with self._sent.lock():
                 self._sent.raise_to(0)

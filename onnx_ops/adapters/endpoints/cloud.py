@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from onnx_ops import plugins
-from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings
+from onnx_ops.adapters.endpoints.table_options import ReplicaOptions
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import Manifest, digest_folder, short_digest
 from onnx_ops.domain.endpoint import (
@@ -52,7 +52,7 @@ class CloudEndpoints(EndpointProvider):
     def __init__(self, trusted: Path | None) -> None:
         self._keys = None if trusted is None else TrustedKeys(trusted)
 
-    def metrics(self, settings: Mapping[str, Json] | None = None) -> MetricsSource:
+    def metrics(self, options: Mapping[str, Json] | None = None) -> MetricsSource:
         """Return the metrics service of the cloud."""
         source: MetricsSource = plugins.load("metrics", self.metrics_plugin, {})
         return source
@@ -122,7 +122,7 @@ def preview_cloud_rollback(current: EndpointState | None, state: EndpointState) 
 
 
 def format_follower_variables(
-    endpoint: str, settings: ReplicaSettings, image: str, trusted_keys: str
+    endpoint: str, options: ReplicaOptions, image: str, trusted_keys: str
 ) -> dict[str, str]:
     """Return the variables of a container that follows an endpoint's tables.
 
@@ -136,8 +136,8 @@ def format_follower_variables(
             remedy="Create a key with `onnx-ops keys new`, or set `traffic: native`.",
         )
     return {
-        FOLLOW_VARIABLE: settings.control,
-        REPORTS_VARIABLE: settings.reports,
+        FOLLOW_VARIABLE: options.control,
+        REPORTS_VARIABLE: options.reports,
         IMAGE_VARIABLE: image,
         f"{OPTION_PREFIX}ENDPOINT": endpoint,
         TRUSTED_KEYS_VARIABLE: trusted_keys,

@@ -2,7 +2,7 @@
 
 The cloud runs a *fleet*: one deployment of our image without a model. All that changes in a rollout
 is a table in object storage. The cloud's control plane is only needed to create the fleet, and to
-change its settings.
+change its options.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onnx_ops.adapters.endpoints.replicas import (
     SeenReplica,
     StorePlace,
 )
-from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings
+from onnx_ops.adapters.endpoints.table_options import ReplicaOptions
 from onnx_ops.domain.artifact import Digest, digest_bytes, digest_json
 from onnx_ops.domain.endpoint import (
     Deployment,
@@ -42,7 +42,7 @@ FLEET = "main"
 """Name of the one deployment of a fleet."""
 
 
-def build_fleet_state(config: EndpointConfig, settings: ReplicaSettings) -> EndpointState:
+def build_fleet_state(config: EndpointConfig, options: ReplicaOptions) -> EndpointState:
     """Return the state of a fleet for the cloud's own provider.
 
     The state has one deployment without a model. The digests of the deployment are those of the
@@ -54,7 +54,7 @@ def build_fleet_state(config: EndpointConfig, settings: ReplicaSettings) -> Endp
         version="1",
         variant="",
         release=digest_bytes(b""),
-        manifest=digest_json([settings.control, settings.reports]),
+        manifest=digest_json([options.control, options.reports]),
     )
     return EndpointState(deployments=(fleet,), split=TrafficSplit(weights={FLEET: 100}))
 
@@ -65,50 +65,50 @@ class FleetEndpoints(ReplicaEndpoints):
     Args:
         machines: the cloud's own provider, which runs the fleet as a deployment.
         read: returns the locations and the number of instances of an endpoint.
-        read_options: returns the options of the object store's client.
+        read_store_options: returns the options of the object store's client.
         trusted: folder of the trusted public keys.
     """
 
     def __init__(
         self,
         machines: CloudEndpoints,
-        read: Callable[[EndpointConfig], ReplicaSettings],
-        read_options: Callable[[EndpointConfig], Mapping[str, Any]],
+        read: Callable[[EndpointConfig], ReplicaOptions],
+        read_store_options: Callable[[EndpointConfig], Mapping[str, Any]],
         trusted: Path | None = None,
     ) -> None:
         super().__init__(trusted=trusted)
         self._machines = machines
         self._read = read
-        self._read_options = read_options
+        self._read_store_options = read_store_options
 
-    def read_settings(self, config: EndpointConfig) -> ReplicaSettings:
+    def read_options(self, config: EndpointConfig) -> ReplicaOptions:
         """Return the locations, and how many instances should run."""
         return self._read(config)
 
     def read_store_options(self, config: EndpointConfig) -> Mapping[str, Any]:
         """Return the options with which the client of the object store is created."""
-        return self._read_options(config)
+        return self._read_store_options(config)
 
-    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
+    def capabilities(self, options: Mapping[str, Json] | None = None) -> frozenset[str]:
         """Return the capabilities of replicas, and `fleet`.
 
         `fleet` means that instances are changed separately from the traffic.
         """
-        return super().capabilities(settings) | {"fleet"}
+        return super().capabilities(options) | {"fleet"}
 
-    def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Raise UserError if the settings of an endpoint are not valid."""
-        self._machines.validate_settings(settings)
+    def validate_options(self, options: Mapping[str, Json]) -> None:
+        """Raise UserError if the options of an endpoint are not valid."""
+        self._machines.validate_options(options)
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
         """Refuse other locations, since tables and models stay at the former ones."""
-        old, new = self.read_settings(before), self.read_settings(after)
+        old, new = self.read_options(before), self.read_options(after)
         for name in ("control", "reports"):
             if (was := getattr(old, name)) != (desired := getattr(new, name)):
                 raise UserError(
                     f"{name} of an existing endpoint cannot be changed from {was} to {desired}",
                     where=after.endpoint,
-                    remedy="Change the setting back, or delete the endpoint with "
+                    remedy="Change the option back, or delete the endpoint with "
                     f"`onnx-ops delete {after.endpoint}` and run again.",
                 )
         self._machines.validate_change(before, after)
@@ -126,7 +126,7 @@ class FleetEndpoints(ReplicaEndpoints):
         return self._machines.find_missing_requirement(config)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return the state of the newest table, and the fleet's drift from its settings.
+        """Return the state of the newest table, and the fleet's drift from its options.
 
         The result is None if the fleet does not serve.
         """
@@ -148,7 +148,7 @@ class FleetEndpoints(ReplicaEndpoints):
         """Publish a state; if it moves no traffic, restore the fleet too.
 
         A step needs no control plane, which could be busy or down. `observe` shows how the fleet
-        differs from its settings, and an application of the same traffic restores them. New
+        differs from its options, and an application of the same traffic restores them. New
         instances are in service only after they have adopted a table. Therefore the table comes
         first if the fleet does not serve.
         """
@@ -160,7 +160,7 @@ class FleetEndpoints(ReplicaEndpoints):
         self._wait_until_adopted(config, TableNumber(generation), ADOPT_S)
 
     def _restore(self, config: EndpointConfig, state: EndpointState, generation: int) -> None:
-        """Create the fleet or change its settings where needed, and publish the state."""
+        """Create the fleet or change its options where needed, and publish the state."""
         fleet = self._machines.observe(config)
         if fleet is None:
             self._publish_once(config, state, generation)
@@ -195,22 +195,22 @@ class FleetEndpoints(ReplicaEndpoints):
         return expected if running is None else min(running, expected)
 
     def _list_drift(self, config: EndpointConfig, fleet: EndpointState) -> Iterator[str]:
-        settings = self.read_settings(config)
-        if not fleet.is_equivalent(build_fleet_state(config, settings)):
+        options = self.read_options(config)
+        if not fleet.is_equivalent(build_fleet_state(config, options)):
             yield (
-                f"the fleet is not one deployment with control {settings.control} "
-                f"and reports {settings.reports}"
+                f"the fleet is not one deployment with control {options.control} "
+                f"and reports {options.reports}"
             )
         yield from fleet.drift
 
     def _change_fleet(self, config: EndpointConfig, generation: int) -> None:
-        """Bring the fleet to its settings; the cloud replaces instances without an outage.
+        """Bring the fleet to its options; the cloud replaces instances without an outage.
 
         Raises:
             InfrastructureError: an alarm reverted the change. The served versions are not the
                 cause, so no release is rejected.
         """
-        fleet = build_fleet_state(config, self.read_settings(config))
+        fleet = build_fleet_state(config, self.read_options(config))
         try:
             self._machines.apply(config, fleet, generation=generation)
         except AlarmRollbackError as error:
@@ -218,7 +218,7 @@ class FleetEndpoints(ReplicaEndpoints):
                 error.what,
                 where=error.where,
                 why=error.why,
-                remedy="Change the settings that caused it, such as `image`: this change is not "
+                remedy="Change the options that caused it, such as `image`: this change is not "
                 "tried again.",
             ) from error
 
@@ -241,7 +241,7 @@ class FleetEndpoints(ReplicaEndpoints):
     def list_orphans(
         self, config: EndpointConfig, needed: frozenset[Digest]
     ) -> tuple[OrphanedResource, ...]:
-        """List the cloud's resources of earlier settings."""
+        """List the cloud's resources of earlier options."""
         return tuple(self._machines.list_orphans(config, needed))
 
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
@@ -258,7 +258,7 @@ def _moves_traffic(seen: StorePlace, state: EndpointState) -> bool:
 
 
 class TrafficModes(EndpointProvider):
-    """Provider whose setting `traffic` selects how an endpoint's traffic is routed.
+    """Provider whose option `traffic` selects how an endpoint's traffic is routed.
 
     With `table`, the default, the instances follow a table in object storage. With `native`, the
     cloud routes by its own weights.
@@ -268,25 +268,25 @@ class TrafficModes(EndpointProvider):
         self._table = table
         self.native = native
 
-    def _select(self, settings: Mapping[str, Json] | None) -> EndpointProvider:
-        return self.native if (settings or {}).get("traffic") == "native" else self._table
+    def _select(self, options: Mapping[str, Json] | None) -> EndpointProvider:
+        return self.native if (options or {}).get("traffic") == "native" else self._table
 
     def sign_with(self, signer: Callable[[], Signer | None]) -> None:
         """Give both providers the function that returns the signer of tables."""
         self._table.sign_with(signer)
         self.native.sign_with(signer)
 
-    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
-        """Return the capabilities of an endpoint with these settings."""
-        return self._select(settings).capabilities(settings)
+    def capabilities(self, options: Mapping[str, Json] | None = None) -> frozenset[str]:
+        """Return the capabilities of an endpoint with these options."""
+        return self._select(options).capabilities(options)
 
-    def metrics(self, settings: Mapping[str, Json] | None = None) -> MetricsSource:
+    def metrics(self, options: Mapping[str, Json] | None = None) -> MetricsSource:
         """Return the counts of the instances, or the metrics service of the cloud."""
-        return self._select(settings).metrics(settings)
+        return self._select(options).metrics(options)
 
-    def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Raise UserError if the settings of an endpoint are not valid."""
-        self._select(settings).validate_settings(settings)
+    def validate_options(self, options: Mapping[str, Json]) -> None:
+        """Raise UserError if the options of an endpoint are not valid."""
+        self._select(options).validate_options(options)
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
         """Refuse a change of `traffic`, and what the selected provider refuses.
@@ -294,8 +294,8 @@ class TrafficModes(EndpointProvider):
         Another machine without another target is refused too, because the decisions of a target are
         valid only for the hardware on which they were measured.
         """
-        provider = self._select(after.settings)
-        if self._select(before.settings) is not provider:
+        provider = self._select(after.options)
+        if self._select(before.options) is not provider:
             was, desired = ("native", "table") if provider is self._table else ("table", "native")
             raise UserError(
                 f"traffic of an existing endpoint cannot be changed from {was} to {desired}",
@@ -320,9 +320,9 @@ class TrafficModes(EndpointProvider):
         """Return why the image cannot run models of the target; empty if it can."""
         return self.native.explain_unservable(target)
 
-    def explain_uncounted(self, source: str, settings: Mapping[str, Json]) -> str:
+    def explain_uncounted(self, source: str, options: Mapping[str, Json]) -> str:
         """Return why the cloud's metrics cannot count the versions of a table."""
-        if source != self.native.metrics_plugin or self._select(settings) is self.native:
+        if source != self.native.metrics_plugin or self._select(options) is self.native:
             return ""
         return (
             f"source '{source}' counts no version of an endpoint with `traffic: table`, because "
@@ -335,12 +335,12 @@ class TrafficModes(EndpointProvider):
         return self.native.place(config)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return the endpoint's state, and how it differs from its settings."""
-        return self._select(config.settings).observe(config)
+        """Return the endpoint's state, and how it differs from its options."""
+        return self._select(config.options).observe(config)
 
     def require_changeable(self, config: EndpointConfig) -> None:
         """Raise an error if the endpoint could not be changed now."""
-        self._select(config.settings).require_changeable(config)
+        self._select(config.options).require_changeable(config)
 
     def preview(
         self,
@@ -351,21 +351,19 @@ class TrafficModes(EndpointProvider):
         is_rollback: bool = False,
     ) -> EndpointState:
         """Return the state after a change; raise the errors that are known before it."""
-        return self._select(config.settings).preview(
-            config, state, current, is_rollback=is_rollback
-        )
+        return self._select(config.options).preview(config, state, current, is_rollback=is_rollback)
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Bring the endpoint to a state, through the provider that `traffic` selects."""
-        self._select(config.settings).apply(config, state, generation=generation)
+        self._select(config.options).apply(config, state, generation=generation)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Give all traffic to the previous version."""
-        self._select(config.settings).roll_back(config, state, generation=generation)
+        self._select(config.options).roll_back(config, state, generation=generation)
 
     def confirm_rollout(self, config: EndpointConfig) -> None:
         """Record that the rollout was analyzed, so that the candidate keeps its traffic."""
-        self._select(config.settings).confirm_rollout(config)
+        self._select(config.options).confirm_rollout(config)
 
     def address(self, config: EndpointConfig) -> str | None:
         """Return the address of the cloud's endpoint."""
@@ -373,21 +371,21 @@ class TrafficModes(EndpointProvider):
 
     def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:
         """Return the instances that report; none with `traffic: native`."""
-        return self._select(config.settings).list_servers(config)
+        return self._select(config.options).list_servers(config)
 
     def list_memory(self, config: EndpointConfig) -> Sequence[ServerMemory]:
         """Return the memory of the instances that report; none with `traffic: native`."""
-        return self._select(config.settings).list_memory(config)
+        return self._select(config.options).list_memory(config)
 
     def count_by_server(
         self, config: EndpointConfig, servers: Collection[str], deployments: Collection[str]
     ) -> Sequence[GenerationCounts]:
         """Return the counts of instances; none with `traffic: native`."""
-        return self._select(config.settings).count_by_server(config, servers, deployments)
+        return self._select(config.options).count_by_server(config, servers, deployments)
 
     def forget_server(self, config: EndpointConfig, name: str) -> None:
         """Stop waiting for reports of an instance."""
-        self._select(config.settings).forget_server(config, name)
+        self._select(config.options).forget_server(config, name)
 
     def list_orphans(
         self, config: EndpointConfig, needed: frozenset[Digest]
@@ -401,7 +399,7 @@ class TrafficModes(EndpointProvider):
 
     def remove(self, config: EndpointConfig) -> None:
         """Delete the endpoint in the cloud, and all objects that onnx-ops stored for it."""
-        self._select(config.settings).remove(config)
+        self._select(config.options).remove(config)
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error of missing credentials, without a request."""
@@ -411,9 +409,9 @@ class TrafficModes(EndpointProvider):
         """Check the requirements of the cloud; for tables, also locations and instances."""
         yield from self.native.diagnose(endpoints)
         followers = {
-            name: settings
-            for name, settings in endpoints.items()
-            if self._select(settings) is self._table
+            name: options
+            for name, options in endpoints.items()
+            if self._select(options) is self._table
         }
         if followers:
             yield from self._table.diagnose(followers)

@@ -19,7 +19,7 @@ from onnx_ops import codec
 from onnx_ops.adapters.endpoints.cloud import verify_new_files
 from onnx_ops.adapters.endpoints.local_server import APPLY_LOCK, LOG_FILE, LOOPBACK, LocalServer
 from onnx_ops.adapters.server_metrics import ServerMetrics
-from onnx_ops.config.binding import bind_settings, file_fields
+from onnx_ops.config.binding import bind_options, file_fields
 from onnx_ops.domain.endpoint import (
     EndpointConfig,
     EndpointState,
@@ -80,8 +80,8 @@ Applying a state can include loading several large models.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSettings(ContainerOptions):
-    """Settings of one endpoint: its port, and options of its server.
+class LocalOptions(ContainerOptions):
+    """Options of one endpoint: its port, and those of its server.
 
     The project, not the pipeline, sets the trusted keys.
     """
@@ -118,11 +118,11 @@ class LocalEndpoints(EndpointProvider):
         self._trusted = trusted
         self._python = python
 
-    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
+    def capabilities(self, options: Mapping[str, Json] | None = None) -> frozenset[str]:
         """Return `split`, `sticky`, `epochs` and the counts that the server supports."""
         return frozenset({"split", "sticky", "epochs"}) | self.metrics().capabilities()
 
-    def metrics(self, settings: Mapping[str, Json] | None = None) -> ServerMetrics:
+    def metrics(self, options: Mapping[str, Json] | None = None) -> ServerMetrics:
         """Return the counts of the endpoint's own server."""
         return ServerMetrics(lambda config, request: [self.counts(config, request)])
 
@@ -142,9 +142,9 @@ class LocalEndpoints(EndpointProvider):
             raise error_from_bytes(answer)
         return codec.loads(answer, Counts)
 
-    def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Raise UserError if the settings of an endpoint are not valid."""
-        _read_settings(settings)
+    def validate_options(self, options: Mapping[str, Json]) -> None:
+        """Raise UserError if the options of an endpoint are not valid."""
+        _read_options(options)
 
     def explain_unservable(self, target: Target) -> str:
         """Return why this machine cannot serve models of the target; empty if it can."""
@@ -155,8 +155,8 @@ class LocalEndpoints(EndpointProvider):
         return explain_unservable(target, onnxruntime.get_available_providers())
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return an error if another program uses the port of the settings."""
-        server, port = self._server(config), _read_settings(config.settings, config.endpoint).port
+        """Return an error if another program uses the port of the options."""
+        server, port = self._server(config), _read_options(config.options, config.endpoint).port
         record = server.record()
         is_own = server.is_orphaned() or (record is not None and record.port == port)
         return (
@@ -173,12 +173,12 @@ class LocalEndpoints(EndpointProvider):
         record, answer = server.record(), _read_state(server)
         if record is None or answer.failed or answer.state is None:
             return None
-        port, options = (
-            _read_settings(config.settings, config.endpoint).port,
-            _server_options(config),
+        port, server_options = (
+            _read_options(config.options, config.endpoint).port,
+            _read_server_options(config),
         )
         values = [("port", record.port, record.port if port is None else port)] + [
-            (name, getattr(record.options, name), getattr(options, name))
+            (name, getattr(record.options, name), getattr(server_options, name))
             for name in file_fields(ServerOptions)
             if name != "trusted_keys"
         ]
@@ -329,7 +329,7 @@ class LocalEndpoints(EndpointProvider):
         return True
 
     def _ensure_running(self, server: LocalServer, config: EndpointConfig) -> ServerRecord:
-        """Start the server unless it runs with the options of the settings.
+        """Start the server unless it runs with these options.
 
         A server with other options is started again.
         """
@@ -347,9 +347,9 @@ class LocalEndpoints(EndpointProvider):
             if self._trusted is None
             else os.path.relpath(self._trusted.resolve(), server.folder.resolve())
         )
-        options = replace(_server_options(config), trusted_keys=trusted)
+        server_options = replace(_read_server_options(config), trusted_keys=trusted)
         record = server.record()
-        if record is not None and (record.port, record.options) == (port, options):
+        if record is not None and (record.port, record.options) == (port, server_options):
             return record
         if record is not None and record.port == port:
             # The workers of the old server answer until the workers of the next server are ready.
@@ -359,10 +359,10 @@ class LocalEndpoints(EndpointProvider):
         if not server.is_orphaned() and not _is_free(port):
             raise _port_taken(port, config, server)
         if self._python == sys.executable:
-            tools = (*self.tools, *(EXTRAS["grpc"] if options.grpc_port else ()))
+            tools = (*self.tools, *(EXTRAS["grpc"] if server_options.grpc_port else ()))
             require(*tools, where=f"endpoint {config.endpoint}")
         write_durably(server.folder / _PORT_FILE, str(port).encode())
-        return server.start(port, options)
+        return server.start(port, server_options)
 
     def _server(self, config: EndpointConfig) -> LocalServer:
         if not _NAME.fullmatch(config.endpoint):
@@ -373,7 +373,7 @@ class LocalEndpoints(EndpointProvider):
         return LocalServer(self._folder / config.endpoint, self._python)
 
     def _known_port(self, server: LocalServer, config: EndpointConfig) -> int | None:
-        port = _read_settings(config.settings, config.endpoint).port
+        port = _read_options(config.options, config.endpoint).port
         if port is not None:
             return port if server.folder.is_dir() else None
         path = server.folder / _PORT_FILE
@@ -397,23 +397,23 @@ def _port_taken(port: int, config: EndpointConfig, server: LocalServer) -> Servi
     return ServiceUnavailableError(
         f"another program uses port {port}",
         where=f"endpoint {config.endpoint}",
-        remedy=f"Stop that program, or set `port` in this endpoint's settings. To have another "
+        remedy=f"Stop that program, or set `port` in this endpoint's options. To have another "
         f"port chosen automatically, delete {server.folder / _PORT_FILE}.",
     )
 
 
-def _read_settings(values: Mapping[str, Json], where: str = "") -> LocalSettings:
+def _read_options(values: Mapping[str, Json], where: str = "") -> LocalOptions:
     remedy = "Set ONNX_OPS_TRUSTED_KEYS for the project." if "trusted_keys" in values else ""
-    return bind_settings(values, LocalSettings, where=where, remedy=remedy, rules=_check_files)
+    return bind_options(values, LocalOptions, where=where, remedy=remedy, rules=_check_files)
 
 
-def _check_files(settings: LocalSettings) -> Iterator[tuple[str, str]]:
+def _check_files(options: LocalOptions) -> Iterator[tuple[str, str]]:
     """Yield an error for each file name that is not valid.
 
     The files are in the endpoint's folder, and must not have the name of a file of the server.
     """
     for key, ending in (("access_log", ".log"), ("admin_socket", ".sock")):
-        name = getattr(settings, key)
+        name = getattr(options, key)
         if name and (not _FILE.fullmatch(name) or not name.endswith(ending) or name == LOG_FILE):
             yield (
                 key,
@@ -424,11 +424,11 @@ def _check_files(settings: LocalSettings) -> Iterator[tuple[str, str]]:
             )
 
 
-def _server_options(config: EndpointConfig) -> ServerOptions:
-    settings = _read_settings(config.settings, config.endpoint)
-    names = set(file_fields(LocalSettings)) & set(file_fields(ServerOptions))
-    options = ServerOptions(**{name: getattr(settings, name) for name in names})
-    return replace(options, endpoint=options.endpoint or config.endpoint)
+def _read_server_options(config: EndpointConfig) -> ServerOptions:
+    options = _read_options(config.options, config.endpoint)
+    names = set(file_fields(LocalOptions)) & set(file_fields(ServerOptions))
+    server_options = ServerOptions(**{name: getattr(options, name) for name in names})
+    return replace(server_options, endpoint=server_options.endpoint or config.endpoint)
 
 
 def _is_free(port: int) -> bool:

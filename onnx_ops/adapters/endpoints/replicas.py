@@ -26,7 +26,7 @@ from onnx_ops.adapters.endpoints.cloud import (
     verify_new_files,
 )
 from onnx_ops.adapters.endpoints.replica_ends import find_ends
-from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings, read_replica_settings
+from onnx_ops.adapters.endpoints.table_options import ReplicaOptions, read_replica_options
 from onnx_ops.adapters.files import ListedObject, LocalObjects, ObjectStore, open_objects
 from onnx_ops.adapters.replica_files import upload_model
 from onnx_ops.adapters.retry import wait_until
@@ -164,7 +164,7 @@ class StorePlace:
 
 
 class ReplicaEndpoints(EndpointProvider):
-    """Provider for endpoints whose replicas users start, with `ReplicaSettings`.
+    """Provider for endpoints whose replicas users start, with `ReplicaOptions`.
 
     Nothing is stored in `folder`. Tables are signed with the release key of this process. A table
     is valid if a key in the folder `trusted` has signed it.
@@ -184,25 +184,25 @@ class ReplicaEndpoints(EndpointProvider):
         """Set the function that returns the signer of tables."""
         self._signer = signer
 
-    def read_settings(self, config: EndpointConfig) -> ReplicaSettings:
+    def read_options(self, config: EndpointConfig) -> ReplicaOptions:
         """Return the locations of tables and reports, and how replicas follow them."""
-        return read_replica_settings(config.settings, where=config.endpoint)
+        return read_replica_options(config.options, where=config.endpoint)
 
     def read_store_options(self, config: EndpointConfig) -> Mapping[str, Any]:
         """Return the options with which the client of the object store is created."""
         return {}
 
-    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
+    def capabilities(self, options: Mapping[str, Json] | None = None) -> frozenset[str]:
         """Return `split`, `sticky`, `epochs` and the counts that the servers report."""
         return frozenset({"split", "sticky", "epochs"}) | self.metrics().capabilities()
 
-    def metrics(self, settings: Mapping[str, Json] | None = None) -> ServerMetrics:
+    def metrics(self, options: Mapping[str, Json] | None = None) -> ServerMetrics:
         """Return the counts that the replicas report."""
         return ServerMetrics(self._read_counts)
 
-    def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Raise UserError if the settings of an endpoint are not valid."""
-        read_replica_settings(settings)
+    def validate_options(self, options: Mapping[str, Json]) -> None:
+        """Raise UserError if the options of an endpoint are not valid."""
+        read_replica_options(options)
 
     def explain_unservable(self, target: Target) -> str:
         """Return why the image cannot run models of the target; empty if it can."""
@@ -213,13 +213,13 @@ class ReplicaEndpoints(EndpointProvider):
         return f"the replicas that follow {self._control(config).place}"
 
     def address(self, config: EndpointConfig) -> str | None:
-        """Return the address in the settings, or the address of a replica that reports.
+        """Return the address in the options, or the address of a replica that reports.
 
         The result is None before the first table.
         """
         if not self._control(config).list_names(FOLDER):
             return None
-        if address := self.read_settings(config).address:
+        if address := self.read_options(config).address:
             return address
         live = (one.status.address for one in self._look(config).replicas if one.is_live)
         return next(filter(None, live), None)
@@ -230,8 +230,8 @@ class ReplicaEndpoints(EndpointProvider):
         if seen.newest is None:
             return None
         live = [one.status for one in seen.replicas if one.is_live]
-        settings = self.read_settings(config)
-        expected, lease = settings.replicas, "leave" if seen.newest.table.is_leased else "serve"
+        options = self.read_options(config)
+        expected, lease = options.replicas, "leave" if seen.newest.table.is_leased else "serve"
         out_of_service = (
             [] if len(live) >= expected else [f"{len(live)} of {expected} replicas report"]
         )
@@ -248,7 +248,7 @@ class ReplicaEndpoints(EndpointProvider):
             generation=seen.newest.number.sequence,
             out_of_service=tuple(out_of_service),
             stragglers=tuple(self._list_stragglers(config, seen)),
-            drift=() if lease == settings.lease else (f"lease is {lease}, not {settings.lease}",),
+            drift=() if lease == options.lease else (f"lease is {lease}, not {options.lease}",),
             limits_s={},
         )
 
@@ -334,7 +334,7 @@ class ReplicaEndpoints(EndpointProvider):
 
         If the state has new models, a table with which replicas load them is created first.
         """
-        settings = self.read_settings(config)
+        options = self.read_options(config)
         self._upload(config, seen, state.deployments)
         # After the store was restored from a backup, its newest table can give traffic to a version
         # that was rolled back since. So the traffic of this table is not used.
@@ -346,9 +346,9 @@ class ReplicaEndpoints(EndpointProvider):
             before,
             digest=seen.digest,
             limits_s=state.limits_s,
-            judge_timeout_s=settings.judge_timeout,
+            judge_timeout_s=options.judge_timeout,
             new_key=secrets.token_hex(FEEDBACK_KEY_BYTES),
-            is_leased=settings.lease == "leave",
+            is_leased=options.lease == "leave",
         )
         loading = prepared
         if prepared is not None:
@@ -357,7 +357,7 @@ class ReplicaEndpoints(EndpointProvider):
             # An earlier attempt created this table, and was possibly interrupted while it waited.
             loading = before
         if loading is not None:
-            self._wait_until_loaded(config, loading, settings.replicas)
+            self._wait_until_loaded(config, loading, options.replicas)
         self._create(config, table)
 
     def _publish_rollback_table(
@@ -365,7 +365,7 @@ class ReplicaEndpoints(EndpointProvider):
     ) -> None:
         goal = state.leader()
         self._upload(config, seen, (goal,))
-        is_leased = self.read_settings(config).lease == "leave"
+        is_leased = self.read_options(config).lease == "leave"
         _, table = plan_tables(
             config.endpoint,
             state,
@@ -398,7 +398,7 @@ class ReplicaEndpoints(EndpointProvider):
 
     def count_expected(self, config: EndpointConfig, replicas: Sequence[SeenReplica]) -> int:
         """Return how many of the replicas must report."""
-        return self.read_settings(config).replicas
+        return self.read_options(config).replicas
 
     def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:
         """Return the replicas with their last status, sorted by name."""
@@ -468,7 +468,7 @@ class ReplicaEndpoints(EndpointProvider):
         Rights are checked on both locations.
         """
         yield run_check("release key", self._check_key, cloud=_STORE)
-        for endpoint, settings in endpoints.items():
+        for endpoint, options in endpoints.items():
             config = EndpointConfig(
                 endpoint=endpoint,
                 provider="replicas",
@@ -476,7 +476,7 @@ class ReplicaEndpoints(EndpointProvider):
                 target="",
                 target_digest=digest_bytes(b""),
                 pipeline="",
-                settings=settings,
+                options=options,
             )
             checks: dict[str, Callable[[EndpointConfig], Finding]] = {
                 "tables": lambda config: _check_rights(self._control(config), "tables"),
@@ -516,16 +516,16 @@ class ReplicaEndpoints(EndpointProvider):
         return True, newest, ""
 
     def _check_replicas(self, config: EndpointConfig) -> Finding:
-        settings = self.read_settings(config)
+        options = self.read_options(config)
         live = [one.status for one in self.list_replicas(config) if one.is_live]
         why = [
             f"{one.replica}: {one.refused or '; '.join(one.failed.values())}"
             for one in live
             if not one.is_healthy
         ]
-        found = "; ".join([f"{len(live)} of {settings.replicas} report", *why])
+        found = "; ".join([f"{len(live)} of {options.replicas} report", *why])
         return (
-            len(live) >= settings.replicas and not why,
+            len(live) >= options.replicas and not why,
             found,
             "Start the missing replicas, or correct `replicas`.",
         )
@@ -613,19 +613,19 @@ class ReplicaEndpoints(EndpointProvider):
                 objects.delete(entry.name)
 
     def _control(self, config: EndpointConfig) -> ObjectStore:
-        return self._open(config, self.read_settings(config).control)
+        return self._open(config, self.read_options(config).control)
 
     def _reports(self, config: EndpointConfig) -> ObjectStore:
-        return self._open(config, self.read_settings(config).reports)
+        return self._open(config, self.read_options(config).reports)
 
     def _get_pause_s(self, config: EndpointConfig) -> float:
         return _LOCAL_LOOK_S if isinstance(self._reports(config), LocalObjects) else _LOOK_S
 
     def _open(self, config: EndpointConfig, url: str) -> ObjectStore:
-        options = self.read_store_options(config)
-        key = (url, repr(options))
+        store_options = self.read_store_options(config)
+        key = (url, repr(store_options))
         if key not in self._stores:
-            self._stores[key] = open_objects(url, deadline_s=_REQUEST_S, options=options)
+            self._stores[key] = open_objects(url, deadline_s=_REQUEST_S, options=store_options)
         return self._stores[key]
 
     def _read_table(self, config: EndpointConfig, number: TableNumber) -> StoredTable:

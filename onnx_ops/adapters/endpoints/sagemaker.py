@@ -46,11 +46,11 @@ from onnx_ops.adapters.endpoints.sagemaker_layout import (
     read_deployment,
     read_state,
 )
+from onnx_ops.adapters.endpoints.sagemaker_options import read_sagemaker_options
 from onnx_ops.adapters.endpoints.sagemaker_resources import PART_BYTES, EndpointResources
 from onnx_ops.adapters.endpoints.sagemaker_scaling import VariantScaling
-from onnx_ops.adapters.endpoints.sagemaker_settings import read_sagemaker_settings
 from onnx_ops.adapters.endpoints.sagemaker_update import EndpointUpdate
-from onnx_ops.adapters.endpoints.table_settings import ReplicaSettings
+from onnx_ops.adapters.endpoints.table_options import ReplicaOptions
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import (
     EndpointConfig,
@@ -67,7 +67,7 @@ _ANSWERING = frozenset({"InService", "Updating", "SystemUpdating", "RollingBack"
 
 
 class SageMakerEndpoints(TrafficModes):
-    """Endpoints of an AWS account, with `SageMakerSettings`.
+    """Endpoints of an AWS account, with `SageMakerOptions`.
 
     Nothing is stored in `folder`.
     """
@@ -87,14 +87,14 @@ class SageMakerEndpoints(TrafficModes):
         )
 
 
-def _read_locations(config: EndpointConfig) -> ReplicaSettings:
-    settings = read_sagemaker_settings(config.settings, where=config.endpoint)
-    return settings.locate(config.endpoint)
+def _read_locations(config: EndpointConfig) -> ReplicaOptions:
+    options = read_sagemaker_options(config.options, where=config.endpoint)
+    return options.locate(config.endpoint)
 
 
 def _read_store_options(config: EndpointConfig) -> Mapping[str, Any]:
     """Return the options of s3fs for the account and region of an endpoint."""
-    access = read_access(config.settings)
+    access = read_access(config.options)
     region = {"client_kwargs": {"region_name": access.region}} if access.region else {}
     return {**region, **({"profile": access.profile} if access.profile else {})}
 
@@ -109,38 +109,38 @@ class SageMakerVariants(CloudEndpoints):
         self._part_bytes = part_bytes
         self._clients: dict[AwsAccess, Clients] = {}
 
-    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
+    def capabilities(self, options: Mapping[str, Json] | None = None) -> frozenset[str]:
         """Return `guarded` or `split`, depending on the strategy, and `quantiles`."""
-        guarded = (settings or {}).get("strategy") == "guarded"
+        guarded = (options or {}).get("strategy") == "guarded"
         return frozenset({"guarded" if guarded else "split", "quantiles"})
 
-    def validate_settings(self, settings: Mapping[str, Json]) -> None:
-        """Raise UserError if the settings of an endpoint are not valid."""
-        read_sagemaker_settings(settings)
+    def validate_options(self, options: Mapping[str, Json]) -> None:
+        """Raise UserError if the options of an endpoint are not valid."""
+        read_sagemaker_options(options)
 
     def read_machine(self, config: EndpointConfig) -> str:
         """Return the instance type, or the memory of a serverless endpoint."""
-        settings = read_sagemaker_settings(config.settings, where=config.endpoint)
-        memory = f"serverless with {settings.memory_mib} MiB"
-        return memory if settings.serverless else settings.instance_type
+        options = read_sagemaker_options(config.options, where=config.endpoint)
+        memory = f"serverless with {options.memory_mib} MiB"
+        return memory if options.serverless else options.instance_type
 
     def place(self, config: EndpointConfig) -> str:
-        """Return region, profile and bucket; raise UserError for wrong settings."""
+        """Return region, profile and bucket; raise UserError for wrong options."""
         client = self._connect(config)
-        profile = f" of profile {client.settings.profile}" if client.settings.profile else ""
+        profile = f" of profile {client.options.profile}" if client.options.profile else ""
         region = client.clients("sagemaker").meta.region_name
-        stored = f"s3://{client.settings.bucket}/{client.folder}"
+        stored = f"s3://{client.options.bucket}/{client.folder}"
         return f"SageMaker's endpoint {config.endpoint} in {region}{profile}, with {stored}"
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return an error if credentials are missing; send no request to AWS."""
-        return find_missing_credentials(read_access(config.settings), where=config.endpoint)
+        return find_missing_credentials(read_access(config.options), where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return the endpoint's state; during an update, the state before the update.
 
         An idle endpoint costs two requests: its description, and the claim. The config's name
-        contains the digest of the settings and the endpoint's name, so a matching name shows that
+        contains the digest of the options and the endpoint's name, so a matching name shows that
         both are unchanged.
         """
         client = self._connect(config)
@@ -188,17 +188,17 @@ class SageMakerVariants(CloudEndpoints):
     ) -> EndpointState:
         """Return the state after a change.
 
-        An error is raised if the state cannot be built with the settings, or files that SageMaker
+        An error is raised if the state cannot be built with the options, or files that SageMaker
         does not store yet are missing.
         """
         client = self._connect(config)
         after = state
         if is_rollback:
-            is_guarded = client.settings.guarded
+            is_guarded = client.options.guarded
             after = preview_cloud_rollback(None if is_guarded else current, state)
         self._layout(client, after)
         resources = EndpointResources(client, part_bytes=self._part_bytes)
-        for deployment in () if client.settings.is_table else after.deployments:
+        for deployment in () if client.options.is_table else after.deployments:
             is_served = current is not None and current.find_deployment(deployment) is not None
             if not is_served and not resources.has_archive(deployment):
                 verify_files(deployment)
@@ -234,7 +234,7 @@ class SageMakerVariants(CloudEndpoints):
         resources = EndpointResources(client, part_bytes=self._part_bytes)
 
         def prepare() -> None:
-            if not client.settings.is_table:
+            if not client.options.is_table:
                 for deployment in state.deployments:
                     resources.ensure_archive(deployment)
             resources.ensure_definitions(layout)
@@ -243,7 +243,7 @@ class SageMakerVariants(CloudEndpoints):
         update.move(layout, prepare)
         VariantScaling(client).apply(layout)
         fence.settle(state.generation, reached=layout.config_name)
-        if client.settings.guarded:
+        if client.options.guarded:
             fence.end_update(layout.config_name)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
@@ -258,7 +258,7 @@ class SageMakerVariants(CloudEndpoints):
         if (
             claim is None
             or claim.state.find_deployment(state.leader()) is None
-            or client.settings.guarded
+            or client.options.guarded
         ):
             self._deploy_alone(client, fence, state)
             return
@@ -347,18 +347,18 @@ class SageMakerVariants(CloudEndpoints):
         """Check package, credentials, role, bucket, image, alarms and quota."""
         if not endpoints:
             yield from diagnose({})
-        for name, settings in endpoints.items():
+        for name, options in endpoints.items():
             prefix = f"{name}: " if len(endpoints) > 1 else ""
             yield from (
-                replace(finding, check=f"{prefix}{finding.check}") for finding in diagnose(settings)
+                replace(finding, check=f"{prefix}{finding.check}") for finding in diagnose(options)
             )
 
     def _config_drift(
         self, client: SageMakerClient, description: Mapping[str, Any], state: EndpointState
     ) -> tuple[str, ...]:
-        """Return how the endpoint's config differs from the config of these settings.
+        """Return how the endpoint's config differs from the config of these options.
 
-        The result is empty if these settings cannot produce the state.
+        The result is empty if these options cannot produce the state.
         """
         try:
             layout = self._layout(client, state)
@@ -375,15 +375,15 @@ class SageMakerVariants(CloudEndpoints):
 
     def _layout(self, client: SageMakerClient, state: EndpointState) -> EndpointLayout:
         return build_layout(
-            client.endpoint, state, client.settings, trusted_keys=self._trusted_keys()
+            client.endpoint, state, client.options, trusted_keys=self._trusted_keys()
         )
 
     def _connect(self, config: EndpointConfig) -> SageMakerClient:
-        settings = read_sagemaker_settings(config.settings, where=config.endpoint)
-        access = read_access(config.settings)
+        options = read_sagemaker_options(config.options, where=config.endpoint)
+        access = read_access(config.options)
         if access not in self._clients:
             self._clients[access] = make_clients(access, where=config.endpoint)
-        return SageMakerClient(self._clients[access], config.endpoint, settings)
+        return SageMakerClient(self._clients[access], config.endpoint, options)
 
 
 def _with_replacement(
@@ -393,7 +393,7 @@ def _with_replacement(
 
     An update of an endpoint with `traffic: table` only changes instances.
     """
-    if not client.settings.is_table:
+    if not client.options.is_table:
         return state
     status = description["EndpointStatus"]
     return replace(state, replacements=(f"SageMaker's endpoint has the status {status}",))
@@ -405,12 +405,12 @@ def _is_weight_step(
     """Return whether a claimed state differs from the reached config only in weights.
 
     If a state is applied again, its weights are already in effect, and only differences from the
-    settings are corrected.
+    options are corrected.
     """
     return (
-        not client.settings.guarded
+        not client.options.guarded
         and layout.has_config(before.reached)
-        and before.scaled == client.settings.scaled
+        and before.scaled == client.options.scaled
         and not before.state.is_equivalent(state)
     )
 

@@ -22,7 +22,7 @@ from onnx_ops.adapters.aws import (
     write_conditionally,
 )
 from onnx_ops.adapters.endpoints.sagemaker_layout import ENDPOINT_TAG
-from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
+from onnx_ops.adapters.endpoints.sagemaker_options import SageMakerOptions
 from onnx_ops.adapters.retry import attempts, converge
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import ConflictError, ServiceUnavailableError
@@ -42,11 +42,11 @@ _MAX_RACES = 8
 class SageMakerClient:
     """Requests about one endpoint."""
 
-    def __init__(self, clients: Clients, endpoint: str, settings: SageMakerSettings) -> None:
+    def __init__(self, clients: Clients, endpoint: str, options: SageMakerOptions) -> None:
         self.clients = clients
         self.endpoint = endpoint
-        self.settings = settings
-        self.folder = f"{settings.prefix.strip('/')}/{endpoint}"
+        self.options = options
+        self.folder = f"{options.prefix.strip('/')}/{endpoint}"
         self._status = "not there"
 
     def call(
@@ -82,7 +82,7 @@ class SageMakerClient:
     def keys(self, prefix: str) -> list[str]:
         """Return the keys of the bucket with this prefix, sorted."""
         objects = self.list_all(
-            "s3", "list_objects_v2", "Contents", Bucket=self.settings.bucket, Prefix=prefix
+            "s3", "list_objects_v2", "Contents", Bucket=self.options.bucket, Prefix=prefix
         )
         return sorted(item["Key"] for item in objects)
 
@@ -126,7 +126,7 @@ class SageMakerClient:
                 what, where=self.endpoint, why=f"it is {self._status}", remedy=remedy
             )
 
-        return converge(step, attempts(self.settings.timeout, self.settings.poll_interval), timeout)
+        return converge(step, attempts(self.options.timeout, self.options.poll_interval), timeout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +163,7 @@ class GenerationFence:
         self.claim, self._etag = None, ""
         if (answer := self._get(self._key)) is not None:
             body, self._etag = answer
-            where = f"s3://{self._client.settings.bucket}/{self._key}"
+            where = f"s3://{self._client.options.bucket}/{self._key}"
             self.claim = codec.loads(body, EndpointClaim, where=where)
         return self.claim
 
@@ -178,13 +178,13 @@ class GenerationFence:
 
         def replace_claim(before: EndpointClaim | None) -> EndpointClaim:
             if before is None:
-                return EndpointClaim(state=state, scaled=self._client.settings.scaled)
+                return EndpointClaim(state=state, scaled=self._client.options.scaled)
             if before.state.generation == state.generation:
                 if before.state.is_equivalent(state):
                     return before
                 if not before.state.covers(state):
                     raise self._conflict(state.generation)
-            scaled = before.scaled or self._client.settings.scaled
+            scaled = before.scaled or self._client.options.scaled
             return replace(before, state=state, settled=False, scaled=scaled)
 
         self._write(state.generation, replace_claim)
@@ -208,7 +208,7 @@ class GenerationFence:
                 return None
             if not reached:
                 return replace(before, settled=True)
-            scaled = self._client.settings.scaled
+            scaled = self._client.options.scaled
             return replace(before, settled=True, reached=reached, scaled=scaled)
 
         if self.claim is not None and settle_claim(self.claim) == self.claim:
@@ -265,7 +265,7 @@ class GenerationFence:
 
     def _get(self, key: str) -> tuple[bytes, str] | None:
         """Return an object and its ETag; None if it does not exist."""
-        bucket = self._client.settings.bucket
+        bucket = self._client.options.bucket
         answer = self._client.call(
             "s3", "get_object", ignored_codes=MISSING_OBJECT, Bucket=bucket, Key=key
         )
@@ -276,7 +276,7 @@ class GenerationFence:
 
     def _put(self, key: str, data: bytes, **condition: str) -> str | None:
         """Write an object; return its ETag, or None if the condition does not hold."""
-        s3, bucket = self._client.clients("s3"), self._client.settings.bucket
+        s3, bucket = self._client.clients("s3"), self._client.options.bucket
         with translate_errors(self._client.endpoint):
             answer = write_conditionally(
                 lambda: s3.put_object(Bucket=bucket, Key=key, Body=data, **condition)
@@ -285,7 +285,7 @@ class GenerationFence:
 
     def _delete(self, keys: list[str]) -> None:
         for key in keys:
-            self._client.call("s3", "delete_object", Bucket=self._client.settings.bucket, Key=key)
+            self._client.call("s3", "delete_object", Bucket=self._client.options.bucket, Key=key)
 
     def _require_latest(self, claim: EndpointClaim | None, generation: int) -> None:
         if claim is not None and claim.state.generation > generation:

@@ -17,9 +17,9 @@ from onnx_ops.adapters.aws import (
     translate_errors,
 )
 from onnx_ops.adapters.endpoints.cloud import Finding, run_check
-from onnx_ops.adapters.endpoints.sagemaker_settings import (
-    SageMakerSettings,
-    read_sagemaker_settings,
+from onnx_ops.adapters.endpoints.sagemaker_options import (
+    SageMakerOptions,
+    read_sagemaker_options,
 )
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Diagnosis
@@ -28,7 +28,7 @@ from onnx_ops.plugins import install_hint
 
 _PRINCIPAL = "sagemaker.amazonaws.com"
 _DOCS = "`onnx-ops docs sagemaker`"
-_SETTINGS_PAGE = "`onnx-ops docs sagemaker-settings`"
+_OPTIONS_PAGE = "`onnx-ops docs sagemaker-options`"
 _ECR = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/(?P<repository>[a-z0-9._/-]+)"
     r"(@(?P<digest>sha256:[0-9a-f]{64})|:(?P<tag>[\w.-]+))?"
@@ -55,9 +55,9 @@ NETWORK_ACTIONS = (
 
 
 def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
-    """Yield the findings for an endpoint's settings.
+    """Yield the findings for an endpoint's options.
 
-    Without settings, only boto3 and the credentials are checked.
+    Without options, only boto3 and the credentials are checked.
     """
     try:
         yield Diagnosis(check="boto3", ok=True, found=version("boto3"))
@@ -67,13 +67,13 @@ def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
         )
         return
     try:
-        settings = read_sagemaker_settings(given) if given else None
+        options = read_sagemaker_options(given) if given else None
     except OnnxOpsError as error:
         yield Diagnosis(
-            check="settings",
+            check="options",
             ok=False,
             found=error.what,
-            remedy=error.remedy or f"See {_SETTINGS_PAGE}.",
+            remedy=error.remedy or f"See {_OPTIONS_PAGE}.",
         )
         return
     try:
@@ -92,17 +92,17 @@ def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
         return True, f"{caller['Arn']} in {connect('sagemaker').meta.region_name}", ""
 
     yield (credentials := _run("credentials", check_credentials))
-    if not credentials.ok or settings is None:
+    if not credentials.ok or options is None:
         return
-    yield _run("role", lambda: _check_role(connect("iam"), settings.role))
-    yield _run("bucket", lambda: _check_bucket(connect("s3"), settings.bucket))
-    yield _run("image", lambda: _check_image(connect, settings.image))
-    yield _run("pull", lambda: _check_pull(connect("iam"), settings.role, settings.image))
-    yield _run("permissions", lambda: _check_permissions(connect, settings))
-    if settings.alarms:
-        yield _run("alarms", lambda: _check_alarms(connect("cloudwatch"), settings.alarms))
-    if not settings.serverless:
-        yield _run("quota", lambda: _check_quota(connect("service-quotas"), settings))
+    yield _run("role", lambda: _check_role(connect("iam"), options.role))
+    yield _run("bucket", lambda: _check_bucket(connect("s3"), options.bucket))
+    yield _run("image", lambda: _check_image(connect, options.image))
+    yield _run("pull", lambda: _check_pull(connect("iam"), options.role, options.image))
+    yield _run("permissions", lambda: _check_permissions(connect, options))
+    if options.alarms:
+        yield _run("alarms", lambda: _check_alarms(connect("cloudwatch"), options.alarms))
+    if not options.serverless:
+        yield _run("quota", lambda: _check_quota(connect("service-quotas"), options))
 
 
 def _run(check: str, find: Callable[[], Finding]) -> Diagnosis:
@@ -230,18 +230,18 @@ def _list_denied(iam: Any, role: str, actions: tuple[str, ...], resource: str) -
     ]
 
 
-def _check_permissions(connect: Clients, settings: SageMakerSettings) -> Finding:
-    """Check that the role's policies permit what the settings need of it.
+def _check_permissions(connect: Clients, options: SageMakerOptions) -> Finding:
+    """Check that the role's policies permit what the options need of it.
 
     The policies of a bucket or key in another account cannot be checked here.
     """
     denied = {
         resource: missing
-        for resource, actions in _list_needed(connect, settings).items()
-        if (missing := _list_denied(connect("iam"), settings.role, actions, resource))
+        for resource, actions in _list_needed(connect, options).items()
+        if (missing := _list_denied(connect("iam"), options.role, actions, resource))
     }
     if not denied:
-        return True, "the role has the permissions that the settings need", ""
+        return True, "the role has the permissions that the options need", ""
     found = "; ".join(f"{', '.join(actions)} on {arn}" for arn, actions in denied.items())
     return (
         False,
@@ -250,20 +250,20 @@ def _check_permissions(connect: Clients, settings: SageMakerSettings) -> Finding
     )
 
 
-def _list_needed(connect: Clients, settings: SageMakerSettings) -> dict[str, tuple[str, ...]]:
+def _list_needed(connect: Clients, options: SageMakerOptions) -> dict[str, tuple[str, ...]]:
     """Return the actions that the containers' role needs, by resource."""
-    partition, prefix = settings.role.split(":")[1], settings.prefix.strip("/")
-    bucket = f"arn:{partition}:s3:::{settings.bucket}"
+    partition, prefix = options.role.split(":")[1], options.prefix.strip("/")
+    bucket = f"arn:{partition}:s3:::{options.bucket}"
     needed: dict[str, tuple[str, ...]] = {f"{bucket}/{prefix}/*": ("s3:GetObject",)}
-    if settings.is_table:
+    if options.is_table:
         needed[f"{bucket}/{prefix}-reports/*"] = ("s3:GetObject", "s3:PutObject")
         needed[bucket] = ("s3:ListBucket",)
-    if settings.capture_uri:
-        captured = settings.capture_uri.removeprefix("s3://").rstrip("/")
+    if options.capture_uri:
+        captured = options.capture_uri.removeprefix("s3://").rstrip("/")
         needed[f"arn:{partition}:s3:::{captured}/*"] = ("s3:PutObject",)
-    if settings.kms_key:
-        needed[_find_key(connect, settings.kms_key)] = KEY_ACTIONS
-    if settings.subnets:
+    if options.kms_key:
+        needed[_find_key(connect, options.kms_key)] = KEY_ACTIONS
+    if options.subnets:
         needed["*"] = NETWORK_ACTIONS
     return needed
 
@@ -287,18 +287,18 @@ def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> Finding:
     )
 
 
-def _check_quota(quotas: Any, settings: SageMakerSettings) -> Finding:
+def _check_quota(quotas: Any, options: SageMakerOptions) -> Finding:
     """Check that the quota of instances suffices for an update.
 
     An update runs old and new instances at the same time. With strategy `guarded`, an update needs
-    twice the instance count of the settings. With `ab`, it needs three times this count.
+    twice the instance count of the options. With `ab`, it needs three times this count.
     """
-    name = f"{settings.instance_type} for endpoint usage"
+    name = f"{options.instance_type} for endpoint usage"
     pages = quotas.get_paginator("list_service_quotas").paginate(ServiceCode="sagemaker")
     limits = [
         quota["Value"] for page in pages for quota in page["Quotas"] if quota["QuotaName"] == name
     ]
-    needed = (settings.max_instances or settings.instance_count) * (2 if settings.guarded else 3)
+    needed = (options.max_instances or options.instance_count) * (2 if options.guarded else 3)
     remedy = (
         f"Request a quota of {needed} for '{name}' in the Service Quotas console; "
         "an update runs old and new instances at the same time."
@@ -307,6 +307,6 @@ def _check_quota(quotas: Any, settings: SageMakerSettings) -> Finding:
         return False, f"Service Quotas has no quota '{name}'", remedy
     return (
         limits[0] >= needed,
-        f"the quota is {limits[0]:g} {settings.instance_type}; an update needs up to {needed}",
+        f"the quota is {limits[0]:g} {options.instance_type}; an update needs up to {needed}",
         remedy,
     )

@@ -15,7 +15,7 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.adapters.aws import GUARDED_VARIANT, build_variant_name, is_valid_name
 from onnx_ops.adapters.endpoints.cloud import format_follower_variables, join_text, split_text
-from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
+from onnx_ops.adapters.endpoints.sagemaker_options import SageMakerOptions
 from onnx_ops.config.server_options import format_option_variables
 from onnx_ops.domain.artifact import digest_bytes, digest_json, hex_digits
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
@@ -120,7 +120,7 @@ def is_own_name(name: str, endpoint: str) -> bool:
 
 
 def build_layout(
-    endpoint: str, state: EndpointState, settings: SageMakerSettings, *, trusted_keys: str = ""
+    endpoint: str, state: EndpointState, options: SageMakerOptions, *, trusted_keys: str = ""
 ) -> EndpointLayout:
     """Return the requests for a state.
 
@@ -131,19 +131,19 @@ def build_layout(
         UserError: SageMaker does not support the state.
     """
     stem = build_name_stem(endpoint)
-    _require_possible(endpoint, state, settings)
+    _require_possible(endpoint, state, options)
     tags = [
         {"Key": key, "Value": value}
-        for key, value in sorted({**settings.tags, ENDPOINT_TAG: endpoint}.items())
+        for key, value in sorted({**options.tags, ENDPOINT_TAG: endpoint}.items())
     ]
     models: dict[str, Mapping[str, Any]] = {}
     model_names: dict[str, str] = {}
     for deployment in state.deployments:
-        request = _model_request(endpoint, deployment, settings, trusted_keys)
+        request = _model_request(endpoint, deployment, options, trusted_keys)
         name = f"{stem}-{hex_digits(digest_json(request))[:_MODEL_DIGITS]}"
         model_names[deployment.name] = name
         models[name] = {**request, "ModelName": name, "Tags": tags}
-    if settings.guarded:
+    if options.guarded:
         variants = {GUARDED_VARIANT: (state.leader().name, 100.0)}
     else:
         weight_of = state.split.weights
@@ -152,10 +152,10 @@ def build_layout(
             for d in state.deployments
         }
     production = [
-        _variant_request(model_names[name], variant, weight, settings)
+        _variant_request(model_names[name], variant, weight, options)
         for variant, (name, weight) in sorted(variants.items())
     ]
-    config = {**_config_request(settings), "ProductionVariants": production}
+    config = {**_config_request(options), "ProductionVariants": production}
     unweighted = [{**variant, "InitialVariantWeight": 0} for variant in production]
     layout = hex_digits(digest_json({**config, "ProductionVariants": unweighted}))[:_LAYOUT_DIGITS]
     weights = {variant: weight for variant, (_, weight) in variants.items()}
@@ -168,11 +168,11 @@ def build_layout(
     )
 
 
-def _require_possible(endpoint: str, state: EndpointState, settings: SageMakerSettings) -> None:
+def _require_possible(endpoint: str, state: EndpointState, options: SageMakerOptions) -> None:
     serving = [name for name, weight in state.split.weights.items() if weight]
     variants = [build_variant_name(d.name) for d in state.deployments]
     problem = ""
-    if settings.guarded and len(serving) > 1:
+    if options.guarded and len(serving) > 1:
         problem = (
             "with strategy guarded, one deployment has all traffic; SageMaker itself shifts traffic"
         )
@@ -187,92 +187,92 @@ def _require_possible(endpoint: str, state: EndpointState, settings: SageMakerSe
 
 
 def _model_request(
-    endpoint: str, deployment: Deployment, settings: SageMakerSettings, trusted_keys: str
+    endpoint: str, deployment: Deployment, options: SageMakerOptions, trusted_keys: str
 ) -> dict[str, Any]:
     if len(trusted_keys) > _VALUE_CHARACTERS:
         raise UserError(
             "the trusted keys are too long for the environment of a container",
             remedy="Retire old keys.",
         )
-    options = format_option_variables(settings)
+    environment = format_option_variables(options)
     if trusted_keys:
-        options[TRUSTED_KEYS_VARIABLE] = trusted_keys
-    container: dict[str, Any] = {"Image": settings.image}
-    if settings.is_table:
-        options |= format_follower_variables(
-            endpoint, settings.locate(endpoint), settings.image, trusted_keys
+        environment[TRUSTED_KEYS_VARIABLE] = trusted_keys
+    container: dict[str, Any] = {"Image": options.image}
+    if options.is_table:
+        environment |= format_follower_variables(
+            endpoint, options.locate(endpoint), options.image, trusted_keys
         )
     else:
-        archive = build_archive_key(settings.prefix, endpoint, deployment)
-        container["ModelDataUrl"] = f"s3://{settings.bucket}/{archive}"
-    container["Environment"] = encode_variables(deployment) | options
+        archive = build_archive_key(options.prefix, endpoint, deployment)
+        container["ModelDataUrl"] = f"s3://{options.bucket}/{archive}"
+    container["Environment"] = encode_variables(deployment) | environment
     request: dict[str, Any] = {
-        "ExecutionRoleArn": settings.role,
+        "ExecutionRoleArn": options.role,
         "PrimaryContainer": container,
-        "EnableNetworkIsolation": settings.isolated,
+        "EnableNetworkIsolation": options.isolated,
     }
-    if settings.subnets:
-        groups = list(settings.security_groups)
-        request["VpcConfig"] = {"Subnets": list(settings.subnets), "SecurityGroupIds": groups}
+    if options.subnets:
+        groups = list(options.security_groups)
+        request["VpcConfig"] = {"Subnets": list(options.subnets), "SecurityGroupIds": groups}
     return request
 
 
 def _variant_request(
-    model: str, variant: str, weight: float, settings: SageMakerSettings
+    model: str, variant: str, weight: float, options: SageMakerOptions
 ) -> dict[str, Any]:
     request: dict[str, Any] = {
         "VariantName": variant,
         "ModelName": model,
         "InitialVariantWeight": weight,
     }
-    if settings.serverless:
+    if options.serverless:
         serverless = {
-            "MemorySizeInMB": settings.memory_mib,
-            "MaxConcurrency": settings.max_concurrency,
+            "MemorySizeInMB": options.memory_mib,
+            "MaxConcurrency": options.max_concurrency,
         }
-        if settings.provisioned_concurrency:
-            serverless["ProvisionedConcurrency"] = settings.provisioned_concurrency
+        if options.provisioned_concurrency:
+            serverless["ProvisionedConcurrency"] = options.provisioned_concurrency
         return {**request, "ServerlessConfig": serverless}
     request |= {
-        "InstanceType": settings.instance_type,
-        "InitialInstanceCount": settings.instance_count,
-        "ContainerStartupHealthCheckTimeoutInSeconds": int(settings.startup),
+        "InstanceType": options.instance_type,
+        "InitialInstanceCount": options.instance_count,
+        "ContainerStartupHealthCheckTimeoutInSeconds": int(options.startup),
     }
-    if settings.volume_gb:
-        request["VolumeSizeInGB"] = settings.volume_gb
-    if settings.download_timeout is not None:
-        request["ModelDataDownloadTimeoutInSeconds"] = int(settings.download_timeout)
-    if settings.inference_ami:
-        request["InferenceAmiVersion"] = settings.inference_ami
-    if settings.routing != "default":
-        request["RoutingConfig"] = {"RoutingStrategy": settings.routing.upper()}
-    if settings.capacity_reservation:
+    if options.volume_gb:
+        request["VolumeSizeInGB"] = options.volume_gb
+    if options.download_timeout is not None:
+        request["ModelDataDownloadTimeoutInSeconds"] = int(options.download_timeout)
+    if options.inference_ami:
+        request["InferenceAmiVersion"] = options.inference_ami
+    if options.routing != "default":
+        request["RoutingConfig"] = {"RoutingStrategy": options.routing.upper()}
+    if options.capacity_reservation:
         request["CapacityReservationConfig"] = {
             "CapacityReservationPreference": "capacity-reservations-only",
-            "MlReservationArn": settings.capacity_reservation,
+            "MlReservationArn": options.capacity_reservation,
         }
     return request
 
 
-def _config_request(settings: SageMakerSettings) -> dict[str, Any]:
-    key = {"KmsKeyId": settings.kms_key} if settings.kms_key else {}
-    request: dict[str, Any] = {} if settings.serverless else dict(key)
-    if settings.capture_percent:
+def _config_request(options: SageMakerOptions) -> dict[str, Any]:
+    key = {"KmsKeyId": options.kms_key} if options.kms_key else {}
+    request: dict[str, Any] = {} if options.serverless else dict(key)
+    if options.capture_percent:
         request["DataCaptureConfig"] = {
             "EnableCapture": True,
-            "InitialSamplingPercentage": settings.capture_percent,
-            "DestinationS3Uri": settings.capture_uri,
+            "InitialSamplingPercentage": options.capture_percent,
+            "DestinationS3Uri": options.capture_uri,
             "CaptureOptions": [{"CaptureMode": "Input"}, {"CaptureMode": "Output"}],
             # SageMaker captures bodies of any other content type as Base64.
             "CaptureContentTypeHeader": {"JsonContentTypes": ["application/json"]},
             **key,
         }
-    if settings.metric_interval_s:
+    if options.metric_interval_s:
         # Without enhanced metrics, SageMaker would not apply the interval to the metrics of
         # invocations.
         request["MetricsConfig"] = {
             "EnableEnhancedMetrics": True,
-            "MetricPublishFrequencyInSeconds": settings.metric_interval_s,
+            "MetricPublishFrequencyInSeconds": options.metric_interval_s,
         }
     return request
 
@@ -361,12 +361,14 @@ def list_variants(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _compared_in_model(model: Mapping[str, Any]) -> dict[str, Any]:
     container = model["PrimaryContainer"]
-    options = {
+    environment = {
         name: value
         for name, value in container.get("Environment", {}).items()
         if name.startswith(OPTION_PREFIX) and name != TRUSTED_KEYS_VARIABLE
     }
-    return _pick(model, _COMPARED_IN_MODEL) | _pick(container, ("ModelDataUrl", "Image")) | options
+    return (
+        _pick(model, _COMPARED_IN_MODEL) | _pick(container, ("ModelDataUrl", "Image")) | environment
+    )
 
 
 def _pick(document: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class EndpointResources:
 
     def __init__(self, client: SageMakerClient, *, part_bytes: int = PART_BYTES) -> None:
         self._client = client
-        self._bucket = client.settings.bucket
+        self._bucket = client.options.bucket
         self._archives = f"{client.folder}/archives/"
         self._part_bytes = part_bytes
 
@@ -83,7 +83,7 @@ class EndpointResources:
 
     def _locate_archive(self, deployment: Deployment) -> tuple[str, dict[str, Any]]:
         """Return the URL of an archive, and the arguments of S3 that name it."""
-        key = build_archive_key(self._client.settings.prefix, self._client.endpoint, deployment)
+        key = build_archive_key(self._client.options.prefix, self._client.endpoint, deployment)
         return f"s3://{self._bucket}/{key}", {"Bucket": self._bucket, "Key": key}
 
     def ensure_archive(self, deployment: Deployment) -> None:
@@ -219,7 +219,7 @@ class EndpointResources:
     @property
     def _upload_options(self) -> dict[str, str]:
         options = {"ChecksumAlgorithm": "SHA256", "ContentType": "application/gzip"}
-        if key := self._client.settings.kms_key:
+        if key := self._client.options.kms_key:
             options |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": key}
         return options
 

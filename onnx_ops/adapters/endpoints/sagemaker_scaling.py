@@ -7,7 +7,7 @@ from typing import Any
 
 from onnx_ops.adapters.endpoints.sagemaker_client import SageMakerClient
 from onnx_ops.adapters.endpoints.sagemaker_layout import EndpointLayout
-from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
+from onnx_ops.adapters.endpoints.sagemaker_options import SageMakerOptions
 from onnx_ops.errors import RefusedError
 
 _DIMENSION = {
@@ -18,14 +18,12 @@ _POLICY = "onnx-ops-invocations"
 _UNREGISTERED = ("ObjectNotFoundException", "ValidationException")
 
 
-def find_instance_drift(
-    description: Mapping[str, Any], settings: SageMakerSettings
-) -> Iterator[str]:
-    """Yield how the desired instance counts of variants differ from the settings."""
+def find_instance_drift(description: Mapping[str, Any], options: SageMakerOptions) -> Iterator[str]:
+    """Yield how the desired instance counts of variants differ from the options."""
     for variant in description.get("ProductionVariants", ()):
         count = variant.get("DesiredInstanceCount")
-        if count is not None and count != settings.instance_count:
-            yield f"instances of {variant['VariantName']}: {count}, not {settings.instance_count}"
+        if count is not None and count != options.instance_count:
+            yield f"instances of {variant['VariantName']}: {count}, not {options.instance_count}"
 
 
 class VariantScaling:
@@ -37,54 +35,54 @@ class VariantScaling:
 
     def __init__(self, client: SageMakerClient) -> None:
         self._client = client
-        self._settings = client.settings
+        self._options = client.options
 
     def drift(self, description: Mapping[str, Any], *, was_scaled: bool) -> Iterator[str]:
-        """Yield how instance counts and autoscaling differ from the settings.
+        """Yield how instance counts and autoscaling differ from the options.
 
         Args:
             description: SageMaker's description of the endpoint.
-            was_scaled: whether policies of onnx-ops can exist though the settings do not scale.
+            was_scaled: whether policies of onnx-ops can exist though the options do not scale.
         """
-        settings, names = self._settings, _variant_names(description)
-        counts = list(find_instance_drift(description, settings))
-        if not (settings.scaled or was_scaled or counts):
+        options, names = self._options, _variant_names(description)
+        counts = list(find_instance_drift(description, options))
+        if not (options.scaled or was_scaled or counts):
             return  # Autoscaling is read only if it can cause or explain a difference.
-        targets = {} if settings.serverless else self._targets(names)
+        targets = {} if options.serverless else self._targets(names)
         policies = {name: self._policy(name) for name in targets}
         desired = "none"
-        if settings.scaled:
-            limits = {"MinCapacity": settings.min_instances, "MaxCapacity": settings.max_instances}
+        if options.scaled:
+            limits = {"MinCapacity": options.min_instances, "MaxCapacity": options.max_instances}
             desired = _describe(limits, self._tracking())
-        for name in names if settings.scaled else targets:
+        for name in names if options.scaled else targets:
             actual = _describe(targets.get(name), policies.get(name))
-            if (settings.scaled or policies.get(name) is not None) and actual != desired:
+            if (options.scaled or policies.get(name) is not None) and actual != desired:
                 yield f"autoscaling of {name}: {actual}, not {desired}"
-        if not settings.scaled and not any(policies[name] is None for name in targets):
+        if not options.scaled and not any(policies[name] is None for name in targets):
             yield from counts
 
     def is_foreign(self, description: Mapping[str, Any]) -> bool:
         """Return whether another client's policy scales a variant.
 
-        The result is False if the settings scale the variants.
+        The result is False if the options scale the variants.
         """
-        if self._settings.scaled:
+        if self._options.scaled:
             return False
         return any(
             self._policy(name) is None for name in self._targets(_variant_names(description))
         )
 
     def apply(self, layout: EndpointLayout) -> None:
-        """Apply the autoscaling of the settings, if any, to every production variant."""
-        if not self._settings.scaled:
+        """Apply the autoscaling of the options, if any, to every production variant."""
+        if not self._options.scaled:
             return
         for variant in layout.config["ProductionVariants"]:
             target = self._resource(variant["VariantName"])
             self._call(
                 "register_scalable_target",
                 **target,
-                MinCapacity=self._settings.min_instances,
-                MaxCapacity=self._settings.max_instances,
+                MinCapacity=self._options.min_instances,
+                MaxCapacity=self._options.max_instances,
             )
             self._call(
                 "put_scaling_policy",
@@ -96,15 +94,15 @@ class VariantScaling:
 
     def remove(self, description: Mapping[str, Any]) -> None:
         """Stop scaling the variants of an endpoint that is being removed."""
-        if self._settings.scaled:
+        if self._options.scaled:
             for name in _variant_names(description):
                 self._deregister(name)
         else:
             self.remove_outdated(description)
 
     def remove_outdated(self, description: Mapping[str, Any]) -> None:
-        """Stop scaling variants that only the previous settings scaled."""
-        for name in () if self._settings.scaled else self._targets(_variant_names(description)):
+        """Stop scaling variants that only the previous options scaled."""
+        for name in () if self._options.scaled else self._targets(_variant_names(description)):
             if self._policy(name) is not None:
                 self._deregister(name)
 
@@ -113,7 +111,7 @@ class VariantScaling:
 
         SageMaker refuses to change the type of a scaled variant.
         """
-        if not self._settings.scaled:
+        if not self._options.scaled:
             return
         config = self._client.describe_config(description["EndpointConfigName"])
         types = {
@@ -125,13 +123,13 @@ class VariantScaling:
 
     def _tracking(self) -> dict[str, Any]:
         metric = {"PredefinedMetricType": "SageMakerVariantInvocationsPerInstance"}
-        target = float(self._settings.invocations_per_instance)
+        target = float(self._options.invocations_per_instance)
         return {"TargetValue": target, "PredefinedMetricSpecification": metric}
 
     def _targets(self, variants: Iterable[str]) -> dict[str, Mapping[str, Any]]:
         """Return the scalable targets by variant.
 
-        If the settings do not scale variants, the permission to read targets is not required.
+        If the options do not scale variants, the permission to read targets is not required.
         """
         resources = {self._resource(name)["ResourceId"]: name for name in variants}
         if not resources:
@@ -141,7 +139,7 @@ class VariantScaling:
                 "describe_scalable_targets", **_DIMENSION, ResourceIds=list(resources)
             )
         except RefusedError:
-            if self._settings.scaled:
+            if self._options.scaled:
                 raise
             return {}
         return {resources[target["ResourceId"]]: target for target in answer["ScalableTargets"]}

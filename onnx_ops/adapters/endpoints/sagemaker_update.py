@@ -17,9 +17,9 @@ from onnx_ops.adapters.endpoints.sagemaker_client import (
     SageMakerClient,
 )
 from onnx_ops.adapters.endpoints.sagemaker_layout import EndpointLayout, has_weights
+from onnx_ops.adapters.endpoints.sagemaker_options import SageMakerOptions
 from onnx_ops.adapters.endpoints.sagemaker_resources import EndpointResources
 from onnx_ops.adapters.endpoints.sagemaker_scaling import VariantScaling, find_instance_drift
-from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
 from onnx_ops.errors import (
     AlarmRollbackError,
     InfrastructureError,
@@ -58,13 +58,13 @@ class EndpointUpdate:
         is_rollback: bool = False,
     ) -> None:
         self._client = client
-        self._settings = client.settings
+        self._options = client.options
         self._fence = fence
         self._generation = generation
         self._scaling = VariantScaling(client)
         self._is_rollback = is_rollback
-        self._alarms = () if is_rollback else self._settings.alarms
-        self._sets_counts = not (self._settings.scaled or self._settings.serverless)
+        self._alarms = () if is_rollback else self._options.alarms
+        self._sets_counts = not (self._options.scaled or self._options.serverless)
         self._requested: Literal["", "create", "update", "delete"] = ""
         self._has_begun = False
         # This is the number of reads that did not show the request's effect.
@@ -106,7 +106,7 @@ class EndpointUpdate:
         if description is None or description["EndpointStatus"] != "InService":
             return False
         has_counts = not (
-            self._sets_counts and any(find_instance_drift(description, self._settings))
+            self._sets_counts and any(find_instance_drift(description, self._options))
         )
         has_config = layout.has_config(description.get("EndpointConfigName", ""))
         return has_counts and has_config and has_weights(description, layout.weights)
@@ -235,13 +235,13 @@ class EndpointUpdate:
         self._requested, self._is_deleted = "delete", True
 
     def _update(self, description: Mapping[str, Any], layout: EndpointLayout) -> None:
-        settings = self._settings
+        options = self._options
         self._modified = description.get("LastModifiedTime")
         if (
             layout.has_config(description["EndpointConfigName"])
             and description["EndpointStatus"] == "InService"
         ):
-            count = {"DesiredInstanceCount": settings.instance_count} if self._sets_counts else {}
+            count = {"DesiredInstanceCount": options.instance_count} if self._sets_counts else {}
             accepted = self._set_weights(layout.weights, count)
         else:
             self._scaling.pause(description, layout)
@@ -250,8 +250,8 @@ class EndpointUpdate:
                 # refuses an update to the current config, so the config is copied.
                 layout = layout.copy_config()
                 EndpointResources(self._client).ensure_config(layout)
-            request: dict[str, Any] = {"RetainAllVariantProperties": not settings.serverless}
-            if not settings.serverless:
+            request: dict[str, Any] = {"RetainAllVariantProperties": not options.serverless}
+            if not options.serverless:
                 excluded = _NOT_RETAINED + [_COUNT_NOT_RETAINED] * self._sets_counts
                 request["ExcludeRetainedVariantProperties"] = excluded
             variants = {
@@ -259,7 +259,7 @@ class EndpointUpdate:
             }
             # SageMaker does not support guardrails for an update that changes the names of
             # variants.
-            if settings.guarded and variants == set(layout.weights):
+            if options.guarded and variants == set(layout.weights):
                 request["DeploymentConfig"] = self._guard(layout)
             accepted = self._request(
                 "update_endpoint", EndpointConfigName=layout.config_name, **request
@@ -283,7 +283,7 @@ class EndpointUpdate:
         # An update to the last reached config restores an earlier state, so it needs no guard.
         if self._fence.has_reached(layout.config_name):
             quiet = [name for name in states if name not in firing]
-            return build_deployment_config(self._settings, quiet, at_once=bool(firing))
+            return build_deployment_config(self._options, quiet, at_once=bool(firing))
         if firing:
             endpoint = self._client.endpoint
             raise InfrastructureError(
@@ -294,7 +294,7 @@ class EndpointUpdate:
             )
         if states:
             self._fence.begin_update(layout.config_name, states)
-        return build_deployment_config(self._settings, list(states), at_once=self._is_rollback)
+        return build_deployment_config(self._options, list(states), at_once=self._is_rollback)
 
     def _refuse_alarmed(
         self, layout: EndpointLayout, description: Mapping[str, Any] | None
@@ -377,24 +377,24 @@ class EndpointUpdate:
 
 
 def build_deployment_config(
-    settings: SageMakerSettings, alarms: list[str], *, at_once: bool
+    options: SageMakerOptions, alarms: list[str], *, at_once: bool
 ) -> dict[str, Any]:
-    """Return a deployment config that shifts traffic immediately or by the settings."""
+    """Return a deployment config that shifts traffic immediately or by the options."""
     routing: dict[str, Any] = {
         "Type": "ALL_AT_ONCE",
-        "WaitIntervalInSeconds": 0 if at_once else int(settings.wait),
+        "WaitIntervalInSeconds": 0 if at_once else int(options.wait),
     }
-    if settings.canary_percent and not at_once:
-        size = {"Type": "CAPACITY_PERCENT", "Value": settings.canary_percent}
+    if options.canary_percent and not at_once:
+        size = {"Type": "CAPACITY_PERCENT", "Value": options.canary_percent}
         routing |= {"Type": "CANARY", "CanarySize": size}
-    elif settings.linear_percent and not at_once:
-        size = {"Type": "CAPACITY_PERCENT", "Value": settings.linear_percent}
+    elif options.linear_percent and not at_once:
+        size = {"Type": "CAPACITY_PERCENT", "Value": options.linear_percent}
         routing |= {"Type": "LINEAR", "LinearStepSize": size}
     config: dict[str, Any] = {
         "BlueGreenUpdatePolicy": {
             "TrafficRoutingConfiguration": routing,
-            "TerminationWaitInSeconds": 0 if at_once else int(settings.termination_wait),
-            "MaximumExecutionTimeoutInSeconds": int(settings.max_execution),
+            "TerminationWaitInSeconds": 0 if at_once else int(options.termination_wait),
+            "MaximumExecutionTimeoutInSeconds": int(options.max_execution),
         }
     }
     if alarms:

@@ -19,6 +19,7 @@ from onnx_ops.adapters.azure import (
     request_resource,
 )
 from onnx_ops.adapters.host import SystemClock
+from onnx_ops.config.binding import refuse_options
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout_observations import (
@@ -27,7 +28,7 @@ from onnx_ops.domain.rollout_observations import (
     MetricsReading,
     RequestCounts,
 )
-from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError, quoted
+from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, quoted
 from onnx_ops.ports import Clock, MetricsSource
 from onnx_ops.protocol.messages import FAILURE_STATUSES
 
@@ -48,17 +49,13 @@ _P50, _P99 = "RequestLatency_P50", "RequestLatency_P99"
 class AzureMonitorMetrics(MetricsSource):
     """Counts and percentiles of deployments, without a histogram.
 
-    All settings are those of the endpoint. Counts restart every day (UTC), which is their origin.
+    All options are those of the endpoint. Counts restart every day (UTC), which is their origin.
     `MetricsReading.at` is the end of the last minute whose numbers no longer change, about three
     minutes ago.
     """
 
-    def __init__(self, settings: Mapping[str, Json], clock: Clock | None = None) -> None:
-        if settings:
-            raise UserError(
-                f"azuremonitor has no setting {sorted(settings)[0]!r}",
-                remedy="Remove the settings: azuremonitor takes none.",
-            )
+    def __init__(self, options: Mapping[str, Json], clock: Clock | None = None) -> None:
+        refuse_options(options, "azuremonitor")
         self._clock = clock or SystemClock()
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
@@ -116,8 +113,8 @@ class AzureMonitorMetrics(MetricsSource):
         """Return each series: metric, deployment, status, and one value per minute."""
         if until <= first:
             return []
-        place = read_workspace(config.settings, where=config.endpoint)
-        name = read_endpoint_name(config.endpoint, config.settings)
+        place = read_workspace(config.options, where=config.endpoint)
+        name = read_endpoint_name(config.endpoint, config.options)
         chosen = " and ".join(f"{key} eq '*'" for key in ("deployment", *dimensions))
         query = {
             "api-version": "2023-10-01",

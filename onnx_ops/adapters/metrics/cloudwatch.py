@@ -23,7 +23,7 @@ from onnx_ops.adapters.aws import (
     read_access,
     translate_errors,
 )
-from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.binding import bind_options
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout_observations import (
@@ -46,10 +46,10 @@ _MICROSECONDS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CloudWatchSettings(AwsAccess):
-    """Settings of section `metrics`.
+class CloudWatchOptions(AwsAccess):
+    """Options of section `metrics`.
 
-    Omitted access settings default to those of the provider.
+    Omitted access options default to those of the provider.
     """
 
     delay: Annotated[
@@ -64,16 +64,16 @@ class CloudWatchMetrics(MetricsSource):
     so the weaker rule of docs/rollout-analysis.md applies to latencies.
     """
 
-    def __init__(self, settings: Mapping[str, Json]) -> None:
-        read = bind_settings(settings, CloudWatchSettings, where="cloudwatch")
+    def __init__(self, options: Mapping[str, Json]) -> None:
+        read = bind_options(options, CloudWatchOptions, where="cloudwatch")
         self._delay = timedelta(seconds=read.delay)
-        self._settings = settings
+        self._options = options
         self._connected: dict[AwsAccess, Clients] = {}
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error for missing credentials; None if the credentials exist."""
         return find_missing_credentials(
-            read_access(config.settings, self._settings), where=config.endpoint
+            read_access(config.options, self._options), where=config.endpoint
         )
 
     def capabilities(self) -> frozenset[str]:
@@ -87,7 +87,7 @@ class CloudWatchMetrics(MetricsSource):
 
         An endpoint with `strategy: guarded` has no counts.
         """
-        access = read_access(config.settings, self._settings, where=config.endpoint)
+        access = read_access(config.options, self._options, where=config.endpoint)
         if access not in self._connected:
             self._connected[access] = make_clients(access, where=config.endpoint)
         connect = self._connected[access]
@@ -102,7 +102,7 @@ class CloudWatchMetrics(MetricsSource):
             began = description["LastModifiedTime"].astimezone(UTC)
             until = _minute(now - self._delay)
             origin = f"{config.endpoint} {began.isoformat()}"
-            guarded = config.settings.get("strategy") == "guarded"
+            guarded = config.options.get("strategy") == "guarded"
             variants = {} if guarded else {name: build_variant_name(name) for name in deployments}
             begin = _minute(began) + timedelta(minutes=1)
             if until <= begin or not variants:

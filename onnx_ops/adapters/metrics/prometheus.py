@@ -18,7 +18,7 @@ from onnx_ops.adapters.metrics.prometheus_api import (
     quote_text,
 )
 from onnx_ops.adapters.server_metrics import count_slower
-from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.binding import bind_options
 from onnx_ops.domain.artifact import digest_bytes, short_digest
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json, Pattern
@@ -46,8 +46,8 @@ _Label = Annotated[str, Pattern("[a-zA-Z_][a-zA-Z0-9_]*", "the name of a label")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrometheusSettings:
-    """Settings of section `metrics`: the server, and names of series and labels.
+class PrometheusOptions:
+    """Options of section `metrics`: the server, and names of series and labels.
 
     The default names are those of the endpoint server. `select` are further labels that all series
     must have, such as `{job: serving, namespace: prod}`. `origin` is a series that changes its
@@ -111,9 +111,9 @@ class PrometheusMetrics(MetricsSource):
     are left out.
     """
 
-    def __init__(self, settings: Mapping[str, Json]) -> None:
+    def __init__(self, options: Mapping[str, Json]) -> None:
         remedy = "For example: url: https://prometheus.example"
-        self._names = bind_settings(settings, PrometheusSettings, where="prometheus", remedy=remedy)
+        self._names = bind_options(options, PrometheusOptions, where="prometheus", remedy=remedy)
         self._url = self._names.url.rstrip("/")
 
     def capabilities(self) -> frozenset[str]:

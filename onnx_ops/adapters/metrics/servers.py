@@ -12,7 +12,7 @@ from annotated_types import MinLen, doc
 from onnx_ops import codec
 from onnx_ops.adapters.http_json import request_json, require_https
 from onnx_ops.adapters.server_metrics import ServerMetrics
-from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.binding import bind_options
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import CorruptStateError, OnnxOpsError, RefusedError, ServiceUnavailableError
@@ -27,8 +27,8 @@ A server reports at most 32 MiB of closed epochs.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServersSettings:
-    """Settings of the endpoint's section `metrics`."""
+class ServersOptions:
+    """Options of the endpoint's section `metrics`."""
 
     urls: Annotated[tuple[str, ...], MinLen(1), doc("Addresses of the servers' admin listeners.")]
 
@@ -36,12 +36,12 @@ class ServersSettings:
 class SeveralServers(ServerMetrics):
     """Counts summed over several servers, including counts by user."""
 
-    def __init__(self, settings: Mapping[str, Json]) -> None:
-        def find_duplicates(read: ServersSettings) -> Iterator[tuple[str, str]]:
+    def __init__(self, options: Mapping[str, Json]) -> None:
+        def find_duplicates(read: ServersOptions) -> Iterator[tuple[str, str]]:
             if len({url.rstrip("/") for url in read.urls}) < len(read.urls):
                 yield "urls", "each address must belong to a different server"
 
-        read = bind_settings(settings, ServersSettings, where="servers", rules=find_duplicates)
+        read = bind_options(options, ServersOptions, where="servers", rules=find_duplicates)
         urls = [url.rstrip("/") for url in read.urls]
         self._hosts = {url: require_https(url, "an address in urls") for url in urls}
         super().__init__(self._read_all)

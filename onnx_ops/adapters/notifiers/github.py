@@ -7,18 +7,38 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import quote
+
+from annotated_types import Ge, doc
 
 from onnx_ops.adapters.files import read_private
 from onnx_ops.adapters.github import REPOSITORY, GitHubRepository, validate_token
+from onnx_ops.config.binding import bind_options
 from onnx_ops.domain.notification import Notification
-from onnx_ops.errors import NotFoundError, UserError
+from onnx_ops.domain.quantities import Json, Pattern
+from onnx_ops.errors import NotFoundError
 from onnx_ops.ports import Notifier
 
 VARIABLES = ("ONNX_OPS_NOTIFY_GITHUB_TOKEN", "GITHUB_TOKEN")
 LABEL = "onnx-ops"
-_PLACE = re.compile(rf"({REPOSITORY.pattern})(?:#([1-9][0-9]*))?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GitHubOptions:
+    """Options of the notifier `github`."""
+
+    repository: Annotated[
+        str,
+        Pattern(f"(?a:{REPOSITORY.pattern})", "a repository, owner/repository"),
+        doc("Repository whose issues get the messages."),
+    ]
+    issue: Annotated[
+        int | None, Ge(1), doc("Issue that gets all messages; default: one issue per endpoint.")
+    ] = None
 
 
 class GitHubNotifier(Notifier):
@@ -29,18 +49,19 @@ class GitHubNotifier(Notifier):
     API's address comes from GITHUB_API_URL, as in GitHub's own runners.
 
     Args:
-        place: `owner/repository`, or `owner/repository#12` to write all comments to one issue.
+        options: `GitHubOptions`.
         state: the state folder.
     """
 
-    def __init__(self, place: str, state: Path) -> None:
-        match = _PLACE.fullmatch(place)
-        if match is None:
-            raise UserError(
-                f"github:{place} names no repository", remedy="Write github:owner/repository."
-            )
-        name, self._issue = match.groups()
-        self._repository = GitHubRepository(name=name, token=self._token)
+    def __init__(self, options: Mapping[str, Json], state: Path) -> None:
+        read = bind_options(
+            options,
+            GitHubOptions,
+            where="notifier github",
+            remedy='For example: {notifier = "github", options = {repository = "acme/models"}}.',
+        )
+        self._issue = read.issue
+        self._repository = GitHubRepository(name=read.repository, token=self._token)
         self._file = state / "notify.github"
 
     def send(self, notification: Notification) -> None:

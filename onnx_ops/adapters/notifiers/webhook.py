@@ -6,13 +6,16 @@ Mattermost and Rocket.Chat accept this format. Discord accepts it if the address
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.files import read_private
 from onnx_ops.adapters.http_json import request_json, require_https
+from onnx_ops.config.binding import refuse_options
 from onnx_ops.domain.notification import Notification, Severity
-from onnx_ops.errors import NotFoundError, UserError
+from onnx_ops.domain.quantities import Json
+from onnx_ops.errors import NotFoundError
 from onnx_ops.ports import Notifier
 
 VARIABLE = "ONNX_OPS_NOTIFY_WEBHOOK"
@@ -33,12 +36,8 @@ class WebhookNotifier(Notifier):
     address is a secret, since posting messages requires nothing else.
     """
 
-    def __init__(self, place: str, state: Path) -> None:
-        if place:
-            raise UserError(
-                "webhook takes no name",
-                remedy=f"Write only `webhook`, and put its address into {VARIABLE}.",
-            )
+    def __init__(self, options: Mapping[str, Json], state: Path) -> None:
+        refuse_options(options, "webhook")
         self._file = state / "notify.webhook"
 
     def send(self, notification: Notification) -> None:

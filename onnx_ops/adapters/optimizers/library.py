@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from annotated_types import MinLen
 
-from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.binding import bind_options
 from onnx_ops.domain.artifact import ModelInfo
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantization import find_type_conflict
@@ -33,7 +33,7 @@ CALIBRATION_REMEDY = (
 def read_options(section: Quantize, kind: type) -> Mapping[str, Any]:
     """Return the given options after a check against the optimizer's dataclass."""
     where = f"variant {section.name}, options"
-    options: Any = bind_settings(section.options, kind, where=where)
+    options: Any = bind_options(section.options, kind, where=where)
     if problem := find_type_conflict(section.options):
         raise UserError(problem, where=where)
     return {name: getattr(options, name) for name in section.options}

@@ -34,7 +34,7 @@ def get_source_name(section: DataSection) -> str:
         case SklearnData():
             return "sklearn"
         case PluginData():
-            return section.use
+            return section.source
 
 
 def execute(

@@ -109,7 +109,7 @@ def _build_refusal(header: str, value: bytes, why: str, option: str) -> RefusedE
         f"the request's {header} header is {shown!r}, which is not allowed",
         why=why,
         remedy=f"To allow it, start the server with --allowed-{option}={shown or '*'}, "
-        f"or set allowed_{option} in the endpoint's settings.",
+        f"or set allowed_{option} in the endpoint's options.",
     )
 
 

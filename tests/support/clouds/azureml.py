@@ -134,8 +134,8 @@ class AzureCloud:
         }
 
     @property
-    def settings(self) -> Mapping[str, Json]:
-        """Return the settings of an endpoint in this cloud."""
+    def options(self) -> Mapping[str, Json]:
+        """Return the options of an endpoint in this cloud."""
         return {
             "traffic": "native",
             "subscription": SUBSCRIPTION,

@@ -1,4 +1,4 @@
-"""Settings of a SageMaker endpoint in a pipeline file."""
+"""Options of a SageMaker endpoint in a pipeline file."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le, MaxLen, Unit
 
 from onnx_ops.adapters.aws import AwsAccess
-from onnx_ops.adapters.endpoints.table_settings import LeaseSettings, ReplicaSettings
-from onnx_ops.config.binding import bind_settings
+from onnx_ops.adapters.endpoints.table_options import LeaseOptions, ReplicaOptions
+from onnx_ops.config.binding import bind_options
 from onnx_ops.domain.quantities import Json, Pattern
 from onnx_ops.protocol.server_process import ContainerOptions
 
@@ -29,7 +29,7 @@ VARIANT_FIELDS: Mapping[str, str] = {
     "ServerlessConfig": "memory",
     "VolumeSizeInGB": "volume",
 }
-"""Setting of each field of a variant in SageMaker's API that users choose."""
+"""Option of each field of a variant in SageMaker's API that users choose."""
 DERIVED_VARIANT_FIELDS = frozenset({"InitialVariantWeight", "ModelName", "VariantName"})
 """Fields of a variant that follow from the deployment and its traffic."""
 UNSUPPORTED_VARIANT_FIELDS: Mapping[str, str] = {
@@ -40,7 +40,7 @@ UNSUPPORTED_VARIANT_FIELDS: Mapping[str, str] = {
     "ManagedInstanceScaling": "it scales inference components; use `max_instances`",
     "VariantInstanceProvisionTimeoutInSeconds": "it belongs to `InstancePools`",
 }
-"""Reason for each field of a variant that no setting supports."""
+"""Reason for each field of a variant that no option supports."""
 _METRIC_INTERVALS_S = (10, 30, 60, 120, 180, 240, 300)
 _DEFAULT_METRIC_INTERVAL_S = 60
 
@@ -49,8 +49,8 @@ _Shift = Annotated[int, Ge(0), Le(50)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SageMakerSettings(AwsAccess, LeaseSettings, ContainerOptions):
-    """Settings of one endpoint and of its server; see docs/sagemaker-settings.md.
+class SageMakerOptions(AwsAccess, LeaseOptions, ContainerOptions):
+    """Options of one endpoint and of its server; see docs/sagemaker-options.md.
 
     The limits of the values are those of SageMaker.
     """
@@ -110,13 +110,13 @@ class SageMakerSettings(AwsAccess, LeaseSettings, ContainerOptions):
         """Whether the instances follow a table in the bucket."""
         return self.traffic == "table"
 
-    def locate(self, endpoint: str) -> ReplicaSettings:
+    def locate(self, endpoint: str) -> ReplicaOptions:
         """Return the locations in the bucket that the instances of an endpoint follow.
 
         Reports have a separate prefix, so that the containers' role can write there alone.
         """
         prefix = self.prefix.strip("/")
-        return ReplicaSettings(
+        return ReplicaOptions(
             control=f"s3://{self.bucket}/{prefix}/{endpoint}/control",
             reports=f"s3://{self.bucket}/{prefix}-reports/{endpoint}",
             replicas=self.min_instances if self.scaled else self.instance_count,
@@ -159,96 +159,96 @@ class SageMakerSettings(AwsAccess, LeaseSettings, ContainerOptions):
         return self.max_instances > 0
 
 
-def read_sagemaker_settings(given: Mapping[str, Json], *, where: str = "") -> SageMakerSettings:
-    """Return the settings of an endpoint.
+def read_sagemaker_options(given: Mapping[str, Json], *, where: str = "") -> SageMakerOptions:
+    """Return the options of an endpoint.
 
     Raises:
-        SettingsError: the settings are wrong or contradict each other.
+        OptionsError: the options are wrong or contradict each other.
     """
     remedy = (
         ""
         if {"role", "image", "bucket"} <= set(given)
         else "See `onnx-ops docs sagemaker` for how to create role, image and bucket."
     )
-    return bind_settings(
-        given, SageMakerSettings, where=where, remedy=remedy, rules=_find_contradictions
+    return bind_options(
+        given, SageMakerOptions, where=where, remedy=remedy, rules=_find_contradictions
     )
 
 
-def _find_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str]]:
-    """Yield combinations that SageMaker refuses, each with the setting to change."""
-    if settings.serverless:
-        yield from _find_serverless_contradictions(settings)
-    is_shifted = settings.canary_percent > 0 or settings.linear_percent > 0
-    low, high, count = settings.min_instances, settings.max_instances, settings.instance_count
+def _find_contradictions(options: SageMakerOptions) -> Iterator[tuple[str, str]]:
+    """Yield combinations that SageMaker refuses, each with the option to change."""
+    if options.serverless:
+        yield from _find_serverless_contradictions(options)
+    is_shifted = options.canary_percent > 0 or options.linear_percent > 0
+    low, high, count = options.min_instances, options.max_instances, options.instance_count
     rules = (
         ("provisioned_concurrency", "must not exceed max_concurrency",
-         settings.provisioned_concurrency > settings.max_concurrency),
+         options.provisioned_concurrency > options.max_concurrency),
         ("min_instances", "must be from 1 to max_instances",
-         settings.scaled and not 1 <= low <= high),
+         options.scaled and not 1 <= low <= high),
         ("instance_count", "must be from min_instances to max_instances",
-         settings.scaled and not low <= count <= high),
-        ("min_instances", "needs max_instances", low > 0 and not settings.scaled),
+         options.scaled and not low <= count <= high),
+        ("min_instances", "needs max_instances", low > 0 and not options.scaled),
         ("subnets", "set both subnets and security_groups, or neither",
-         bool(settings.subnets) != bool(settings.security_groups)),
+         bool(options.subnets) != bool(options.security_groups)),
         ("strategy", "strategy guarded requires `traffic: native`",
-         settings.is_table and settings.strategy == "guarded"),
+         options.is_table and options.strategy == "guarded"),
         ("traffic", "with network isolation, containers cannot read tables: set `traffic: native`",
-         settings.is_table and settings.isolated),
+         options.is_table and options.isolated),
         ("strategy", "alarms, canary_percent and linear_percent require strategy guarded",
-         not settings.guarded and (bool(settings.alarms) or is_shifted)),
+         not options.guarded and (bool(options.alarms) or is_shifted)),
         ("linear_percent", "excludes canary_percent",
-         settings.canary_percent > 0 and settings.linear_percent > 0),
-        ("linear_percent", "must be from 10 to 50", 0 < settings.linear_percent < 10),
+         options.canary_percent > 0 and options.linear_percent > 0),
+        ("linear_percent", "must be from 10 to 50", 0 < options.linear_percent < 10),
         ("capture_percent", "set both capture_percent and capture_uri, or neither",
-         (settings.capture_percent > 0) != bool(settings.capture_uri)),
+         (options.capture_percent > 0) != bool(options.capture_uri)),
         ("tags", f"tags that begin with {_OWN_TAGS} are reserved",
-         any(k.startswith(_OWN_TAGS) for k in settings.tags)),
-        ("volume", "must be a whole number of GB", (settings.volume or 0) % _GB != 0),
+         any(k.startswith(_OWN_TAGS) for k in options.tags)),
+        ("volume", "must be a whole number of GB", (options.volume or 0) % _GB != 0),
         ("metric_interval",
          f"must be one of {', '.join(map(str, _METRIC_INTERVALS_S))} seconds",
-         settings.metric_interval not in _METRIC_INTERVALS_S),
+         options.metric_interval not in _METRIC_INTERVALS_S),
     )  # fmt: skip
     yield from ((name, text) for name, text, wrong in rules if wrong)
 
 
-def _find_serverless_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str]]:
-    """Yield settings that SageMaker refuses for an endpoint without instances."""
+def _find_serverless_contradictions(options: SageMakerOptions) -> Iterator[tuple[str, str]]:
+    """Yield options that SageMaker refuses for an endpoint without instances."""
     rules = (
         (
             "traffic",
             "a serverless endpoint cannot follow a table: set `traffic: native`",
-            settings.is_table,
+            options.is_table,
         ),
         (
             "memory",
             "a serverless endpoint has one variant: strategy must be guarded",
-            not settings.guarded,
+            not options.guarded,
         ),
-        ("memory", "must be a multiple of 1 GiB", settings.memory_mib % 1024 != 0),
+        ("memory", "must be a multiple of 1 GiB", options.memory_mib % 1024 != 0),
         (
             "subnets",
             "a serverless endpoint does not support a VPC",
-            bool(settings.subnets or settings.security_groups),
+            bool(options.subnets or options.security_groups),
         ),
-        ("isolated", "a serverless endpoint does not support network isolation", settings.isolated),
+        ("isolated", "a serverless endpoint does not support network isolation", options.isolated),
         (
             "capture_percent",
             "a serverless endpoint does not support data capture",
-            settings.capture_percent > 0,
+            options.capture_percent > 0,
         ),
         (
             "max_instances",
             "a serverless endpoint scales automatically; remove this key",
-            settings.scaled,
+            options.scaled,
         ),
     )
     of_instances = {
-        "capacity_reservation": bool(settings.capacity_reservation),
-        "download_timeout": settings.download_timeout is not None,
-        "inference_ami": bool(settings.inference_ami),
-        "metric_interval": settings.metric_interval_s > 0,
-        "routing": settings.routing != "default",
+        "capacity_reservation": bool(options.capacity_reservation),
+        "download_timeout": options.download_timeout is not None,
+        "inference_ami": bool(options.inference_ami),
+        "metric_interval": options.metric_interval_s > 0,
+        "routing": options.routing != "default",
     }
     for name, is_set in of_instances.items():
         if is_set:

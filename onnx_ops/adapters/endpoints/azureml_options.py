@@ -1,4 +1,4 @@
-"""Settings of an Azure ML endpoint in a pipeline file."""
+"""Options of an Azure ML endpoint in a pipeline file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from annotated_types import Ge, Le, Unit, doc
 
 from onnx_ops.adapters.azure import API_TIMEOUT_S, EndpointName, PlaceName, Workspace
 from onnx_ops.adapters.endpoints.cloud import format_follower_variables
-from onnx_ops.adapters.endpoints.table_settings import (
-    LeaseSettings,
-    ReplicaSettings,
+from onnx_ops.adapters.endpoints.table_options import (
+    LeaseOptions,
+    ReplicaOptions,
     find_overlap,
 )
-from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.binding import bind_options
 from onnx_ops.config.server_options import format_option_variables
 from onnx_ops.domain.quantities import COMPUTED, Json, Pattern
 from onnx_ops.protocol.server_process import TRUSTED_KEYS_VARIABLE, ContainerOptions
@@ -28,8 +28,8 @@ _Instances = Annotated[int | None, Ge(1), Le(500)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AzureSettings(LeaseSettings, ContainerOptions):
-    """Settings of one endpoint and of its server; see docs/azureml-settings.md.
+class AzureOptions(LeaseOptions, ContainerOptions):
+    """Options of one endpoint and of its server; see docs/azureml-options.md.
 
     The project, not the pipeline, sets `trusted_keys` and `endpoint`.
     """
@@ -86,9 +86,9 @@ class AzureSettings(LeaseSettings, ContainerOptions):
         """Whether the instances follow a table in object storage."""
         return self.traffic == "table"
 
-    def locate(self) -> ReplicaSettings:
+    def locate(self) -> ReplicaOptions:
         """Return the locations that the instances follow."""
-        return ReplicaSettings(
+        return ReplicaOptions(
             control=self.control,
             reports=self.reports,
             replicas=self.min_instances or self.instances,
@@ -123,7 +123,7 @@ class AzureSettings(LeaseSettings, ContainerOptions):
 
     @property
     def immutable(self) -> Mapping[str, Json]:
-        """Settings that are fixed when a deployment is created.
+        """Options that are fixed when a deployment is created.
 
         They do not include the keys that the container trusts.
         """
@@ -145,10 +145,10 @@ class AzureSettings(LeaseSettings, ContainerOptions):
         Raises:
             UserError: the container must follow tables, and no public key is trusted.
         """
-        options = format_option_variables(self)
+        variables = format_option_variables(self)
         if not self.is_table:
             keys = {TRUSTED_KEYS_VARIABLE: self.trusted_keys} if self.trusted_keys else {}
-            return options | keys
+            return variables | keys
         # adlfs reads without credentials unless this variable forbids it.
         identity = {"AZURE_STORAGE_ANON": "false"}
         if self.client_id:
@@ -156,14 +156,14 @@ class AzureSettings(LeaseSettings, ContainerOptions):
         follower = format_follower_variables(
             self.endpoint, self.locate(), self.image, self.trusted_keys
         )
-        return options | identity | follower
+        return variables | identity | follower
 
 
-def read_azure_settings(given: Mapping[str, Json], *, where: str = "") -> AzureSettings:
-    """Return the settings of an endpoint.
+def read_azure_options(given: Mapping[str, Json], *, where: str = "") -> AzureOptions:
+    """Return the options of an endpoint.
 
     Raises:
-        SettingsError: the settings are wrong or contradict each other.
+        OptionsError: the options are wrong or contradict each other.
     """
     remedy = (
         ""
@@ -171,33 +171,31 @@ def read_azure_settings(given: Mapping[str, Json], *, where: str = "") -> AzureS
         else "See `onnx-ops docs azureml` for an example."
     )
 
-    def find_contradictions(settings: AzureSettings) -> Iterator[tuple[str, str]]:
-        if settings.is_table:
-            yield from _find_missing_locations(settings)
-        low, high = settings.min_instances, settings.max_instances
+    def find_contradictions(options: AzureOptions) -> Iterator[tuple[str, str]]:
+        if options.is_table:
+            yield from _find_missing_locations(options)
+        low, high = options.min_instances, options.max_instances
         if (low is None) != (high is None) or ("cpu_percent" in given and high is None):
             yield (
                 "max_instances",
                 "autoscaling and cpu_percent require both min_instances and max_instances",
             )
-        elif low is not None and high is not None and not low <= settings.instances <= high:
+        elif low is not None and high is not None and not low <= options.instances <= high:
             yield (
                 "instances",
-                f"must be from min_instances to max_instances, not {settings.instances}",
+                f"must be from min_instances to max_instances, not {options.instances}",
             )
 
-    return bind_settings(
-        given, AzureSettings, where=where, remedy=remedy, rules=find_contradictions
-    )
+    return bind_options(given, AzureOptions, where=where, remedy=remedy, rules=find_contradictions)
 
 
-def _find_missing_locations(settings: AzureSettings) -> Iterator[tuple[str, str]]:
+def _find_missing_locations(options: AzureOptions) -> Iterator[tuple[str, str]]:
     """Yield the locations that an endpoint lacks whose instances follow a table."""
-    missing = [name for name in ("control", "reports") if not getattr(settings, name)]
+    missing = [name for name in ("control", "reports") if not getattr(options, name)]
     for name in missing:
         yield (
             name,
             "is needed for `traffic: table`; without a route to storage, set `traffic: native`",
         )
     if not missing:
-        yield from find_overlap(settings.control, settings.reports)
+        yield from find_overlap(options.control, options.reports)

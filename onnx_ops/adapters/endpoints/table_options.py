@@ -1,4 +1,4 @@
-"""Settings of endpoints whose servers follow signed routing tables."""
+"""Options of endpoints whose servers follow signed routing tables."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, Unit, doc
 
-from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.binding import bind_options
 from onnx_ops.domain.quantities import Json
 
 
-# Slots would break settings that inherit from several dataclasses.
+# Slots would break options that inherit from several dataclasses.
 @dataclass(frozen=True, kw_only=True)
-class LeaseSettings:
-    """Settings of the time for which a replica serves without the object store."""
+class LeaseOptions:
+    """Options of the time for which a replica serves without the object store."""
 
     judge_timeout: Annotated[
         float,
@@ -37,8 +37,8 @@ class LeaseSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSettings(LeaseSettings):
-    """Settings of an endpoint whose servers follow tables.
+class ReplicaOptions(LeaseOptions):
+    """Options of an endpoint whose servers follow tables.
 
     `control` and `reports` are URLs for fsspec, or paths.
     """
@@ -54,17 +54,17 @@ class ReplicaSettings(LeaseSettings):
     address: Annotated[str, doc("Address that clients call, such as that of a load balancer.")] = ""
 
 
-def read_replica_settings(values: Mapping[str, Json], where: str = "") -> ReplicaSettings:
-    """Return the settings of an endpoint whose replicas users start.
+def read_replica_options(values: Mapping[str, Json], where: str = "") -> ReplicaOptions:
+    """Return the options of an endpoint whose replicas users start.
 
     Raises:
-        SettingsError: the settings are wrong or contradict each other.
+        OptionsError: the options are wrong or contradict each other.
     """
-    return bind_settings(
+    return bind_options(
         values,
-        ReplicaSettings,
+        ReplicaOptions,
         where=where,
-        rules=lambda settings: find_overlap(settings.control, settings.reports),
+        rules=lambda options: find_overlap(options.control, options.reports),
     )
 
 

@@ -1,4 +1,4 @@
-"""Settings and layouts of SageMaker endpoints, tested without a service."""
+"""Options and layouts of SageMaker endpoints, tested without a service."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from onnx_ops.adapters.endpoints.sagemaker_layout import (
     is_own_name,
     read_deployment,
 )
-from onnx_ops.adapters.endpoints.sagemaker_resources import pack_archive
-from onnx_ops.adapters.endpoints.sagemaker_settings import (
+from onnx_ops.adapters.endpoints.sagemaker_options import (
     DERIVED_VARIANT_FIELDS,
     UNSUPPORTED_VARIANT_FIELDS,
     VARIANT_FIELDS,
-    SageMakerSettings,
-    read_sagemaker_settings,
+    SageMakerOptions,
+    read_sagemaker_options,
 )
+from onnx_ops.adapters.endpoints.sagemaker_resources import pack_archive
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import digest_bytes
@@ -91,23 +91,23 @@ NAMES = some.from_regex(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*", fullmatch=T
         ({"memory": "2 GiB", "strategy": "guarded", "routing": "random"}, "has no instances"),
     ],
 )
-def test_sagemaker_validate_settings_with_wrong_value_raises_user_error(
+def test_sagemaker_validate_options_with_wrong_value_raises_user_error(
     wrong: dict[str, Json], said: str
 ) -> None:
     with pytest.raises(UserError) as caught:
-        SageMakerEndpoints().validate_settings({**SETTINGS, **wrong})
+        SageMakerEndpoints().validate_options({**SETTINGS, **wrong})
     assert said in str(caught.value)
 
 
-def test_sagemaker_validate_settings_accepts_valid_values() -> None:
+def test_sagemaker_validate_options_accepts_valid_values() -> None:
     scaled: dict[str, Json] = {
         "min_instances": 1,
         "max_instances": 3,
         "invocations_per_instance": 500,
     }
     serverless: dict[str, Json] = {"strategy": "guarded", "memory": "3 GiB", "max_concurrency": 20}
-    for settings in ({}, scaled, serverless):
-        SageMakerEndpoints().validate_settings({**SETTINGS, **settings})
+    for options in ({}, scaled, serverless):
+        SageMakerEndpoints().validate_options({**SETTINGS, **options})
 
 
 def test_sagemaker_capabilities_depend_on_strategy() -> None:
@@ -151,10 +151,10 @@ def test_build_layout_of_any_state_conforms_to_service_model(
     blue, green = fileless_deployment("v1"), fileless_deployment("v2")
     share = 100 if guarded else cut
     state = state_of(blue, green, v1=share, v2=100 - share)
-    settings = read_sagemaker_settings(
+    options = read_sagemaker_options(
         {**SETTINGS, "strategy": "guarded" if guarded else "ab", "alarms": ["x"] if guarded else []}
     )
-    layout = build_layout(endpoint, state, settings)
+    layout = build_layout(endpoint, state, options)
     for request in layout.models.values():
         wire.read("SageMaker.CreateModel", json.dumps(request).encode())
         found = read_deployment(request)
@@ -188,21 +188,21 @@ def read_members(*path: str) -> set[str]:
     return set(getattr(shape, "member", shape).members)
 
 
-def test_sagemaker_variant_fields_are_settings_or_listed_as_unsupported() -> None:
+def test_sagemaker_variant_fields_are_options_or_listed_as_unsupported() -> None:
     groups = (set(VARIANT_FIELDS), set(UNSUPPORTED_VARIANT_FIELDS), set(DERIVED_VARIANT_FIELDS))
     assert sum(map(len, groups)) == len(set().union(*groups))
     assert read_members("ProductionVariants") == set().union(*groups)
-    assert set(VARIANT_FIELDS.values()) <= {field.name for field in fields(SageMakerSettings)}
-    page = (ROOT / "docs" / "sagemaker-settings.md").read_text(encoding="utf-8")
+    assert set(VARIANT_FIELDS.values()) <= {field.name for field in fields(SageMakerOptions)}
+    page = (ROOT / "docs" / "sagemaker-options.md").read_text(encoding="utf-8")
     assert [name for name in UNSUPPORTED_VARIANT_FIELDS if f"`{name}`" not in page] == []
 
 
-def test_build_layout_with_all_settings_sends_every_supported_field(wire: Wire) -> None:
+def test_build_layout_with_all_options_sends_every_supported_field(wire: Wire) -> None:
     state = state_of(fileless_deployment("v1"), v1=100)
     serverless: dict[str, Json] = {"memory": "2 GiB", "strategy": "guarded"}
     sent: set[str] = set()
-    for settings in (ALL_OF_INSTANCES, serverless):
-        layout = build_layout("e", state, read_sagemaker_settings({**SETTINGS, **settings}))
+    for options in (ALL_OF_INSTANCES, serverless):
+        layout = build_layout("e", state, read_sagemaker_options({**SETTINGS, **options}))
         wire.read("SageMaker.CreateEndpointConfig", json.dumps(layout.config).encode())
         (variant,) = layout.config["ProductionVariants"]
         sent |= set(variant)
@@ -213,8 +213,8 @@ def test_build_layout_with_metric_interval_publishes_invocations_at_interval() -
     state = state_of(fileless_deployment("v1"), v1=100)
     assert "MetricsConfig" in read_members()
     plain, frequent = (
-        build_layout("e", state, read_sagemaker_settings({**SETTINGS, **settings})).config
-        for settings in ({"metric_interval": "60 s"}, {"metric_interval": "10 s"})
+        build_layout("e", state, read_sagemaker_options({**SETTINGS, **options})).config
+        for options in ({"metric_interval": "60 s"}, {"metric_interval": "10 s"})
     )
     assert "MetricsConfig" not in plain
     assert frequent["MetricsConfig"] == {
@@ -228,17 +228,17 @@ def test_build_layout_with_metric_interval_publishes_invocations_at_interval() -
 def test_build_layout_with_other_weights_keeps_config_unless_image_changes(
     first: int, second: int
 ) -> None:
-    settings = read_sagemaker_settings(SETTINGS)
+    options = read_sagemaker_options(SETTINGS)
 
     states = [
         state_of(fileless_deployment("v1"), fileless_deployment("v2"), v1=share, v2=100 - share)
         for share in (first, second)
     ]
-    one, other = (build_layout("e", state, settings) for state in states)
+    one, other = (build_layout("e", state, options) for state in states)
     assert one.has_config(other.config_name)
     assert (one.config_name == other.config_name) == (first == second)
     assert not one.has_config(
-        build_layout("e", states[0], replace(settings, image="another:2")).config_name
+        build_layout("e", states[0], replace(options, image="another:2")).config_name
     )
 
 
@@ -264,7 +264,7 @@ def test_build_layout_with_nine_trusted_keys_raises_user_error(tmp_path: Path) -
         create_key(tmp_path / f"{number}.pem")
     keys = TrustedKeys(tmp_path).encoded()
     (model,) = build_layout(
-        "e", state, read_sagemaker_settings(SETTINGS), trusted_keys=keys
+        "e", state, read_sagemaker_options(SETTINGS), trusted_keys=keys
     ).models.values()
     assert model["PrimaryContainer"]["Environment"][TRUSTED_KEYS_VARIABLE] == keys
     create_key(tmp_path / "9.pem")
@@ -272,19 +272,19 @@ def test_build_layout_with_nine_trusted_keys_raises_user_error(tmp_path: Path) -
         build_layout(
             "e",
             state,
-            read_sagemaker_settings(SETTINGS),
+            read_sagemaker_options(SETTINGS),
             trusted_keys=TrustedKeys(tmp_path).encoded(),
         )
 
 
 def test_build_layout_with_rotated_keys_replaces_all_models(tmp_path: Path) -> None:
     state = state_of(fileless_deployment("v1"), fileless_deployment("v2"), v1=90, v2=10)
-    settings = read_sagemaker_settings(SETTINGS)
+    options = read_sagemaker_options(SETTINGS)
     create_key(tmp_path / "old.pem")
-    before = build_layout("e", state, settings, trusted_keys=TrustedKeys(tmp_path).encoded())
+    before = build_layout("e", state, options, trusted_keys=TrustedKeys(tmp_path).encoded())
     create_key(tmp_path / "new.pem")
     keys = TrustedKeys(tmp_path).encoded()
-    after = build_layout("e", state, settings, trusted_keys=keys)
+    after = build_layout("e", state, options, trusted_keys=keys)
     assert not after.has_config(before.config_name)
     assert (
         len(after.models)
@@ -311,7 +311,7 @@ def test_pack_archive_of_same_files_is_reproducible(tmp_path: Path) -> None:
 def test_build_layout_with_invalid_endpoint_name_raises_user_error(name: str) -> None:
     with pytest.raises(UserError, match="cannot be the name"):
         build_layout(
-            name, state_of(fileless_deployment("v1"), v1=100), read_sagemaker_settings(SETTINGS)
+            name, state_of(fileless_deployment("v1"), v1=100), read_sagemaker_options(SETTINGS)
         )
 
 
