@@ -232,21 +232,47 @@ def read_workflow(name: str) -> str:
 
 
 def keep_gate_jobs(workflow: str) -> str:
-    """Return the workflow of commits without the jobs that release merged changes.
+    """Return the workflow of commits without the release of merged changes.
 
-    The remaining jobs run for pull requests. They need no environment, secret or cloud role.
+    Its jobs need no environment, secret or cloud role. The job of merged changes measures what pull
+    requests are compared with; it is the job of pull requests for another event.
     """
     head, jobs = workflow.split("\njobs:\n")
-    head = head[head.index("name: model-commit") :].replace("  push:\n    branches: [main]\n", "")
-    parts = re.split(r"\n(?=  \w+:\n)", jobs.rstrip())
-    kept = [part.rstrip() for part in parts if not re.match(r"  (evaluate|release):", part)]
-    about = (
-        "# Run the gates of the pipelines that a pull request affects. `judge` runs code of the "
-        "pull request, and holds neither\n# a key nor a token that writes. `publish` writes the "
-        "verdict as a check and a comment.\n"
-    )
-    text = "\n\n".join(kept).replace("needs: [judge, evaluate, release]", "needs: judge")
-    return f"{about}{head}\njobs:\n{text}\n"
+    head = head[head.index("name: model-commit") :]
+    parts = [part.rstrip() for part in re.split(r"\n(?=  \w+:\n)", jobs.rstrip())]
+    (judge,) = (part for part in parts if part.startswith("  judge:\n"))
+    (publish,) = (part for part in parts if part.startswith("  publish:\n"))
+    publish = publish.replace("needs: [judge, evaluate, release]", "needs: [judge, evaluate]")
+    text = "\n\n".join([judge, _make_recording_job(judge), publish])
+    return f"{_GATES}{head}\njobs:\n{text}\n"
+
+
+_GATES = """\
+# Run the gates of the pipelines that a commit affects. `judge` runs code of a pull request, and
+# `evaluate` merged code, whose metrics pull requests are compared with. Neither holds a key nor a
+# token that writes. `publish` writes the verdict as a check, and as a comment on a pull request.
+"""
+
+_RECORDING = (
+    ("  judge:\n", "  evaluate:\n"),
+    ("github.event_name == 'pull_request'", "github.event_name != 'pull_request'"),
+    (
+        "# Never the runner of releases: code that ran there once could wait for the next release.",
+        "# Its results are kept in the cache of this branch, which pull requests can read.",
+    ),
+    ("vars.ONNX_OPS_RUNNER_UNREVIEWED", "vars.ONNX_OPS_RUNNER_EVALUATION"),
+    ("# A newer commit of the same pull request supersedes this one.\n    ", ""),
+    ("group: onnx-ops-${{", "group: onnx-ops-evaluation-${{"),
+    ("cancel-in-progress: true", "cancel-in-progress: false"),
+)
+"""Texts of the job of pull requests, and those of the job of merged changes without a release."""
+
+
+def _make_recording_job(judge: str) -> str:
+    """Return the job that records the metrics of merged changes, from that of pull requests."""
+    for old, new in _RECORDING:
+        judge = judge.replace(old, new)
+    return f"{judge}\n        with:\n          step: record"
 
 
 def write_wheel(installed: Distribution, folder: Path) -> Path:

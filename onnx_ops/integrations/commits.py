@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -78,7 +78,12 @@ def parse_commit(text: object, where: str, *, remedy: str = "") -> str:
 
 
 def evaluate_change(
-    folder: Path, base: str, *, hand_over: Path | None = None, metrics_folder: Path | None = None
+    folder: Path,
+    base: str,
+    *,
+    hand_over: Path | None = None,
+    metrics_folder: Path | None = None,
+    records: bool = False,
 ) -> Lines:
     """Run every pipeline that the change since `base` affects, up to its gates.
 
@@ -90,12 +95,16 @@ def evaluate_change(
         hand_over: folder for the evaluations with which `release_change` continues.
         metrics_folder: folder with the records of earlier commits, for comparisons without the
             project's store.
+        records: whether the folder gets the records of this commit too.
     """
     project = open_project()
     if metrics_folder is not None:
         import_commits(project.settings.root, project.context.store, metrics_folder)
     touched = affected(project, changed_since(project.settings.root, base))
-    yield from _report(folder, [evaluate(project, one, folder, base, hand_over) for one in touched])
+    checked = [evaluate(project, one, folder, base, hand_over) for one in touched]
+    yield from _report(folder, checked)
+    if metrics_folder is not None and records:
+        yield from _share_metrics(project, checked, metrics_folder)
 
 
 def release_change(
@@ -131,17 +140,15 @@ def release_change(
     ]
     yield from _report(folder, checked)
     if metrics_folder is not None:
-        yield from _share_metrics(
-            project, sorted({one.pipeline for one in checked if one.pipeline}), metrics_folder
-        )
+        yield from _share_metrics(project, checked, metrics_folder)
 
 
-def _share_metrics(project: Project, pipelines: Iterable[str], metrics_folder: Path) -> Lines:
+def _share_metrics(project: Project, checked: Sequence[Checked], metrics_folder: Path) -> Lines:
     """Export the records of this commit; yield a line for each failed export.
 
     Each export is the record of one pipeline.
     """
-    for name in pipelines:
+    for name in sorted({one.pipeline for one in checked if one.pipeline}):
         try:
             export_commit(project.settings.root, project.context.store, name, metrics_folder)
         except (OnnxOpsError, OSError) as error:

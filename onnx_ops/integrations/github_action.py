@@ -87,6 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--evaluated", type=Path, help="folder of the step `evaluate`, for `release`"
     )
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="for `evaluate`: write the metrics of this commit to --metrics, instead of results "
+        "for `release`",
+    )
     options = parser.parse_args(arguments)
     try:
         event = read_event(os.environ)
@@ -98,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.evaluated,
             since=options.since,
             metrics_folder=options.metrics,
+            records=options.record,
         )
     except OnnxOpsError as error:
         _print_line(f"::error title=onnx-ops::{_command_data(str(error))}")
@@ -133,10 +140,12 @@ def run(
     *,
     since: str = "",
     metrics_folder: Path | None = None,
+    records: bool = False,
 ) -> int:
     """Evaluate every pipeline that the change affects, or release what was evaluated.
 
     `evaluated` is the folder of an evaluation to release. The results are written into `folder`.
+    With `records`, nothing is written for a release, and `metrics_folder` gets the metrics.
     """
     root = open_project().settings.root
     # After a force push, the event's previous commit is not in the checkout. The first push of a
@@ -149,8 +158,10 @@ def run(
             folder, base, evaluated, hosted=is_hosted(os.environ), metrics_folder=metrics_folder
         )
     else:  # A pull request is only evaluated and never released.
-        hand_over = folder if event.pull_request is None else None
-        lines = evaluate_change(folder, base, hand_over=hand_over, metrics_folder=metrics_folder)
+        hand_over = folder if event.pull_request is None and not records else None
+        lines = evaluate_change(
+            folder, base, hand_over=hand_over, metrics_folder=metrics_folder, records=records
+        )
     # The repository's code must not send commands to the runner through its output. The runner
     # accepts commands again after a token that only this process knows.
     word = secrets.token_hex(16)

@@ -101,10 +101,27 @@ def test_scaffold_of_ci_only_has_no_registry_endpoint_or_secret(tmp_path: Path) 
     assert not yaml.safe_load(text).keys() & {"register", "deploy", "train"}
     (file,) = (tmp_path / "fraud/.github/workflows").iterdir()
     workflow = yaml.safe_load(file.read_text(encoding="utf-8"))
-    assert list(workflow["jobs"]) == ["judge", "publish"]
-    assert workflow[True] == {"pull_request": None}  # YAML 1.1 reads the key `on` as a boolean
-    assert workflow["jobs"]["publish"]["needs"] == "judge"
+    assert list(workflow["jobs"]) == ["judge", "evaluate", "publish"]
+    # YAML 1.1 reads the key `on` as a boolean.
+    assert workflow[True] == {"pull_request": None, "push": {"branches": ["main"]}}
+    assert workflow["jobs"]["publish"]["needs"] == ["judge", "evaluate"]
     assert not re.search(r"secrets\.|id-token|environment:", file.read_text(encoding="utf-8"))
+
+
+def test_recording_job_of_ci_only_equals_judge_except_for_its_event(tmp_path: Path) -> None:
+    scaffold(tmp_path / "fraud", "fraud", "ci-only")
+    file = tmp_path / "fraud/.github/workflows/model-commit.yml"
+    jobs = yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"]
+    judge, evaluate = jobs["judge"], jobs["evaluate"]
+    assert evaluate["steps"][-1].pop("with") == {"step": "record"}
+    assert evaluate["if"] == "github.event_name != 'pull_request'"
+    assert "ONNX_OPS_RUNNER_EVALUATION" in evaluate["runs-on"]
+    assert evaluate["concurrency"] == {
+        "group": "onnx-ops-evaluation-${{ github.ref }}",
+        "cancel-in-progress": False,
+    }
+    changed = dict.fromkeys(("if", "runs-on", "concurrency"))
+    assert evaluate | changed == judge | changed
 
 
 def test_scaffold_pipeline_contains_rollout_used_by_tutorials(tmp_path: Path) -> None:

@@ -106,6 +106,14 @@ def test_gates_of_ci_only_project_run_on_pull_request_with_base_installation(
         published = world.run("publish", "pull_request", pull)
         assert "fraud.yaml: PASS" in published.summary
         assert "fraud.yaml: PASS" in world.github.requests[-1].document["body"]
+        # The metrics of a merged change are left for the cache, and nothing for a release.
+        world.forget_artifacts()
+        runner = world.run("evaluate", "push", {"before": first})
+        (recorded,) = (runner.temp / "onnx-ops-metrics").iterdir()
+        assert (recorded.name, [path.name for path in recorded.iterdir()]) == (head, ["fraud"])
+        assert not [path for path in (runner.temp / "onnx-ops").iterdir() if path.is_dir()]
+        published = world.run("publish", "push", {"before": first})
+        assert "fraud.yaml: PASS" in published.summary
 
 
 STAGES = ("build", "platform")

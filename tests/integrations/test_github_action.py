@@ -247,6 +247,25 @@ def test_action_for_push_compares_with_previous_commit(runner: Runner) -> None:
     assert runner.github.checks[0]["head_sha"] == os.environ["GITHUB_SHA"]
 
 
+def test_pull_request_is_compared_with_recorded_metrics_of_base(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = str(tmp_path / "metrics")
+    commit = os.environ["GITHUB_SHA"]
+    runner.event({"before": "0" * 40})
+    assert runner.step("evaluate", "--record", "--metrics", metrics) == 0
+    assert (tmp_path / "metrics" / commit / "iris" / "choices.json").is_file()
+    assert [path for path in (tmp_path / "out").iterdir() if path.is_dir()] == []
+    # The job of a pull request shares neither store nor state with that of the base branch.
+    monkeypatch.setenv("ONNX_OPS_STORE", str(tmp_path / "other"))
+    monkeypatch.setenv("ONNX_OPS_STATE", str(tmp_path / "state"))
+    runner.propose({"code/rounds.py": "ROUNDS = 300\n"})
+    assert runner.step("evaluate", "--metrics", metrics) == 0
+    assert runner.step("publish") == 0
+    assert commit[:7] in runner.summary()
+    assert [path.name for path in (tmp_path / "metrics").iterdir()] == [commit]
+
+
 @pytest.mark.parametrize("before", ["0" * 40, "f" * 40], ids=["first push", "force push"])
 def test_action_for_push_without_known_previous_commit_evaluates_all_pipelines(
     runner: Runner, before: str
