@@ -106,7 +106,7 @@ _PACKAGES = ("onnx-ops", "onnxruntime")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaOptions:
+class FollowerOptions:
     """Options of a replica: its locations of tables and reports, and its identity."""
 
     control: str
@@ -221,7 +221,7 @@ class Follower:
 
     def __init__(
         self,
-        options: ReplicaOptions,
+        options: FollowerOptions,
         folder: Path,
         server: LocalServer,
         verifier: Verifier,
@@ -650,7 +650,7 @@ def main(arguments: Sequence[str]) -> int:
         folder = folder.resolve()
         if not Path(options.trusted_keys).is_absolute() and Path(options.trusted_keys).exists():
             options = replace(options, trusted_keys=os.path.relpath(options.trusted_keys, folder))
-        replica = ReplicaOptions(
+        replica = FollowerOptions(
             control=own["follow"],
             reports=own["reports"],
             endpoint=options.endpoint,

@@ -324,7 +324,7 @@ EntryBody = (
 
 LEDGER_SCHEMA = 2
 
-FOLD_VERSION = 4
+FOLD_VERSION = 5
 """Version of `fold`; snapshots of another version are not used.
 
 Increase it whenever the same entries imply another state.

@@ -86,7 +86,7 @@ def test_bind_call_passes_each_input_to_parameter_of_its_name(
         (
             named_and_variadic,
             "x y",
-            r"it has no input 'y'.*x by name, and other inputs only after these.*Wrap the model",
+            r"it has no input 'y'.*x by name, and further inputs only by position.*Wrap the model",
         ),
         (lambda **inputs: inputs, "x y", "Name each input as a parameter"),
     ],

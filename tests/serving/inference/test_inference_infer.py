@@ -142,15 +142,15 @@ LONG = [1.5] * 1000
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": [*LONG[1:], True]}, "holds a boolean"),
-        ({"data": [*LONG[1:], "1"]}, "holds text"),
-        ({"data": [*LONG[1:], None]}, "holds null"),
+        ({"data": [*LONG[1:], True]}, "contains a boolean"),
+        ({"data": [*LONG[1:], "1"]}, "contains text"),
+        ({"data": [*LONG[1:], None]}, "contains null"),
         ({"data": [*LONG[1:], 1e300]}, "too large for FP32"),
         ({"data": LONG[1:]}, "needs 1000 elements, not 999"),
         ({"data": [*LONG[2:], [1, 2]]}, "nesting"),
-        ({"data": [*LONG[3:], [1, 2], 1.5, []]}, "nesting|holds a list"),
+        ({"data": [*LONG[3:], [1, 2], 1.5, []]}, "nesting|contains a list"),
         ({"data": [LONG, LONG]}, "nesting"),
-        ({"data": [*LONG[1:], {}]}, "holds an object"),
+        ({"data": [*LONG[1:], {}]}, "contains an object"),
         ({"shape": [True, 1000]}, "integers"),
     ],
 )
@@ -230,10 +230,10 @@ def test_read_infer_of_invalid_request_names_problem(document: object, message: 
         ({"data": [[1, 2], [3]]}, "nesting of data"),
         ({"data": [[1, 2], 3]}, "nesting of data"),
         ({"data": "1234"}, "data must be a list"),
-        ({"data": [1, 2, 3, "4"]}, "'x' of FP32 holds text"),
-        ({"data": [1, 2, 3, None]}, "holds null"),
-        ({"data": [1, 2, 3, True]}, "holds a boolean"),
-        ({"data": [1, 2, 3, {}]}, "holds an object"),
+        ({"data": [1, 2, 3, "4"]}, "'x' of FP32 contains text"),
+        ({"data": [1, 2, 3, None]}, "contains null"),
+        ({"data": [1, 2, 3, True]}, "contains a boolean"),
+        ({"data": [1, 2, 3, {}]}, "contains an object"),
         ({"data": [1, 2, 3, 1e300]}, "too large for FP32"),
     ],
 )
@@ -252,10 +252,10 @@ def test_read_infer_with_invalid_tensor_names_tensor(
         ("uint8", -1, "too large"),
         ("int64", 2**63, "too large"),
         ("float16", 1e6, "too large"),
-        ("int32", 1.0, "holds a fraction"),
-        ("int32", True, "holds a boolean"),
-        ("bool", 1, "holds an integer"),
-        ("string", 1, "holds an integer"),
+        ("int32", 1.0, "contains a fraction"),
+        ("int32", True, "contains a boolean"),
+        ("bool", 1, "contains an integer"),
+        ("string", 1, "contains an integer"),
         ("bfloat16", 1.0, "of BF16 is not supported in JSON"),
     ],
 )
@@ -487,7 +487,7 @@ def test_read_infer_of_nan_is_refused_if_source_refuses_nan(value: float) -> Non
     np.testing.assert_equal(read_infer(body, length, PIXELS).feed["x"][0, 1], np.float32(value))
     strict = signature(INPUTS, OUTPUTS, refuses_nan=True)
     if math.isnan(value):
-        with pytest.raises(UserError, match="input 'x' holds NaN"):
+        with pytest.raises(UserError, match="input 'x' contains NaN"):
             read_infer(body, length, strict)
     else:
         assert read_infer(body, length, strict).feed["x"][0, 1] == value

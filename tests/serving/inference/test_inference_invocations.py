@@ -96,7 +96,7 @@ def test_read_invocation_of_columns_feeds_several_inputs(document: object) -> No
         ({"inputs": {}}, "'x' is missing"),
         ({"inputs": [1, 2, 3]}, r"shape \[batch, 3\], not \[3\]"),
         ({"inputs": [[1, 2, 3], [4, 5]]}, "nesting of data"),
-        ({"inputs": [[1, 2, "3"]]}, "holds text"),
+        ({"inputs": [[1, 2, "3"]]}, "contains text"),
         ({"inputs": None}, "shape"),
         ({"instances": []}, "at least one instance"),
         ({"instances": [{"x": [1, 2, 3]}, {"z": [1, 2, 3]}]}, "the same names"),
@@ -183,9 +183,9 @@ def test_read_invocation_of_csv_reads_names_from_first_line() -> None:
         (b"a,b,a\n1,2,3\n", "repeats a column"),
         (b"a,b,c\n1,2\n", "row 1 of the table has 2 cells, not 3"),
         (b"a,b\n1,2\n", r"must have shape \[batch, 3\]"),
-        (b"a,b,c\n1,2,x\n", "'x' of FP32 holds 'x'"),
-        (b"a,b,c\n1,2,nan\n", "'x' of FP32 holds 'nan'"),
-        (b"a,b,c\n1,2,1_0\n", "holds '1_0'"),
+        (b"a,b,c\n1,2,x\n", "'x' of FP32 contains 'x'"),
+        (b"a,b,c\n1,2,nan\n", "'x' of FP32 contains 'nan'"),
+        (b"a,b,c\n1,2,1_0\n", "contains '1_0'"),
         (b"a,b,c\n1,2,1e300\n", "too large for FP32"),
         (b'a,b,c\n1,2,"3\n', "not CSV"),
         (b"\xff,b,c\n1,2,3\n", "not CSV"),
@@ -198,7 +198,7 @@ def test_read_invocation_of_invalid_csv_names_problem(body: bytes, message: str)
 
 def test_read_invocation_of_csv_cell_unfit_for_type_raises_user_error() -> None:
     for dtype, cell in (("int64", "1.0"), ("int64", "9" * 30), ("bool", "1"), ("uint8", "-1")):
-        with pytest.raises(UserError, match=r"holds|too large"):
+        with pytest.raises(UserError, match=r"contains|too large"):
             read(f"a\n{cell}\n".encode(), signature([spec("a", dtype, "n")]))
 
 
@@ -273,7 +273,7 @@ def test_read_invocation_of_table_with_missing_values_reads_nan(body: object) ->
 def test_read_invocation_with_deep_lists_beside_null_is_refused() -> None:
     deep = "[" * 900 + "]" * 900
     model = signature([spec("x", "float32", "batch", 2)])
-    with pytest.raises(UserError, match="holds a list"):
+    with pytest.raises(UserError, match="contains a list"):
         read_invocation(
             f'{{"instances": [[1, null], [1, {deep}]]}}'.encode(), "application/json", None, model
         )
@@ -284,12 +284,12 @@ def test_read_invocation_with_deep_lists_beside_null_is_refused() -> None:
     [
         (
             [{"age": 1, "visits": v, "city": "a"} for v in (2, None)],
-            "'visits' of INT64 holds null in row 2",
+            "'visits' of INT64 contains null in row 2",
         ),
-        ([{"age": "x", "visits": 2, "city": "a"}], "'age' of FP32 holds text in row 1"),
-        ([{"age": 1, "visits": 2, "city": None}], "'city' of BYTES holds null in row 1"),
-        (b"age,visits,city\n1,2,a\n1,,a\n", "'visits' of INT64 holds '' in row 2"),
-        (b"age,visits,city\nold,2,a\n", "'age' of FP32 holds 'old' in row 1"),
+        ([{"age": "x", "visits": 2, "city": "a"}], "'age' of FP32 contains text in row 1"),
+        ([{"age": 1, "visits": 2, "city": None}], "'city' of BYTES contains null in row 1"),
+        (b"age,visits,city\n1,2,a\n1,,a\n", "'visits' of INT64 contains '' in row 2"),
+        (b"age,visits,city\nold,2,a\n", "'age' of FP32 contains 'old' in row 1"),
     ],
 )
 def test_read_invocation_with_unfit_cell_names_column_and_row(body: object, words: str) -> None:

@@ -23,7 +23,7 @@ from typing_extensions import override
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.local_server import LocalServer
 from onnx_ops.adapters.files import ListedObject, ObjectStore
-from onnx_ops.app.follower import Follower, ReplicaOptions, read_release_keys
+from onnx_ops.app.follower import Follower, FollowerOptions, read_release_keys
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError
 from onnx_ops.protocol.messages import (
     COUNTS_PATH,
@@ -404,7 +404,7 @@ class SimulatedContainers(Containers):
         folder = self._simulated / f"instance-{self._number}"
         folder.mkdir(parents=True)
         trusted, endpoint = variables[TRUSTED_KEYS_VARIABLE], variables[f"{OPTION_PREFIX}ENDPOINT"]
-        options = ReplicaOptions(
+        options = FollowerOptions(
             control=variables[FOLLOW_VARIABLE],
             reports=variables[REPORTS_VARIABLE],
             endpoint=endpoint,
