@@ -52,8 +52,10 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "serve": ("httptools", "orjson", "pysimdjson", "uvloop"),
     "sklearn": ("scikit-learn", "skl2onnx"),
     "tables": ("pandas", "pyarrow"),
+    "text-metrics": ("jiwer", "sacrebleu"),
     "torch": ("onnxscript", "torch"),
     "view": ("netron",),
+    "vision-metrics": ("pycocotools",),
     "xgboost": ("onnxmltools", "xgboost"),
 }
 """Distributions that onnx-ops imports, by extra.

@@ -56,7 +56,7 @@ class Preflight:
     """Preflight checks of one pipeline.
 
     `notes` are observations that may be intended. `absent` are missing distributions that the
-    training code imports and that an extra of onnx-ops installs.
+    training code or the metrics import and that an extra of onnx-ops installs.
     """
 
     context: Context
@@ -69,7 +69,7 @@ class Preflight:
     def findings(self) -> list[Issue]:
         """Return all problems with the data, files and options of the pipeline file."""
         findings = [finding for name in self.draft.data for finding in self._open(name)]
-        findings += [*self._files(), *self._imports()]
+        findings += [*self._files(), *self._imports(), *self._metric_packages()]
         model, problems = self._read_model()
         findings += [Issue(("model",), message) for message in problems]
         findings += [
@@ -152,6 +152,20 @@ class Preflight:
                 if module not in seen:
                     seen.add(module)
                     yield self._describe_import(loc, module, text)
+
+    def _metric_packages(self) -> Iterator[Issue]:
+        """Yield an issue for each metric gate whose extra is not installed."""
+        for loc, gate in self.draft.metric_gates:
+            definition = gate.definition()
+            missing = plugins.absent(plugins.EXTRAS.get(definition.extra, ()))
+            if new := [name for name in missing if name not in self.absent]:
+                self.absent += new
+                are = "is" if len(new) == 1 else "are"
+                message = (
+                    f"{definition.name} needs {', '.join(new)}, which {are} not installed. "
+                    f"{plugins.install_hint(*new)}"
+                )
+                yield Issue((*loc, "name"), message, environment=True)
 
     def _list_functions(self) -> list[tuple[Loc, str]]:
         """Return the training function and the metric functions, with their locations.

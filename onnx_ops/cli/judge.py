@@ -21,6 +21,7 @@ from onnx_ops.cli.judgement_output import (
 )
 from onnx_ops.cli.tools import Fix, parse_values
 from onnx_ops.errors import NotFoundError, UserError
+from onnx_ops.plugins import EXTRAS, require
 
 if TYPE_CHECKING:
     from onnx_ops.domain.artifact import TensorSpec
@@ -428,6 +429,8 @@ def _build_gate(
         whole = label.dtype.kind in "iubUSO" or not (label % 1).any()
         name = DEFAULT_FOR_CLASSES if whole else DEFAULT_FOR_NUMBERS
     gate = build_metric_gate(name, drop, lower_is_better=lower_is_better)
+    if extra := gate.definition().extra:
+        require(*EXTRAS[extra], where="--metric")
     if name is not None and label is None and not gate.definition().label_free:
         raise UserError(
             f"{name} needs labels",

@@ -105,6 +105,11 @@ class MetricDefinition:
         return " ".join(part for part in parts if part)
 
     @property
+    def extra(self) -> str:
+        """The extra of onnx-ops whose packages compute the metric; empty if none is needed."""
+        return "" if self.metric is None else self.metric.extra
+
+    @property
     def label_free(self) -> bool:
         """Whether models can be compared with each other without labels."""
         return self.metric is not None and self.metric.label_free

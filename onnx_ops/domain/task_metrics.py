@@ -97,6 +97,7 @@ class TaskMetric:
             are better has the label's unit; any other metric is a share.
         display: the metric's name in evidence and tables, with options in braces. By default, the
             name in the table of metrics.
+        extra: the extra of onnx-ops whose packages compute the metric; empty if none is needed.
     """
 
     reads: AnswerKind
@@ -106,6 +107,7 @@ class TaskMetric:
     label_free: bool = False
     unit: Literal["1", ""] | None = None
     display: str = ""
+    extra: str = ""
 
     @property
     def is_share(self) -> bool:

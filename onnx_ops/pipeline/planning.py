@@ -231,10 +231,11 @@ def _plan_judgement(
             for metric in ordered
         ],
     }
-    samples, tools = (
-        data_id(pipeline.validate.samples.data),
-        probe.tools("runtimes", target.runtime, target.env),
-    )
+    samples = data_id(pipeline.validate.samples.data)
+    tools = {
+        **probe.tools("runtimes", target.runtime, target.env),
+        **probe.metric_tools(ordered),
+    }
     shards = range(1, pipeline.benchmark.shards + 1) if pipeline.benchmark.shards > 1 else ()
     if shards:
         measure["shards"] = len(shards)
@@ -386,6 +387,7 @@ def _plan_search(
     tools = dict(probe.tools("optimizers", "dynamic"))
     for target in here:
         tools |= probe.tools("runtimes", target.runtime, target.env)
+    tools |= probe.metric_tools([_select_search_metric(pipeline)[0]])
     search = make_stage(
         StageKind.SEARCH,
         stage_id(StageKind.SEARCH, entry.name),
@@ -428,13 +430,18 @@ def _write_metric(pipeline: Pipeline, probe: ProjectProbe) -> Json:
 
     It is the metric of the first metric gate, or accuracy if there is no metric gate.
     """
-    gate = next((gate for gate in pipeline.gates if isinstance(gate, MetricGate)), None)
-    definition = gate.definition() if gate else ACCURACY
+    definition, lower = _select_search_metric(pipeline)
     return {
         "definition": codec.to_json(definition),
-        "lower": gate is not None and gate.lower_is_better,
+        "lower": lower,
         "code": digest_metric_code(pipeline, definition, probe),
     }
+
+
+def _select_search_metric(pipeline: Pipeline) -> tuple[MetricDefinition, bool]:
+    """Return the metric that a search optimizes, and whether lower values are better."""
+    gate = next((gate for gate in pipeline.gates if isinstance(gate, MetricGate)), None)
+    return (ACCURACY, False) if gate is None else (gate.definition(), gate.lower_is_better)
 
 
 def digest_metric_code(

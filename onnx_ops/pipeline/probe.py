@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from onnx_ops import plugins
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.execution import Environment
+from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.domain.pinned_address import is_pinned_address
 from onnx_ops.domain.pipeline import DataSection, Quantize
 from onnx_ops.domain.quantization import Arithmetic, detect_arithmetic
@@ -72,6 +73,14 @@ class ProjectProbe:
                 REQUIREMENTS: ", ".join(wanted.requirements),
             }
         return versions | _versions(shaping if trains else (*shaping, *plugin.converters))
+
+    def metric_tools(self, definitions: Iterable[MetricDefinition]) -> Mapping[str, str]:
+        """Return the versions of the packages that compute these metrics.
+
+        A metric without an extra needs no further package.
+        """
+        extras = {definition.extra for definition in definitions} - {""}
+        return _versions(name for extra in sorted(extras) for name in plugins.EXTRAS[extra])
 
     def inline_files(self, entry: Quantize) -> Quantize:
         """Return the entry with the content of files instead of their names."""

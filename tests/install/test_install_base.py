@@ -175,7 +175,7 @@ def test_project_extras_equal_extras_named_in_code() -> None:
 def test_install_page_lists_each_extra() -> None:
     page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     table = page.partition("| extra | for |")[2].partition("\n\n")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(
+    assert set(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == set(
         PROJECT["optional-dependencies"]
     )
 

@@ -1,31 +1,13 @@
-"""Formulas of task metrics as pure functions of arrays.
-
-Other modules apply limits, compute intervals and run models.
-
-`statistic(weights)` maps weights of shape (resamples, rows) to values of shape (resamples,). A
-value is NaN if the weighted rows do not define it.
-"""
+"""Formulas of metrics of classes, numbers, embeddings and tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Array: TypeAlias = npt.NDArray[Any]
-Weights: TypeAlias = npt.NDArray[np.float64]
-"""Weights of the rows in each resample, of shape (resamples, rows)."""
-
-Statistic: TypeAlias = Callable[[Weights], npt.NDArray[np.float64]]
-"""A metric as a function of row weights."""
-
-
-def mean(values: Array) -> Statistic:
-    """Return the statistic for the mean of one value per row."""
-    return lambda weights: weights @ values / weights.sum(axis=1)
+from onnx_ops.metric_formulas.statistic import Array, MetricStatistic, Statistic, Weights
 
 
 def r2(labels: Array, predictions: Array) -> Statistic:
@@ -166,22 +148,6 @@ def top_k_rows(columns: Array, scores: Array, k: int) -> Array:
     return np.asarray((scores >= own_score).sum(axis=1) <= k)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricStatistic:
-    """One model's answers in the form that a task metric reads.
-
-    Args:
-        statistic: the metric as a function of row weights.
-        reads: the values that the metric reads, one entry per row.
-        step: the largest possible decrease of the metric by one more wrong row; None for a metric
-            without a range.
-    """
-
-    statistic: Statistic
-    reads: Array
-    step: float | None = None
-
-
 def make_f1_statistic(label: Array, answers: Array, average: str) -> MetricStatistic:
     """Return F1 of predicted classes; the positive class of a binary F1 is 1."""
     # Class 1 gets a number even if no row has it.
@@ -201,8 +167,3 @@ def make_auc_statistic(label: Array, answers: Array) -> MetricStatistic:
     return MetricStatistic(
         statistic=auc(label, answers), reads=answers, step=1 / (2 * max(1, fewer))
     )
-
-
-def make_mean_statistic(values: Array) -> MetricStatistic:
-    """Return the mean of one value in [0, 1] per row; a wrong row has the value 0."""
-    return MetricStatistic(statistic=mean(values), reads=values, step=1 / len(values))

@@ -1,0 +1,43 @@
+"""A metric as a function of row weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[Any]
+Weights: TypeAlias = npt.NDArray[np.float64]
+"""Weights of the rows in each resample, of shape (resamples, rows)."""
+
+Statistic: TypeAlias = Callable[[Weights], npt.NDArray[np.float64]]
+"""A metric as a function of row weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricStatistic:
+    """One model's answers in the form that a task metric reads.
+
+    Args:
+        statistic: the metric as a function of row weights.
+        reads: the values that the metric reads, one entry per row.
+        step: the largest possible decrease of the metric by one more wrong row; None for a metric
+            without a range.
+    """
+
+    statistic: Statistic
+    reads: Array
+    step: float | None = None
+
+
+def mean(values: Array) -> Statistic:
+    """Return the statistic for the mean of one value per row."""
+    return lambda weights: weights @ values / weights.sum(axis=1)
+
+
+def make_mean_statistic(values: Array) -> MetricStatistic:
+    """Return the mean of one value in [0, 1] per row; a wrong row has the value 0."""
+    return MetricStatistic(statistic=mean(values), reads=values, step=1 / len(values))
