@@ -111,8 +111,8 @@ def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[s
         if entry.method != AUTO:
             yield from project.context.optimizer(entry.method, entry.env).files(entry)
     for gate in pipeline.gates:
-        if isinstance(gate, MetricGate) and gate.use:
-            yield from collect_user_code((gate.use,), root).files
+        if isinstance(gate, MetricGate) and (functions := gate.definition().functions):
+            yield from collect_user_code(tuple(functions), root).files
 
 
 def _list_target_files(project: Project, pipeline: Pipeline) -> Iterator[str]:

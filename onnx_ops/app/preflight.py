@@ -180,9 +180,7 @@ class Preflight:
             with contextlib.suppress(OnnxOpsError):
                 if plugins.select_environment(plugin, train.env or export.env) is None:
                     functions.append((("train", "run"), train.run))
-        return functions + [
-            ((*loc, "use"), gate.use) for loc, gate in self.draft.metric_gates if gate.use
-        ]
+        return [*functions, *self.draft.metric_functions]
 
     def _describe_import(self, loc: Loc, module: str, text: str) -> Issue:
         """Return the issue of a missing import.
@@ -317,13 +315,12 @@ class Preflight:
         scored = self._scored
         if scored is None or scored.section.label is None:
             return
-        label = scored.dataset.label
         outputs = (
             _build_zeros(model, len(scored.dataset)) if model is not None and scored.whole else None
         )
         definitions = [gate.definition() for _, gate in self.draft.metric_gates]
         for message in dict.fromkeys(
-            find_label_problem(definition, label, outputs) for definition in definitions
+            find_label_problem(definition, scored.dataset, outputs) for definition in definitions
         ):
             if message:
                 yield Issue(("data", self.draft.scored, "label"), message)
@@ -341,7 +338,7 @@ class Preflight:
             return
         label = scored.dataset.label
         trained = [rows.dataset.label for rows in others if rows.dataset.label is not None]
-        if label is None or not trained or not all(map(_is_class_vector, (label, *trained))):
+        if label is None or not trained or not all(map(self._has_classes, (label, *trained))):
             return
         known = (np.unique(labels).tolist() for labels in trained)
         if new := sorted(set(np.unique(label).tolist()).difference(*known)):
@@ -350,9 +347,11 @@ class Preflight:
                 f"data.{self.draft.scored}: label {shown} does not occur in the training data"
             )
 
-
-def _is_class_vector(labels: Array) -> bool:
-    return labels.dtype.kind in "iubUS" and labels.ndim == 1
+    def _has_classes(self, labels: Array) -> bool:
+        """Return whether labels are classes, and not the texts that a metric reads."""
+        reads = {gate.definition().reads for _, gate in self.draft.metric_gates}
+        kinds = "iub" if "texts" in reads else "iubUS"
+        return labels.dtype.kind in kinds and labels.ndim == 1
 
 
 def _list_table_notes(

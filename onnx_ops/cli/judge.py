@@ -421,7 +421,7 @@ def _build_gate(
     The metric is that of `--metric`. By default, the labels determine it: classes or numbers.
     """
     from onnx_ops.domain.task_metrics import DEFAULT_FOR_CLASSES, DEFAULT_FOR_NUMBERS
-    from onnx_ops.measure.user_functions import importable, load_function
+    from onnx_ops.measure.user_functions import importable, load_functions
     from onnx_ops.tools.task_judgement import build_metric_gate
 
     label = dataset.label if dataset is not None else None
@@ -438,7 +438,7 @@ def _build_gate(
             remedy="Name the array of the labels: --labels NAME.",
         )
     with importable(Path.cwd()):
-        return gate, {gate.use: load_function(gate.use, "--metric")} if gate.use else {}
+        return gate, load_functions(gate.definition().functions, "--metric")
 
 
 def _list_options(

@@ -139,7 +139,7 @@ def _list_paths(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[L
 
 def _list_functions(draft: Draft) -> Iterator[tuple[Loc, str]]:
     """Yield each function reference, `package.module:function`, with its location."""
-    yield from (((*loc, "use"), gate.use) for loc, gate in draft.metric_gates if gate.use)
+    yield from draft.metric_functions
     if draft.train and draft.train.run:
         yield ("train", "run"), draft.train.run
     if draft.export and draft.export.translations:

@@ -100,6 +100,16 @@ class Draft:
         """The metric gates with their locations."""
         return tuple((loc, gate) for loc, gate in self.gates if isinstance(gate, MetricGate))
 
+    @property
+    def metric_functions(self) -> tuple[tuple[Loc, str], ...]:
+        """The functions that metric gates call, by reference, with their locations."""
+        return tuple(
+            ((*loc, key), reference)
+            for loc, gate in self.metric_gates
+            for key in ("use", "decode")
+            if (reference := getattr(gate, key))
+        )
+
 
 def build_draft(document: Document, binding: Binding) -> Draft:
     """Return the draft of a document that was bound as a pipeline."""
@@ -373,12 +383,16 @@ def _check_custom_metric(loc: Loc, gate: MetricGate, label: str) -> Iterator[Iss
             f"the direction of {label} is fixed"
         )
         yield Issue((*loc, "higher_is_better"), message, on_key=True)
+    if not gate.use and gate.per != "set":
+        message = f"'per' is only for custom metrics ('use'); {label} has its own definition"
+        yield Issue((*loc, "per"), message, on_key=True)
 
 
 def _check_metric_options(loc: Loc, gate: MetricGate, label: str) -> Iterator[Issue]:
     name = gate.definition().name
     known = METRICS[name].options if name is not None else frozenset()
-    for option in ("k", "average", "positive", "ignore"):
+    every = dict.fromkeys(option for metric in METRICS.values() for option in metric.options)
+    for option in every:
         if getattr(gate, option) is not None and option not in known:
             takes = f"; it takes {quote_names(sorted(known))}" if known else ""
             yield Issue((*loc, option), f"{label} takes no '{option}'{takes}", on_key=True)

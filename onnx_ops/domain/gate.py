@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, cast
 
-from annotated_types import Ge, Le, doc
+from annotated_types import Ge, Gt, Le, Lt, doc
 
 from onnx_ops.domain.quantities import (
     OMIT_DEFAULT,
@@ -51,6 +51,11 @@ class MetricDefinition:
     positive: str | int | None = None
     output: str | None = None
     ignore: int | None = None
+    bins: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    q: float | None = field(default=None, metadata=OMIT_DEFAULT)
+    logits: bool | None = field(default=None, metadata=OMIT_DEFAULT)
+    decode: str = field(default="", metadata=OMIT_DEFAULT)
+    per: Literal["set", "row"] = field(default="set", metadata=OMIT_DEFAULT)
 
     @property
     def metric(self) -> TaskMetric | None:
@@ -76,15 +81,9 @@ class MetricDefinition:
     @property
     def options(self) -> Options:
         """The keys of the gate that shape the metric, with their values."""
-        given = {
-            "k": self.k,
-            "average": self.average,
-            "positive": self.positive,
-            "ignore": self.ignore,
-        }
         defaults = {} if self.metric is None else self.metric.options
         return {
-            name: default if given[name] is None else given[name]
+            name: default if (given := getattr(self, name)) is None else given
             for name, default in defaults.items()
         }
 
@@ -99,10 +98,18 @@ class MetricDefinition:
                 ("positive", self.positive),
                 ("output", self.output),
                 ("ignore", self.ignore),
+                ("decode", self.decode or None),
+                ("per", self.per if self.per != "set" else None),
             )
             if value is not None and (key, value) != ("ignore", IGNORED_TOKEN)
         ]
+        parts.append("of logits" if self.logits else "")
         return " ".join(part for part in parts if part)
+
+    @property
+    def functions(self) -> Sequence[str]:
+        """The functions of the project that the metric calls, by reference."""
+        return [reference for reference in (self.use, self.decode) if reference]
 
     @property
     def extra(self) -> str:
@@ -307,11 +314,22 @@ class MetricGate(Gate):
             "and returns a float."
         ),
     ] = ""
+    per: Annotated[
+        Literal["set", "row"],
+        doc(
+            "What the function of a custom metric returns: one value of the rows together, or an "
+            "array of one value per row, whose mean is the metric."
+        ),
+    ] = field(default="set", metadata=OMIT_DEFAULT)
     higher_is_better: Annotated[
         bool | None, doc("Direction of a custom metric; required with `use`.")
     ] = None
     k: Annotated[
-        Count | None, doc("top_k: number of highest scores that must include the label; default 5.")
+        Count | None,
+        doc(
+            "top_k: number of highest scores that must include the label; default 5. recall_at_k, "
+            "ndcg, mrr: number of best items that count; default 10."
+        ),
     ] = None
     average: Annotated[
         Average | None,
@@ -325,6 +343,26 @@ class MetricGate(Gate):
     ignore: Annotated[
         int | None, doc("token_agreement: label of tokens that are ignored; default -100.")
     ] = None
+    bins: Annotated[
+        int | None, Ge(2), Le(1000), doc("ece: number of bins of equal width; default 15.")
+    ] = field(default=None, metadata=OMIT_DEFAULT)
+    q: Annotated[
+        float | None,
+        Gt(0),
+        Lt(1),
+        doc("quantile_loss: the quantile that the model predicts; default 0.5, the median."),
+    ] = field(default=None, metadata=OMIT_DEFAULT)
+    logits: Annotated[
+        bool | None,
+        doc("brier, log_loss, ece: the scores are logits, to which softmax is applied."),
+    ] = field(default=None, metadata=OMIT_DEFAULT)
+    decode: Annotated[
+        str,
+        doc(
+            "Function `package.module:function` that takes the outputs of a batch by name and "
+            "returns one answer per row, such as a text."
+        ),
+    ] = field(default="", metadata=OMIT_DEFAULT)
     max_drop: Annotated[Fraction | None, doc("Largest tolerated drop, in percentage points.")] = (
         None
     )
@@ -354,19 +392,18 @@ class MetricGate(Gate):
 
     def definition(self) -> MetricDefinition:
         """Return the definition of the gate's metric, with defaults filled in."""
+        read: dict[str, Any] = {"output": self.output, "decode": self.decode}
         if self.use:
-            return MetricDefinition(use=self.use, output=self.output)
+            return MetricDefinition(use=self.use, per=self.per, **read)
         name = self.name or DEFAULT_FOR_CLASSES
-        given = {"k": self.k, "average": self.average, "ignore": self.ignore}
         defaults = {**METRICS[name].options}
         if "average" in defaults:
             defaults["average"] = "macro" if self.positive is None else "binary"
         options: dict[str, Any] = {
-            option: default if given[option] is None else given[option]
+            option: default if (given := getattr(self, option)) is None else given
             for option, default in defaults.items()
-            if option in given
         }
-        return MetricDefinition(name=name, positive=self.positive, output=self.output, **options)
+        return MetricDefinition(name=name, **{"positive": self.positive, **read, **options})
 
 
 @gate_kind

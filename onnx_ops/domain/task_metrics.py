@@ -19,21 +19,38 @@ if TYPE_CHECKING:
 Average: TypeAlias = Literal["binary", "macro", "micro", "weighted"]
 
 TOP_K = 5
+BEST_ITEMS, BINS = 10, 15
+"""Defaults of the number of items of a ranking, and of the bins of a calibration error."""
+
 IGNORED_TOKEN = -100
 """Value by which training code marks a token of the label as ignored."""
 
 Options: TypeAlias = Mapping[str, Any]
 """The keys of a gate that shape a metric, with their values."""
 
-AnswerKind: TypeAlias = Literal["classes", "ranking", "positive", "numbers", "embeddings", "tokens"]
+AnswerKind: TypeAlias = Literal[
+    "classes",
+    "ranking",
+    "positive",
+    "probabilities",
+    "numbers",
+    "embeddings",
+    "tokens",
+    "texts",
+    "relevance",
+]
 """What a metric reads from outputs and labels.
 
 - `classes`: one class per row; of scores per class, the class with the best score is read.
 - `ranking`: the scores of all classes, and the column of each row's label.
 - `positive`: the score of the positive class, and whether each row is positive.
+- `probabilities`: the probability of each class, and the column of each row's label.
 - `numbers`: one number per row.
 - `embeddings`, `tokens`: arrays of shape (rows, dimensions) or (rows, length), of the same shape as
   the label.
+- `texts`: one text per row; the label has one text or several per row.
+- `relevance`: the scores of items, and the grade of each item. Either each row is a query, of shape
+  (rows, items), or each row is an item, and the groups of the data set are the queries.
 """
 
 
@@ -54,14 +71,14 @@ class MeanLoss:
     """The mean of one loss per row, with an interval by Student's t.
 
     Args:
-        loss: takes (label, answers) and returns numbers from 0.
+        loss: takes (label, answers, options) and returns numbers from 0.
         root: the metric is the root of the mean.
         explained: the metric is 1 minus the loss as a share of the label's variance.
         of_errors: the loss depends on `answers - label` only. A run then stores these errors,
             without labels, and later runs compare theirs with them row by row.
     """
 
-    loss: Callable[[Array, Array], Array]
+    loss: Callable[[Array, Array, Options], Array]
     root: bool = False
     explained: bool = False
     of_errors: bool = True
@@ -73,8 +90,8 @@ class Resampled:
 
     Args:
         make: takes (label, answers, options) and returns the metric as a function of row weights.
-        of_decisions: the metric reads classes or tokens. Equal classes or tokens on all rows do not
-            show that two models are equal: rare classes or tokens may still differ.
+        of_decisions: the metric reads classes, tokens or texts. Equal decisions on all rows do not
+            show that two models are equal: rare decisions may still differ.
     """
 
     make: Callable[[Array, Array, Options], MetricStatistic]
@@ -98,6 +115,10 @@ class TaskMetric:
         display: the metric's name in evidence and tables, with options in braces. By default, the
             name in the table of metrics.
         extra: the extra of onnx-ops whose packages compute the metric; empty if none is needed.
+        min_rows: the number of rows, or of groups, below which intervals do not have their level.
+            A gate is then INCONCLUSIVE.
+        find_label_problem: takes (label, options) and returns why the metric is not defined on
+            these labels; empty if it is.
     """
 
     reads: AnswerKind
@@ -108,6 +129,8 @@ class TaskMetric:
     unit: Literal["1", ""] | None = None
     display: str = ""
     extra: str = ""
+    min_rows: int = 0
+    find_label_problem: Callable[[Array, Options], str] = lambda label, options: ""
 
     @property
     def is_share(self) -> bool:
@@ -145,12 +168,118 @@ def _make_token_agreement(label: Array, answers: Array, options: Options) -> Met
     return make_mean_statistic(token_rows(answers, label, options["ignore"]))
 
 
-def _absolute(label: Array, answers: Array) -> Array:
+def _make_word_errors(label: Array, answers: Array, _: Options) -> MetricStatistic:
+    from onnx_ops.metric_formulas.texts import make_word_errors
+
+    return make_word_errors(label, answers)
+
+
+def _make_character_errors(label: Array, answers: Array, _: Options) -> MetricStatistic:
+    from onnx_ops.metric_formulas.texts import make_character_errors
+
+    return make_character_errors(label, answers)
+
+
+def _make_bleu(label: Array, answers: Array, _: Options) -> MetricStatistic:
+    from onnx_ops.metric_formulas.texts import make_bleu
+
+    return make_bleu(label, answers)
+
+
+def _make_chrf(label: Array, answers: Array, _: Options) -> MetricStatistic:
+    from onnx_ops.metric_formulas.texts import make_chrf
+
+    return make_chrf(label, answers)
+
+
+def _make_recall(label: Array, answers: Array, options: Options) -> MetricStatistic:
+    from onnx_ops.metric_formulas import make_mean_statistic
+    from onnx_ops.metric_formulas.ranking import compute_recall
+
+    return make_mean_statistic(compute_recall(label, answers, options["k"]))
+
+
+def _make_ndcg(label: Array, answers: Array, options: Options) -> MetricStatistic:
+    from onnx_ops.metric_formulas import make_mean_statistic
+    from onnx_ops.metric_formulas.ranking import compute_ndcg
+
+    return make_mean_statistic(compute_ndcg(label, answers, options["k"]))
+
+
+def _make_reciprocal_rank(label: Array, answers: Array, options: Options) -> MetricStatistic:
+    from onnx_ops.metric_formulas import make_mean_statistic
+    from onnx_ops.metric_formulas.ranking import compute_reciprocal_rank
+
+    return make_mean_statistic(compute_reciprocal_rank(label, answers, options["k"]))
+
+
+def _make_calibration_error(label: Array, answers: Array, options: Options) -> MetricStatistic:
+    from onnx_ops.metric_formulas.calibration import make_calibration_error
+
+    return make_calibration_error(label, answers, options["bins"])
+
+
+def _brier(label: Array, answers: Array, _: Options) -> Array:
+    from onnx_ops.metric_formulas.calibration import compute_brier_losses
+
+    return compute_brier_losses(label, answers)
+
+
+def _log_loss(label: Array, answers: Array, _: Options) -> Array:
+    from onnx_ops.metric_formulas.calibration import compute_log_losses
+
+    return compute_log_losses(label, answers)
+
+
+def _absolute(label: Array, answers: Array, _: Options) -> Array:
     return abs(label - answers)
 
 
-def _squared(label: Array, answers: Array) -> Array:
+def _squared(label: Array, answers: Array, _: Options) -> Array:
     return (label - answers) ** 2
+
+
+def _relative(label: Array, answers: Array, _: Options) -> Array:
+    return abs((label - answers) / label)
+
+
+def _pinball(label: Array, answers: Array, options: Options) -> Array:
+    """Return the pinball loss: a low prediction costs q, a high prediction costs 1 - q."""
+    difference: Array = label - answers
+    losses: Array = difference * (options["q"] - (difference < 0))
+    return losses
+
+
+def _find_zeros(label: Array, _: Options) -> str:
+    zeros = int((label == 0).sum())
+    if not zeros:
+        return ""
+    return f"{zeros} of {len(label)} labels are 0, and an error is no share of 0"
+
+
+def _find_no_text(label: Array, _: Options) -> str:
+    return "" if any(map(str.strip, label.ravel().tolist())) else "all texts of the label are empty"
+
+
+def _find_several_references(label: Array, options: Options) -> str:
+    if label.ndim > 1:
+        return f"the label has {label.shape[1]} texts per row, and this metric takes one"
+    return _find_no_text(label, options)
+
+
+def _find_irrelevant(label: Array, _: Options) -> str:
+    found = [grade > 0 for grade in label.max(axis=1).tolist()]
+    if all(found):
+        return ""
+    count = f"{found.count(False)} of {len(found)} queries have no relevant item"
+    return f"{count}, which has a grade above 0; the first is query {found.index(False)}"
+
+
+def _find_useless_recall(label: Array, options: Options) -> str:
+    most = int((label >= 0).sum(axis=1).max())
+    if options["k"] >= most:
+        return f"k is {options['k']}, but a query has at most {most} items: recall is always 100%"
+    return _find_irrelevant(label, options)
 
 
 METRICS: dict[str, TaskMetric] = {
@@ -185,6 +314,89 @@ METRICS: dict[str, TaskMetric] = {
         options={"ignore": IGNORED_TOKEN},
         label_free=True,
     ),
+    "wer": TaskMetric(
+        reads="texts",
+        method=Resampled(make=_make_word_errors, of_decisions=True),
+        higher_is_better=False,
+        unit="1",
+        extra="text-metrics",
+        find_label_problem=_find_several_references,
+    ),
+    "cer": TaskMetric(
+        reads="texts",
+        method=Resampled(make=_make_character_errors, of_decisions=True),
+        higher_is_better=False,
+        unit="1",
+        extra="text-metrics",
+        find_label_problem=_find_several_references,
+    ),
+    "bleu": TaskMetric(
+        reads="texts",
+        method=Resampled(make=_make_bleu, of_decisions=True),
+        extra="text-metrics",
+        find_label_problem=_find_no_text,
+    ),
+    "chrf": TaskMetric(
+        reads="texts",
+        method=Resampled(make=_make_chrf, of_decisions=True),
+        extra="text-metrics",
+        find_label_problem=_find_no_text,
+    ),
+    "brier": TaskMetric(
+        reads="probabilities",
+        method=MeanLoss(loss=_brier, of_errors=False),
+        higher_is_better=False,
+        options={"logits": False},
+    ),
+    "log_loss": TaskMetric(
+        reads="probabilities",
+        method=MeanLoss(loss=_log_loss, of_errors=False),
+        higher_is_better=False,
+        options={"logits": False},
+    ),
+    "ece": TaskMetric(
+        reads="probabilities",
+        method=Resampled(make=_make_calibration_error),
+        higher_is_better=False,
+        options={"bins": BINS, "logits": False},
+        unit="1",
+        display="ece_{bins}",
+    ),
+    "quantile_loss": TaskMetric(
+        reads="numbers",
+        method=MeanLoss(loss=_pinball, of_errors=False),
+        higher_is_better=False,
+        options={"q": 0.5},
+        display="quantile_loss_{q}",
+    ),
+    "mape": TaskMetric(
+        reads="numbers",
+        method=MeanLoss(loss=_relative, of_errors=False),
+        higher_is_better=False,
+        unit="1",
+        find_label_problem=_find_zeros,
+    ),
+    "recall_at_k": TaskMetric(
+        reads="relevance",
+        method=Resampled(make=_make_recall),
+        options={"k": BEST_ITEMS},
+        display="recall_at_{k}",
+        find_label_problem=_find_useless_recall,
+    ),
+    "ndcg": TaskMetric(
+        reads="relevance",
+        method=Resampled(make=_make_ndcg),
+        options={"k": BEST_ITEMS},
+        display="ndcg_at_{k}",
+        find_label_problem=_find_irrelevant,
+    ),
+    "mrr": TaskMetric(
+        reads="relevance",
+        method=Resampled(make=_make_reciprocal_rank),
+        options={"k": BEST_ITEMS},
+        display="mrr_at_{k}",
+        find_label_problem=_find_irrelevant,
+    ),
 }
 """The metrics by name, in the order of schemas and messages."""
 
@@ -200,7 +412,8 @@ DEFAULT_FOR_NUMBERS = "rmse"
 _OTHER_KIND: Mapping[AnswerKind, str] = MappingProxyType(
     {
         **dict.fromkeys(
-            ("classes", "ranking", "positive"), "requires classes; for numbers use rmse, mae or r2."
+            ("classes", "ranking", "positive", "probabilities"),
+            "requires classes; for numbers use rmse, mae or r2.",
         ),
         "numbers": "requires numbers; for classes use accuracy, f1 or auc.",
     }

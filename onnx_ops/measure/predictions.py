@@ -15,7 +15,11 @@ import numpy as np
 from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.domain.task_metrics import AnswerKind
 from onnx_ops.errors import UserError
+from onnx_ops.measure.decoding import Decoder, decode_outputs
+from onnx_ops.measure.queries import prepare_grades
+from onnx_ops.measure.text_answers import is_texts, read_texts
 from onnx_ops.metric_formulas import Array
+from onnx_ops.metric_formulas.calibration import apply_softmax
 from onnx_ops.ports import Tensors
 
 _TEXTS = "USO"
@@ -53,22 +57,41 @@ class _Form(NamedTuple):
     convert: Callable[[Array], Prediction]
 
 
-def read_prediction(definition: MetricDefinition, outputs: Tensors) -> Prediction:
-    """Return the prediction from the named output, or from the first that fits."""
-    if definition.output is not None and definition.output not in outputs:
+def read_prediction(
+    definition: MetricDefinition, outputs: Tensors, decode: Decoder | None = None
+) -> Prediction:
+    """Return the prediction from the named output, or from the first that fits.
+
+    `decode` is the function that the definition names; it gets all outputs.
+    """
+    if decode is not None:
+        decoded = decode_outputs(definition, outputs, decode)
+        prediction = _read_form(definition, decoded)
+    else:
+        prediction = _read_form(definition, _select_output(definition, outputs))
+    return replace(prediction, outputs=(_digest_outputs(outputs),))
+
+
+def _select_output(definition: MetricDefinition, outputs: Tensors) -> Tensors:
+    """Return the named output; all outputs if none is named."""
+    if definition.output is None:
+        return outputs
+    if definition.output not in outputs:
         raise UserError(
             f"the model has no output {definition.output!r} with one entry per row",
             where=definition.label,
             remedy=f"It has: {', '.join(outputs)}.",
         )
-    named = (
-        outputs if definition.output is None else {definition.output: outputs[definition.output]}
-    )
+    return {definition.output: outputs[definition.output]}
+
+
+def _read_form(definition: MetricDefinition, named: Tensors) -> Prediction:
+    """Return the prediction from the first output that fits the metric."""
     forms = _FORMS[definition.reads]
     for form in forms:
         for array in named.values():
             if form.fits(array):
-                return replace(form.convert(array), outputs=(_digest_outputs(outputs),))
+                return form.convert(array)
     shapes = {name: f"{array.dtype} {tuple(array.shape)}" for name, array in named.items()}
     raise UserError(
         f"no output can be read as {' or '.join(form.noun for form in forms)}: {shapes}",
@@ -160,6 +183,10 @@ def _read_best_token(array: Array) -> Prediction:
     )
 
 
+def _read_text_column(array: Array) -> Prediction:
+    return Prediction(values=read_texts(flatten_column(array), "outputs"))
+
+
 _COLUMN_FORM = _make_column_form("one score per row", "f", _read_scores)
 _CLASS_FORMS = (
     _make_column_form(
@@ -177,6 +204,12 @@ _FORMS: Mapping[AnswerKind | None, Sequence[_Form]] = {
     "classes": _CLASS_FORMS,
     "ranking": _SCORE_FORMS[:1],
     "positive": _SCORE_FORMS,
+    "probabilities": _SCORE_FORMS,
+    "relevance": (
+        _Form("scores of items (rows, items)", _is_scores, _read_scores),
+        _make_column_form("one score per row", "fiu", _read_scores),
+    ),
+    "texts": (_Form("one text per row", is_texts, _read_text_column),),
     "numbers": _NUMBER_FORMS,
     "embeddings": (_make_matrix_form("embeddings (rows, dimensions)", "f"),),
     "tokens": (
@@ -195,9 +228,31 @@ The key None is for custom metrics.
 """
 
 
-def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | None:
-    """Return the label as the metric needs it; None if the metric needs no label."""
+def prepare_label(
+    definition: MetricDefinition, label: Array | None, group: Array | None = None
+) -> Array | None:
+    """Return the label as the metric needs it; None if the metric needs no label.
+
+    `group` numbers the query of each row for metrics of retrieval.
+    """
+    prepared = _convert_label(definition, label, group)
+    if prepared is not None and definition.metric is not None:
+        problem = definition.metric.find_label_problem(prepared, definition.options)
+        if problem:
+            raise UserError(problem, where=definition.label)
+    return prepared
+
+
+def _convert_label(
+    definition: MetricDefinition, label: Array | None, group: Array | None
+) -> Array | None:
     match definition.reads:
+        case "texts":
+            return _prepare_texts(definition, label)
+        case "relevance":
+            if label is None or label.ndim not in (1, 2):
+                raise _make_label_error(definition, label, "grades of items")
+            return prepare_grades(label, group, definition.label)
         case "embeddings":
             return _select_matrix(label, "f")
         case "tokens":
@@ -215,6 +270,14 @@ def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | 
 def _select_matrix(label: Array | None, kinds: str) -> Array | None:
     """Return the label if it is a matrix of these types; otherwise None."""
     return label if label is not None and label.ndim == 2 and label.dtype.kind in kinds else None
+
+
+def _prepare_texts(definition: MetricDefinition, label: Array | None) -> Array:
+    """Return one text per row, or several references per row."""
+    if label is None or label.dtype.kind not in _TEXTS or label.ndim not in (1, 2):
+        needed = "one text per row, or texts of shape (rows, references)"
+        raise _make_label_error(definition, label, needed)
+    return read_texts(flatten_column(label), definition.label)
 
 
 def _prepare_numbers(definition: MetricDefinition, label: Array | None) -> Array:
@@ -322,3 +385,33 @@ def read_positive_scores(
     if prediction.columns > 1:
         return np.asarray(prediction.values[:, column[0]])
     return prediction.values if column[0] == 1 else -prediction.values
+
+
+_SUM_ERROR = 0.01
+"""Largest difference from 1 of the sum of probabilities; float16 of 1,000 classes stays below."""
+
+
+def read_probabilities(definition: MetricDefinition, prediction: Prediction) -> Array:
+    """Return probabilities of shape (rows, classes).
+
+    One score per row is the probability of the second of two classes.
+
+    Raises:
+        UserError: the scores of a row are no probabilities.
+    """
+    scores = prediction.values
+    if prediction.columns == 1:
+        scores = np.stack([np.zeros_like(scores), scores], axis=1)
+        if not definition.logits:
+            scores[:, 0] = 1 - scores[:, 1]
+    if definition.logits:
+        return apply_softmax(scores)
+    wrong = (scores < 0).any(axis=1) | (np.abs(scores.sum(axis=1) - 1) > _SUM_ERROR)
+    if wrong.any():
+        raise UserError(
+            f"the scores of {int(wrong.sum())} of {len(scores)} rows are no probabilities, which "
+            "are at least 0 and sum to 1",
+            where=definition.label,
+            remedy="For logits, set `logits: true`. Or name the output with `output:`.",
+        )
+    return np.asarray(scores)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,11 +27,13 @@ from onnx_ops.measure.predictions import (
     read_classes,
     read_positive_scores,
     read_prediction,
+    read_probabilities,
 )
+from onnx_ops.measure.queries import arrange_scores
 from onnx_ops.metric_formulas import Array
 from onnx_ops.ports import Dataset, Runtime, Tensors
 from onnx_ops.statistics.grouping import detect_grouping
-from onnx_ops.statistics.scores import CANDIDATE, CustomMetric, make_unscored, score
+from onnx_ops.statistics.scores import CANDIDATE, make_unscored, score
 
 ModelPredictions = Mapping[str, Prediction | OnnxOpsError]
 """The prediction, or the reason why there is none, by label of the metric."""
@@ -41,8 +44,8 @@ class ScoringRequest:
     """The inputs of metric measurements.
 
     `models` have the same names as in the evidence; the name of the candidate is `CANDIDATE`.
-    `seed` is for resamples and permutations. `functions` are custom metrics by reference. `known`
-    holds predictions that were read before.
+    `seed` is for resamples and permutations. `functions` are the functions of custom metrics and
+    decoders by reference. `known` holds predictions that were read before.
     """
 
     runtime: Runtime
@@ -50,7 +53,7 @@ class ScoringRequest:
     models: Mapping[str, Path]
     dataset: Dataset
     seed: int
-    functions: Mapping[str, CustomMetric] = field(default_factory=dict)
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     known: Mapping[str, ModelPredictions] = field(default_factory=dict)
 
 
@@ -89,7 +92,9 @@ def measure_metrics(
     group = request.dataset.group
     for definition in measurable:
         predictions = {name: read_of[definition.label] for name, read_of in readings.items()}
-        label, answers, problems = _make_comparable(definition, request.dataset.label, predictions)
+        label, answers, problems = _make_comparable(
+            definition, request.dataset.label, predictions, group
+        )
         scores += problems
         if CANDIDATE not in answers:
             continue
@@ -104,7 +109,7 @@ def measure_metrics(
                 answers,
                 seed=request.seed,
                 function=function,
-                group=group,
+                group=_select_units(definition, request.dataset),
                 alike=alike,
             )
         signals += _extract_signals(definition, label, answers)
@@ -114,6 +119,16 @@ def measure_metrics(
         data = request.dataset
         grouped = detect_grouping(data.inputs, data.columns, signals, data.label, request.seed)
     return TaskMetrics(counts=tuple(counts), scores=tuple(scores), grouped=grouped, rows=rows)
+
+
+def _select_units(definition: MetricDefinition, dataset: Dataset) -> Array | None:
+    """Return the group of each row of the metric.
+
+    The groups of a metric of retrieval are its queries, which are its rows, if each row of the data
+    set is an item.
+    """
+    is_item = dataset.label is not None and dataset.label.ndim == 1
+    return None if is_item and definition.reads == "relevance" else dataset.group
 
 
 def _count_all_pairs(
@@ -181,17 +196,19 @@ def add_default_metric(
 
 
 def find_label_problem(
-    definition: MetricDefinition, label: Array | None, outputs: Tensors | None
+    definition: MetricDefinition, dataset: Dataset, outputs: Tensors | None
 ) -> str:
-    """Return why a metric cannot be computed; empty if it can.
+    """Return why a metric cannot be computed with the labels of a data set; empty if it can.
 
     `outputs` have as many rows as there are labels, and the shapes and types of the model's
-    answers. They are None if shapes and types are unknown.
+    answers. They are None if shapes and types are unknown. The function that decodes them is not
+    called, since their values are not those of the model.
     """
     try:
-        label, positive = _read_label(definition, label)
-        if outputs is not None:
-            _in_terms(definition, label, positive, read_prediction(definition, outputs), None)
+        label, positive = _read_label(definition, dataset.label, dataset.group)
+        if outputs is not None and not definition.decode:
+            prediction = read_prediction(definition, outputs)
+            _in_terms(definition, label, positive, prediction, None, dataset.group)
     except UserError as error:
         return str(error)
     return ""
@@ -211,9 +228,14 @@ def _extract_signals(
     match definition.method:
         case CountedRows():
             return [mine.astype(np.float64), *(mine.astype(np.float64) - other for other in others)]
-        case MeanLoss() if label is not None:
-            error = np.abs(mine - label)
-            changes = [error, *(error - np.abs(other - label) for other in others)]
+        case MeanLoss(loss=loss) if label is not None:
+            losses = [
+                np.abs(answers - label)
+                if definition.reads == "numbers"
+                else loss(label, answers, definition.options)
+                for answers in (mine, *others)
+            ]
+            changes = [losses[0], *(losses[0] - other for other in losses[1:])]
             return [
                 np.argsort(np.argsort(change, kind="stable")).astype(np.float64)
                 for change in changes
@@ -245,7 +267,8 @@ def read_predictions(
         predictions: dict[str, Prediction | OnnxOpsError] = {}
         for definition in definitions:
             try:
-                predictions[definition.label] = read_prediction(definition, outputs)
+                decode = request.functions.get(definition.decode)
+                predictions[definition.label] = read_prediction(definition, outputs, decode)
             except UserError as error:
                 predictions[definition.label] = error
         return predictions
@@ -286,10 +309,11 @@ def _make_comparable(
     definition: MetricDefinition,
     label: Array | None,
     predictions: Mapping[str, Prediction | OnnxOpsError],
+    group: Array | None,
 ) -> tuple[Array | None, Mapping[str, Array], list[ScoreComparison]]:
     """Return the label, answers by model, and entries for models without a score."""
     try:
-        label, positive = _read_label(definition, label)
+        label, positive = _read_label(definition, label, group)
     except UserError as error:
         return None, {}, [make_unscored(definition, failed=str(error))]
     answers: dict[str, Array] = {}
@@ -297,8 +321,9 @@ def _make_comparable(
     for name, prediction in predictions.items():
         if isinstance(prediction, Prediction) and not prediction.broken:
             try:
+                read = _convert_values(definition, prediction)
                 answers[name] = _in_terms(
-                    definition, label, positive, prediction, answers.get(CANDIDATE)
+                    definition, label, positive, read, answers.get(CANDIDATE), group
                 )
             except UserError as error:
                 problems.append(_make_unreadable(definition, name, error))
@@ -307,6 +332,16 @@ def _make_comparable(
     if label is not None and not _is_counted(definition):
         return *_number_classes(definition, label, positive, answers), problems
     return label, answers, problems
+
+
+def _convert_values(definition: MetricDefinition, prediction: Prediction) -> Prediction:
+    """Return a prediction whose values are checked and converted for the metric.
+
+    Unlike the form of an output, its values are known only after the model ran.
+    """
+    if definition.reads != "probabilities":
+        return prediction
+    return replace(prediction, values=read_probabilities(definition, prediction))
 
 
 def _make_unreadable(
@@ -351,15 +386,19 @@ def _number_classes(
             return np.searchsorted(known, label), answers
         case "positive":
             return label == positive, answers
+        case "probabilities" if answers:
+            columns = next(iter(answers.values())).shape[1]
+            known = find_column_labels(label, columns, definition.label)
+            return np.searchsorted(known, label), answers
         case _:
             return label, answers
 
 
 def _read_label(
-    definition: MetricDefinition, label: Array | None
+    definition: MetricDefinition, label: Array | None, group: Array | None
 ) -> tuple[Array | None, str | int | None]:
     """Return the label as a metric needs it, and the positive label if there is one."""
-    label = prepare_label(definition, label)
+    label = prepare_label(definition, label, group)
     is_binary = definition.reads == "positive" or definition.average == "binary"
     return label, find_positive_label(
         definition, label
@@ -372,6 +411,7 @@ def _in_terms(
     positive: str | int | None,
     prediction: Prediction,
     candidate: Array | None,
+    group: Array | None,
 ) -> Array:
     """Return one model's answers as the metric needs them.
 
@@ -390,6 +430,13 @@ def _in_terms(
         case "positive" if positive is not None:
             terms = read_positive_scores(label, positive, prediction, where)
             label = label == positive
+        case "probabilities":
+            find_column_labels(label, max(2, prediction.columns), where)
+            if candidate is not None and candidate.shape != terms.shape:
+                classes = f"{terms.shape[1]} classes, but the candidate of {candidate.shape[1]}"
+                raise UserError(f"the model has scores of {classes}", where=where)
+        case "relevance":
+            terms = arrange_scores(terms, label, group, where)
         case _:
             _check_shape(definition, terms, label)
     if isinstance(definition.method, CountedRows):

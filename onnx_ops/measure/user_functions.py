@@ -10,7 +10,7 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,11 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
     if function is None:
         raise NotFoundError(f"{module_name} has no {function_name}", where=where)
     return function
+
+
+def load_functions(references: Iterable[str], where: str) -> dict[str, Callable[..., Any]]:
+    """Return functions by their references, as `load_function` does."""
+    return {reference: load_function(reference, where) for reference in dict.fromkeys(references)}
 
 
 def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[str, Any]) -> object:

@@ -247,6 +247,7 @@ def _plan_judgement(
             {
                 **scored,
                 "definitions": [codec.to_json(one) for one in ordered],
+                **_digest_decoders(pipeline, ordered, probe),
                 "shard": shard,
                 "shards": len(shards),
             },
@@ -286,6 +287,17 @@ def _plan_judgement(
         ),
         _plan_gate(pipeline, target, variant, limits, probe.signer()),
     ]
+
+
+def _digest_decoders(
+    pipeline: Pipeline, metrics: Sequence[MetricDefinition], probe: ProjectProbe
+) -> dict[str, Json]:
+    """Return the digests of the code that decodes scores.
+
+    Stages of scores call no other functions of metrics.
+    """
+    decoders = [digest_metric_code(pipeline, one, probe) for one in metrics if one.decode]
+    return {"code": decoders} if decoders else {}
 
 
 def _plan_gate(
@@ -447,10 +459,10 @@ def _select_search_metric(pipeline: Pipeline) -> tuple[MetricDefinition, bool]:
 def digest_metric_code(
     pipeline: Pipeline, metric: MetricDefinition, probe: ProjectProbe
 ) -> Digest | None:
-    """Return the digest of a custom metric's code; None for a built-in metric."""
-    if not metric.use:
-        return None
-    return probe.code(metric.use, pipeline.train.depends if pipeline.train else ()).digest()
+    """Return the digest of the functions that a metric calls; None if it calls none."""
+    depends = pipeline.train.depends if pipeline.train else ()
+    digests = [probe.code(reference, depends).digest() for reference in metric.functions]
+    return digest_json(digests) if len(digests) > 1 else next(iter(digests), None)
 
 
 def is_quantized(pipeline: Pipeline, variant: str, probe: ProjectProbe) -> bool:

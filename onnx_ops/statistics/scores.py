@@ -17,13 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from onnx_ops.domain.evidence import Interval, ScoreComparison
 from onnx_ops.domain.gate import MetricDefinition
-from onnx_ops.domain.task_metrics import MeanLoss, Resampled
+from onnx_ops.domain.task_metrics import MeanLoss, Options, Resampled
 from onnx_ops.metric_formulas import Array, MetricStatistic, Statistic, Weights, mean, r2
 from onnx_ops.statistics.grouping import typical_size
 from onnx_ops.statistics.intervals import (
@@ -38,8 +38,8 @@ from onnx_ops.statistics.intervals import (
     replicate,
 )
 
-CustomMetric: TypeAlias = Callable[[Array, Array], float]
-"""A function of predictions and labels."""
+CustomMetric: TypeAlias = Callable[[Array, Array], Any]
+"""A function of predictions and labels, which returns a number or one number per row."""
 
 _NAMED = 10
 """Maximum number of rows that are named because they account for an error."""
@@ -273,8 +273,12 @@ def build_metric_statistic(
             return make(label, answers, definition.options)
         case MeanLoss() as method:
             return MetricStatistic(
-                statistic=_make_loss_statistic(method, label, answers), reads=answers
+                statistic=_make_loss_statistic(method, label, answers, definition.options),
+                reads=answers,
             )
+        case None if function is not None and definition.per == "row":
+            values = np.asarray(function(answers, label), dtype=np.float64)
+            return MetricStatistic(statistic=mean(values), reads=values)
         case None if function is not None:
             return MetricStatistic(
                 statistic=_make_custom_statistic(function, answers, label), reads=answers
@@ -283,10 +287,12 @@ def build_metric_statistic(
             raise ValueError(f"{definition.label} cannot be computed from these arguments")
 
 
-def _make_loss_statistic(method: MeanLoss, label: Array, answers: Array) -> Statistic:
+def _make_loss_statistic(
+    method: MeanLoss, label: Array, answers: Array, options: Options
+) -> Statistic:
     if method.explained:
         return r2(label, answers)
-    losses = mean(method.loss(label, answers))
+    losses = mean(method.loss(label, answers, options))
     return (lambda weights: np.sqrt(losses(weights))) if method.root else losses
 
 
@@ -349,13 +355,15 @@ def _compare_replicates(
     name = entry.against
     own, other = replicates[CANDIDATE], replicates[name]
     difference = ratio = None
+    steps = [side.step for side in (sides[CANDIDATE], sides[name]) if side.step is not None]
+    step = max(steps, default=None)
     if definition.higher_is_better is not False:
-        steps = [side.step for side in (sides[CANDIDATE], sides[name]) if side.step is not None]
-        difference = _estimate(own - other, max(steps, default=None))
+        difference = _estimate(own - other, step)
     if definition.higher_is_better is not True and other.observed > 0:
-        ratio = _estimate(own / other)
+        ratio = _estimate(own / other, step and step / other.observed)
     if difference is None and ratio is None:
-        return _make_undefined(definition, entry, _SAME_SCORES)
+        no_error = definition.higher_is_better is False and not other.observed > 0
+        return _make_undefined(definition, entry, _NO_ERROR if no_error else _SAME_SCORES)
     return replace(
         entry,
         baseline=other.observed,
@@ -378,7 +386,8 @@ def _compare_losses(
     An explained share divides the loss by the label's variance.
     """
     losses: dict[str, Array] = {
-        name: method.loss(label, predictions) for name, predictions in answers.items()
+        name: method.loss(label, predictions, definition.options)
+        for name, predictions in answers.items()
     }
     sums: dict[str, Array] = {
         name: np.bincount(units, weights=loss) for name, loss in losses.items()
@@ -547,26 +556,39 @@ def _find_problem(
         )
     if not _is_finite(label):
         return make_unscored(definition, n, failed="the labels contain NaN or infinity")
-    if n < FEW_ROWS:
+    few = max(FEW_ROWS, 0 if definition.metric is None else definition.metric.min_rows)
+    if n < few:
         return make_unscored(
-            definition, n, undefined=f"{n} rows are too few for an interval, which needs {FEW_ROWS}"
+            definition, n, undefined=f"{n} rows are too few for an interval, which needs {few}"
         )
-    if groups is not None and (count := int(groups.max()) + 1) < FEW_ROWS:
-        why = f"{count} groups are too few for an interval, which needs {FEW_ROWS}"
+    if groups is not None and (count := int(groups.max()) + 1) < few:
+        why = f"{count} groups are too few for an interval, which needs {few}"
         return make_unscored(definition, n, undefined=why)
     if function is None:
         return None
+    failed = _find_function_problem(definition, function, candidate, label)
+    return make_unscored(definition, n, failed=failed) if failed else None
+
+
+def _find_function_problem(
+    definition: MetricDefinition, function: CustomMetric, candidate: Array, label: Array
+) -> str:
+    """Return why the function of a custom metric cannot be used; empty if it can."""
     try:
-        value = float(function(candidate, label))
+        values = np.asarray(function(candidate, label), dtype=np.float64)
     except Exception as error:  # user code may raise anything
-        return make_unscored(
-            definition, n, failed=f"{definition.use} raised {type(error).__name__}: {error}"
+        return f"{definition.use} raised {type(error).__name__}: {error}"
+    if definition.per == "row" and values.shape != (len(label),):
+        return (
+            f"{definition.use} gave an array of shape {values.shape}, not one value for each of "
+            f"{len(label)} rows"
         )
-    return (
-        None
-        if np.isfinite(value)
-        else make_unscored(definition, n, failed=f"{definition.use} gave {value}")
-    )
+    if definition.per == "set" and values.size != 1:
+        return f"{definition.use} gave {values.size} values, not one; for one per row: `per: row`"
+    odd = ~np.isfinite(values)
+    if definition.per == "row" and odd.any():
+        return f"{definition.use} gave NaN or infinity for {int(odd.sum())} of {len(label)} rows"
+    return f"{definition.use} gave {float(values.reshape(()))}" if odd.any() else ""
 
 
 def _is_finite(array: Array) -> bool:
@@ -583,11 +605,11 @@ def _score_alone(
             f"{definition.label} is not defined on these rows, or not on enough of their resamples"
         )
         return make_unscored(definition, n, undefined=why)
-    if not replicates.spread and statistic.step is None:
+    if not replicates.spread and not statistic.step:
         return make_unscored(definition, n, undefined=_NO_SPREAD)
     interval = _widen(interval, statistic.step)
     if statistic.step is not None:
-        interval = replace(interval, high=min(interval.high, 1.0))
+        interval = _limit_to_range(definition, interval)
     method = f"bootstrap over rows (BCa, {replicates.resampled.size} resamples)"
     return ScoreComparison(
         metric=definition.label,
@@ -599,12 +621,22 @@ def _score_alone(
     )
 
 
+def _limit_to_range(definition: MetricDefinition, interval: Interval) -> Interval:
+    """Return an interval without values that the metric cannot have.
+
+    Scores with a range are at most 1. Errors are at least 0, and can exceed 1.
+    """
+    if definition.higher_is_better is False:
+        return replace(interval, low=max(interval.low, 0.0))
+    return replace(interval, high=min(interval.high, 1.0))
+
+
 def _estimate(between: Replicates, step: float | None = None) -> Interval | None:
     """Return the interval of a difference or ratio.
 
     Return None for a statistic without spread and without a largest step.
     """
-    if step is None and not between.spread:
+    if not step and not between.spread:
         return None
     interval = bca_interval(between)
     return None if interval is None else _widen(interval, step)

@@ -442,7 +442,7 @@ class TestHeavyRows:
 def test_score_with_infinite_loss_is_undefined_and_counts_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    inverse = MeanLoss(loss=lambda label, answers: abs(label - answers) / label, of_errors=False)
+    inverse = MeanLoss(loss=lambda label, answers, _: abs(label - answers) / label, of_errors=False)
     monkeypatch.setitem(
         METRICS, "relative", TaskMetric(reads="numbers", method=inverse, higher_is_better=False)
     )

@@ -53,7 +53,7 @@ from onnx_ops.measure.scoring import (
 )
 from onnx_ops.measure.speed import measure_scheduling, measure_speed
 from onnx_ops.measure.timing import build_feed
-from onnx_ops.measure.user_functions import importable, load_function
+from onnx_ops.measure.user_functions import importable, load_functions
 from onnx_ops.onnx_graph.files import share_structure
 from onnx_ops.onnx_graph.model_info import count_operators, read_model_info
 from onnx_ops.pipeline.stages.champion import Champion, read_champion
@@ -273,7 +273,8 @@ def _measure_metrics(
     )
     definitions, default = add_default_metric(definitions, scorer.dataset)
     with importable(context.root):
-        functions = {d.use: load_function(d.use, "gates") for d in definitions if d.use}
+        references = [name for definition in definitions for name in definition.functions]
+        functions = load_functions(references, "gates")
         scorer = replace(scorer, functions=functions)
         metrics = measure_metrics(scorer, definitions)
         failed = explain_unscored(hints.get("judged", ()), metrics.scores)

@@ -36,6 +36,7 @@ from onnx_ops.measure.scoring import (
     read_predictions,
     select_measurable,
 )
+from onnx_ops.measure.user_functions import importable, load_functions
 from onnx_ops.onnx_graph.compatibility import explain_incompatibility
 from onnx_ops.pipeline.stage_settings import stage_id
 from onnx_ops.ports import Context, Store
@@ -61,13 +62,19 @@ def execute(
         codec.from_json(metric, MetricDefinition) for metric in settings["definitions"]
     )
     definitions, _ = add_default_metric(definitions, data)
-    with Scratch() as folder:
+    decoders = [definition.decode for definition in definitions if definition.decode]
+    with Scratch() as folder, importable(context.root):
         model = (
             checkout_files(context.store, inputs[settings["source"]], MODEL, folder) / MODEL_FILE
         )
         check_compatibility(model, target, stage.id)
         request = ScoringRequest(
-            runtime=runtime, target=target, models={CANDIDATE: model}, dataset=data, seed=0
+            runtime=runtime,
+            target=target,
+            models={CANDIDATE: model},
+            dataset=data,
+            seed=0,
+            functions=load_functions(decoders, "gates"),
         )
         shard = (settings["shard"] - 1, settings["shards"])
         predictions = read_predictions(

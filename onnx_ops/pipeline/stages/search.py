@@ -13,7 +13,7 @@ from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, Budget
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.files import MODEL, checkout_files, get_dataset, put_document, put_folder
 from onnx_ops.measure.row_layout import arrange_context, get_layout
-from onnx_ops.measure.user_functions import importable, load_function
+from onnx_ops.measure.user_functions import importable, load_functions
 from onnx_ops.measure.variants.search import search
 from onnx_ops.measure.variants.trials import SearchContext
 from onnx_ops.ports import Context
@@ -56,7 +56,7 @@ def execute(
             batch=settings["batch"],
             budget=section.budget or Budget(),
             seed=int(key[-8:], 16),
-            functions={metric.use: load_function(metric.use, "gates")} if metric.use else {},
+            functions=load_functions(metric.functions, "gates"),
         )
         result = search(search_context, context.journal(key), context.report_progress)
         files = {SEARCH_FILE: put_document(context.store, result.record)}
