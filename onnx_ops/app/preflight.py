@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_ops import plugins
-from onnx_ops.config.document import Issue, Loc
+from onnx_ops.config.document import Issue, Loc, path_text
 from onnx_ops.config.functions import find_missing_imports, list_siblings
 from onnx_ops.config.messages import did_you_mean
 from onnx_ops.config.project_rules import check_plugin_options
@@ -79,6 +79,7 @@ class Preflight:
             *self._quantize_options(),
         ]
         self._note_new_labels()
+        self._note_few_rows()
         return findings
 
     @property
@@ -346,6 +347,21 @@ class Preflight:
             self.notes.append(
                 f"data.{self.draft.scored}: label {shown} does not occur in the training data"
             )
+
+    def _note_few_rows(self) -> None:
+        """Add a note on each limit of a metric that the scored rows are too few to pass."""
+        from onnx_ops.statistics.sample_size import advise_rows
+
+        if self.draft.validate is None:
+            return
+        rows, groups = self.draft.validate.samples.limit, 0
+        scored = self._scored
+        if scored is not None and scored.whole:
+            dataset = scored.dataset.head(rows)
+            rows = len(dataset)
+            groups = 0 if dataset.group is None else len(set(dataset.group.tolist()))
+        for loc, gate in self.draft.metric_gates:
+            self.notes += [f"{path_text(loc)}: {text}" for text in advise_rows(gate, rows, groups)]
 
     def _has_classes(self, labels: Array) -> bool:
         """Return whether labels are classes, and not the texts that a metric reads."""

@@ -92,10 +92,13 @@ class Resampled:
         make: takes (label, answers, options) and returns the metric as a function of row weights.
         of_decisions: the metric reads classes, tokens or texts. Equal decisions on all rows do not
             show that two models are equal: rare decisions may still differ.
+        row_effect: the least effect of one more wrong row, times the number of rows; 0 if it is
+            unknown. It determines how many rows a limit needs at least.
     """
 
     make: Callable[[Array, Array, Options], MetricStatistic]
     of_decisions: bool = False
+    row_effect: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +301,7 @@ METRICS: dict[str, TaskMetric] = {
         options={"average": None, "positive": None},
     ),
     "auc": TaskMetric(
-        reads="positive", method=Resampled(make=_make_auc), options={"positive": None}
+        reads="positive", method=Resampled(make=_make_auc, row_effect=1), options={"positive": None}
     ),
     "mae": TaskMetric(reads="numbers", method=MeanLoss(loss=_absolute), higher_is_better=False),
     "rmse": TaskMetric(
@@ -307,16 +310,18 @@ METRICS: dict[str, TaskMetric] = {
     "r2": TaskMetric(
         reads="numbers", method=MeanLoss(loss=_squared, explained=True, of_errors=False)
     ),
-    "cosine": TaskMetric(reads="embeddings", method=Resampled(make=_make_cosine), label_free=True),
+    "cosine": TaskMetric(
+        reads="embeddings", method=Resampled(make=_make_cosine, row_effect=1), label_free=True
+    ),
     "token_agreement": TaskMetric(
         reads="tokens",
-        method=Resampled(make=_make_token_agreement, of_decisions=True),
+        method=Resampled(make=_make_token_agreement, of_decisions=True, row_effect=1),
         options={"ignore": IGNORED_TOKEN},
         label_free=True,
     ),
     "wer": TaskMetric(
         reads="texts",
-        method=Resampled(make=_make_word_errors, of_decisions=True),
+        method=Resampled(make=_make_word_errors, of_decisions=True, row_effect=1),
         higher_is_better=False,
         unit="1",
         extra="text-metrics",
@@ -324,7 +329,7 @@ METRICS: dict[str, TaskMetric] = {
     ),
     "cer": TaskMetric(
         reads="texts",
-        method=Resampled(make=_make_character_errors, of_decisions=True),
+        method=Resampled(make=_make_character_errors, of_decisions=True, row_effect=1),
         higher_is_better=False,
         unit="1",
         extra="text-metrics",
@@ -356,7 +361,7 @@ METRICS: dict[str, TaskMetric] = {
     ),
     "ece": TaskMetric(
         reads="probabilities",
-        method=Resampled(make=_make_calibration_error),
+        method=Resampled(make=_make_calibration_error, row_effect=1),
         higher_is_better=False,
         options={"bins": BINS, "logits": False},
         unit="1",
@@ -378,21 +383,21 @@ METRICS: dict[str, TaskMetric] = {
     ),
     "recall_at_k": TaskMetric(
         reads="relevance",
-        method=Resampled(make=_make_recall),
+        method=Resampled(make=_make_recall, row_effect=1),
         options={"k": BEST_ITEMS},
         display="recall_at_{k}",
         find_label_problem=_find_useless_recall,
     ),
     "ndcg": TaskMetric(
         reads="relevance",
-        method=Resampled(make=_make_ndcg),
+        method=Resampled(make=_make_ndcg, row_effect=1),
         options={"k": BEST_ITEMS},
         display="ndcg_at_{k}",
         find_label_problem=_find_irrelevant,
     ),
     "mrr": TaskMetric(
         reads="relevance",
-        method=Resampled(make=_make_reciprocal_rank),
+        method=Resampled(make=_make_reciprocal_rank, row_effect=1),
         options={"k": BEST_ITEMS},
         display="mrr_at_{k}",
         find_label_problem=_find_irrelevant,
@@ -416,6 +421,7 @@ _OTHER_KIND: Mapping[AnswerKind, str] = MappingProxyType(
             "requires classes; for numbers use rmse, mae or r2.",
         ),
         "numbers": "requires numbers; for classes use accuracy, f1 or auc.",
+        "texts": "requires texts; `decode` names a function that reads them from other outputs.",
     }
 )
 

@@ -49,7 +49,15 @@ def make_calibration_error(label: Array, probabilities: Array, bins: int) -> Met
     def statistic(weights: Weights) -> npt.NDArray[np.float64]:
         return np.asarray(np.abs(weights @ table).sum(axis=1) / weights.sum(axis=1))
 
-    return MetricStatistic(statistic=statistic, reads=probabilities, step=1 / len(label))
+    # Chance raises the size of a bin's mean difference, by most in a bin without an error: there,
+    # it is that of a normal variable with mean 0.
+    errors = table.std(axis=0) / np.sqrt(len(label))
+    return MetricStatistic(
+        statistic=statistic,
+        reads=probabilities,
+        step=1 / len(label),
+        bias=float(np.sqrt(2 / np.pi) * errors.sum()),
+    )
 
 
 def apply_softmax(scores: Array) -> npt.NDArray[np.float64]:

@@ -24,6 +24,8 @@ class MetricStatistic:
     Args:
         statistic: the metric as a function of row weights.
         reads: the values that the metric reads, one entry per row.
+        bias: the largest amount by which chance alone raises the value on average; 0 if chance does
+            not raise it.
         step: the largest possible decrease of the metric by one more wrong row; None for a metric
             without a range.
     """
@@ -31,6 +33,7 @@ class MetricStatistic:
     statistic: Statistic
     reads: Array
     step: float | None = None
+    bias: float = 0.0
 
 
 def mean(values: Array) -> Statistic:

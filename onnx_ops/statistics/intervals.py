@@ -13,7 +13,7 @@ import bisect
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -221,6 +221,11 @@ class Replicates:
         """Return whether the resamples differ by more than rounding."""
         values = self.resampled[np.isfinite(self.resampled)]
         return bool(values.size and np.ptp(values) > 1e-12 * max(1.0, abs(self.observed)))
+
+    def centre(self) -> Replicates:
+        """Return replicates whose resamples have the observed value as their mean."""
+        shift = self.observed - float(self.resampled[np.isfinite(self.resampled)].mean())
+        return replace(self, resampled=self.resampled + shift)
 
     def __sub__(self, other: Replicates) -> Replicates:
         """Return the replicates of the difference of two statistics."""

@@ -57,6 +57,10 @@ _SAME_SCORES = (
     "the change has no interval"
 )
 
+_ONLY_CHANCE = (
+    "chance alone can cause the error of {name} on so few rows, so a change is no share of it"
+)
+
 FEW_ROWS = 20
 """Number of rows or groups below which an interval has no meaningful level."""
 
@@ -325,10 +329,17 @@ def _compare_by_bootstrap(
     for name, array in answers.items():
         side = build_metric_statistic(definition, label, array, function)
         # A unit can change the metric by as much as all its rows can.
-        sides[name] = replace(side, step=side.step and size * side.step)
+        # If the rows of a unit are alike, the standard error grows by the root of its size.
+        step, bias = side.step and size * side.step, math.sqrt(size) * side.bias
+        sides[name] = replace(side, step=step, bias=bias)
     replicates = replicate(
         {name: side.statistic for name, side in sides.items()}, units, seed, resamples
     )
+    # A resample repeats rows, so chance raises its value even more. This does not show a bias of
+    # the opposite sign, as BCa would assume.
+    replicates = {
+        name: one.centre() if sides[name].bias else one for name, one in replicates.items()
+    }
     own = replicates[CANDIDATE]
     mine = _score_alone(definition, sides[CANDIDATE], own)
     entries = {CANDIDATE: mine}
@@ -360,8 +371,14 @@ def _compare_replicates(
     if definition.higher_is_better is not False:
         difference = _estimate(own - other, step)
     if definition.higher_is_better is not True and other.observed > 0:
-        ratio = _estimate(own / other, step and step / other.observed)
+        ratio = _allow_for_bias(
+            _estimate(own / other, step and step / other.observed),
+            sides[CANDIDATE].bias / own.observed if own.observed else 0.0,
+            sides[name].bias / other.observed,
+        )
     if difference is None and ratio is None:
+        if sides[name].bias >= other.observed > 0:
+            return _make_undefined(definition, entry, _ONLY_CHANCE)
         no_error = definition.higher_is_better is False and not other.observed > 0
         return _make_undefined(definition, entry, _NO_ERROR if no_error else _SAME_SCORES)
     return replace(
@@ -608,6 +625,7 @@ def _score_alone(
     if not replicates.spread and not statistic.step:
         return make_unscored(definition, n, undefined=_NO_SPREAD)
     interval = _widen(interval, statistic.step)
+    interval = replace(interval, low=interval.low - statistic.bias)
     if statistic.step is not None:
         interval = _limit_to_range(definition, interval)
     method = f"bootstrap over rows (BCa, {replicates.resampled.size} resamples)"
@@ -619,6 +637,17 @@ def _score_alone(
         confidence=CONFIDENCE,
         method=method,
     )
+
+
+def _allow_for_bias(ratio: Interval | None, mine: float, theirs: float) -> Interval | None:
+    """Return the interval of a ratio of two values that chance may have raised.
+
+    `mine` and `theirs` are the largest shares of the values that are due to chance. The result is
+    None if the whole value of the other model can be due to chance.
+    """
+    if ratio is None or theirs >= 1:
+        return None
+    return replace(ratio, low=ratio.low * max(0.0, 1 - mine), high=ratio.high / (1 - theirs))
 
 
 def _limit_to_range(definition: MetricDefinition, interval: Interval) -> Interval:

@@ -334,6 +334,13 @@ RULES = (
     ),
     Mistake("a metric gate without a limit", "gates[0]", ", max_drop: 2%", "", 17),
     Mistake("a limit in the wrong direction", "gates[0]", "max_drop: 2%", "max_increase: 2%"),
+    Mistake("a key of another metric", "gates[0]", "max_drop: 2%", "max_drop: 2%, bins: 9"),
+    Mistake(
+        "values per row of a metric of the table",
+        "gates[0]",
+        "max_drop: 2%",
+        "max_drop: 2%, per: row",
+    ),
     Mistake(
         "a metric gate without labels",
         "gates[0]",
@@ -504,6 +511,12 @@ CODES = (
         "{kind: metric, name: accuracy, max_drop: 2%}",
         "{kind: metric, use: 'models.shop:f2', higher_is_better: true, max_drop: 2%}",
     ),
+    Mistake(
+        "a decoder that is missing",
+        "gates[0].decode",
+        "max_drop: 2%",
+        "max_drop: 2%, decode: 'models.shop:decode'",
+    ),
 )
 MODELS = (
     Mistake("a model that is missing", "model", "model.onnx", "modle.onnx", file=READY),
@@ -579,6 +592,32 @@ MODELS = (
         file=READY,
     ),
     Mistake(
+        "numbers as labels of a metric of texts",
+        "data.test.label",
+        "name: accuracy, min: 80%",
+        "name: bleu, min: 30%",
+        3,
+        file=READY,
+    ),
+    Mistake(
+        "a metric of texts for a model of scores without a decoder",
+        "data.test.label",
+        "name: accuracy, min: 80%",
+        "name: wer, max: 0.09",
+        3,
+        change=rows(y=np.array(["two words"] * ROWS)),
+        file=READY,
+    ),
+    Mistake(
+        "texts whose labels are all empty",
+        "data.test.label",
+        "name: accuracy, min: 80%",
+        "name: wer, max: 0.09",
+        3,
+        change=rows(y=np.array([""] * ROWS)),
+        file=READY,
+    ),
+    Mistake(
         "a metric of numbers for a model of classes",
         "data.test.label",
         "name: accuracy, min: 80%",
@@ -643,6 +682,15 @@ MACHINE = (
         change=coded("import numpy", "import torch"),
         code=4,
         hidden=("torch",),
+    ),
+    Mistake(
+        "a metric whose package is not installed",
+        "gates[0].name",
+        "name: accuracy, max_drop: 2%",
+        "name: wer, max_increase: 2%",
+        change=rows(y=np.array(["two words"] * ROWS)),
+        code=4,
+        hidden=("jiwer",),
     ),
 )
 FILES = (*YAML, *NAMES, *RULES, *OPTIONS, *DATA, *CODES, *MODELS, *CLOUDS, *MACHINE)

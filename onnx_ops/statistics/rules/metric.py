@@ -41,7 +41,7 @@ _P_VALUES = 4
 Results of older evidence have no p-values.
 """
 
-_EVEN_ROWS = 75
+EVEN_ROWS = 75
 """Minimum effective number of rows or groups for a PASS of an error limit.
 
 The number was chosen by simulation.
@@ -282,7 +282,7 @@ def _is_uneven(entry: _Entry) -> bool:
     return (
         isinstance(entry, ScoreComparison)
         and entry.effective is not None
-        and entry.effective < _EVEN_ROWS
+        and entry.effective < EVEN_ROWS
     )
 
 
