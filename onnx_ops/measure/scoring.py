@@ -31,6 +31,7 @@ from onnx_ops.measure.predictions import (
 )
 from onnx_ops.measure.queries import arrange_scores
 from onnx_ops.metric_formulas import Array
+from onnx_ops.plugins import EXTRAS, require
 from onnx_ops.ports import Dataset, Runtime, Tensors
 from onnx_ops.statistics.grouping import detect_grouping
 from onnx_ops.statistics.scores import CANDIDATE, make_unscored, score
@@ -77,10 +78,13 @@ def measure_metrics(
 
     Raises:
         MeasurementError: the candidate or the export does not run.
+        MissingPackageError: a package that computes a metric is not installed.
     """
     measurable = select_measurable(definitions, request.dataset)
     if not measurable:
         return TaskMetrics()
+    for definition in measurable:
+        require(*EXTRAS.get(definition.extra, ()), where=definition.label)
     readings = {
         name: request.known.get(name) or read_predictions(request, name, measurable)
         for name in request.models

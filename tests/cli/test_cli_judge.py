@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.tool_files import write_hostile, write_models
 from tests.support.command import Result, run_command
+from tests.support.extras import hide
 from tests.support.golden import Golden, without_figures
 from tests.support.graphs import write_graph
 from tests.support.pairs import derive
@@ -99,6 +100,17 @@ def test_judge_with_single_array_uses_it_for_single_input(folder: Path, name: st
     options = ("--only", "parity", "--json", *(("--labels", "y") if name == "named.npz" else ()))
     done = command(folder, "good.onnx", "wrong.onnx", "--data", name, *options)
     assert (done.code, done.document()["rows"].partition(",")[0]) == (1, f"50 of {name}")
+
+
+def test_judge_with_metric_of_missing_package_fails_before_measuring(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(monkeypatch, "sacrebleu")
+    np.savez(folder / "texts.npz", x=np.zeros((50, 8), np.float32), y=np.array(["a b"] * 50))
+    arguments = "good.onnx good.onnx --data texts.npz --labels y --metric bleu"
+    done = command(folder, *arguments.split())
+    assert (done.code, done.stdout) == (4, "")
+    assert "pip install 'onnx-ops[text-metrics]'" in done.stderr
 
 
 def test_judge_with_own_metric_loads_it_from_working_folder(folder: Path) -> None:

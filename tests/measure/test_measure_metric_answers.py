@@ -14,7 +14,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.gate import MetricDefinition, MetricGate
 from onnx_ops.domain.target import Target
 from onnx_ops.domain.task_metrics import METRICS
-from onnx_ops.errors import UserError
+from onnx_ops.errors import MissingPackageError, UserError
 from onnx_ops.measure.decoding import decode_outputs
 from onnx_ops.measure.predictions import prepare_label, read_prediction, read_probabilities
 from onnx_ops.measure.queries import arrange_by_query, arrange_scores, prepare_grades
@@ -23,6 +23,7 @@ from onnx_ops.metric_formulas.calibration import apply_softmax
 from onnx_ops.ports import Dataset
 from onnx_ops.statistics.scores import CANDIDATE, score
 from onnx_ops.testing.models import CLASSES, rows, write_perceptron
+from tests.support.extras import hide
 from tests.support.pairs import write_changed
 
 ROWS = 100
@@ -82,6 +83,14 @@ def test_metric_of_decoded_texts_is_measured_and_compared(
     between = found["fp32"].ratio if name in ("wer", "cer") else found["fp32"].difference
     assert between is not None
     assert between.low < between.estimate < between.high
+
+
+def test_metric_of_missing_package_is_refused_before_models_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hide(monkeypatch, "jiwer")
+    with pytest.raises(MissingPackageError, match="text-metrics"):
+        measure({CANDIDATE: tmp_path / "missing.onnx"}, define("wer"), np.array(["a"] * ROWS))
 
 
 def test_equal_decoded_texts_leave_room_for_unseen_rows() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from onnx_ops import codec
+from onnx_ops import codec, plugins
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.execution import SessionSettings
@@ -204,6 +204,20 @@ def test_benchmark_settings_depend_on_code_of_custom_metric() -> None:
         plan_with(gate, probe=probe)["benchmark/fp32@cpu"] for probe in (TableProbe(), edited)
     )
     assert before.settings["metrics"] != after.settings["metrics"]
+
+
+def test_keys_of_scores_and_benchmark_depend_on_code_of_decoder() -> None:
+    gate = MetricGate(name="wer", decode="own:transcribe", max=0.1)
+    sharded = replace(PIPELINE, gates=(gate,), benchmark=replace(PIPELINE.benchmark, shards=2))
+    edited = TableProbe(world={"code": "edited"})
+    stages = changed(planned(sharded), planned(sharded, edited))
+    assert stages >= BENCHMARKS | {"score/fp32@cpu#1", "score/fp32@cpu#2"}
+
+
+def test_key_of_benchmark_depends_on_versions_of_metric_packages() -> None:
+    gate = MetricGate(name="wer", max=0.1)
+    assert plan_with(gate)["benchmark/fp32@cpu"].tools["jiwer"] == plugins.version("jiwer")
+    assert "jiwer" not in planned()["benchmark/fp32@cpu"].tools
 
 
 def test_benchmark_key_ignores_order_of_metric_gates() -> None:
