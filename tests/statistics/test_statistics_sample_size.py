@@ -38,7 +38,7 @@ def judge_counts(gate: MetricGate, rows: int) -> Verdict:
 @pytest.mark.parametrize(
     "limit", [{"max_drop": 0.01}, {"max_drop": 0.003}, {"min": 0.95}, {"min": 0.998}]
 )
-def test_counted_rows_pass_with_needed_rows_and_not_with_one_less(limit: dict[str, float]) -> None:
+def test_counted_rows_pass_with_needed_rows_and_not_with_one_less(limit: dict[str, Any]) -> None:
     gate = MetricGate(**limit)
     needed = find_needed(gate)
     assert needed is not None
@@ -58,7 +58,7 @@ def judge_queries(gate: MetricGate, rows: int) -> Verdict:
 
 @pytest.mark.parametrize("limit", [{"max_drop": 0.03}, {"min": 0.95}])
 def test_resampled_metric_passes_with_needed_rows_and_not_with_less(
-    limit: dict[str, float],
+    limit: dict[str, Any],
 ) -> None:
     gate = MetricGate(name="mrr", **limit)
     needed = find_needed(gate)
