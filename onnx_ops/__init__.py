@@ -1,6 +1,7 @@
 """Release engineering for ONNX models.
 
-The commands are functions in `onnx_ops.api`, which can also be imported from here.
+The commands are functions in `onnx_ops.api`, which can also be imported from here. `record_step`
+marks the steps of a system for `onnx-ops judge --system`.
 """
 
 import os
@@ -19,16 +20,19 @@ if TYPE_CHECKING:
     from onnx_ops.api import rollback as rollback
     from onnx_ops.api import run as run
     from onnx_ops.api import status as status
+    from onnx_ops.step_recorder import record_step as record_step
 
 _API = ("Result", "check", "judge", "promote", "rollback", "run", "status")
 
 
 def __getattr__(name: str) -> Any:
-    """Load `onnx_ops.api` when one of its names is first used."""
+    """Load a function when its name is first used."""
+    if name == "record_step":
+        return import_module("onnx_ops.step_recorder").record_step
     if name in _API:
         return getattr(import_module("onnx_ops.api"), name)
     raise AttributeError(f"module 'onnx_ops' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_API})
+    return sorted({*globals(), *_API, "record_step"})
