@@ -1,0 +1,1 @@
+"""Explanations of the difference between two values of one step of a system."""
