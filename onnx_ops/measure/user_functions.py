@@ -95,6 +95,25 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
     return model
 
 
+def call_function(function: Callable[..., Any], reference: str, *arguments: Any, on: str) -> Any:
+    """Return the result of a function of the project.
+
+    Args:
+        reference: reference of the function, for the error.
+        on: the file or row that the function gets, for the error.
+
+    Raises:
+        UserError: the function raises an error.
+        InfrastructureError: the function raises an error of the machine, such as OSError.
+    """
+    try:
+        return function(*arguments)
+    except (OnnxOpsError, MemoryError):  # the caller handles these
+        raise
+    except Exception as error:
+        raise _failed(f"{reference} failed on {on}", error) from error
+
+
 class _DataSets(dict[str, Any]):
     """The data sets that are passed to the training function."""
 
