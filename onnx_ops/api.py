@@ -63,7 +63,7 @@ class Result:
 
 def judge(
     baseline: str | Path,
-    candidate: str | Path,
+    candidate: str | Path | None = None,
     *,
     data: str | Path | Mapping[str, ArrayLike] | None = None,
     labels: str | ArrayLike | None = None,
@@ -80,7 +80,8 @@ def judge(
 
     Args:
         baseline: The model in use: a file, folder, `models:/NAME/VERSION` or URL.
-        candidate: The model that is to replace it.
+        candidate: The model that is to replace it. With `system="package.module:predict"` and
+            `files=Path(…)`, the first model is the candidate, and your own code the baseline.
         data: Rows: a file, or arrays by input name, whose first axis counts rows. By default, rows
             are generated.
         labels: Name of the labels' array in the file, or the labels themselves, one per row.
@@ -112,7 +113,7 @@ def judge(
         return _call(
             command,
             str(baseline),
-            str(candidate),
+            None if candidate is None else str(candidate),
             data=Path(data) if data is not None else None,
             labels=labels,
             metric=metric,

@@ -36,9 +36,16 @@ _MOST_ROWS = 100_000
 
 def judge(
     baseline: Annotated[
-        str, typer.Argument(help="The model in use: a file, folder, models:/NAME/VERSION or URL.")
+        str,
+        typer.Argument(
+            help="The model in use: a file, folder, models:/NAME/VERSION or URL. With --system, "
+            "the candidate."
+        ),
     ],
-    candidate: Annotated[str, typer.Argument(help="The model that would replace it.")],
+    candidate: Annotated[
+        str | None,
+        typer.Argument(help="The model that would replace it.", show_default=False),
+    ] = None,
     *,
     data: Annotated[
         Path | None,
@@ -129,6 +136,42 @@ def judge(
     timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that the answers of one session may take.")
     ] = 1800,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FUNCTION",
+            help="Judge a whole system: package.module:predict, your own code for one raw input.",
+            show_default=False,
+        ),
+    ] = None,
+    files: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Raw inputs of --system: a folder, or rows in .jsonl, .csv or .txt.",
+            show_default=False,
+        ),
+    ] = None,
+    before: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=STEP",
+            help="Step before the model: package.module:function or a .onnx file; repeat in order.",
+        ),
+    ] = None,
+    after: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=STEP", help="Step after the model; repeat in order."),
+    ] = None,
+    tolerances: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tolerance",
+            metavar="NAME=VALUE",
+            help="Limit of --system: rounding, resampling, decoding, bias, answers, files, or a "
+            "factor for one step.",
+        ),
+    ] = None,
     page: Annotated[
         str | None,
         typer.Option(
@@ -146,7 +189,8 @@ def judge(
     Answers, task metric, latency and size are judged. The kind of the candidate is derived from
     both files. A float model must give the same answers. A rounded model (int8, 4-bit, float16) is
     judged by its weights, activations, function without rounding, and task metric. A model that
-    was trained again gives other answers: with --retrained, its task metric decides.
+    was trained again gives other answers: with --retrained, its task metric decides. --system
+    compares your own code with what will be deployed, step by step, on raw inputs.
 
     Exit code: 0 accepted, 1 rejected, 2 wrong input, 3 inconclusive, 4 not measured.
 
@@ -162,6 +206,38 @@ def judge(
     from onnx_ops.tools.model_inputs import find_fixed_sizes, shared_inputs
 
     batches = _parse_options(only, batch, {"--markdown": page, "--html": str(html or "")})
+    replacing = _check_models(
+        candidate,
+        system,
+        of_pairs={"--data": data, "--labels": labels, "--metric": metric, "--only": only}
+        | {"--retrained": retrained, "--dim": dims, "--fix": fix},
+        of_systems={
+            "--files": files,
+            "--before": before,
+            "--after": after,
+            "--tolerance": tolerances,
+        },
+    )
+    if system is not None:
+        from onnx_ops.cli.system_judgement import SystemOptions, judge_system_command
+
+        options = SystemOptions(
+            source=system,
+            candidate=baseline,
+            files=files,
+            before=before,
+            after=after,
+            tolerances=tolerances,
+            targets=targets,
+            limit=rows,
+            timeout=timeout,
+            page=page,
+            html=html,
+            as_json=as_json,
+            quiet=quiet,
+        )
+        judge_system_command(options, open_project())
+        return
     regression, drop = _share(max_regression, "--max-regression"), _share(max_drop, "--max-drop")
     _check_metric(metric, lower_is_better=lower_is_better)
     _check_rows(data, labels, metric, retrained=retrained and only != "latency")
@@ -171,7 +247,7 @@ def judge(
         for name in dict.fromkeys(targets or ["cpu-1t"])
     ]
     with ExitStack() as stack:
-        given = [stack.enter_context(local_model(place)) for place in (baseline, candidate)]
+        given = [stack.enter_context(local_model(place)) for place in (baseline, replacing)]
         kind = read_candidate_kind(*given)
         a, b, casts = _with_casts(given, stack)
         inputs, fixed = shared_inputs(a, b), find_fixed_sizes(a, b)
@@ -202,20 +278,50 @@ def judge(
             sizes=frozenset(fixed if data else sweep),
             seed=seed,
         )
-        with show_progress("judge", baseline, candidate, quiet=quiet or as_json) as show_detail:
+        with show_progress("judge", baseline, replacing, quiet=quiet or as_json) as show_detail:
             # This thread imports SciPy's functions while other processes run the models.
             threading.Thread(target=load_functions, daemon=True).start()
             judgement = judge_candidate(replace(request, report=show_detail))
         judgement = _restore_given_files(judgement, given, casts)
     origin = _describe_origin(supplied, settings[0].samples, data, labels, seed)
-    heading = build_heading(judgement, baseline, candidate, origin, settings)
+    heading = build_heading(judgement, baseline, replacing, origin, settings)
     write_reports(judgement, heading, html, page)
     print_result(
-        lambda: build_document(judgement, heading, baseline, candidate),
+        lambda: build_document(judgement, heading, baseline, replacing),
         lambda: print_judgement(judgement, heading, as_markdown=page == "-"),
         as_json=as_json,
     )
     raise typer.Exit(judgement.verdict.exit_code)
+
+
+def _check_models(
+    candidate: str | None,
+    system: str | None,
+    *,
+    of_pairs: Mapping[str, object],
+    of_systems: Mapping[str, object],
+) -> str:
+    """Return the model that is to replace the baseline; empty with `--system`.
+
+    Raises:
+        UserError: a model is missing or superfluous, or an option is for the other use.
+    """
+    others = of_systems if system is None else of_pairs
+    name = next((name for name, value in others.items() if value), None)
+    if system is not None:
+        if candidate is not None:
+            remedy = "Name the candidate alone: your own code is the baseline."
+            raise UserError("a system is judged with one model", where="--system", remedy=remedy)
+        if name is not None:
+            raise UserError("the option does not apply to --system", where=name)
+        return ""
+    if name is not None:
+        remedy = "Name your own code: --system package.module:predict."
+        raise UserError("the option needs --system", where=name, remedy=remedy)
+    if candidate is None:
+        remedy = "Name both files: onnx-ops judge A.onnx B.onnx, or a system: --system."
+        raise UserError("the model that is to replace it is missing", where="judge", remedy=remedy)
+    return candidate
 
 
 def _restore_given_files(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,18 @@ train: {run: 'code:train'}
 export: {framework: sklearn}
 benchmark: {targets: [cpu-1t]}
 register: {model: trained}
+"""
+SOURCE = """\
+import numpy as np
+import onnxruntime
+
+import onnx_ops
+
+
+def predict(row):
+    x = onnx_ops.record_step("input", np.array([row["x"]], dtype=np.float32))
+    session = onnxruntime.InferenceSession("model.onnx")
+    return session.run(None, {session.get_inputs()[0].name: x})[0]
 """
 
 
@@ -153,6 +166,13 @@ CALLS = (
         "PASS",
         works=True,
     ),
+    Call(
+        "judge --system source:predict --files rows.jsonl model.onnx --tolerance files=8 --quiet",
+        0,
+        "PASS",
+        works=True,
+    ),
+    Call("judge --system source:predict --files none model.onnx", 2, "no such folder or file"),
     Call("bench model.onnx --runs 20 --quiet", 0, "p50", works=True),
     Call("quantize model.onnx small.onnx --method dynamic", 0, "int8"),
     Call(
@@ -175,6 +195,9 @@ def make_project(folder: Path) -> None:
     (folder / "onnx-ops.toml").touch()
     write_perceptron(folder / "model.onnx")
     np.savez(folder / "rows.npz", allow_pickle=False, **rows(64))
+    (folder / "source.py").write_text(SOURCE, encoding="utf-8")
+    lines = [json.dumps({"x": row.tolist()}) for row in rows(8)["x"]]
+    (folder / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
     for name, rest in PIPELINES.items():
         (folder / f"{name}.yaml").write_text(PIPELINE.format(name=name) + rest, encoding="utf-8")
     (folder / "trained.yaml").write_text(TRAINED, encoding="utf-8")
