@@ -31,7 +31,7 @@ from onnx_ops.adapters.endpoints.replicas import ReplicaEndpoints
 from onnx_ops.adapters.files import LocalObjects
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.app import follower
-from onnx_ops.app.follower import Follower, ReplicaOptions
+from onnx_ops.app.follower import Follower, FollowerOptions
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.domain.rollout_observations import GenerationUnits, Observations
@@ -318,7 +318,7 @@ class SimulatedFollower(Follower):
         control: TimedObjects,
         reports: TimedObjects,
     ) -> None:
-        options = ReplicaOptions(
+        options = FollowerOptions(
             control=str(control.root),
             reports=str(reports.root),
             endpoint=ENDPOINT,
