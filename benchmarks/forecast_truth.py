@@ -1,13 +1,14 @@
 """Compare forecasts of rollouts with rollouts that are simulated request by request.
 
-    python -m benchmarks.forecast_truth [--rollouts N] [--harmful N] [--seed N]
+    python -m benchmarks.forecast_truth [--rollouts N] [--harmful N] [--levels N] [--seed N]
 
 Each rollout has its own random policy and traffic, and runs through the product's own judge and
 state machine until it ends. Half of the forecasts get the true rate, the others one measured from
 about 30 requests or a minute. Exits with 1 if fewer than 90 % of rollouts take between half and
 twice the forecast median, or if a promised share of harms is not found. Worlds come from a new
 seed in each run, which is printed. With 500 healthy and 150 harmful rollouts, the benchmark takes
-about ten minutes of one core.
+about ten minutes of one core. Few rollouts wait longest for a service level, so that its time is
+also compared alone, simulated by interval.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from benchmarks.truth.forecast_world import (
     get_resolution,
     measure,
 )
+from benchmarks.truth.level_world import LevelTrial, run_level_trials
 from onnx_ops.domain.rollout_forecast import Duration, RolloutForecast
 from onnx_ops.statistics.rollout.forecast import forecast_rollout
 
@@ -180,6 +182,31 @@ def _name_wait(trial: Trial) -> str:
     return trial.forecast.steps[slowest].waits[0].kind
 
 
+def prove_levels(trials: Sequence[LevelTrial]) -> list[Claim]:
+    """Compare the times of service levels with their forecasts."""
+    groups: dict[str, list[LevelTrial]] = {"all": list(trials)}
+    for trial in trials:
+        groups.setdefault(f"traffic: {trial.world.name}", []).append(trial)
+        kind = "measured" if trial.traffic.counted else "given"
+        groups.setdefault(f"traffic: {kind}", []).append(trial)
+    rows = [
+        (
+            name,
+            f"{len(group)}",
+            f"{100 * np.mean([_is_within_factor(t.elapsed_s, t.forecast) for t in group]):.0f} %",
+            f"{100 * np.mean([t.is_covered for t in group]):.0f} %",
+        )
+        for name, group in sorted(groups.items())
+    ]
+    table(
+        "time until a service level is shown",
+        ("", "steps", "within a factor of 2", "in the 90 % interval"),
+        rows,
+    )
+    covered = sum(trial.is_covered for trial in trials)
+    return [at_least("service level", "times in the 90 % interval", covered, len(trials), 0.8)]
+
+
 def prove_harms(trials: Sequence[Trial]) -> list[Claim]:
     """Compare how many harms are found, and when, with the forecasts."""
     _print_undetected(trials)
@@ -230,11 +257,16 @@ def main() -> int:
     )
     parser.add_argument("--rollouts", type=int, default=500, help="healthy rollouts (500)")
     parser.add_argument("--harmful", type=int, default=150, help="harmful rollouts (150)")
+    parser.add_argument("--levels", type=int, default=400, help="service levels (400)")
     parser.add_argument("--seed", type=int, help="repeat the worlds of an earlier run")
     options = parser.parse_args()
     begin_run(options.seed)
     begun = time.process_time()
-    claims = prove_durations([run_trial(_HEALTHY, n) for n in range(options.rollouts)])
+    claims = []
+    if options.rollouts:
+        claims += prove_durations([run_trial(_HEALTHY, n) for n in range(options.rollouts)])
+    if options.levels:
+        claims += prove_levels(run_level_trials(options.levels))
     if options.harmful:
         claims += prove_harms([run_trial(_HARMFUL, n) for n in range(options.harmful)])
     summary(claims)

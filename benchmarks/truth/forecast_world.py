@@ -386,9 +386,10 @@ class SimulatedRollout:
         return np.asarray(requests, dtype=np.int64), random.random(len(requests))
 
     def _draw_events(self, requests: Ints, chances: Floats, *, is_errors: bool) -> Ints:
-        bunch = self._world.bunch if is_errors else 1
-        if bunch == 1:
+        if not is_errors or self._world.bunch == 1:
             return np.asarray(self._random.binomial(requests, chances))
+        # A bunch of more requests than the unit has would lower the share of failed requests.
+        bunch = np.minimum(requests, self._world.bunch)
         events = bunch * self._random.poisson(requests * chances / bunch)
         return np.asarray(np.minimum(requests, events))
 

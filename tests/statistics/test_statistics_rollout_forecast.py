@@ -257,3 +257,28 @@ def test_wait_for_count_without_rate_is_infinite() -> None:
 
 def test_forecast_warm_up_equals_warm_up_of_server() -> None:
     assert forecast_waits.WARM_UP_REQUESTS == metrics.WARM_UP_REQUESTS
+
+
+def find_level_interval(traffic: Traffic) -> tuple[float, float, float]:
+    policy = make_policy(slo=ServiceLevel(error_rate=0.05), step_timeout=30 * 86_400.0)
+    (wait,) = (
+        each
+        for each in forecast_rollout(policy, traffic).steps[0].waits
+        if each.kind == "service level"
+    )
+    known = (wait.duration.low_s, wait.duration.median_s, wait.duration.high_s)
+    return tuple(math.inf if each is None else each for each in known)  # type: ignore[return-value]  # three
+
+
+def test_forecast_interval_of_service_level_allows_for_uneven_traffic() -> None:
+    low_s, median_s, high_s = find_level_interval(Traffic(rate=500.0, errors=0.001))
+    # Only the number of minutes limits the time, which is the same for all steady traffic.
+    assert low_s <= median_s < 1.1 * low_s
+    assert high_s > 1.3 * low_s
+
+
+def test_forecast_interval_of_service_level_is_wider_for_few_measured_errors() -> None:
+    exact = find_level_interval(Traffic(rate=2.0, errors=0.01))
+    measured = find_level_interval(Traffic(rate=2.0, errors=0.01, counted=200))
+    assert measured[0] <= exact[0]
+    assert measured[2] > 1.2 * exact[2]

@@ -109,23 +109,24 @@ class UnitModel:
         return np.asarray(shares / shares.sum())
 
 
-def model_units(requests: float, users: int) -> UnitModel:
+def model_units(requests: float, users: int, skew: float = SKEW) -> UnitModel:
     """Return the units of an epoch with this expected number of requests.
 
     Args:
         users: number of users; 0 if requests have no key.
+        skew: exponent of Zipf's law, other than 1.
     """
     if not users:
         return UnitModel(requests, np.zeros(0), np.zeros(0))
     ranks = np.unique(
         np.round(np.geomspace(min(users, _HEAD), users, _GROUPS + 1)).astype(np.int64)
     )
-    weights = np.arange(1, min(users, _HEAD) + 1, dtype=np.float64) ** -SKEW
+    weights = np.arange(1, min(users, _HEAD) + 1, dtype=np.float64) ** -skew
     members = np.ones(len(weights))
     if users > _HEAD:
         # Each group has too many users for a sum over its ranks, so an integral replaces the sum.
         edges = ranks + 0.5
-        sums = np.diff(edges ** (1 - SKEW)) / (1 - SKEW)
+        sums = np.diff(edges ** (1 - skew)) / (1 - skew)
         counts = np.diff(ranks).astype(np.float64)
         members, weights = np.append(members, counts), np.append(weights, sums / counts)
     if users > CELLS:

@@ -5,7 +5,8 @@ quantiles of a Gamma distribution, the law of the n-th event of a Poisson proces
 `forecast_units`). Requirements that count the same requests are drawn with the same quantile, so
 that they agree in each simulated rollout. The rate is a Gamma number if it was measured from few
 requests (Poisson counts with Jeffreys' prior). Only a service level has no closed form: intervals
-are drawn, and judged by `is_rate_certified` with the design effect of the judge.
+are drawn, and judged by `is_rate_certified` with the design effect of the judge. Its time depends
+much on properties of the traffic that are not measured, so simulated rollouts differ in them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import gammaincinv, pdtrc
+from scipy.special import betaincinv, gammaincinv, pdtrc
 
 from onnx_ops.domain.rollout_forecast import Cadence, Traffic, WaitKind
 from onnx_ops.domain.rollout_observations import USER_BLOCKS
@@ -31,7 +32,18 @@ ROLLOUTS = 200
 """Number of simulated rollouts."""
 LOOKS = 40
 """Number of times at which evidence is evaluated, in a geometric sequence."""
-_LEVEL_ROLLOUTS = 48
+_LEVEL_ROLLOUTS = 96
+_UNKNOWN_SHARE = 0.25
+"""Share of simulated rollouts with an uneven rate, and share with errors in bunches.
+
+These shares and the ranges below are those of the rollouts of `benchmarks.forecast_truth`.
+"""
+_UNEVEN = 0.2, 1.0
+"""Range of the coefficient of variation of an uneven rate between epochs."""
+_BUNCH = 2, 4
+"""Range of the number of failed requests of a user that come together."""
+_SKEWS = 0.05, 0.35, 0.65, 0.95
+"""Exponents of Zipf's law by which users send requests."""
 _MAX_INTERVALS = 4000
 _MERGED_REQUESTS = 2.0
 _LEVEL_BEYOND = 4.0
@@ -236,14 +248,18 @@ class WaitSimulation:
         horizon = min(last, max(_MAX_INTERVALS, _LEVEL_BEYOND * first))
         count, mean = math.ceil(horizon / merged), per_interval * merged
         random = np.random.default_rng(SEED)
+        unknown = self._draw_unknown(random, merged)
         shape = (_LEVEL_ROLLOUTS, count)
-        busy = np.ones(shape)
+        busy = unknown.rate * _draw_factors(random, unknown.uneven**2, shape)
+        clumped = busy
         if self.cadence.source == "units" and self.epoch.has_users:
-            excess = max(1e-9, self.epoch.measure_clumps(share) - 1)
-            busy = random.gamma(mean / excess, excess / mean, shape)
-        mine = random.poisson(mean * busy)
-        theirs = random.poisson(mean * (1 - share) / share, shape)
-        bad, others = random.binomial(mine, errors), random.binomial(theirs, self.traffic.errors)
+            clumped = busy * _draw_factors(random, (1 - share) * unknown.clumps / mean, shape)
+        mine = random.poisson(mean * clumped)
+        theirs = random.poisson(mean * (1 - share) / share * busy)
+        is_healthy = errors == self.traffic.errors
+        chance = unknown.errors if is_healthy else np.full_like(unknown.errors, errors)
+        bad = _draw_bunches(random, mine, chance, unknown.bunch)
+        others = _draw_bunches(random, theirs, unknown.errors, unknown.bunch)
         rows = np.stack([bad, mine, others, theirs], axis=-1)
         shown, before = np.full(_LEVEL_ROLLOUTS, np.inf), 0
         for looked in space_looks(math.ceil(first / merged), count):
@@ -259,6 +275,68 @@ class WaitSimulation:
             before = looked
         places = np.random.default_rng(SEED).permutation(np.arange(ROLLOUTS) % _LEVEL_ROLLOUTS)
         return np.asarray(np.sort(shown)[places])
+
+    def _draw_unknown(self, random: np.random.Generator, minutes: float) -> _UnknownTraffic:
+        """Draw what is not known about the traffic, for intervals of some minutes."""
+        column = _LEVEL_ROLLOUTS, 1
+        strata = (np.arange(_LEVEL_ROLLOUTS) + 0.5) / _LEVEL_ROLLOUTS
+
+        def draw(values: Array) -> Array:
+            return random.permutation(values).reshape(column)
+
+        rate, errors = np.ones(column), np.full(column, self.traffic.errors)
+        if self.traffic.counted:
+            shape = self.traffic.counted + 0.5
+            bad = self.traffic.errors * self.traffic.counted
+            rate = draw(np.asarray(gammaincinv(shape, strata) / shape, dtype=np.float64))
+            errors = draw(betaincinv(bad + 0.5, self.traffic.counted - bad + 0.5, strata))
+        kinds = draw(strata)
+        is_uneven, is_bunched = kinds < _UNKNOWN_SHARE, kinds > 1 - _UNKNOWN_SHARE
+        averaged = min(1.0, self.policy.epoch / (INTERVAL_S * minutes))
+        uneven = math.sqrt(averaged) * random.uniform(*_UNEVEN, column)
+        squares = np.zeros(len(_SKEWS))
+        if self.traffic.users:
+            models = [model_units(1.0, self.traffic.users, skew) for skew in _SKEWS]
+            squares = np.array([(each.members * each.activity**2).sum() for each in models])
+        return _UnknownTraffic(
+            rate=rate,
+            errors=errors,
+            uneven=np.where(is_uneven, uneven, 0.0),
+            bunch=np.where(is_bunched, random.integers(_BUNCH[0], _BUNCH[1] + 1, column), 1),
+            clumps=self.epoch.requests * draw(np.resize(squares, _LEVEL_ROLLOUTS)),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _UnknownTraffic:
+    """What is not known about the traffic, in each simulated rollout; shape (rollouts, 1).
+
+    `rate` is a factor. `clumps` is the index of dispersion of a version's requests in an epoch less
+    one, for a version with hardly any traffic.
+    """
+
+    rate: Array
+    errors: Array
+    uneven: Array
+    bunch: Array
+    clumps: Array
+
+
+def _draw_factors(
+    random: np.random.Generator, variance: Array, shape: tuple[int, int]
+) -> npt.NDArray[np.float64]:
+    """Return Gamma numbers with mean 1 and a variance for each rollout."""
+    variance = np.maximum(variance, 1e-9)
+    return np.asarray(random.gamma(1 / variance, variance, shape))
+
+
+def _draw_bunches(
+    random: np.random.Generator, requests: npt.NDArray[np.int64], chances: Array, bunch: Array
+) -> npt.NDArray[np.int64]:
+    """Return numbers of failed requests, which come in bunches."""
+    single = random.binomial(requests, chances)
+    together = bunch * random.poisson(requests * chances / bunch)
+    return np.asarray(np.where(bunch == 1, single, np.minimum(requests, together)))
 
 
 def space_looks(first: int, last: int, count: int = LOOKS) -> npt.NDArray[np.int64]:
