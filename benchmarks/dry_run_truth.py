@@ -39,7 +39,15 @@ from onnx_ops.testing.endpoints import scaling_deployment
 from onnx_ops.testing.fakes import FakeProvider, FakeSigner
 from tests.adapters.azureml_parts import POLICY, inside
 from tests.adapters.replica_site import ReplicaProcesses
-from tests.release.dry_run_truth import ENDPOINTS, choose_operation, compare, failing
+from tests.release.dry_run_truth import (
+    ENDPOINTS,
+    Operation,
+    choose_operation,
+    compare,
+    failing,
+    leave_request,
+    pause_rollout,
+)
 from tests.release.release_parts import (
     AT_ONCE,
     CANARY,
@@ -63,6 +71,11 @@ A comparison reads the whole ledger, so long chains take time.
 """
 DISTURBED, FAILED = 0.3, 0.15
 """Shares of states before which the world is disturbed, or a call of the provider fails."""
+PAUSED, REQUESTED = 0.15, 0.12
+"""Shares of states with a paused rollout before `resume`, and a request before `withdraw`.
+
+Random operations seldom lead to a state in which these two commands change something.
+"""
 
 
 @dataclass
@@ -184,6 +197,16 @@ def bind_all(scene: ProviderScene, random_: random.Random) -> None:
             scene.bind(name, random_.choice((AT_ONCE, CANARY)))
 
 
+def choose(scene: ProviderScene, random_: random.Random) -> tuple[str, Operation]:
+    """Return a random operation and its name, in a state that can be made for it."""
+    kind, versions = random_.random(), scene.list_recent()
+    if kind < PAUSED:
+        return "rollout resume", pause_rollout(scene, random_, versions)
+    if kind < PAUSED + REQUESTED:
+        return "withdraw", leave_request(scene, scene.provider, random_, versions)
+    return choose_operation(random_, versions)
+
+
 def measure(scene: ProviderScene, states: int, random_: random.Random) -> Counter[str]:
     """Compare until `states` states with changes were seen, and return the counts."""
     counts = Counter[str]()
@@ -193,7 +216,7 @@ def measure(scene: ProviderScene, states: int, random_: random.Random) -> Counte
             bind_all(scene, random_)
             if random_.random() < DISTURBED:
                 disturb(scene, random_)
-        name, operation = choose_operation(random_, scene.list_recent())
+        name, operation = choose(scene, random_)
         if random_.random() < FAILED:
             error = ServiceUnavailableError("the connection was lost")
             with failing(scene.provider, random_, error=error) as failed, suppress(OnnxOpsError):

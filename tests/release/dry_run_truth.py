@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +19,7 @@ from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.domain.ledger import LedgerEntry, MetricsRecorded
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.domain.rollout_policy import DAY
-from onnx_ops.errors import OnnxOpsError
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError
 from onnx_ops.ports import Context, EndpointProvider, ModelFiles
 from onnx_ops.release.changes import NOTHING, Change, ChangeKind
 from onnx_ops.release.dry_run import DryRun
@@ -126,6 +126,52 @@ def choose_operation(
     }
     name = random_.choice(tuple(operations))
     return name, operations[name]
+
+
+def pause_rollout(scene: Scene, random_: random.Random, versions: Sequence[str]) -> Operation:
+    """Start a rollout if there is none, and pause it; return the operation that resumes it."""
+    endpoint, version = random_.choice(ENDPOINTS), random_.choice(versions)
+    with suppress(OnnxOpsError):
+        if scene.state(endpoint).roles.candidate is None:
+            scene.bind(endpoint, CANARY)
+            promote_version(scene.context, version, override=True)
+        send_command(scene.context, endpoint, OperatorCommand.PAUSE)
+        if random_.random() < 0.5:
+            reconcile(scene.context, (endpoint,))
+    return lambda context: command(context, endpoint, OperatorCommand.RESUME)
+
+
+def leave_request(
+    scene: Scene, provider: EndpointProvider, random_: random.Random, versions: Sequence[str]
+) -> Operation:
+    """Request a rollback or a deletion that the provider refuses once.
+
+    Return the operation that withdraws the request.
+    """
+    endpoint, version = random_.choice(ENDPOINTS), random_.choice(versions)
+    deletes = random_.random() < 0.5
+    with suppress(OnnxOpsError):
+        if random_.random() < 0.5:  # most rollbacks need an earlier version
+            promote_version(scene.context, version, override=True)
+        with _refusing(provider, ("apply", "roll_back", "remove")):
+            if deletes:
+                delete_endpoint(scene.context, endpoint, reason="old")
+            else:
+                roll_back(scene.context, (endpoint,), force=True)
+    return lambda context: withdraw_request(context, endpoint, reason="mistaken")
+
+
+@contextmanager
+def _refusing(provider: EndpointProvider, names: Sequence[str]) -> Iterator[None]:
+    """Let calls that change the provider's endpoints fail."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ServiceUnavailableError("the connection was lost")
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patch.object(provider, name, refuse))
+        yield
 
 
 def disturb(scene: Scene, random_: random.Random) -> None:
