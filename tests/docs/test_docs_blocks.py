@@ -110,7 +110,7 @@ def test_unknown_command_or_option_is_detected() -> None:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with this project's targets and functions.
 
-    It also has what the pages invent: a metric and parameters.
+    It also has what the pages invent: functions of metrics, and parameters.
     """
     root = tmp_path_factory.mktemp("project")
     (root / "configs").mkdir()
@@ -119,6 +119,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "params.yaml").write_text("train: {epochs: 3, seed: 7}\nmodel: {hidden: [8]}\n")
     (root / "shop").mkdir()
     (root / "shop" / "scores.py").write_text("def profit(predictions, labels):\n    return 1.0\n")
+    for module, function in (("speech", "transcribe"), ("translation", "translate")):
+        (root / "shop" / f"{module}.py").write_text(f"def {function}(outputs):\n    return []\n")
     return root
 
 
