@@ -21,7 +21,6 @@ from onnx_ops.domain.quantities import (
 from onnx_ops.domain.task_metrics import (
     DEFAULT_FOR_CLASSES,
     DEFAULT_FOR_NUMBERS,
-    IGNORED_TOKEN,
     METRICS,
     AnswerKind,
     Average,
@@ -56,6 +55,9 @@ class MetricDefinition:
     logits: bool | None = field(default=None, metadata=OMIT_DEFAULT)
     decode: str = field(default="", metadata=OMIT_DEFAULT)
     per: Literal["set", "row"] = field(default="set", metadata=OMIT_DEFAULT)
+    iou: float | None = field(default=None, metadata=OMIT_DEFAULT)
+    max_detections: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    sigmas: tuple[float, ...] | None = field(default=None, metadata=OMIT_DEFAULT)
 
     @property
     def metric(self) -> TaskMetric | None:
@@ -91,6 +93,7 @@ class MetricDefinition:
     def label(self) -> str:
         """Name of the metric with its options, which is unique in evidence and tables."""
         display = "" if self.metric is None else self.metric.display
+        usual: Options = {} if self.metric is None else self.metric.options
         parts = [display.format(**self.options) or self.name or self.use, self.average or ""]
         parts += [
             f"{key}:{value}"
@@ -100,8 +103,11 @@ class MetricDefinition:
                 ("ignore", self.ignore),
                 ("decode", self.decode or None),
                 ("per", self.per if self.per != "set" else None),
+                ("iou", self.iou),
+                ("max_detections", self.max_detections),
+                ("sigmas", self.sigmas and "own"),
             )
-            if value is not None and (key, value) != ("ignore", IGNORED_TOKEN)
+            if value is not None and (key == "positive" or value != usual.get(key))
         ]
         parts.append("of logits" if self.logits else "")
         return " ".join(part for part in parts if part)
@@ -333,15 +339,22 @@ class MetricGate(Gate):
     ] = None
     average: Annotated[
         Average | None,
-        doc("f1: average over classes; default: binary with `positive`, else macro."),
+        doc("f1, iou, dice: average over classes; default: binary with `positive`, else macro."),
     ] = None
     positive: Annotated[
         str | int | None,
-        doc("f1 (binary) and auc: the positive label; default: the greater of two."),
+        doc(
+            "f1 (binary) and auc: the positive label; default: the greater of two. "
+            "iou and dice (binary): the class; default 1."
+        ),
     ] = None
     output: Annotated[str | None, doc("ONNX output to read; default: the first that fits.")] = None
     ignore: Annotated[
-        int | None, doc("token_agreement: label of tokens that are ignored; default -100.")
+        int | None,
+        doc(
+            "token_agreement, iou, dice: value of ignored tokens or pixels of the label; "
+            "default -100 (tokens), 255 (pixels)."
+        ),
     ] = None
     bins: Annotated[
         int | None, Ge(2), Le(1000), doc("ece: number of bins of equal width; default 15.")
@@ -363,6 +376,29 @@ class MetricGate(Gate):
             "returns one answer per row, such as a text."
         ),
     ] = field(default="", metadata=OMIT_DEFAULT)
+    iou: Annotated[
+        float | None,
+        Ge(0),
+        Le(1),
+        doc(
+            "map, ar, keypoints_ap: least overlap of a detection and an object, such as 0.5; "
+            "default: the mean over 0.5, 0.55, …, 0.95."
+        ),
+    ] = field(default=None, metadata=OMIT_DEFAULT)
+    max_detections: Annotated[
+        Count | None,
+        doc(
+            "map, ar, keypoints_ap: number of best detections per image and class that count; "
+            "default 100, for keypoints 20."
+        ),
+    ] = field(default=None, metadata=OMIT_DEFAULT)
+    sigmas: Annotated[
+        tuple[float, ...] | None,
+        doc(
+            "keypoints_ap: spread of each keypoint as a share of the object's size; "
+            "default: COCO's 17 points of a person."
+        ),
+    ] = field(default=None, metadata=OMIT_DEFAULT)
     max_drop: Annotated[Fraction | None, doc("Largest tolerated drop, in percentage points.")] = (
         None
     )

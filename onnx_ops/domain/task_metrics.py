@@ -25,6 +25,12 @@ BEST_ITEMS, BINS = 10, 15
 IGNORED_TOKEN = -100
 """Value by which training code marks a token of the label as ignored."""
 
+IGNORED_PIXEL = 255
+"""Value by which data sets mark a pixel of the label as ignored."""
+
+MAX_DETECTIONS, MAX_POSES = 100, 20
+"""Numbers of best detections per image and class that count, as in COCO."""
+
 Options: TypeAlias = Mapping[str, Any]
 """The keys of a gate that shape a metric, with their values."""
 
@@ -38,6 +44,9 @@ AnswerKind: TypeAlias = Literal[
     "tokens",
     "texts",
     "relevance",
+    "detections",
+    "keypoints",
+    "masks",
 ]
 """What a metric reads from outputs and labels.
 
@@ -51,6 +60,12 @@ AnswerKind: TypeAlias = Literal[
 - `texts`: one text per row; the label has one text or several per row.
 - `relevance`: the scores of items, and the grade of each item. Either each row is a query, of shape
   (rows, items), or each row is an item, and the groups of the data set are the queries.
+- `detections`: boxes of each image with scores and classes, (rows, detections, 6): x1, y1, x2, y2,
+  score, class. The label holds objects, (rows, objects, 5 or 6): x1, y1, x2, y2, class[, crowd].
+  Empty places have the class -1.
+- `keypoints`: detections with keypoints, (rows, detections, 6 + 3 * keypoints). The label holds
+  x1, y1, x2, y2, class, crowd, area and the keypoints of each object.
+- `masks`: the class of each pixel, (rows, height, width), as the label.
 """
 
 
@@ -234,6 +249,44 @@ def _log_loss(label: Array, answers: Array, _: Options) -> Array:
     return compute_log_losses(label, answers)
 
 
+def _make_map(label: Array, answers: Array, options: Options) -> MetricStatistic:
+    from onnx_ops.metric_formulas.detection import make_precision_statistic, match_boxes
+
+    matches = match_boxes(label, answers, options["iou"], options["max_detections"])
+    return make_precision_statistic(matches, answers)
+
+
+def _make_ar(label: Array, answers: Array, options: Options) -> MetricStatistic:
+    from onnx_ops.metric_formulas.detection import make_recall_statistic, match_boxes
+
+    matches = match_boxes(label, answers, options["iou"], options["max_detections"])
+    return make_recall_statistic(matches, answers)
+
+
+def _make_keypoints_ap(label: Array, answers: Array, options: Options) -> MetricStatistic:
+    from onnx_ops.metric_formulas.detection import (
+        COCO_SIGMAS,
+        make_precision_statistic,
+        match_keypoints,
+    )
+
+    sigmas = options["sigmas"] or COCO_SIGMAS
+    limits = options["iou"], options["max_detections"]
+    return make_precision_statistic(match_keypoints(label, answers, *limits, sigmas), answers)
+
+
+def _make_iou(label: Array, answers: Array, options: Options) -> MetricStatistic:
+    from onnx_ops.metric_formulas.masks import make_overlap_statistic
+
+    return make_overlap_statistic(label, answers, "iou", **options)
+
+
+def _make_dice(label: Array, answers: Array, options: Options) -> MetricStatistic:
+    from onnx_ops.metric_formulas.masks import make_overlap_statistic
+
+    return make_overlap_statistic(label, answers, "dice", **options)
+
+
 def _absolute(label: Array, answers: Array, _: Options) -> Array:
     return abs(label - answers)
 
@@ -401,6 +454,34 @@ METRICS: dict[str, TaskMetric] = {
         options={"k": BEST_ITEMS},
         display="mrr_at_{k}",
         find_label_problem=_find_irrelevant,
+    ),
+    "map": TaskMetric(
+        reads="detections",
+        method=Resampled(make=_make_map),
+        options={"iou": None, "max_detections": MAX_DETECTIONS},
+        extra="vision-metrics",
+    ),
+    "ar": TaskMetric(
+        reads="detections",
+        method=Resampled(make=_make_ar),
+        options={"iou": None, "max_detections": MAX_DETECTIONS},
+        extra="vision-metrics",
+    ),
+    "keypoints_ap": TaskMetric(
+        reads="keypoints",
+        method=Resampled(make=_make_keypoints_ap),
+        options={"iou": None, "max_detections": MAX_POSES, "sigmas": None},
+        extra="vision-metrics",
+    ),
+    "iou": TaskMetric(
+        reads="masks",
+        method=Resampled(make=_make_iou, of_decisions=True),
+        options={"average": None, "positive": None, "ignore": IGNORED_PIXEL},
+    ),
+    "dice": TaskMetric(
+        reads="masks",
+        method=Resampled(make=_make_dice, of_decisions=True),
+        options={"average": None, "positive": None, "ignore": IGNORED_PIXEL},
     ),
 }
 """The metrics by name, in the order of schemas and messages."""

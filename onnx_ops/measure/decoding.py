@@ -9,6 +9,7 @@ import numpy as np
 
 from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.errors import OnnxOpsError, UserError, describe_error
+from onnx_ops.measure.visual_answers import stack_boxes
 from onnx_ops.metric_formulas import Array
 from onnx_ops.ports import Tensors
 
@@ -52,6 +53,8 @@ def stack_answers(definition: MetricDefinition, answers: Sequence[Any]) -> Array
         texts = np.empty(len(answers), dtype=object)
         texts[:] = answers
         return texts
+    if definition.reads in ("detections", "keypoints"):
+        return stack_boxes(definition, answers)
     try:
         return np.stack([np.asarray(answer) for answer in answers])
     except ValueError as error:

@@ -5,6 +5,7 @@ Functions raise UserError if outputs or labels do not fit the metric, or do not 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,14 @@ from onnx_ops.errors import UserError
 from onnx_ops.measure.decoding import Decoder, decode_outputs
 from onnx_ops.measure.queries import prepare_grades
 from onnx_ops.measure.text_answers import is_texts, read_texts
+from onnx_ops.measure.visual_answers import (
+    find_nan,
+    prepare_visual_label,
+    read_detections,
+    read_mask,
+    read_poses,
+    widen,
+)
 from onnx_ops.metric_formulas import Array
 from onnx_ops.metric_formulas.calibration import apply_softmax
 from onnx_ops.ports import Tensors
@@ -31,13 +40,15 @@ class Prediction:
 
     With `columns` 0, `values` are comparable with the label. Otherwise, `values` hold the index of
     the best column or the scores of all columns; with 1 column, they hold one score per row.
-    `broken` is the number of rows with a score of NaN. `outputs` are digests of all outputs of the
-    model, one per batch; a digest is "" if no output is of floating point.
+    `broken` is the number of rows with a score of NaN. With `ragged`, `values` are detections,
+    whose number can differ from batch to batch. `outputs` are digests of all outputs of the model,
+    one per batch; a digest is "" if no output is of floating point.
     """
 
     values: Array
     columns: int = 0
     broken: int = 0
+    ragged: bool = False
     outputs: tuple[str, ...] = ()
 
     def has_equal_outputs(self, other: Prediction) -> bool:
@@ -87,14 +98,20 @@ def _select_output(definition: MetricDefinition, outputs: Tensors) -> Tensors:
 
 def _read_form(definition: MetricDefinition, named: Tensors) -> Prediction:
     """Return the prediction from the first output that fits the metric."""
-    forms = _FORMS[definition.reads]
-    for form in forms:
+    nouns = []
+    for form in _FORMS[definition.reads]:
+        nouns.append(form.noun)
         for array in named.values():
             if form.fits(array):
                 return form.convert(array)
+    if definition.reads in _SET_FORMS:
+        noun, read_set = _SET_FORMS[definition.reads]
+        nouns.append(noun)
+        if (prediction := read_set(named)) is not None:
+            return prediction
     shapes = {name: f"{array.dtype} {tuple(array.shape)}" for name, array in named.items()}
     raise UserError(
-        f"no output can be read as {' or '.join(form.noun for form in forms)}: {shapes}",
+        f"no output can be read as {' or '.join(nouns)}: {shapes}",
         where=definition.label,
         remedy=f"{definition.other_kind or 'Use a metric that fits the model.'} Or name the output "
         "with `output:`.",
@@ -114,6 +131,12 @@ def _digest_outputs(outputs: Tensors) -> str:
 
 def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
     """Join the predictions of successive rows."""
+    if all(prediction.ragged for prediction in predictions):
+        places = max(prediction.values.shape[1] for prediction in predictions)
+        predictions = [
+            replace(prediction, values=widen(prediction.values, places))
+            for prediction in predictions
+        ]
     if len({(prediction.values.shape[1:], prediction.columns) for prediction in predictions}) != 1:
         shapes = sorted({str(prediction.values.shape[1:]) for prediction in predictions})
         raise UserError(
@@ -122,6 +145,7 @@ def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
     return Prediction(
         values=np.concatenate([prediction.values for prediction in predictions]),
         columns=predictions[0].columns,
+        ragged=predictions[0].ragged,
         broken=sum(prediction.broken for prediction in predictions),
         outputs=tuple(digest for prediction in predictions for digest in prediction.outputs),
     )
@@ -200,7 +224,46 @@ _NUMBER_FORMS = (
     _make_column_form("one number per row", "f", _read_numbers),
     _make_column_form("one whole number per row", "iu", _read_numbers),
 )
+
+
+def _make_boxes(read: Callable[[Tensors], Array | None], outputs: Tensors) -> Prediction | None:
+    """Return detections; None if the outputs hold none."""
+    values = read(outputs)
+    if values is None:
+        return None
+    return Prediction(values=values, ragged=True, broken=int(find_nan(values).sum()))
+
+
+def _make_mask(outputs: Tensors) -> Prediction | None:
+    """Return the classes of pixels; None if no output holds any."""
+    mask = read_mask(outputs)
+    return None if mask is None else Prediction(values=mask[0], columns=mask[1], broken=mask[2])
+
+
+_SET_FORMS: Mapping[AnswerKind | None, tuple[str, Callable[[Tensors], Prediction | None]]] = {
+    "detections": (
+        (
+            "detections: boxes (rows, n, 4), scores and classes (rows, n); "
+            "or one array (rows, n, 6): x1, y1, x2, y2, score, class"
+        ),
+        functools.partial(_make_boxes, read_detections),
+    ),
+    "keypoints": (
+        (
+            "detections with keypoints (rows, n, 6 + 3 * keypoints): "
+            "x1, y1, x2, y2, score, class, then x, y, score of each keypoint"
+        ),
+        functools.partial(_make_boxes, read_poses),
+    ),
+    "masks": (
+        "masks: classes (rows, height, width) or scores (rows, classes, height, width)",
+        _make_mask,
+    ),
+}
+"""The form of the kinds that are read from several outputs, or that need checks of their own."""
+
 _FORMS: Mapping[AnswerKind | None, Sequence[_Form]] = {
+    **dict.fromkeys(_SET_FORMS, ()),
     "classes": _CLASS_FORMS,
     "ranking": _SCORE_FORMS[:1],
     "positive": _SCORE_FORMS,
@@ -259,6 +322,8 @@ def _convert_label(
             return _select_matrix(label, "iu")
         case "numbers":
             return _prepare_numbers(definition, label)
+        case "detections" | "keypoints" | "masks":
+            return prepare_visual_label(definition, label)
         case None:
             if label is None:
                 raise _make_label_error(definition, label, "an array")

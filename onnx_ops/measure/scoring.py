@@ -30,6 +30,12 @@ from onnx_ops.measure.predictions import (
     read_probabilities,
 )
 from onnx_ops.measure.queries import arrange_scores
+from onnx_ops.measure.visual_answers import (
+    check_mask,
+    find_nan,
+    find_strange_classes,
+    prepare_detections,
+)
 from onnx_ops.metric_formulas import Array
 from onnx_ops.plugins import EXTRAS, require
 from onnx_ops.ports import Dataset, Runtime, Tensors
@@ -326,9 +332,10 @@ def _make_comparable(
         if isinstance(prediction, Prediction) and not prediction.broken:
             try:
                 read = _convert_values(definition, prediction)
-                answers[name] = _in_terms(
-                    definition, label, positive, read, answers.get(CANDIDATE), group
-                )
+                terms = _in_terms(definition, label, positive, read, answers.get(CANDIDATE), group)
+                if name == CANDIDATE:
+                    _check_classes(definition, label, terms)
+                answers[name] = terms
             except UserError as error:
                 problems.append(_make_unreadable(definition, name, error))
         else:
@@ -348,6 +355,18 @@ def _convert_values(definition: MetricDefinition, prediction: Prediction) -> Pre
     return replace(prediction, values=read_probabilities(definition, prediction))
 
 
+def _check_classes(definition: MetricDefinition, label: Array | None, answers: Array) -> None:
+    """Check that at least one detection is of a class that the label has."""
+    if label is None or definition.reads not in ("detections", "keypoints"):
+        return
+    if problem := find_strange_classes(label, answers):
+        raise UserError(
+            problem,
+            where=definition.label,
+            remedy="Number the classes of the label as the model numbers them.",
+        )
+
+
 def _make_unreadable(
     definition: MetricDefinition, name: str, problem: Prediction | OnnxOpsError
 ) -> ScoreComparison:
@@ -359,6 +378,8 @@ def _make_unreadable(
     if isinstance(problem, Prediction):
         count = len(problem.values)
         why = f"the model answers with NaN on {problem.broken} of {count} rows"
+        if problem.ragged:
+            why += f" (first: row {int(find_nan(problem.values).argmax())})"
     if name != CANDIDATE:
         return make_unscored(definition, against=name, undefined=f"{name} cannot be scored: {why}")
     if isinstance(problem, Prediction):
@@ -403,7 +424,9 @@ def _read_label(
 ) -> tuple[Array | None, str | int | None]:
     """Return the label as a metric needs it, and the positive label if there is one."""
     label = prepare_label(definition, label, group)
-    is_binary = definition.reads == "positive" or definition.average == "binary"
+    is_binary = definition.reads == "positive" or (
+        definition.reads == "classes" and definition.average == "binary"
+    )
     return label, find_positive_label(
         definition, label
     ) if is_binary and label is not None else None
@@ -441,6 +464,10 @@ def _in_terms(
                 raise UserError(f"the model has scores of {classes}", where=where)
         case "relevance":
             terms = arrange_scores(terms, label, group, where)
+        case "detections" | "keypoints":
+            terms = prepare_detections(definition, label, terms)
+        case "masks":
+            check_mask(definition, label, terms, prediction.columns)
         case _:
             _check_shape(definition, terms, label)
     if isinstance(definition.method, CountedRows):

@@ -28,12 +28,15 @@ class MetricStatistic:
             not raise it.
         step: the largest possible decrease of the metric by one more wrong row; None for a metric
             without a range.
+        plain: a form of the metric that is not too high or too low in small samples, with the same
+            limit in large ones. Intervals then cover the intervals of both.
     """
 
     statistic: Statistic
     reads: Array
     step: float | None = None
     bias: float = 0.0
+    plain: Statistic | None = None
 
 
 def mean(values: Array) -> Statistic:

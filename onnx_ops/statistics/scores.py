@@ -15,7 +15,7 @@ is unknown.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -60,6 +60,8 @@ _SAME_SCORES = (
 _ONLY_CHANCE = (
     "chance alone can cause the error of {name} on so few rows, so a change is no share of it"
 )
+_IN_ORDER = frozenset({"detections", "keypoints", "masks"})
+"""Kinds of answers whose rows keep their order: it matters, or sorting is expensive."""
 
 FEW_ROWS = 20
 """Number of rows or groups below which an interval has no meaningful level."""
@@ -185,8 +187,11 @@ def _score_without_labels(
 def _sort_rows(definition: MetricDefinition, label: Array, answers: Mapping[str, Array]) -> Array:
     """Return the row numbers in an order that depends only on the content of the rows.
 
-    Rows whose tokens are all ignored are omitted.
+    Rows whose tokens are all ignored are omitted. Images of detections keep their order, which
+    decides between equal scores, as in pycocotools.
     """
+    if definition.reads in _IN_ORDER:
+        return np.arange(len(label))
     columns = [np.ascontiguousarray(array) for array in (label, *answers.values())]
     keys = [b"".join(column[row].tobytes() for column in columns) for row in range(len(label))]
     order: Array = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.intp)
@@ -332,16 +337,15 @@ def _compare_by_bootstrap(
         # If the rows of a unit are alike, the standard error grows by the root of its size.
         step, bias = side.step and size * side.step, math.sqrt(size) * side.bias
         sides[name] = replace(side, step=step, bias=bias)
-    replicates = replicate(
-        {name: side.statistic for name, side in sides.items()}, units, seed, resamples
-    )
+    replicates = _replicate_sides(sides, units, seed, resamples)
     # A resample repeats rows, so chance raises its value even more. This does not show a bias of
     # the opposite sign, as BCa would assume.
     replicates = {
-        name: one.centre() if sides[name].bias else one for name, one in replicates.items()
+        name: tuple(form.centre() for form in forms) if sides[name].bias else forms
+        for name, forms in replicates.items()
     }
-    own = replicates[CANDIDATE]
-    mine = _score_alone(definition, sides[CANDIDATE], own)
+    own = replicates[CANDIDATE][0]
+    mine = _score_alone(definition, sides[CANDIDATE], replicates[CANDIDATE])
     entries = {CANDIDATE: mine}
     for name in _list_others(answers):
         if name in equal and math.isfinite(own.observed):
@@ -353,38 +357,60 @@ def _compare_by_bootstrap(
     return entries
 
 
+def _replicate_sides(
+    sides: Mapping[str, MetricStatistic], units: Array, seed: int, resamples: int
+) -> dict[str, tuple[Replicates, ...]]:
+    """Return the replicates of each model's metric, and of its plain form if it has one."""
+    forms = {
+        name: [form for form in (side.statistic, side.plain) if form is not None]
+        for name, side in sides.items()
+    }
+    numbered = {
+        f"{number} {name}": form
+        for name, of_model in forms.items()
+        for number, form in enumerate(of_model)
+    }
+    replicates = replicate(numbered, units, seed, resamples)
+    return {
+        name: tuple(replicates[f"{number} {name}"] for number in range(len(of_model)))
+        for name, of_model in forms.items()
+    }
+
+
 def _compare_replicates(
     definition: MetricDefinition,
     entry: ScoreComparison,
     sides: Mapping[str, MetricStatistic],
-    replicates: Mapping[str, Replicates],
+    replicates: Mapping[str, tuple[Replicates, ...]],
 ) -> ScoreComparison:
     """Return the comparison of the candidate with one other model.
 
     It is a difference, a ratio or both.
     """
     name = entry.against
-    own, other = replicates[CANDIDATE], replicates[name]
+    pairs = list(zip(replicates[CANDIDATE], replicates[name], strict=True))
+    value = replicates[name][0].observed
     difference = ratio = None
     steps = [side.step for side in (sides[CANDIDATE], sides[name]) if side.step is not None]
     step = max(steps, default=None)
     if definition.higher_is_better is not False:
-        difference = _estimate(own - other, step)
-    if definition.higher_is_better is not True and other.observed > 0:
+        difference = _estimate([own - other for own, other in pairs], step)
+    if definition.higher_is_better is not True and value > 0:
+        observed = replicates[CANDIDATE][0].observed
         ratio = _allow_for_bias(
-            _estimate(own / other, step and step / other.observed),
-            sides[CANDIDATE].bias / own.observed if own.observed else 0.0,
-            sides[name].bias / other.observed,
+            _estimate([own / other for own, other in pairs], step and step / value),
+            sides[CANDIDATE].bias / observed if observed else 0.0,
+            sides[name].bias / value,
         )
     if difference is None and ratio is None:
-        if sides[name].bias >= other.observed > 0:
+        if sides[name].bias >= value > 0:
             return _make_undefined(definition, entry, _ONLY_CHANCE)
-        no_error = definition.higher_is_better is False and not other.observed > 0
+        no_error = definition.higher_is_better is False and not value > 0
         return _make_undefined(definition, entry, _NO_ERROR if no_error else _SAME_SCORES)
     return replace(
         entry,
-        baseline=other.observed,
-        reference=_score_alone(definition, sides[name], other).candidate,
+        baseline=value,
+        reference=_score_alone(definition, sides[name], replicates[name]).candidate,
         difference=difference,
         ratio=ratio,
     )
@@ -613,22 +639,22 @@ def _is_finite(array: Array) -> bool:
 
 
 def _score_alone(
-    definition: MetricDefinition, statistic: MetricStatistic, replicates: Replicates
+    definition: MetricDefinition, statistic: MetricStatistic, replicates: Sequence[Replicates]
 ) -> ScoreComparison:
     n = len(statistic.reads)
-    interval = bca_interval(replicates)
+    interval = _cover(replicates)
     if interval is None:
         why = (
             f"{definition.label} is not defined on these rows, or not on enough of their resamples"
         )
         return make_unscored(definition, n, undefined=why)
-    if not replicates.spread and not statistic.step:
+    if not replicates[0].spread and not statistic.step:
         return make_unscored(definition, n, undefined=_NO_SPREAD)
     interval = _widen(interval, statistic.step)
     interval = replace(interval, low=interval.low - statistic.bias)
     if statistic.step is not None:
         interval = _limit_to_range(definition, interval)
-    method = f"bootstrap over rows (BCa, {replicates.resampled.size} resamples)"
+    method = f"bootstrap over rows (BCa, {replicates[0].resampled.size} resamples)"
     return ScoreComparison(
         metric=definition.label,
         against=CANDIDATE,
@@ -660,14 +686,24 @@ def _limit_to_range(definition: MetricDefinition, interval: Interval) -> Interva
     return replace(interval, high=min(interval.high, 1.0))
 
 
-def _estimate(between: Replicates, step: float | None = None) -> Interval | None:
+def _cover(forms: Sequence[Replicates]) -> Interval | None:
+    """Return the interval of the first form, widened to cover those of the others."""
+    intervals = [bca_interval(form) for form in forms]
+    known = [interval for interval in intervals if interval is not None]
+    if len(known) < len(intervals):
+        return None
+    low, high = min(one.low for one in known), max(one.high for one in known)
+    return replace(known[0], low=low, high=high)
+
+
+def _estimate(between: Sequence[Replicates], step: float | None = None) -> Interval | None:
     """Return the interval of a difference or ratio.
 
     Return None for a statistic without spread and without a largest step.
     """
-    if not step and not between.spread:
+    if not step and not between[0].spread:
         return None
-    interval = bca_interval(between)
+    interval = _cover(between)
     return None if interval is None else _widen(interval, step)
 
 
