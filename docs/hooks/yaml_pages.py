@@ -83,6 +83,7 @@ EXAMPLES: Mapping[str, Any] = {
     "python": "3.12",
     "q": 0.9,
     "retries": 2,
+    "sigmas": [0.05, 0.08, 0.05],
     "step_timeout": "12 h",
     "strategy": "canary",
     "timeout": "10 min",

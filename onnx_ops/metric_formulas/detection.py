@@ -19,7 +19,13 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.metric_formulas.statistic import Array, MetricStatistic, Statistic, Weights
+from onnx_ops.metric_formulas.statistic import (
+    Array,
+    MetricStatistic,
+    Statistic,
+    Weights,
+    find_class_step,
+)
 
 PADDING = -1
 """Class of a place that holds no box."""
@@ -262,14 +268,16 @@ def make_precision_statistic(matches: Matches, answers: Array) -> MetricStatisti
         statistic=precision.interpolated,
         plain=precision.plain,
         reads=answers,
-        step=1 / matches.images,
+        step=find_class_step(matches.images, (matches.objects > 0).sum(axis=1)),
     )
 
 
 def make_recall_statistic(matches: Matches, answers: Array) -> MetricStatistic:
     """Return the mean recall of one model."""
     return MetricStatistic(
-        statistic=average_recall(matches), reads=answers, step=1 / matches.images
+        statistic=average_recall(matches),
+        reads=answers,
+        step=find_class_step(matches.images, (matches.objects > 0).sum(axis=1)),
     )
 
 

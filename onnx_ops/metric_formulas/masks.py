@@ -11,7 +11,12 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.metric_formulas.statistic import Array, MetricStatistic, Weights
+from onnx_ops.metric_formulas.statistic import (
+    Array,
+    MetricStatistic,
+    Weights,
+    find_class_step,
+)
 
 Overlap: TypeAlias = Literal["iou", "dice"]
 
@@ -46,7 +51,15 @@ def make_overlap_statistic(
         counts = weights @ hits, weights @ true, weights @ total
         return _average(overlap, kind, chosen, *counts)
 
-    return MetricStatistic(statistic=statistic, reads=answers, step=1 / len(label))
+    holders = (true > 0).sum(axis=0)
+    match kind:
+        case "binary":
+            step = 1 / max(1, int(holders[chosen]))
+        case "macro":
+            step = find_class_step(len(label), holders)
+        case _:
+            step = 1 / len(label)
+    return MetricStatistic(statistic=statistic, reads=answers, step=step)
 
 
 def _list_classes(label: Array, answers: Array, positive: int, ignore: int | None) -> Array:

@@ -47,3 +47,17 @@ def mean(values: Array) -> Statistic:
 def make_mean_statistic(values: Array) -> MetricStatistic:
     """Return the mean of one value in [0, 1] per row; a wrong row has the value 0."""
     return MetricStatistic(statistic=mean(values), reads=values, step=1 / len(values))
+
+
+def find_class_step(rows: int, holders: Array) -> float:
+    """Return the decrease of a mean over classes by one more row that is wrong.
+
+    A row has about a share of 1 / `rows` of all classes. A row of a rare class has a large share of
+    this class: as many rows as usual can be missing by chance from the rows of each class.
+
+    Args:
+        rows: number of rows.
+        holders: number of rows with each class.
+    """
+    known = holders[holders > 0]
+    return max(1 / rows, 1 / (len(known) * int(known.min()))) if len(known) else 1 / rows
