@@ -20,9 +20,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.truth.draws import begin_run, derive_seed, make_generator
-from benchmarks.truth.metric_worlds import BASELINE, WORLDS, Population, World
+from benchmarks.truth.metric_worlds import BASELINE, Population, World
+from benchmarks.truth.metric_worlds import WORLDS as ROW_WORLDS
+from benchmarks.truth.vision_worlds import VISION_WORLDS
 from onnx_ops.domain.evidence import Interval, ScoreComparison
 from onnx_ops.statistics.scores import CANDIDATE, build_metric_statistic, score
+
+WORLDS = {**ROW_WORLDS, **VISION_WORLDS}
 
 ROWS = (50, 200, 500, 2000)
 RESAMPLES = 400

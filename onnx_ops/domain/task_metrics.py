@@ -287,6 +287,10 @@ def _make_dice(label: Array, answers: Array, options: Options) -> MetricStatisti
     return make_overlap_statistic(label, answers, "dice", **options)
 
 
+def _find_no_object(label: Array, _: Options) -> str:
+    return "" if (label[..., 4] >= 0).any() else "the label has no object in any image"
+
+
 def _absolute(label: Array, answers: Array, _: Options) -> Array:
     return abs(label - answers)
 
@@ -457,30 +461,33 @@ METRICS: dict[str, TaskMetric] = {
     ),
     "map": TaskMetric(
         reads="detections",
-        method=Resampled(make=_make_map),
+        method=Resampled(make=_make_map, row_effect=1),
         options={"iou": None, "max_detections": MAX_DETECTIONS},
         extra="vision-metrics",
+        find_label_problem=_find_no_object,
     ),
     "ar": TaskMetric(
         reads="detections",
-        method=Resampled(make=_make_ar),
+        method=Resampled(make=_make_ar, row_effect=1),
         options={"iou": None, "max_detections": MAX_DETECTIONS},
         extra="vision-metrics",
+        find_label_problem=_find_no_object,
     ),
     "keypoints_ap": TaskMetric(
         reads="keypoints",
-        method=Resampled(make=_make_keypoints_ap),
+        method=Resampled(make=_make_keypoints_ap, row_effect=1),
         options={"iou": None, "max_detections": MAX_POSES, "sigmas": None},
         extra="vision-metrics",
+        find_label_problem=_find_no_object,
     ),
     "iou": TaskMetric(
         reads="masks",
-        method=Resampled(make=_make_iou, of_decisions=True),
+        method=Resampled(make=_make_iou, of_decisions=True, row_effect=1),
         options={"average": None, "positive": None, "ignore": IGNORED_PIXEL},
     ),
     "dice": TaskMetric(
         reads="masks",
-        method=Resampled(make=_make_dice, of_decisions=True),
+        method=Resampled(make=_make_dice, of_decisions=True, row_effect=1),
         options={"average": None, "positive": None, "ignore": IGNORED_PIXEL},
     ),
 }

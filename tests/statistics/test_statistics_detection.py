@@ -165,7 +165,8 @@ def test_boxes_of_random_cases_match_library(library: Any) -> None:
         images, most = int(rng.integers(1, 12)), int(rng.choice([10, 11, 100]))
         label, answers = draw_boxes(rng, images, int(rng.integers(1, 5)), int(rng.integers(1, 9)))
         answers[0, 0] = [0, 0, 9, 9, 0.5, 0]
-        precision, recall = evaluate_with(*library(), label, answers, "bbox", most)
+        coco, evaluation = library()
+        precision, recall = evaluate_with(coco, evaluation, label, answers, "bbox", most)
         expected = [average(precision), average(recall), average(precision[0]), average(recall[5])]
         mine = [
             *compute(match_boxes(label, answers, None, most), images),
