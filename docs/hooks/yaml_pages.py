@@ -58,6 +58,7 @@ SECTIONS = {
 EXAMPLES: Mapping[str, Any] = {
     "ab_test": {"duration": "7 d"},
     "accelerator": "H100",
+    "annotations": "data/instances.json",
     "approval_steps": ["50%"],
     "batch": 8,
     "bins": 15,

@@ -135,7 +135,8 @@ def _list_data_files(project: Project, pipeline: Pipeline) -> Iterator[str]:
     for section in pipeline.data.values():
         source = project.context.source(get_source_name(section))
         if isinstance(section, FileData):
-            yield from (section.file, f"{section.file}.dvc")
+            for file in filter(None, (section.file, section.annotations)):
+                yield from (file, f"{file}.dvc")
         else:
             yield from source.list_dependencies(section)
 

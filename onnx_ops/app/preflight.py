@@ -417,8 +417,13 @@ def _describe_source_error(
     """
     if not isinstance(section, FileData):
         return Issue((*loc, "options") if isinstance(section, PluginData) else loc, str(error))
-    path = str((root / section.file).resolve())
+    annotations = str((root / section.annotations).resolve())
+    is_of_annotations = section.annotations and error.where in (annotations, section.annotations)
+    key, file = (
+        ("annotations", section.annotations) if is_of_annotations else ("file", section.file)
+    )
+    path = str((root / file).resolve())
     where = error.where.removeprefix(path).removeprefix(": ")
-    what = f"{where}: {error.what}" if where not in ("", section.file) else error.what
+    what = f"{where}: {error.what}" if where not in ("", file) else error.what
     text = type(error)(what, why=error.why, remedy=error.remedy)
-    return Issue((*loc, "file"), f"'{section.file}': {text}")
+    return Issue((*loc, key), f"'{file}': {text}")

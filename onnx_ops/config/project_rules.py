@@ -123,6 +123,8 @@ def _list_paths(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[L
     for name, section in draft.data.items():
         if isinstance(section, FileData):
             yield ("data", name, "file"), section.file
+            if section.annotations:
+                yield ("data", name, "annotations"), section.annotations
         elif (
             isinstance(section, PluginData)
             and (key := _PLUGIN_PATHS.get(section.source)) in section.options

@@ -34,6 +34,18 @@ from onnx_ops.domain.task_metrics import (
     suggest_other_kind,
 )
 
+_NAMED_KEYS = (
+    "positive",
+    "output",
+    "ignore",
+    "decode",
+    "per",
+    "iou",
+    "max_detections",
+    "sigmas",
+)
+"""Keys that are part of a metric's name where they differ from their defaults."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricDefinition:
@@ -93,24 +105,23 @@ class MetricDefinition:
     def label(self) -> str:
         """Name of the metric with its options, which is unique in evidence and tables."""
         display = "" if self.metric is None else self.metric.display
-        usual: Options = {} if self.metric is None else self.metric.options
         parts = [display.format(**self.options) or self.name or self.use, self.average or ""]
         parts += [
-            f"{key}:{value}"
-            for key, value in (
-                ("positive", self.positive),
-                ("output", self.output),
-                ("ignore", self.ignore),
-                ("decode", self.decode or None),
-                ("per", self.per if self.per != "set" else None),
-                ("iou", self.iou),
-                ("max_detections", self.max_detections),
-                ("sigmas", self.sigmas and "own"),
-            )
-            if value is not None and (key == "positive" or value != usual.get(key))
+            f"{key}:{'own' if key == 'sigmas' else value}"
+            for key, value in self._list_own_keys().items()
         ]
         parts.append("of logits" if self.logits else "")
         return " ".join(part for part in parts if part)
+
+    def _list_own_keys(self) -> Options:
+        """Return the keys that differ from their defaults, in the order of the label."""
+        usual = {"decode": "", "per": "set", **(self.metric.options if self.metric else {})}
+        given = {key: getattr(self, key) for key in _NAMED_KEYS}
+        return {
+            key: value
+            for key, value in given.items()
+            if value is not None and value != usual.get(key)
+        }
 
     @property
     def functions(self) -> Sequence[str]:

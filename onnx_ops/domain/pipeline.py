@@ -104,6 +104,14 @@ class FileData:
             "hf://datasets/OWNER/NAME@COMMIT/PATH, or https://…#sha256=DIGEST."
         ),
     ]
+    annotations: Annotated[
+        str,
+        doc(
+            "Path of an annotation file in the format of COCO. Its objects are the array "
+            "`objects`, and with keypoints `poses`: one row for each image, in the order of the "
+            "array `image_id` of the data, else of the images of the file."
+        ),
+    ] = field(default="", metadata=OMIT_DEFAULT)
     inputs: Annotated[Mapping[str, str], doc(INPUTS)] = field(default_factory=dict)
     label: Annotated[str | None, doc("Name of the array or column with the labels.")] = None
     group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=OMIT_DEFAULT)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from onnx_ops.adapters.data.coco import read_annotations
 from onnx_ops.adapters.data.onnx_test_data import has_test_data, read_test_data
 from onnx_ops.adapters.data.tables import SUFFIXES, find_table_suffix, read_table
 from onnx_ops.adapters.pinned_files import PINNED, PinnedFiles
-from onnx_ops.domain.artifact import digest_file, digest_folder
+from onnx_ops.domain.artifact import Digest, digest_file, digest_folder, digest_json
 from onnx_ops.domain.pinned_address import hide_secrets, is_pinned_address
 from onnx_ops.domain.pipeline import DataSection, FileData
 from onnx_ops.errors import NotFoundError, UserError, describe_error
@@ -47,20 +48,25 @@ class FileSource(DataSource):
         return FileSource(state)
 
     def fingerprint(self, section: DataSection, root: Path) -> str:
-        """Return the digest of the file or folder, or of its pinned address."""
-        if address := _find_address(section):
-            return self._pinned.digest(address)
-        path = _path(section, root)
-        return digest_folder(path).digest() if path.is_dir() else digest_file(path)
+        """Return the digest of the file or folder, or of its pinned address.
+
+        With annotations, their digest is included.
+        """
+        data, annotations = self._digest(section, root), _find_annotations(section, root)
+        if annotations is None:
+            return data
+        return digest_json([data, digest_file(annotations)])
 
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
-        """Read all arrays or columns of the file."""
+        """Read all arrays or columns of the file, and the objects of its annotations."""
         address = _find_address(section)
         path = self._pinned.fetch(address) if address else _path(section, root)
         where = hide_secrets(address) or str(path)
         if path.is_dir():
-            return _read_folder(path, section, where)
-        return read_arrays(path, where=where)
+            arrays = _read_folder(path, section, where)
+        else:
+            arrays = read_arrays(path, where=where)
+        return _add_objects(arrays, section, root)
 
     def sample(self, section: DataSection, root: Path) -> Sample | None:
         """Read the first rows of the file; None for a file that was not yet downloaded."""
@@ -70,8 +76,15 @@ class FileSource(DataSource):
             return None
         where = hide_secrets(address) or str(path)
         if path.is_dir():
-            return Sample(arrays=_read_folder(path, section, where), whole=True)
-        return sample_arrays(path, where=where)
+            arrays = _add_objects(_read_folder(path, section, where), section, root)
+            return Sample(arrays=arrays, whole=True)
+        return _add_sampled_objects(sample_arrays(path, where=where), section, root)
+
+    def _digest(self, section: DataSection, root: Path) -> Digest:
+        if address := _find_address(section):
+            return self._pinned.digest(address)
+        path = _path(section, root)
+        return digest_folder(path).digest() if path.is_dir() else digest_file(path)
 
     @property
     def _pinned(self) -> PinnedFiles:
@@ -96,6 +109,40 @@ def _require_test_data(folder: Path, where: str) -> None:
 def _read_folder(folder: Path, section: DataSection, where: str) -> Mapping[str, Array]:
     _require_test_data(folder, where)
     return read_test_data(folder, where=where, label=section.label)
+
+
+def _find_annotations(section: DataSection, root: Path) -> Path | None:
+    """Return the path of the annotations; None if the section names none."""
+    if not isinstance(section, FileData) or not section.annotations:
+        return None
+    return _find_file(section.annotations, root)
+
+
+def _add_objects(
+    arrays: Mapping[str, Array], section: DataSection, root: Path
+) -> Mapping[str, Array]:
+    """Return the arrays with those of the annotations."""
+    path = _find_annotations(section, root)
+    if path is None:
+        return arrays
+    objects = read_annotations(path, arrays, where=str(path))
+    if twice := sorted(objects.keys() & arrays.keys()):
+        raise UserError(
+            f"the data has an array {twice[0]!r}, which is also made of the annotations",
+            where=str(path),
+            remedy="Rename the array.",
+        )
+    return {**arrays, **objects}
+
+
+def _add_sampled_objects(sample: Sample, section: DataSection, root: Path) -> Sample:
+    """Return the first rows with those of the annotations, which are read completely."""
+    arrays = _add_objects(sample.arrays, section, root)
+    if not sample.whole:
+        rows = max(len(array) for array in sample.arrays.values())
+        cut = {name: arrays[name][:rows] for name in arrays.keys() - sample.arrays.keys()}
+        arrays = {**arrays, **cut}
+    return Sample(arrays=arrays, whole=sample.whole)
 
 
 def sample_arrays(path: Path, *, where: str) -> Sample:
@@ -262,11 +309,16 @@ def _header(npy: Any, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
 def _path(section: DataSection, root: Path) -> Path:
     if not isinstance(section, FileData):
         raise UserError("the data section has no `file: PATH`", where=type(section).__name__)
+    return _find_file(section.file, root)
+
+
+def _find_file(name: str, root: Path) -> Path:
+    """Return the path of a file of the project."""
     try:
-        path = (root / section.file).resolve()
+        path = (root / name).resolve()
     except (OSError, RuntimeError, ValueError) as error:
         # The cause is a loop of links or a null byte in the path.
-        raise NotFoundError("no such file", where=section.file, why=str(error)) from error
+        raise NotFoundError("no such file", where=name, why=str(error)) from error
     if os.path.isdir(path):
         _require_test_data(path, str(path))
     if os.path.exists(path):

@@ -1,0 +1,173 @@
+"""Read the objects of images from an annotation file in the format of COCO.
+
+https://cocodataset.org/#format-data describes the format.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.errors import UserError, describe_error
+from onnx_ops.ports.data import Array
+
+OBJECTS, POSES = "objects", "poses"
+"""Names of the arrays of boxes, and of boxes with keypoints."""
+
+IMAGE_IDS = "image_id"
+"""Name of the array that names the image of each row."""
+
+_EMPTY = -1.0
+"""Class of a place without an object."""
+
+_OUTSIDE = 1.0
+"""Number of pixels by which a box can exceed its image because coordinates were rounded."""
+
+
+def read_annotations(path: Path, arrays: Mapping[str, Array], *, where: str) -> dict[str, Array]:
+    """Return the objects of each row: their boxes, and their keypoints if there are any.
+
+    `objects` has shape (rows, objects, 6): x1, y1, x2, y2, class, crowd. `poses` has also the area
+    and x, y, visibility of each keypoint. Classes are numbers from 0 in the order of the ids of
+    categories. Places without an object have the class -1.
+
+    Args:
+        arrays: arrays of the data set. Rows are in the order of its array `image_id` if there is
+            one, else in that of the images of the file.
+
+    Raises:
+        UserError: the file does not have the format, or an object is wrong.
+    """
+    content = _load(path, where)
+    images = {_get(entry, "id", "image", where): entry for entry in content["images"]}
+    classes = {
+        identity: number
+        for number, identity in enumerate(
+            sorted(_get(entry, "id", "category", where) for entry in content["categories"])
+        )
+    }
+    by_image: dict[Any, list[list[float]]] = {identity: [] for identity in images}
+    points = max((len(entry.get("keypoints", ())) for entry in content["annotations"]), default=0)
+    for entry in content["annotations"]:
+        place = f"annotation {entry.get('id', '?')}"
+        image = _get(entry, "image_id", place, where)
+        if image not in images:
+            raise UserError(f"{place} is of image {image}, which is not in the file", where=where)
+        corners = _read_box(entry, images[image], place, where)
+        values = _read_values(entry, corners, classes, place, where)
+        by_image[image].append([*corners, *values, *_read_points(entry, points, place, where)])
+    return _stack([by_image[image] for image in _list_rows(images, arrays, where)], points)
+
+
+def _load(path: Path, where: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            "the annotations are not JSON", where=where, why=describe_error(error)
+        ) from error
+    for key in ("images", "categories", "annotations"):
+        entries = content.get(key) if isinstance(content, dict) else None
+        if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
+            raise UserError(
+                f"the annotations have no list {key!r}",
+                where=where,
+                remedy="Use a file in the format of COCO: images, categories and annotations.",
+            )
+    return dict(content)
+
+
+def _get(entry: Mapping[str, Any], key: str, place: str, where: str) -> Any:
+    if not isinstance(entry.get(key), int | str):
+        raise UserError(f"{place} has no {key!r}: {str(dict(entry))[:80]}", where=where)
+    return entry[key]
+
+
+def _read_values(
+    entry: Mapping[str, Any],
+    corners: Sequence[float],
+    classes: Mapping[Any, int],
+    place: str,
+    where: str,
+) -> tuple[float, float, float]:
+    """Return the class, whether the object is a crowd, and the area."""
+    category = _get(entry, "category_id", place, where)
+    if category not in classes:
+        known = ", ".join(str(one) for one in list(classes)[:5])
+        raise UserError(
+            f"{place} has category {category}, which is not among the categories: {known}"
+            f"{', …' if len(classes) > 5 else ''}",
+            where=where,
+        )
+    area = entry.get("area") or (corners[2] - corners[0]) * (corners[3] - corners[1])
+    return float(classes[category]), float(bool(entry.get("iscrowd", 0))), float(area)
+
+
+def _read_points(entry: Mapping[str, Any], points: int, place: str, where: str) -> Sequence[float]:
+    """Return the values of the keypoints; zeros if the object has none."""
+    values = [float(value) for value in entry.get("keypoints", ())]
+    if len(values) not in (0, points) or points % 3:
+        raise UserError(
+            f"{place} has {len(values)} values of keypoints instead of {points}", where=where
+        )
+    return values or [0.0] * points
+
+
+def _read_box(
+    entry: Mapping[str, Any], image: Mapping[str, Any], place: str, where: str
+) -> list[float]:
+    """Return the corners of a box, which lies in its image."""
+    box = entry.get("bbox")
+    if (
+        not isinstance(box, list)
+        or len(box) != 4
+        or not all(isinstance(value, int | float) and math.isfinite(value) for value in box)
+    ):
+        raise UserError(f"{place} has no box of four numbers: {box}", where=where)
+    x, y, width, height = (float(value) for value in box)
+    if width < 0 or height < 0:
+        raise UserError(
+            f"{place} has a box with a negative size: {box}",
+            where=where,
+            remedy="A box is x, y, width, height.",
+        )
+    right, bottom = (float(image.get(key) or math.inf) for key in ("width", "height"))
+    outside = max(-x, -y, x + width - right, y + height - bottom)
+    if outside > _OUTSIDE:
+        raise UserError(
+            f"{place} has a box outside image {image['id']} of {right:g} x {bottom:g} pixels: "
+            f"{box}",
+            where=where,
+            remedy="A box is x, y, width, height.",
+        )
+    return [max(0.0, x), max(0.0, y), x + width, y + height]
+
+
+def _list_rows(images: Mapping[Any, Any], arrays: Mapping[str, Array], where: str) -> Sequence[Any]:
+    """Return the image of each row."""
+    if IMAGE_IDS not in arrays:
+        return list(images)
+    rows = arrays[IMAGE_IDS].reshape(-1).tolist()
+    for number, image in enumerate(rows):
+        if image not in images:
+            raise UserError(
+                f"row {number} is of image {image}, which is not in the annotations", where=where
+            )
+    return rows
+
+
+def _stack(rows: Sequence[Sequence[Sequence[float]]], points: int) -> dict[str, Array]:
+    """Return the arrays of objects, with one place at least."""
+    import numpy as np
+
+    places = max(1, *(len(row) for row in rows)) if rows else 1
+    poses = np.zeros((len(rows), places, 7 + points))
+    poses[..., 4] = _EMPTY
+    for number, row in enumerate(rows):
+        if row:
+            poses[number, : len(row)] = row
+    objects = {OBJECTS: np.ascontiguousarray(poses[..., :6])}
+    return objects | {POSES: poses} if points else objects
