@@ -169,5 +169,5 @@ def _stack(rows: Sequence[Sequence[Sequence[float]]], points: int) -> dict[str, 
     for number, row in enumerate(rows):
         if row:
             poses[number, : len(row)] = row
-    objects = {OBJECTS: np.ascontiguousarray(poses[..., :6])}
+    objects: dict[str, Array] = {OBJECTS: np.ascontiguousarray(poses[..., :6])}
     return objects | {POSES: poses} if points else objects

@@ -138,10 +138,10 @@ def _add_objects(
 def _add_sampled_objects(sample: Sample, section: DataSection, root: Path) -> Sample:
     """Return the first rows with those of the annotations, which are read completely."""
     arrays = _add_objects(sample.arrays, section, root)
-    if not sample.whole:
-        rows = max(len(array) for array in sample.arrays.values())
-        cut = {name: arrays[name][:rows] for name in arrays.keys() - sample.arrays.keys()}
-        arrays = {**arrays, **cut}
+    added = arrays.keys() - sample.arrays.keys()
+    if added and not sample.whole:
+        rows = max(len(array) for array in sample.arrays.values() if array.ndim)
+        arrays = {**arrays, **{name: arrays[name][:rows] for name in added}}
     return Sample(arrays=arrays, whole=sample.whole)
 
 
