@@ -12,7 +12,6 @@ from pathlib import Path
 
 import onnx
 import pytest
-import torch
 from onnxruntime.quantization import quantize_dynamic
 
 from tests.docs.docs_blocks import blocks_of
@@ -27,6 +26,8 @@ MOST_S = 180.0
 
 def write_files(folder: Path) -> None:
     """Write `fp32.onnx`, exported by PyTorch, and `int8.onnx`, quantized by ONNX Runtime."""
+    import torch  # slow to import, and only this test needs it
+
     torch.manual_seed(0)
     network = torch.nn.Sequential(
         torch.nn.Conv2d(3, 16, 3, padding=1),
