@@ -80,6 +80,7 @@ EXAMPLES: Mapping[str, Any] = {
     "max_detections": 100,
     "memory": "4 GB",
     "min_step_duration": "10 min",
+    "min_rows": 100,
     "odds_ratio": 1.5,
     "output": "probabilities",
     "price_per_hour": 0.5,
@@ -137,6 +138,9 @@ def _page(head: str, schema: Json, documents: list[Any]) -> str:
     for document in documents:
         for place, written in _written(document, schema, "", schema):
             seen[place] = min(written, seen.get(place, written), key=len)
+    # The gate on slices has the keys of a metric gate, whose examples fit it too.
+    metric = {key: text for (name, key), text in seen.items() if name == "MetricGate"}
+    seen = {("SlicesGate", key): text for key, text in metric.items()} | seen
     return head + "\n".join(
         _section(name, section, schema, seen) for name, section in sections(schema)
     )

@@ -14,7 +14,7 @@ from onnx_ops.app.project import check
 from onnx_ops.config.folders import TARGETS, find_config_folder, find_pipelines
 from onnx_ops.config.settings import FILE
 from onnx_ops.config.substitution import PARAMETERS_FILE
-from onnx_ops.domain.gate import MetricGate
+from onnx_ops.domain.gate import TaskMetricGate
 from onnx_ops.domain.pipeline import FileData, Pipeline
 from onnx_ops.domain.quantization import AUTO
 from onnx_ops.errors import OnnxOpsError, UserError
@@ -111,8 +111,11 @@ def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[s
         if entry.method != AUTO:
             yield from project.context.optimizer(entry.method, entry.env).files(entry)
     for gate in pipeline.gates:
-        if isinstance(gate, MetricGate) and (functions := gate.definition().functions):
+        if isinstance(gate, TaskMetricGate) and (functions := gate.definition().functions):
             yield from collect_user_code(tuple(functions), root).files
+    if (slices := pipeline.slices) is not None:
+        yield from (slices.tags, f"{slices.tags}.dvc") if slices.tags else ()
+        yield from collect_user_code((slices.use,), root).files if slices.use else ()
 
 
 def _list_target_files(project: Project, pipeline: Pipeline) -> Iterator[str]:

@@ -18,6 +18,7 @@ from onnx_ops.config.document import Issue, Loc, path_text
 from onnx_ops.config.functions import find_missing_imports, list_siblings
 from onnx_ops.config.messages import did_you_mean
 from onnx_ops.config.project_rules import check_plugin_options
+from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, PluginData
 from onnx_ops.domain.quantization import find_type_conflict
 from onnx_ops.domain.table_cells import find_values_in_header
@@ -43,12 +44,13 @@ if TYPE_CHECKING:
 class _Rows:
     """First rows of one data set, with the names of the model's inputs.
 
-    `whole` states whether these are all rows of the data set.
+    `whole` states whether these are all rows of the data set. `arrays` are those of the source.
     """
 
     section: DataSection
     dataset: Dataset
     whole: bool
+    arrays: Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -75,6 +77,7 @@ class Preflight:
         findings += [
             *(self._inputs(model) if model else ()),
             *self._labels(model),
+            *self._slices(),
             *self._export_options(),
             *self._quantize_options(),
         ]
@@ -111,7 +114,7 @@ class Preflight:
         if problems:
             return
         dataset = build_dataset(sample.arrays, section, "")
-        self._sets[name] = _Rows(section, dataset, sample.whole)
+        self._sets[name] = _Rows(section, dataset, sample.whole, sample.arrays)
         self.notes += [
             f"data.{name}: {note}" for note in _list_table_notes(section, sample.arrays, dataset)
         ]
@@ -181,6 +184,8 @@ class Preflight:
             with contextlib.suppress(OnnxOpsError):
                 if plugins.select_environment(plugin, train.env or export.env) is None:
                     functions.append((("train", "run"), train.run))
+        if self.draft.slices and self.draft.slices.use:
+            functions.append((("slices", "use"), self.draft.slices.use))
         return [*functions, *self.draft.metric_functions]
 
     def _describe_import(self, loc: Loc, module: str, text: str) -> Issue:
@@ -326,6 +331,35 @@ class Preflight:
             if message:
                 yield Issue(("data", self.draft.scored, "label"), message)
 
+    def _slices(self) -> Iterator[Issue]:
+        """Yield issues of columns that cannot be slices of the scored rows.
+
+        Columns that a function computes are unknown, since no code of the project is run.
+        """
+        from onnx_ops.measure.slices import find_slice_problem, split_columns
+
+        slices, scored = self.draft.slices, self._scored
+        tags = None
+        if slices is not None and slices.tags:
+            try:
+                tags = self.context.source("file").sample(
+                    FileData(file=slices.tags), self.context.root
+                )
+            except MissingPackageError:
+                return  # the check of this machine reports the missing package
+            except OnnxOpsError as error:
+                yield _describe_tags_error(slices.tags, error, self.context.root)
+                return
+        if slices is None or scored is None:
+            return
+        arrays = {**scored.arrays, **(tags.arrays if tags else {})}
+        whole = scored.whole and (tags is None or tags.whole)
+        for index, entry in enumerate(slices.by):
+            if slices.use and not arrays.keys() >= set(split_columns([entry])[entry]):
+                continue
+            if problem := find_slice_problem(entry, arrays, len(scored.dataset) if whole else None):
+                yield Issue(("slices", "by", index), problem.without_place())
+
     def _note_new_labels(self) -> None:
         """Add a note on classes that occur in scored data but not in training data."""
         import numpy as np
@@ -361,13 +395,20 @@ class Preflight:
             rows = len(dataset)
             groups = 0 if dataset.group is None else len(set(dataset.group.tolist()))
         for loc, gate in self.draft.metric_gates:
-            self.notes += [f"{path_text(loc)}: {text}" for text in advise_rows(gate, rows, groups)]
+            if isinstance(gate, MetricGate):  # a gate on slices has its own check
+                notes = advise_rows(gate, rows, groups)
+                self.notes += [f"{path_text(loc)}: {text}" for text in notes]
 
     def _has_classes(self, labels: Array) -> bool:
         """Return whether labels are classes, and not the texts that a metric reads."""
         reads = {gate.definition().reads for _, gate in self.draft.metric_gates}
         kinds = "iub" if "texts" in reads else "iubUS"
         return labels.dtype.kind in kinds and labels.ndim == 1
+
+
+def _describe_tags_error(path: str, error: OnnxOpsError, root: Path) -> Issue:
+    issue = _describe_source_error((), FileData(file=path), error, root)
+    return Issue(("slices", "tags"), issue.message)
 
 
 def _list_table_notes(

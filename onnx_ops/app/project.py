@@ -210,6 +210,8 @@ def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
     match stage.kind:
         case StageKind.DATA:
             return ("data", stage.id.partition("/")[2])
+        case StageKind.TAGS:
+            return ("slices",)
         case StageKind.TRAIN | StageKind.EXPORT | StageKind.VALIDATE:
             return ("export", "framework")
         case StageKind.SEARCH | StageKind.CALIBRATE | StageKind.QUANTIZE:
@@ -398,11 +400,10 @@ def _list_packages(project: Project, stage: Stage) -> Iterator[str]:
 
     settings: Mapping[str, Any] = stage.settings
     yield from (name for name, version in stage.tools.items() if version == plugins.MISSING)
-    if stage.kind is StageKind.DATA:
+    if stage.kind in (StageKind.DATA, StageKind.TAGS):
         section = settings["section"]
-        if find_table_suffix(
-            str(section.get("file") or section.get("options", {}).get("path", ""))
-        ):
+        path = str(section.get("file") or section.get("options", {}).get("path", ""))
+        if find_table_suffix(path) or find_table_suffix(settings.get("tags", "")):
             yield "pyarrow"
     compared = stage.kind is StageKind.BENCHMARK and settings["model"]
     if compared or stage.kind is StageKind.REGISTER or stage.kind in RELEASE:

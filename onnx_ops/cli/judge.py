@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from onnx_ops.domain.artifact import TensorSpec
     from onnx_ops.domain.gate import MetricGate
     from onnx_ops.ports import Context, Dataset
+    from onnx_ops.statistics.slices import Slicing
     from onnx_ops.tools.judgement import Judgement, SweepPoint
     from onnx_ops.tools.sample_rows import SampleRows
 
@@ -78,6 +79,14 @@ def judge(
             help="B was trained again: judge the task metric, not the difference of the answers.",
         ),
     ] = False,
+    slices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMN[,COLUMN…]",
+            help="Also judge the metric in slices: columns of the data, or a crossing A*B.",
+            show_default=False,
+        ),
+    ] = None,
     lower_is_better: Annotated[
         bool, typer.Option("--lower-is-better", help="Direction of a custom metric.")
     ] = False,
@@ -240,7 +249,7 @@ def judge(
         return
     regression, drop = _share(max_regression, "--max-regression"), _share(max_drop, "--max-drop")
     _check_metric(metric, lower_is_better=lower_is_better)
-    _check_rows(data, labels, metric, retrained=retrained and only != "latency")
+    _check_rows(data, labels, metric or slices, retrained=retrained and only != "latency")
     project = open_project()
     chosen = [
         project.targets.load(name, where="--target")
@@ -253,8 +262,11 @@ def judge(
         inputs, fixed = shared_inputs(a, b), find_fixed_sizes(a, b)
         sweep = _parse_sweep(dims or [], fixed)
         values = parse_values(fix or [])
-        dataset, supplied = _load_dataset(project.context, data, labels, inputs, values)
+        dataset, supplied, slicings = _load_dataset(
+            project.context, data, labels, inputs, values, slices
+        )
         gate, functions = _build_gate(metric, dataset, drop or 0.0, lower_is_better=lower_is_better)
+        _check_slices(slices, dataset, gate)
         settings = _list_options(
             a, inputs, supplied, sweep, batches, rows=rows, seed=seed, fix=values
         )
@@ -270,6 +282,7 @@ def judge(
             metric=gate,
             dataset=dataset,
             functions=functions,
+            slices=slicings,
             max_regression=regression,
             concurrency=concurrency,
             cold=cold_start,
@@ -444,10 +457,11 @@ def _load_dataset(
     labels: str | None,
     inputs: tuple[TensorSpec, ...],
     fix: Mapping[str, Any],
-) -> tuple[Dataset | None, SampleRows | None]:
-    """Return the rows of a file as a data set, with the labels, and as samples.
+    by: str | None,
+) -> tuple[Dataset | None, SampleRows | None, list[Slicing]]:
+    """Return the rows of a file as a data set, with the labels, as samples, and the slices.
 
-    Without a file, both are None. The data set is None if the file contains a single request
+    Without a file, the rows are None. The data set is None if the file contains a single request
     instead of rows.
     """
     from onnx_ops.cli.tools import load_rows
@@ -455,7 +469,7 @@ def _load_dataset(
     from onnx_ops.ports import Dataset
 
     if data is None:
-        return None, None
+        return None, None, []
     arrays, samples = load_rows(inputs, context, data, _MOST_ROWS, fix, labels)
     if labels is not None and labels not in arrays:
         others = [name for name in arrays if name not in samples.rows]
@@ -463,8 +477,9 @@ def _load_dataset(
         remedy = "Name the array of the labels: --labels NAME."
         what = f"the file has no array {labels!r}{hint}"
         raise UserError(what, where=str(data), remedy=remedy)
+    slicings = _read_slices(by, arrays, len(samples), data) if by else []
     if labels is None:
-        return Dataset(inputs=samples.rows) if samples.rows else None, samples
+        return Dataset(inputs=samples.rows) if samples.rows else None, samples, slicings
     label = arrays[labels][:_MOST_ROWS]
     if not samples.rows:
         why = "the model's inputs share no dimension, so the file contains one request"
@@ -475,7 +490,23 @@ def _load_dataset(
             f"but the inputs have {len(samples)} rows"
         )
         raise UserError(what, where=str(data), remedy="Store one label for each row.")
-    return Dataset(inputs=samples.rows, label=label), samples
+    return Dataset(inputs=samples.rows, label=label), samples, slicings
+
+
+def _check_slices(slices: str | None, dataset: Dataset | None, gate: MetricGate) -> None:
+    """Raise UserError if there are slices, but no metric to judge in them."""
+    if slices and not gate.definition().label_free and (dataset is None or dataset.label is None):
+        remedy = "Name the array of the labels: --labels NAME."
+        raise UserError("a metric in slices needs labels", where="--slices", remedy=remedy)
+
+
+def _read_slices(by: str, arrays: Mapping[str, Any], rows: int, data: Path) -> list[Slicing]:
+    """Return the slices of the rows by the columns of `--slices`."""
+    from onnx_ops.measure.slices import make_slicings
+
+    names = list(dict.fromkeys(name.strip() for name in by.split(",")))
+    columns = {name: array[:_MOST_ROWS] if array.ndim else array for name, array in arrays.items()}
+    return make_slicings(names, columns, rows, where=f"{data}: --slices")
 
 
 def _check_rows(

@@ -152,7 +152,9 @@ def print_judgement(judgement: Judgement, heading: Heading, *, as_markdown: bool
 
 
 def _print_report(heading: Heading, decisions: Sequence[Decision]) -> None:
+    from onnx_ops.cli.tables import slice_report
     from onnx_ops.cli.tools import advise
+    from onnx_ops.reporting.description import result_table
     from onnx_ops.reporting.judgement import reason_of, table_rows
 
     where = ", ".join(decision.target for decision in decisions)
@@ -166,6 +168,7 @@ def _print_report(heading: Heading, decisions: Sequence[Decision]) -> None:
     _print_rows(rows, with_target=len(decisions) > 1)
     worse = [row for row in rows if row.verdict not in (None, Verdict.PASS) and not row.advisory]
     _print_reasons(worse, with_target=len(decisions) > 1)
+    slice_report([row for row in result_table(decisions) if row.result.slices])
     for note in heading.notes:
         print_text("[yellow]note[/yellow] {}", note)
     is_slower = any(row.what.startswith("latency") for row in worse)

@@ -131,6 +131,23 @@ def gate_report(rows: Sequence[ResultRow]) -> None:
         if row.result.verdict is not Verdict.PASS:
             text = f"{row.variant} on {row.target}, {row.describe_gate()}: {row.result.reason}"
             print_text("{} {}", _verdict(row), text, indent=1)
+    slice_report([row for row in rows if row.result.slices])
+
+
+def slice_report(rows: Sequence[ResultRow]) -> None:
+    """Print the slices of the gates on slices, the worst first."""
+    if not rows:
+        return
+    from onnx_ops.reporting.slices import HEADS, SliceTable
+
+    cells: list[Sequence[str] | str] = []
+    for row in rows:
+        table = SliceTable(variant=row.variant, target=row.target, result=row.result)
+        cells.append(markup("[bold]{}[/bold]", table.title))
+        cells += [(name, verdict_markup(v), *rest) for v, (name, *rest) in table.list_worst()]
+        if omitted := table.describe_rest():
+            cells.append(markup("[dim]{}[/dim]", omitted))
+    print_table(HEADS, cells)
 
 
 def _verdict(row: ResultRow) -> Markup:

@@ -132,6 +132,8 @@ def _list_paths(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[L
             yield ("data", name, "options", str(key)), str(section.options[str(key)])
     for at, name in enumerate(draft.train.depends if draft.train else ()):
         yield ("train", "depends", at), name
+    if draft.slices and draft.slices.tags:
+        yield ("slices", "tags"), draft.slices.tags
     if draft.model:
         yield ("model",), draft.model
     for at, name in enumerate(draft.targets):
@@ -142,6 +144,8 @@ def _list_paths(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[L
 def _list_functions(draft: Draft) -> Iterator[tuple[Loc, str]]:
     """Yield each function reference, `package.module:function`, with its location."""
     yield from draft.metric_functions
+    if draft.slices and draft.slices.use:
+        yield ("slices", "use"), draft.slices.use
     if draft.train and draft.train.run:
         yield ("train", "run"), draft.train.run
     if draft.export and draft.export.translations:

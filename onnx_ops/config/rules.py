@@ -18,7 +18,8 @@ from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.gate import (
     ACCURACY,
     Gate,
-    MetricGate,
+    SlicesGate,
+    TaskMetricGate,
 )
 from onnx_ops.domain.pipeline import (
     EXPORT,
@@ -30,6 +31,7 @@ from onnx_ops.domain.pipeline import (
     Quantize,
     Register,
     SklearnData,
+    Slices,
     Train,
     Validate,
 )
@@ -66,6 +68,7 @@ class Draft:
     validate: Validate | None
     quantize: tuple[tuple[Loc, Quantize], ...]
     benchmark: Benchmark | None
+    slices: Slices | None
     gates: tuple[tuple[Loc, Gate], ...]
     objective: Objective
     register: Register | None
@@ -96,9 +99,9 @@ class Draft:
         return self.benchmark.targets if self.benchmark else ()
 
     @property
-    def metric_gates(self) -> tuple[tuple[Loc, MetricGate], ...]:
-        """The metric gates with their locations."""
-        return tuple((loc, gate) for loc, gate in self.gates if isinstance(gate, MetricGate))
+    def metric_gates(self) -> tuple[tuple[Loc, TaskMetricGate], ...]:
+        """The gates of task metrics with their locations."""
+        return tuple((loc, gate) for loc, gate in self.gates if isinstance(gate, TaskMetricGate))
 
     @property
     def metric_functions(self) -> tuple[tuple[Loc, str], ...]:
@@ -140,6 +143,7 @@ def build_draft(document: Document, binding: Binding) -> Draft:
         validate=section("validate") if "validate" in root else Validate(),
         quantize=entries("quantize"),
         benchmark=section("benchmark"),
+        slices=section("slices"),
         gates=entries("gates"),
         objective=section("objective") or Objective(),
         register=section("register"),
@@ -155,6 +159,7 @@ def check_file(draft: Draft) -> Iterator[Issue]:
         _check_quantization,
         _check_searches,
         _check_metrics,
+        _check_slices,
         _check_targets,
     ):
         yield from rule(draft)
@@ -372,7 +377,7 @@ def _check_metrics(draft: Draft) -> Iterator[Issue]:
         )
 
 
-def _check_custom_metric(loc: Loc, gate: MetricGate, label: str) -> Iterator[Issue]:
+def _check_custom_metric(loc: Loc, gate: TaskMetricGate, label: str) -> Iterator[Issue]:
     if gate.use and gate.name is not None:
         yield Issue((*loc, "use"), "'name' and 'use' exclude each other; keep one", on_key=True)
     if gate.use and gate.higher_is_better is None:
@@ -388,7 +393,7 @@ def _check_custom_metric(loc: Loc, gate: MetricGate, label: str) -> Iterator[Iss
         yield Issue((*loc, "per"), message, on_key=True)
 
 
-def _check_metric_options(loc: Loc, gate: MetricGate, label: str) -> Iterator[Issue]:
+def _check_metric_options(loc: Loc, gate: TaskMetricGate, label: str) -> Iterator[Issue]:
     name = gate.definition().name
     known = METRICS[name].options if name is not None else frozenset()
     every = dict.fromkeys(option for metric in METRICS.values() for option in metric.options)
@@ -401,7 +406,7 @@ def _check_metric_options(loc: Loc, gate: MetricGate, label: str) -> Iterator[Is
         yield Issue((*loc, "positive"), message, on_key=True)
 
 
-def _check_metric_limits(loc: Loc, gate: MetricGate, label: str) -> Iterator[Issue]:
+def _check_metric_limits(loc: Loc, gate: TaskMetricGate, label: str) -> Iterator[Issue]:
     if gate.use and gate.higher_is_better is None:
         return
     fitting, others = ("max_drop", "min"), ("max_increase", "max")
@@ -413,10 +418,38 @@ def _check_metric_limits(loc: Loc, gate: MetricGate, label: str) -> Iterator[Iss
             message = f"for {label}, {direction} is better; limit it by {quote_names(fitting)}"
             yield Issue((*loc, key), message, on_key=True)
     if all(getattr(gate, key) is None for key in (*fitting, *others)):
-        yield Issue(loc, "a metric gate needs " + " or ".join(f"'{key}'" for key in fitting))
+        yield Issue(loc, f"a {gate.kind} gate needs " + " or ".join(f"'{key}'" for key in fitting))
     for key in fitting if not (gate.lower_is_better or gate.use) else ():
         if (getattr(gate, key) or 0) > 1:
             yield Issue((*loc, key), f"{label} is at most 100%; lower '{key}'")
+
+
+def _check_slices(draft: Draft) -> Iterator[Issue]:
+    gates = [(loc, gate) for loc, gate in draft.gates if isinstance(gate, SlicesGate)]
+    if gates and "slices" not in draft.keys:
+        message = "a slices gate needs the section 'slices', e.g. slices: {by: [country]}"
+        yield Issue(gates[0][0], message)
+    if draft.slices is None:
+        return
+    if not gates:
+        message = (
+            "no gate judges the slices; add one to 'gates', e.g. "
+            "{kind: slices, name: accuracy, max_drop: 5%}"
+        )
+        yield Issue(("slices",), message, on_key=True)
+    yield from _check_unique(
+        ((("slices", "by", index), name) for index, name in enumerate(draft.slices.by)), "slice"
+    )
+    for loc, gate in gates:
+        own = gate.min_rows is not None
+        given, needed = gate.min_rows or draft.slices.min_rows, gate.count_needed_rows()
+        if given is not None and given < needed:
+            message = (
+                f"a slice of {given} rows cannot show that {gate.definition().label} keeps the "
+                f"limit, even if no row is lost: {needed} rows are needed; set min_rows: {needed}, "
+                "leave it out, or allow more"
+            )
+            yield Issue((*loc, "min_rows") if own else ("slices", "min_rows"), message)
 
 
 def _check_targets(draft: Draft) -> Iterator[Issue]:

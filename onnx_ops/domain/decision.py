@@ -105,13 +105,34 @@ def combine_verdicts(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SliceResult:
+    """The result of a gate on one slice of the rows.
+
+    `verdict` is None for a slice that is not judged, because it has too few rows. `p_value` is the
+    chance of an estimate at least as bad if the truth were at the limit, corrected for all judged
+    slices (Holm). The other fields are those of `GateResult`.
+    """
+
+    slice: str
+    verdict: Verdict | None
+    reason: str
+    n: int
+    groups: int = 0
+    estimate: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p_value: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GateResult:
     """The result of one gate for one metric: a row of the gate table.
 
     `estimate`, `low`, `high` and `bound` (the number behind `limit`) are in `unit`. `n` is the
     number of observations, and `groups` the number of groups that they form. `p_value` is the
     chance of an estimate at least as good if the truth were at the limit. An advisory result is
-    shown, and does not affect the verdict.
+    shown, and does not affect the verdict. `slices` are the results on slices of the rows, the
+    worst first; the other fields are then those of the worst slice.
     """
 
     gate: str
@@ -128,6 +149,7 @@ class GateResult:
     advisory: bool = False
     groups: int = field(default=0, metadata=OMIT_DEFAULT)
     p_value: float | None = field(default=None, metadata=OMIT_DEFAULT)
+    slices: tuple[SliceResult, ...] = field(default=(), metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

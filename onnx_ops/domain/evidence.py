@@ -132,7 +132,7 @@ class Int8Coverage:
         return f"{len(self.int8)} of {len(self.int8) + len(self.floats)} {kinds} run in int8"
 
 
-EVIDENCE_SCHEMA = 4
+EVIDENCE_SCHEMA = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,6 +341,20 @@ class ScoreComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SliceMeasurement:
+    """Task metrics on the rows of one slice.
+
+    `slice` names the slice by its column and value, such as `country=DE`. `rows` counts its rows.
+    `metrics` and `scores` are those of `Evidence`, for the metrics that gates judge by slice.
+    """
+
+    slice: str
+    rows: int
+    metrics: tuple[PairedCounts, ...] = ()
+    scores: tuple[ScoreComparison, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyComparison:
     """Paired latency of the variant (B) relative to another model (A).
 
@@ -495,6 +509,7 @@ class Evidence:
         scored_on: machines that scored the rows in shards; empty if the measuring machine scored
             them.
         sampled: the part of the data set that is scored; None if all rows are scored.
+        slices: the metrics of each slice of the scored rows.
         unused_inputs: inputs on which no answer of the export depends.
     """
 
@@ -530,6 +545,7 @@ class Evidence:
     grouped: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     scored_on: tuple[HardwareFingerprint, ...] = field(default=(), metadata=OMIT_DEFAULT)
     sampled: SampledRows | None = field(default=None, metadata=OMIT_DEFAULT)
+    slices: tuple[SliceMeasurement, ...] = field(default=(), metadata=OMIT_DEFAULT)
     opsets: Mapping[str, int] = field(default_factory=dict, metadata=OMIT_DEFAULT)
     operators: Mapping[str, int] = field(default_factory=dict, metadata=OMIT_DEFAULT)
     comparisons: tuple[LatencyComparison, ...] = ()

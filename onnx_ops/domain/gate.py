@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from statistics import NormalDist
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, cast
 
 from annotated_types import Ge, Gt, Le, Lt, doc
@@ -310,16 +312,15 @@ class ParityGate(TargetGate):
         )
 
 
-@gate_kind
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetricGate(Gate):
-    """A task metric, relative to the baseline or absolute.
+class TaskMetricGate(Gate):
+    """Base of the gates of a task metric, relative to the baseline or absolute.
 
     `max_drop` and `max_increase` are relative to the baseline on the same rows, `min` and `max` are
     absolute. These four keys are limits; all other keys define what is measured.
     """
 
-    kind: Literal["metric"] = "metric"
+    kind: str = ""
     counts: ClassVar[str] = "rows"
     name: Annotated[
         MetricName | None, doc("Name of the metric; default: accuracy, unless `use` is set.")
@@ -451,6 +452,67 @@ class MetricGate(Gate):
             for option, default in defaults.items()
         }
         return MetricDefinition(name=name, **{"positive": self.positive, **read, **options})
+
+
+@gate_kind
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricGate(TaskMetricGate):
+    """A task metric, relative to the baseline or absolute.
+
+    `max_drop` and `max_increase` are relative to the baseline on the same rows, `min` and `max` are
+    absolute. These four keys are limits; all other keys define what is measured.
+    """
+
+    kind: Literal["metric"] = "metric"
+
+
+FEWEST_SLICE_ROWS = 20
+"""Number of rows below which no metric has an interval."""
+
+_USUAL_SLICE_ROWS = 50
+"""Fewest rows of a judged slice, if no key sets them and the limits need no more."""
+
+_ERROR = 0.05
+"""Error rate of one end of an interval."""
+
+
+@gate_kind
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlicesGate(TaskMetricGate):
+    """A task metric in each slice of the scored rows, under one family error.
+
+    The section `slices` names the slices.
+    """
+
+    kind: Literal["slices"] = "slices"
+    min_rows: Annotated[
+        int | None,
+        Ge(FEWEST_SLICE_ROWS),
+        doc("Fewest rows of a judged slice; default: that of the section `slices`."),
+    ] = None
+
+    def count_needed_rows(self) -> int:
+        """Return the fewest rows of a slice with which every limit can be kept.
+
+        A slice has this many rows if the candidate is right on all of them, and no row is lost.
+        Only a share of rows has an exact answer; other metrics need `FEWEST_SLICE_ROWS`.
+        """
+        if not isinstance(self.definition().method, CountedRows):
+            return FEWEST_SLICE_ROWS
+        needed = [float(FEWEST_SLICE_ROWS)]
+        if self.max_drop and self.max_drop < 1:
+            # Without a lost row, the end of Tango's interval is -z^2 / (rows + z^2).
+            square = NormalDist().inv_cdf(1 - _ERROR) ** 2
+            needed.append(math.floor(square * (1 - self.max_drop) / self.max_drop) + 1)
+        if self.min and self.min < 1:
+            # Without a wrong row, the end of Clopper and Pearson's interval is 5% ^ (1 / rows).
+            needed.append(math.ceil(math.log(_ERROR) / math.log(self.min)))
+        return int(max(needed))
+
+    @property
+    def fewest_rows(self) -> int:
+        """The fewest rows of a judged slice."""
+        return self.min_rows or max(_USUAL_SLICE_ROWS, self.count_needed_rows())
 
 
 @gate_kind

@@ -13,7 +13,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.endpoint import MetricsConfig
 from onnx_ops.domain.execution import Environment
-from onnx_ops.domain.gate import Gate, ParityGate
+from onnx_ops.domain.gate import FEWEST_SLICE_ROWS, Gate, ParityGate
 from onnx_ops.domain.quantities import (
     COMPUTED,
     OMIT_DEFAULT,
@@ -325,6 +325,40 @@ class Benchmark(Attempts):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Slices(Attempts):
+    """Section `slices`: parts of the scored rows that gates of the kind `slices` judge."""
+
+    by: Annotated[
+        tuple[str, ...],
+        MinLen(1),
+        doc(
+            "Names of columns whose values are slices: arrays of the scored data set, columns "
+            "of `tags`, or keys of the result of `use`; `country*device` crosses two columns."
+        ),
+    ]
+    min_rows: Annotated[
+        int | None,
+        Ge(FEWEST_SLICE_ROWS),
+        doc("Fewest rows of a judged slice; default: 50, or more where a limit needs more."),
+    ] = None
+    tags: Annotated[
+        str,
+        doc("Path of a table or .npz file with one row for each row of the scored data set."),
+    ] = ""
+    use: Annotated[
+        str,
+        doc(
+            "Function `package.module:function`; takes the arrays of the scored data set by name "
+            "and returns a mapping from names to one value per row."
+        ),
+    ] = ""
+
+
+CROSSING = "*"
+"""Sign between the columns of a crossing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Register(Attempts):
     """Section `register`: the registered model that gets the versions."""
 
@@ -386,6 +420,9 @@ class Pipeline:
     validate: Validate = field(default_factory=Validate)
     quantize: tuple[Quantize, ...] = ()
     benchmark: Benchmark
+    slices: Annotated[
+        Slices | None, doc("Parts of the scored rows that are judged separately.")
+    ] = None
     gates: Annotated[tuple[Gate, ...], MinLen(1)] = (ParityGate(),)
     objective: Annotated[
         Objective, doc("Objective by which one of the passing variants is chosen for a target.")
@@ -407,6 +444,7 @@ class StageKind(StrEnum):
     """Kinds of stages."""
 
     DATA = "data"
+    TAGS = "tags"
     TRAIN = "train"
     EXPORT = "export"
     VALIDATE = "validate"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_ops.domain.evidence import PairedCounts, ScoreComparison
+from onnx_ops.domain.evidence import PairedCounts, ScoreComparison, SliceMeasurement
 from onnx_ops.domain.gate import RMSE, MetricDefinition
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.target import Target
@@ -30,6 +31,7 @@ from onnx_ops.measure.predictions import (
     read_probabilities,
 )
 from onnx_ops.measure.queries import arrange_scores
+from onnx_ops.measure.slices import SlicePlan, join_measurements
 from onnx_ops.measure.visual_answers import (
     check_mask,
     find_nan,
@@ -52,7 +54,8 @@ class ScoringRequest:
 
     `models` have the same names as in the evidence; the name of the candidate is `CANDIDATE`.
     `seed` is for resamples and permutations. `functions` are the functions of custom metrics and
-    decoders by reference. `known` holds predictions that were read before.
+    decoders by reference. `known` holds predictions that were read before. `slices` are parts of
+    the rows to measure too.
     """
 
     runtime: Runtime
@@ -62,6 +65,7 @@ class ScoringRequest:
     seed: int
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     known: Mapping[str, ModelPredictions] = field(default_factory=dict)
+    slices: SlicePlan = field(default_factory=SlicePlan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,7 @@ class TaskMetrics:
     scores: tuple[ScoreComparison, ...] = ()
     grouped: tuple[str, ...] = ()
     rows: Mapping[str, Array] = field(default_factory=dict)
+    slices: tuple[SliceMeasurement, ...] = ()
 
 
 def measure_metrics(
@@ -99,6 +104,7 @@ def measure_metrics(
     scores: list[ScoreComparison] = []
     signals: list[Array] = []
     rows: dict[str, Array] = {}
+    sliced: defaultdict[str, list[PairedCounts | ScoreComparison]] = defaultdict(list)
     group = request.dataset.group
     for definition in measurable:
         predictions = {name: read_of[definition.label] for name, read_of in readings.items()}
@@ -108,27 +114,84 @@ def measure_metrics(
         scores += problems
         if CANDIDATE not in answers:
             continue
-        alike = _find_alike(predictions)
-        if _is_counted(definition):
-            counts += _count_all_pairs(definition, answers, group, alike)
-        else:
-            function = request.functions.get(definition.use)
-            scores += score(
-                definition,
-                label,
-                answers,
-                seed=request.seed,
-                function=function,
-                group=_select_units(definition, request.dataset),
-                alike=alike,
-            )
+        compared = _Comparable(
+            definition=definition,
+            label=label,
+            answers=answers,
+            group=_select_units(definition, request.dataset),
+            alike=_find_alike(predictions),
+        )
+        entries = list(_compare(request, compared))
+        counts += (entry for entry in entries if isinstance(entry, PairedCounts))
+        scores += (entry for entry in entries if isinstance(entry, ScoreComparison))
+        for name, part in request.slices.list_rows(definition.label):
+            sliced[name] += _compare_slice(request, compared, part)
         signals += _extract_signals(definition, label, answers)
         rows |= extract_rows(definition, label, answers[CANDIDATE])
     grouped: tuple[str, ...] = ()
     if group is None and signals:
         data = request.dataset
         grouped = detect_grouping(data.inputs, data.columns, signals, data.label, request.seed)
-    return TaskMetrics(counts=tuple(counts), scores=tuple(scores), grouped=grouped, rows=rows)
+    return TaskMetrics(
+        counts=tuple(counts),
+        scores=tuple(scores),
+        grouped=grouped,
+        rows=rows,
+        slices=join_measurements(request.slices, sliced),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparable:
+    """Labels and answers of a metric, in the form of `score`, on all rows or on a slice."""
+
+    definition: MetricDefinition
+    label: Array | None
+    answers: Mapping[str, Array]
+    group: Array | None
+    alike: Collection[str]
+
+    def select(self, rows: Array) -> _Comparable:
+        """Return the rows with these numbers."""
+        return replace(
+            self,
+            label=None if self.label is None else self.label[rows],
+            answers={name: array[rows] for name, array in self.answers.items()},
+            group=None if self.group is None else self.group[rows],
+        )
+
+
+def _compare_slice(
+    request: ScoringRequest, compared: _Comparable, rows: Array
+) -> Iterator[PairedCounts | ScoreComparison]:
+    """Yield the measurements on the rows of a slice.
+
+    If each row is an item of a query, the metric has no value per row, and the entry is the reason.
+    """
+    if len(compared.answers[CANDIDATE]) != len(request.dataset):
+        why = "each row is an item of a query, and a slice would divide the items of a query"
+        yield make_unscored(compared.definition, failed=why)
+        return
+    yield from _compare(request, compared.select(rows))
+
+
+def _compare(
+    request: ScoringRequest, compared: _Comparable
+) -> Iterator[PairedCounts | ScoreComparison]:
+    """Yield the measurements of the candidate, alone and in pairs with each model."""
+    definition = compared.definition
+    if _is_counted(definition):
+        yield from _count_all_pairs(definition, compared.answers, compared.group, compared.alike)
+        return
+    yield from score(
+        definition,
+        compared.label,
+        compared.answers,
+        seed=request.seed,
+        function=request.functions.get(definition.use),
+        group=compared.group,
+        alike=compared.alike,
+    )
 
 
 def _select_units(definition: MetricDefinition, dataset: Dataset) -> Array | None:

@@ -14,11 +14,23 @@ from onnx_ops.domain.gate import (
     ACCURACY,
     Gate,
     MetricDefinition,
-    MetricGate,
+    SlicesGate,
+    TaskMetricGate,
     derive_measurement_request,
     select_gates,
 )
-from onnx_ops.domain.pipeline import EXPORT, PLACEABLE, Pipeline, Plan, Quantize, Stage, StageKind
+from onnx_ops.domain.pipeline import (
+    EXPORT,
+    PLACEABLE,
+    DataSection,
+    FileData,
+    Pipeline,
+    Plan,
+    Quantize,
+    Slices,
+    Stage,
+    StageKind,
+)
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import AUTO
 from onnx_ops.domain.target import Target
@@ -29,6 +41,7 @@ from onnx_ops.pipeline.stage_settings import (
     data_id,
     make_stage,
     stage_id,
+    tags_id,
     variant_id,
     write_environment,
     write_operators,
@@ -72,18 +85,14 @@ def _plan_sources(pipeline: Pipeline, probe: ProjectProbe) -> list[Stage]:
             StageKind.DATA,
             data_id(name),
             None,
-            # The order of the inputs is part of the data, and canonical JSON sorts keys. The list
-            # preserves the order.
-            {
-                "section": codec.to_json(section),
-                "inputs": list(section.inputs),
-                "fingerprint": probe.data(section),
-            },
+            _write_data(section, probe),
             tools=probe.tools("data", get_source_name(section)),
         )
         for name, section in pipeline.data.items()
     ]
     scored = pipeline.validate.samples.data
+    if pipeline.slices is not None:
+        stages.append(_plan_tags(pipeline, pipeline.slices, probe))
     framework = pipeline.export.framework
     environment = (pipeline.train.env if pipeline.train else None) or pipeline.export.env
     env, hints = write_environment(environment)
@@ -114,6 +123,42 @@ def _plan_sources(pipeline: Pipeline, probe: ProjectProbe) -> list[Stage]:
         hints=hints,
     )
     return [*stages, train]
+
+
+def _write_data(section: DataSection, probe: ProjectProbe) -> dict[str, Json]:
+    """Return the settings that define the arrays of a data set."""
+    # The order of the inputs is part of the data, and canonical JSON sorts keys. The list preserves
+    # the order.
+    return {
+        "section": codec.to_json(section),
+        "inputs": list(section.inputs),
+        "fingerprint": probe.data(section),
+    }
+
+
+def _plan_tags(pipeline: Pipeline, slices: Slices, probe: ProjectProbe) -> Stage:
+    """Plan the stage that finds the slices of the scored rows.
+
+    The values of slices affect no model, so that only benchmarks need this stage.
+    """
+    section = pipeline.data[pipeline.validate.samples.data]
+    depends = pipeline.train.depends if pipeline.train else ()
+    return make_stage(
+        StageKind.TAGS,
+        tags_id(pipeline.validate.samples.data),
+        slices,
+        {
+            **_write_data(section, probe),
+            "by": list(slices.by),
+            "tags": slices.tags,
+            "tags_fingerprint": probe.data(FileData(file=slices.tags)) if slices.tags else "",
+            "use": slices.use,
+            "code": probe.code(slices.use, depends).digest() if slices.use else "",
+        },
+        tools=probe.tools("data", get_source_name(section)),
+        # User code can crash. It can also be edited while this process runs.
+        own_process=bool(slices.use),
+    )
 
 
 def _plan_models(
@@ -188,7 +233,7 @@ def _declares_order(pipeline: Pipeline) -> bool:
 
 def _list_metrics(pipeline: Pipeline) -> list[MetricDefinition]:
     """Return accuracy and the metrics that gates judge, sorted by label."""
-    metrics = {gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)} | {
+    metrics = {gate.definition() for gate in pipeline.gates if isinstance(gate, TaskMetricGate)} | {
         ACCURACY
     }
     return sorted(metrics, key=lambda metric: metric.label)
@@ -198,9 +243,10 @@ def _plan_judgement(
     pipeline: Pipeline, target: Target, variant: str, probe: ProjectProbe
 ) -> list[Stage]:
     model = pipeline.register.model if pipeline.register else ""
-    limits = select_gates(pipeline.gates, target.gates)
+    limits = _select_gates(pipeline, target)
     request = derive_measurement_request(limits)
     ordered = _list_metrics(pipeline)
+    sliced, tags = _write_slices(pipeline, limits)
     placed: dict[str, Json] = {
         "target": codec.to_json(target),
         **({"pool": target.pool} if target.pool else {}),
@@ -222,6 +268,7 @@ def _plan_judgement(
         # affect a measurement, so the key leaves them out.
         **({"throughput": list(request.throughput)} if request.throughput else {}),
         **({"starts": True} if request.starts else {}),
+        **sliced,
         # Accuracy is measured even without a gate for it, if the data have suitable labels.
         "metrics": [
             {
@@ -259,7 +306,7 @@ def _plan_judgement(
         )
         for shard in shards
     ]
-    needs = ["export", "validate", variant_id(variant), samples]
+    needs = ["export", "validate", variant_id(variant), samples, *tags]
     needs += [
         stage_id(StageKind.SCORE, name, target.name, shard)
         for name in (EXPORT, variant)
@@ -280,7 +327,7 @@ def _plan_judgement(
                 **placed,
                 "tolerances": codec.to_json(request)["tolerances"],
                 "judged": [
-                    gate.definition().label for gate in limits if isinstance(gate, MetricGate)
+                    gate.definition().label for gate in limits if isinstance(gate, TaskMetricGate)
                 ],
                 "promotes": pipeline.register is not None and pipeline.register.promote != "manual",
             },
@@ -298,6 +345,26 @@ def _digest_decoders(
     """
     decoders = [digest_metric_code(pipeline, one, probe) for one in metrics if one.decode]
     return {"code": decoders} if decoders else {}
+
+
+def _select_gates(pipeline: Pipeline, target: Target) -> list[Gate]:
+    """Return the gates on a target; gates on slices get `min_rows` of the section `slices`."""
+    rows = pipeline.slices.min_rows if pipeline.slices else None
+    return [
+        replace(gate, min_rows=gate.min_rows or rows) if isinstance(gate, SlicesGate) else gate
+        for gate in select_gates(pipeline.gates, target.gates)
+    ]
+
+
+def _write_slices(pipeline: Pipeline, gates: Sequence[Gate]) -> tuple[dict[str, Json], list[str]]:
+    """Return the labels of the metrics that gates judge in slices, and the needed stage.
+
+    Both are empty without such gates.
+    """
+    sliced = {gate.definition().label for gate in gates if isinstance(gate, SlicesGate)}
+    if pipeline.slices is None or not sliced:
+        return {}, []
+    return {"slices": sorted(sliced)}, [tags_id(pipeline.validate.samples.data)]
 
 
 def _plan_gate(
@@ -452,7 +519,7 @@ def _write_metric(pipeline: Pipeline, probe: ProjectProbe) -> Json:
 
 def _select_search_metric(pipeline: Pipeline) -> tuple[MetricDefinition, bool]:
     """Return the metric that a search optimizes, and whether lower values are better."""
-    gate = next((gate for gate in pipeline.gates if isinstance(gate, MetricGate)), None)
+    gate = next((gate for gate in pipeline.gates if isinstance(gate, TaskMetricGate)), None)
     return (ACCURACY, False) if gate is None else (gate.definition(), gate.lower_is_better)
 
 

@@ -59,6 +59,11 @@ def data_id(name: str) -> str:
     return stage_id(StageKind.DATA, name)
 
 
+def tags_id(name: str) -> str:
+    """Return the id of the stage that finds the slices of a data set."""
+    return stage_id(StageKind.TAGS, name)
+
+
 def variant_id(variant: str) -> str:
     """Return the id of the stage that makes a variant."""
     return "export" if variant == EXPORT else stage_id(StageKind.QUANTIZE, variant)

@@ -48,6 +48,7 @@ from onnx_ops.reporting.plots import (
     share,
     weights_figure,
 )
+from onnx_ops.reporting.slices import slice_figures, slice_tables
 from onnx_ops.reporting.structure import structure_entries
 from onnx_ops.reporting.svg import STYLE
 from onnx_ops.statistics.latency import compare
@@ -136,6 +137,7 @@ def release_report(
             () if base is None else base_comparisons(choices, evidence, base, pairs),
         ),
         gates=list_gates(decisions, known, stored),
+        slices=slice_tables(decisions),
         prospects=list(_list_prospects(decisions)),
         plots_by_target=_plot_targets(decisions, evidence, chosen),
         searches=[_describe_search(record) for record in searches],
@@ -323,7 +325,7 @@ def _plot_targets(
 def _plot_target(
     target: str, decisions: Sequence[Decision], evidence: Sequence[Evidence], chosen: str | None
 ) -> list[Figure]:
-    """Return the plots of a target: size, latency, ratios, parity and weights.
+    """Return the plots of a target: size, latency, ratios, parity, weights and slices.
 
     The parity of the export of quantized variants has one plot.
     """
@@ -336,6 +338,7 @@ def _plot_target(
         *_plot_outputs(here),
         *_plot_exports(here),
         *(weights_figure(e.variant, e, decision) for e, decision in here),
+        *slice_figures(decision for _, decision in here if decision is not None),
     ]
     return [figure for figure in figures if figure is not None]
 

@@ -163,6 +163,10 @@ def markdown_page(heading: Heading, decisions: Sequence[Decision]) -> str:
     failed = [row for row in rows if row.verdict not in (None, Verdict.PASS)]
     parts = [f"{row.what}{f' on {row.target}' if several else ''}: {row.reason}" for row in failed]
     lines += _list_items((*parts, *heading.notes))
+    if any(result.slices for decision in decisions for result in decision.results):
+        from onnx_ops.reporting.slices import slices_markdown  # loads the plots
+
+        lines += [part for table in slices_markdown(decisions) for part in ("", table)]
     if heading.advice:
         listed = "\n".join(_list_items(advice_lines(heading.advice)))
         lines += ["", f"<details><summary>What slows it down</summary>\n\n{listed}\n\n</details>"]
@@ -187,6 +191,7 @@ def html_report(
     """
     # Most verdicts are printed as text, which is faster without importing charts and templates.
     from onnx_ops.reporting.html import list_gates, plot_ratios, render
+    from onnx_ops.reporting.slices import slice_figures, slice_tables
 
     # The loop is reversed, so that the first timing of a target determines its machine.
     machines = {timing.target: timing for _, timing in reversed(timings)}
@@ -206,6 +211,8 @@ def html_report(
             evidence,
             {at: digest_bytes(codec.dumps(one)) for at, one in evidence.items()},
         ),
+        slices=slice_tables(decisions),
+        slice_figures=list(slice_figures(decisions)),
         figures=[figure for figure in figures if figure is not None],
     )
 

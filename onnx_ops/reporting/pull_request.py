@@ -13,6 +13,7 @@ from onnx_ops.domain.release import Choice
 from onnx_ops.reporting.comparison import ModelComparison, VariantRow
 from onnx_ops.reporting.description import result_table, worst_first
 from onnx_ops.reporting.formatting import NOTHING, SIGNS, format_figure, markdown, markdown_table
+from onnx_ops.reporting.slices import slices_markdown
 
 LIMIT = 60_000
 """Maximum number of characters of a page.
@@ -137,6 +138,7 @@ def _describe_pipeline(one: Checked) -> str:
         *_describe_comparisons(one.comparisons),
         _describe_variants(one.variants),
         _describe_results(one.decisions),
+        *slices_markdown(one.decisions),
         _describe_cause(one.because),
     ]
     return "\n\n".join(part for part in parts if part)

@@ -22,6 +22,8 @@ LINE = 15.0
 """Height of a line of text."""
 _CHARACTER = 7.2
 """Mean width of a character at the plots' font size."""
+_WIDE_CHARACTER = 8.1
+"""Mean width of a character at the font size of narrow windows."""
 
 
 def linear_ticks(low: float, high: float) -> tuple[float, ...]:
@@ -260,7 +262,7 @@ def room_for(names: Sequence[str]) -> tuple[float, float]:
 
     The margin holds all names, or none if the longest name would leave too little of the drawing.
     """
-    margin = 8 + _CHARACTER * max(map(len, names), default=0)
+    margin = 8 + _WIDE_CHARACTER * max(map(len, names), default=0)
     if margin <= WIDTH / 2:
         return margin, 20.0
     return 12.0, 24.0 + LINE * max(len(wrapped(name)) for name in names)

@@ -85,7 +85,7 @@ def change_interval(counts: PairedCounts) -> Interval:
     """Return the interval of the candidate's share of right rows minus the baseline's."""
     if counts.equal:
         return Interval.point(0.0)
-    n, lost, won = _count_independent(counts)
+    n, lost, won = count_independent(counts)
     estimate, low, high = tango_interval(n, lost, won)
     return Interval(estimate=estimate, low=low, high=high)
 
@@ -94,35 +94,36 @@ def change_p_value(counts: PairedCounts, bound: float) -> float:
     """Return the p-value of "the true change is at most `bound`"."""
     if counts.equal:
         return 0.0 if bound < 0 else 1.0
-    n, lost, won = _count_independent(counts)
+    n, lost, won = count_independent(counts)
     return float(scipy.special.ndtr(-_tango_score(n, lost, won, bound)))
 
 
 def value_interval(counts: PairedCounts) -> Interval:
     """Return the interval of the candidate's share of right rows."""
-    right, n = _count_independent_right(counts)
+    right, n = count_independent_right(counts)
     estimate, low, high = clopper_pearson(right, n)
     return Interval(estimate=estimate, low=low, high=high)
 
 
 def value_p_value(counts: PairedCounts, bound: float) -> float:
     """Return the p-value of "the true share is at most `bound`"."""
-    right, n = _count_independent_right(counts)
+    right, n = count_independent_right(counts)
     return float(scipy.special.betainc(right, n - right + 1, bound)) if right > 0 else 1.0
 
 
-def _count_independent_right(counts: PairedCounts) -> tuple[float, float]:
+def count_independent_right(counts: PairedCounts) -> tuple[float, float]:
     """Return (right rows, rows) of an independent sample with as much evidence."""
     effect = min(counts.value_effect, max(1, counts.n))
     return (counts.both + counts.only_candidate) / effect, counts.n / effect
 
 
-def _count_independent(counts: PairedCounts) -> tuple[float, float, float]:
+def count_independent(counts: PairedCounts) -> tuple[float, float, float]:
     """Return (rows, lost, won) of an independent sample with as much evidence."""
     effect = min(counts.change_effect, max(1, counts.n))
     return counts.n / effect, counts.only_baseline / effect, counts.only_candidate / effect
 
 
+@functools.lru_cache(maxsize=4096)
 def tango_interval(
     n: float, only_baseline: float, only_candidate: float, confidence: float = CONFIDENCE
 ) -> tuple[float, float, float]:
@@ -159,9 +160,9 @@ def tango_interval(
 
 
 def _tango_score(n: float, b: float, c: float, difference: float) -> float:
-    """Return (c - b) / n minus `difference`, divided by its standard error.
+    """Return the score of `compute_tango_scores` for one pair of counts.
 
-    The variance is estimated under the hypothesis that the difference is `difference`.
+    Plain numbers are ten times as fast as arrays, and an interval needs about 50 scores.
     """
     linear = (2 * n - c + b) * difference - b - c
     constant = -b * difference * (1 - difference)
@@ -171,6 +172,30 @@ def _tango_score(n: float, b: float, c: float, difference: float) -> float:
     if variance > 0:
         return distance / math.sqrt(variance)
     return math.copysign(math.inf, distance) if distance else 0.0
+
+
+def compute_tango_scores(
+    n: float, b: Any, c: Any, difference: float
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return (c - b) / n minus `difference`, divided by its standard error, for many counts.
+
+    The variance is estimated under the hypothesis that the difference is `difference`.
+
+    Returns:
+        The scores, and the probability of a row of `b` under the hypothesis.
+    """
+    linear = (2 * n - c + b) * difference - b - c
+    constant = -b * difference * (1 - difference)
+    only_b = (np.sqrt(np.maximum(0.0, linear * linear - 8 * n * constant)) - linear) / (4 * n)
+    variance = n * (2 * only_b + difference * (1 - difference))
+    distance = np.asarray(c - b - n * difference, dtype=np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scores = np.where(
+            variance > 0,
+            distance / np.sqrt(np.maximum(variance, 0.0)),
+            np.where(distance == 0, 0.0, np.copysign(math.inf, distance)),
+        )
+    return scores, np.asarray(only_b, dtype=np.float64)
 
 
 def clopper_pearson(

@@ -26,7 +26,7 @@ from onnx_ops.domain.evidence import (
     WeightMeasurement,
     throughput_metric_name,
 )
-from onnx_ops.domain.gate import ACCURACY, Gate, MetricGate, find_gate_kind
+from onnx_ops.domain.gate import ACCURACY, Gate, TaskMetricGate, find_gate_kind
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.statistics.intervals import change_interval
 from onnx_ops.statistics.latency import Comparison, QuantileComparison, compare, compare_quantile
@@ -203,7 +203,7 @@ def compute_ranking_metrics(gates: Sequence[Gate], evidence: Evidence) -> Rankin
 
     The task metric is that of the first metric gate, or accuracy without such a gate.
     """
-    gate = next((gate for gate in gates if isinstance(gate, MetricGate)), None)
+    gate = next((gate for gate in gates if isinstance(gate, TaskMetricGate)), None)
     metric = gate.definition().label if gate else ACCURACY.label
     lower = gate is not None and gate.lower_is_better
     own = evidence.variant == EXPORT

@@ -16,6 +16,7 @@ from onnx_ops.measure.row_layout import arrange_runtime
 from onnx_ops.onnx_graph.model_kind import CandidateKind
 from onnx_ops.ports import Dataset, Runtime
 from onnx_ops.statistics.scores import CustomMetric
+from onnx_ops.statistics.slices import Slicing
 from onnx_ops.tools.bench import (
     ComparisonResult,
     Conditions,
@@ -45,7 +46,7 @@ class JudgeRequest:
     custom metrics by reference. If `max_regression` is None, the default limits apply. If
     `concurrency` is None, no throughput is measured. `sizes` names dimensions for which one size is
     sufficient. The answers of a `retrained` candidate are not compared with the baseline's: the
-    task metric decides.
+    task metric decides. `slices` are parts of the data set in which the metric is judged too.
     """
 
     baseline: Path
@@ -65,6 +66,7 @@ class JudgeRequest:
     only: Part | None = None
     retrained: bool = False
     sizes: frozenset[str] = frozenset()
+    slices: Sequence[Slicing] = ()
     seed: int = 0
     report: Reporter = lambda _: None
 

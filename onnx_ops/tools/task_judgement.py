@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 
 import numpy as np
 
 from onnx_ops.domain.decision import GateResult, Verdict
-from onnx_ops.domain.gate import ACCURACY, MetricGate
+from onnx_ops.domain.gate import ACCURACY, MetricGate, SlicesGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.measure.answers import read_answers
 from onnx_ops.measure.predictions import join_predictions, read_prediction
 from onnx_ops.measure.scoring import ScoringRequest, measure_metrics
+from onnx_ops.measure.slices import SlicePlan
 from onnx_ops.ports import Dataset, Runtime, Tensors
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.scores import CANDIDATE
+from onnx_ops.statistics.slices import Slicing
 from onnx_ops.tools.bench import (
     A,
     make_evidence,
@@ -31,7 +34,7 @@ def judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list[
     dataset, gate, runtime = request.dataset, request.metric, request.arrange(runtime)
     label_free = gate.definition().label_free
     if dataset is not None and (dataset.label is not None or label_free):
-        return _judge_metric(request, runtime, target, dataset, gate)
+        return _judge_metric(request, runtime, target, dataset, gate, request.slices)
     if not request.kind.is_rounded:
         return []
     rows = dataset.inputs if dataset is not None else request.settings[0].samples.rows
@@ -68,7 +71,12 @@ def _explain_unknown_cost(agreement: GateResult | None, dataset: Dataset | None)
 
 
 def _judge_metric(
-    request: JudgeRequest, runtime: Runtime, target: Target, dataset: Dataset, gate: MetricGate
+    request: JudgeRequest,
+    runtime: Runtime,
+    target: Target,
+    dataset: Dataset,
+    gate: MetricGate,
+    slices: Sequence[Slicing] = (),
 ) -> list[GateResult]:
     definition = gate.definition()
     request.report(f"scoring {definition.label} on {len(dataset)} rows")
@@ -79,6 +87,7 @@ def _judge_metric(
         dataset=dataset,
         seed=request.seed,
         functions=request.functions,
+        slices=SlicePlan(slicings=slices, metrics=[definition.label] if slices else ()),
     )
     metrics = measure_metrics(scoring, (definition,))
     evidence = replace(
@@ -87,9 +96,21 @@ def _judge_metric(
         metrics=metrics.counts,
         scores=metrics.scores,
         grouped=metrics.grouped,
+        slices=metrics.slices,
     )
-    results = [r for r in judge((gate,), evidence).results if r.gate == "metric"]
-    return [replace(r, gate="task", metric=r.metric.removesuffix(f" vs {A}")) for r in results]
+    gates = (gate, _make_slices_gate(gate)) if slices else (gate,)
+    names = {"metric": "task", "slices": "slices"}
+    return [
+        replace(r, gate=names[r.gate], metric=r.metric.removesuffix(f" vs {A}"))
+        for r in judge(gates, evidence).results
+        if r.gate in names
+    ]
+
+
+def _make_slices_gate(gate: MetricGate) -> SlicesGate:
+    """Return the gate that sets the same limit in each slice."""
+    keys = {f.name: getattr(gate, f.name) for f in fields(gate) if f.name != "kind"}
+    return SlicesGate(**keys)
 
 
 def _judge_agreement(

@@ -57,6 +57,43 @@ def test_judge_prints_verdict_first_with_reason(
     golden("tables", without_figures(done.stdout))
 
 
+def _write_sliced_rows(folder: Path) -> None:
+    x = np.random.default_rng(0).standard_normal((3000, 8)).astype(np.float32)
+    country = np.array(["DE", "AT", "US"])[np.arange(3000) % 3]
+    country[:9] = "LI"
+    np.savez(
+        folder / "sliced.npz", x=x, y=np.zeros(3000, np.int64), country=country, id=np.arange(3000)
+    )
+
+
+@pytest.mark.processor
+def test_judge_with_slices_reports_each_slice(folder: Path, golden: Golden) -> None:
+    _write_sliced_rows(folder)
+    arguments = "good.onnx int8.onnx --data sliced.npz --labels y --max-drop 9% --slices country"
+    done = command(folder, *arguments.split(), "--html", "report.html", "--quiet")
+    assert done.code == 0, done.stderr
+    assert "Forest plot" in (folder / "report.html").read_text(encoding="utf-8")
+    golden("tables", without_figures(done.stdout))
+
+
+@pytest.mark.parametrize(
+    ("slices", "labels", "message"),
+    [
+        ("contry", "--labels y", "Did you mean 'country'?"),
+        ("id", "--labels y", "3,000 different values"),
+        ("country", "", "a metric in slices needs labels"),
+    ],
+)
+def test_judge_with_wrong_slices_is_wrong_input(
+    folder: Path, slices: str, labels: str, message: str
+) -> None:
+    _write_sliced_rows(folder)
+    arguments = f"good.onnx int8.onnx --data sliced.npz {labels} --slices {slices}"
+    done = command(folder, *arguments.split(), "--quiet")
+    assert done.code == 2
+    assert message in done.stderr
+
+
 @pytest.mark.processor
 def test_judge_writes_same_verdict_to_json_page_and_report(folder: Path, golden: Golden) -> None:
     arguments = (

@@ -121,6 +121,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "shop" / "scores.py").write_text("def profit(predictions, labels):\n    return 1.0\n")
     for module, function in (("speech", "transcribe"), ("translation", "translate")):
         (root / "shop" / f"{module}.py").write_text(f"def {function}(outputs):\n    return []\n")
+    (root / "shop" / "slicing.py").write_text("def find(arrays):\n    return {}\n")
     return root
 
 

@@ -51,11 +51,13 @@ from onnx_ops.measure.scoring import (
     add_default_metric,
     measure_metrics,
 )
+from onnx_ops.measure.slices import SlicePlan, get_slicings
 from onnx_ops.measure.speed import measure_scheduling, measure_speed
 from onnx_ops.measure.timing import build_feed
 from onnx_ops.measure.user_functions import importable, load_functions
 from onnx_ops.onnx_graph.files import share_structure
 from onnx_ops.onnx_graph.model_info import count_operators, read_model_info
+from onnx_ops.pipeline.stage_settings import tags_id
 from onnx_ops.pipeline.stages.champion import Champion, read_champion
 from onnx_ops.pipeline.stages.score import check_compatibility, read_shards
 from onnx_ops.ports import Context, Runtime
@@ -100,6 +102,7 @@ def execute(
             dataset=data,
             seed=seed,
             known=known,
+            slices=_read_slices(settings, inputs, context, len(data)),
         )
         metrics = _measure_metrics(scorer, None if is_export else export, stage, context)
         hints: Mapping[str, Any] = stage.hints
@@ -166,6 +169,7 @@ def execute(
             scores=metrics.scores,
             grouped=metrics.grouped,
             scored_on=scored_on,
+            slices=metrics.slices,
             sampled=sampled if sampled.used < sampled.total else None,
             opsets=read_model_info(candidate).opsets,
             operators=count_operators(share_structure(candidate)),
@@ -258,6 +262,24 @@ def _read_known(
     return known, tuple(sorted(machines, key=HardwareFingerprint.digest))
 
 
+def _read_slices(
+    settings: Mapping[str, Any], inputs: Mapping[str, Manifest], context: Context, rows: int
+) -> SlicePlan:
+    """Return the slices of the scored rows that gates judge.
+
+    Raises:
+        UserError: there are fewer values than rows.
+    """
+    if not settings.get("slices"):
+        return SlicePlan()
+    slicings = get_slicings(context.store, inputs[tags_id(settings["data"])], rows)
+    for slicing in slicings:
+        if len(slicing.numbers) != rows:
+            what = f"the slices have {len(slicing.numbers)} values for {rows} scored rows"
+            raise UserError(what, where="slices")
+    return SlicePlan(slicings=slicings, metrics=settings["slices"])
+
+
 def _measure_metrics(
     scorer: ScoringRequest, export: Path | None, stage: Stage, context: Context
 ) -> TaskMetrics:
@@ -282,7 +304,7 @@ def _measure_metrics(
         if failed and export is not None:
             again = [one for one in definitions if one.label in failed]
             scores = measure_metrics(
-                replace(scorer, models={CANDIDATE: export}, known={}), again
+                replace(scorer, models={CANDIDATE: export}, known={}, slices=SlicePlan()), again
             ).scores
             failed = explain_unscored(failed, scores)
     if failed:

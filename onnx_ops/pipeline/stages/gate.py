@@ -12,7 +12,7 @@ from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.decision import DecisionRecord, Verdict, combine_verdicts
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.execution import Execution
-from onnx_ops.domain.gate import Gate, MetricGate
+from onnx_ops.domain.gate import Gate, TaskMetricGate
 from onnx_ops.domain.pipeline import EXPORT, Stage
 from onnx_ops.errors import UserError
 from onnx_ops.measure.files import put_document
@@ -31,7 +31,7 @@ def execute(
     source = inputs[f"benchmark/{stage.variant}@{stage.target}"]["evidence.json"]
     evidence = codec.loads(context.store.read(source), Evidence, where=stage.id)
     gates = codec.from_json(settings["gates"], tuple[Gate, ...], where=stage.id)
-    judged = {gate.definition().label for gate in gates if isinstance(gate, MetricGate)}
+    judged = {gate.definition().label for gate in gates if isinstance(gate, TaskMetricGate)}
     if evidence.variant == EXPORT and (failures := explain_unscored(judged, evidence.scores)):
         raise UserError(next(iter(failures.values())), where="gates")
     decision = judge(gates, evidence)

@@ -3,6 +3,6 @@
 Importing the package registers the rule of every kind with `common.judge_gate`.
 """
 
-from onnx_ops.statistics.rules import metric, parity, performance
+from onnx_ops.statistics.rules import metric, parity, performance, slices
 
-__all__ = ["metric", "parity", "performance"]
+__all__ = ["metric", "parity", "performance", "slices"]

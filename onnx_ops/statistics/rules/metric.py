@@ -11,7 +11,7 @@ import scipy
 
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import Evidence, Interval, PairedCounts, ScoreComparison
-from onnx_ops.domain.gate import Gate, MetricGate
+from onnx_ops.domain.gate import Gate, MetricGate, TaskMetricGate
 from onnx_ops.statistics.intervals import (
     CONFIDENCE,
     advise_sample_size,
@@ -30,7 +30,7 @@ from onnx_ops.statistics.rules.common import (
     name_baseline,
 )
 
-_Entry = PairedCounts | ScoreComparison
+Entry = PairedCounts | ScoreComparison
 
 INDEPENDENCE = "independent rows"
 """Metric name of the advisory result on rows that seem to depend on each other."""
@@ -113,7 +113,7 @@ class MetricLimit:
         return Verdict.PASS if keeps else Verdict.FAIL if broken else Verdict.INCONCLUSIVE
 
 
-def list_limits(gate: MetricGate) -> Iterator[MetricLimit]:
+def list_limits(gate: TaskMetricGate) -> Iterator[MetricLimit]:
     """Yield the limits that a gate sets."""
     kinds: tuple[Literal["max_drop", "max_increase", "min", "max"], ...] = (
         "max_drop",
@@ -134,7 +134,7 @@ def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
     If models are compared without labels, a first release has no comparison and no result.
     """
     name = gate.definition().label
-    entries = _list_entries(name, evidence)
+    entries = list_entries(name, evidence)
     limits = tuple(list_limits(gate))
     if not limits:
         yield make_unlimited("metric", name)
@@ -150,7 +150,7 @@ def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
         )
 
 
-def _list_entries(name: str, evidence: Evidence) -> list[_Entry]:
+def list_entries(name: str, evidence: Evidence) -> list[Entry]:
     """Return the measurements of a metric, counted rows before scores."""
     counts = [c for c in evidence.metrics if c.metric == name and c.n]
     return [*counts, *(s for s in evidence.scores if s.metric == name)]
@@ -172,7 +172,7 @@ def explain_unscored(
 
 def judge_independence(gates: Sequence[Gate], evidence: Evidence) -> Iterator[GateResult]:
     """Yield advice to name groups if rows seem to depend on each other."""
-    if evidence.grouped and any(isinstance(gate, MetricGate) for gate in gates):
+    if evidence.grouped and any(isinstance(gate, TaskMetricGate) for gate in gates):
         yield GateResult(
             gate="metric",
             metric=INDEPENDENCE,
@@ -185,7 +185,7 @@ def judge_independence(gates: Sequence[Gate], evidence: Evidence) -> Iterator[Ga
         )
 
 
-def _judge_value(name: str, limit: MetricLimit, entries: Sequence[_Entry]) -> GateResult:
+def _judge_value(name: str, limit: MetricLimit, entries: Sequence[Entry]) -> GateResult:
     """Judge the candidate's value.
 
     Every entry contains the value; if the entries differ, the worst value is judged.
@@ -197,26 +197,26 @@ def _judge_value(name: str, limit: MetricLimit, entries: Sequence[_Entry]) -> Ga
         for e in entries
         if isinstance(e, PairedCounts) or e.candidate is not None or not e.against
     ]
-    judged = [_judge(name, limit, entry) for entry in valued or entries]
+    judged = [judge_entry(name, limit, entry) for entry in valued or entries]
     return max(
         judged, key=lambda result: (result.verdict.rank, -(result.estimate or 0.0), -result.n)
     )
 
 
 def _judge_changes(
-    name: str, limit: MetricLimit, entries: Sequence[_Entry], evidence: Evidence
+    name: str, limit: MetricLimit, entries: Sequence[Entry], evidence: Evidence
 ) -> Iterator[GateResult]:
     """Judge the change from every compared model, which must include the baseline."""
     compared = [e for e in entries if e.against and e.against != evidence.variant]
     for entry in compared:
-        yield replace(_judge(name, limit, entry), metric=f"{name} vs {entry.against}")
+        yield replace(judge_entry(name, limit, entry), metric=f"{name} vs {entry.against}")
     baseline = get_baseline(evidence)
     if baseline and not any(e.against == baseline for e in compared):
-        yield _judge_missing_change(f"{name} vs {baseline}", name, limit, entries)
+        yield judge_missing_change(f"{name} vs {baseline}", name, limit, entries)
 
 
-def _judge_missing_change(
-    metric: str, name: str, limit: MetricLimit, entries: Sequence[_Entry]
+def judge_missing_change(
+    metric: str, name: str, limit: MetricLimit, entries: Sequence[Entry]
 ) -> GateResult:
     """Return a result for a value that cannot be compared with the baseline's.
 
@@ -226,12 +226,15 @@ def _judge_missing_change(
         (e for e in entries if isinstance(e, ScoreComparison) and e.candidate is None), None
     )
     result = (
-        _judge(name, limit, unscored) if unscored else make_unmeasured("metric", metric, limit.text)
+        judge_entry(name, limit, unscored)
+        if unscored
+        else make_unmeasured("metric", metric, limit.text)
     )
     return replace(result, metric=metric)
 
 
-def _judge(name: str, limit: MetricLimit, entry: _Entry) -> GateResult:
+def judge_entry(name: str, limit: MetricLimit, entry: Entry) -> GateResult:
+    """Judge one measurement by its own interval."""
     blank = GateResult(
         gate="metric",
         metric=name,
@@ -277,7 +280,7 @@ def _judge(name: str, limit: MetricLimit, entry: _Entry) -> GateResult:
     )
 
 
-def _is_uneven(entry: _Entry) -> bool:
+def _is_uneven(entry: Entry) -> bool:
     """Return whether so few rows have the error that an unseen row may be as bad."""
     return (
         isinstance(entry, ScoreComparison)
@@ -286,7 +289,7 @@ def _is_uneven(entry: _Entry) -> bool:
     )
 
 
-def _rests_on_few(limit: MetricLimit, entry: _Entry) -> bool:
+def _rests_on_few(limit: MetricLimit, entry: Entry) -> bool:
     """Return whether a few rows account for the losses, and the others miss the limit.
 
     The losses of both models are considered.
@@ -304,7 +307,7 @@ def _get_rest(limit: MetricLimit, entry: ScoreComparison) -> float | None:
     return entry.rest - 1 if limit.kind == "max_increase" else entry.rest
 
 
-def _p_value(limit: MetricLimit, entry: _Entry, interval: Interval) -> float:
+def _p_value(limit: MetricLimit, entry: Entry, interval: Interval) -> float:
     """Return the p-value of a limit.
 
     The p-value is exact for counts. For scores, the estimate is assumed to be normally distributed.
@@ -320,7 +323,7 @@ def _p_value(limit: MetricLimit, entry: _Entry, interval: Interval) -> float:
     return float(scipy.special.ndtr(-scipy.special.ndtri((1 + CONFIDENCE) / 2) * safe / end))
 
 
-def _find_interval(limit: MetricLimit, entry: _Entry) -> Interval | None:
+def _find_interval(limit: MetricLimit, entry: Entry) -> Interval | None:
     """Return the interval that the limit is compared with.
 
     For counts, it is Tango's interval of the change, or the Clopper-Pearson interval of the value.
@@ -341,7 +344,7 @@ def _find_interval(limit: MetricLimit, entry: _Entry) -> Interval | None:
             return None
 
 
-def _find_problem(entry: _Entry) -> str:
+def _find_problem(entry: Entry) -> str:
     """Return why a measurement cannot be true; empty if it can."""
     return (
         _find_count_problem(entry)
@@ -369,7 +372,7 @@ def _find_score_problem(score: ScoreComparison) -> str:
 
 
 def _explain(
-    name: str, limit: MetricLimit, entry: _Entry, interval: Interval, verdict: Verdict
+    name: str, limit: MetricLimit, entry: Entry, interval: Interval, verdict: Verdict
 ) -> str:
     reason = (
         f"{_describe_interval(name, limit, entry, interval)}, limit {limit.format(limit.bound)}, "
@@ -388,7 +391,7 @@ def _explain(
     )
 
 
-def _describe_interval(name: str, limit: MetricLimit, entry: _Entry, interval: Interval) -> str:
+def _describe_interval(name: str, limit: MetricLimit, entry: Entry, interval: Interval) -> str:
     """Return the value with its interval, or the change with its interval, as a text.
 
     The text on a change names the other model.
@@ -401,7 +404,7 @@ def _describe_interval(name: str, limit: MetricLimit, entry: _Entry, interval: I
     return f"{name} changes by {change} against {name_baseline(entry.against)}"
 
 
-def _explain_indecision(limit: MetricLimit, entry: _Entry, interval: Interval) -> str:
+def _explain_indecision(limit: MetricLimit, entry: Entry, interval: Interval) -> str:
     """Return why a limit is undecided, and how many rows would decide it."""
     reason = ""
     if isinstance(entry, ScoreComparison):

@@ -251,7 +251,7 @@ def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, fl
     """Return verdict probabilities of variants with a known true change.
 
     Their spread is assumed to be that of this measurement. Return None for a result that is not
-    about a change, or whose change is exact.
+    about a change of all rows, or whose change is exact.
 
     Returns:
         Three probabilities: a variant without a change passes as one of `tried`; a variant with a
@@ -264,7 +264,7 @@ def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, fl
         or result.high is None
     ):
         return None
-    if not result.bound or " vs " not in result.metric:
+    if not result.bound or " vs " not in result.metric or result.slices:
         return None
     normal = NormalDist()
     end = result.low if result.bound < 0 else result.high

@@ -1,0 +1,79 @@
+"""Tags stage: find the slices of the scored rows.
+
+The values come from columns of the data set, from a file of tags, and from a function of the
+project. The stage runs before training, so that a wrong column or function is found early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.pipeline import DataSection, FileData, Stage
+from onnx_ops.errors import ConflictError, UserError
+from onnx_ops.measure.slices import make_slicings, put_slicings
+from onnx_ops.measure.user_functions import call_function, importable, load_function
+from onnx_ops.pipeline.stages.data import build_dataset, get_source_name
+from onnx_ops.ports import Context
+
+WHERE = "slices"
+
+
+def execute(
+    stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
+) -> Manifest:
+    """Read the columns, and store the slice of each row."""
+    settings: Mapping[str, Any] = stage.settings
+    section = codec.from_json(settings["section"], DataSection, where=stage.id)
+    section = replace(section, inputs={name: section.inputs[name] for name in settings["inputs"]})
+    own = _load(section, settings["fingerprint"], context)
+    rows = len(build_dataset(own, section, stage.id))
+    arrays: dict[str, Any] = dict(own)
+    if tags := settings["tags"]:
+        arrays |= _load(FileData(file=tags), settings["tags_fingerprint"], context)
+    if reference := settings["use"]:
+        with importable(context.root):
+            function = load_function(reference, f"{WHERE}.use")
+            result = call_function(function, reference, own, on="the scored data set")
+            arrays |= _read_result(result, reference)
+    return put_slicings(context.store, make_slicings(settings["by"], arrays, rows, where=WHERE))
+
+
+def _load(section: DataSection, fingerprint: str, context: Context) -> Mapping[str, Any]:
+    """Return the arrays of a source that has not changed since the plan.
+
+    Raises:
+        ConflictError: the data was changed.
+    """
+    source = context.source(get_source_name(section))
+    arrays = source.load(section, context.root)
+    if source.fingerprint(section, context.root) != fingerprint:
+        raise ConflictError(
+            "the data was changed after the run was planned", where=WHERE, remedy="Run again."
+        )
+    return arrays
+
+
+def _read_result(result: object, reference: str) -> dict[str, Any]:
+    """Return the columns that a function of the project computed.
+
+    Raises:
+        UserError: the result is not a mapping of names to sequences.
+    """
+    import numpy as np
+
+    if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in result):
+        raise UserError(
+            f"{reference} must return a mapping from names to values, not {type(result).__name__}",
+            where=f"{WHERE}.use",
+            remedy='For example: return {"length": ["short", "long", …]}.',
+        )
+    columns = {name: np.asarray(values) for name, values in result.items()}
+    # An array of objects keeps None apart from texts, which NumPy would write as "None".
+    return {
+        name: np.array(list(result[name]), dtype=object) if column.dtype.kind == "U" else column
+        for name, column in columns.items()
+    }
