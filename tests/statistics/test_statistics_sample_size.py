@@ -136,6 +136,11 @@ def test_row_effect_is_least_step_of_metric(name: str) -> None:
     texts = np.array(["one two three four"] * rows)
     numbers = np.random.default_rng(0).random((rows, 3))
     first = np.tile([1, 0, 0], (rows, 1))
+    masks = np.arange(rows * 4).reshape(rows, 2, 2) % 3
+    objects = np.tile([10.0, 10, 30, 40, 1, 0], (rows, 1, 1))
+    detections = np.tile([10.0, 10, 30, 40, 0.9, 1], (rows, 1, 1))
+    points = np.tile([20.0, 20, 2], (rows, 1, 17))
+    persons = np.concatenate([objects, np.full((rows, 1, 1), 600), points], axis=2)
     answers: dict[str, tuple[Any, Any]] = {
         "texts": (texts, texts),
         "relevance": (first, numbers),
@@ -143,6 +148,9 @@ def test_row_effect_is_least_step_of_metric(name: str) -> None:
         "positive": (np.arange(rows) % 3 == 0, numbers[:, 0]),
         "embeddings": (numbers, numbers),
         "tokens": (first, first),
+        "detections": (objects, detections),
+        "keypoints": (persons, np.concatenate([detections, points], axis=2)),
+        "masks": (masks, masks),
     }
     label, given = answers[METRICS[name].reads]
     side = method.make(label, given, MetricGate(name=name).definition().options)

@@ -27,7 +27,7 @@ _OUTSIDE = 1.0
 """Number of pixels by which a box can exceed its image because coordinates were rounded."""
 
 
-def read_annotations(path: Path, arrays: Mapping[str, Array], *, where: str) -> dict[str, Array]:
+def read_annotations(path: Path, arrays: Mapping[str, Array], *, where: str) -> Mapping[str, Array]:
     """Return the objects of each row: their boxes, and their keypoints if there are any.
 
     `objects` has shape (rows, objects, 6): x1, y1, x2, y2, class, crowd. `poses` has also the area
@@ -159,7 +159,7 @@ def _list_rows(images: Mapping[Any, Any], arrays: Mapping[str, Array], where: st
     return rows
 
 
-def _stack(rows: Sequence[Sequence[Sequence[float]]], points: int) -> dict[str, Array]:
+def _stack(rows: Sequence[Sequence[Sequence[float]]], points: int) -> Mapping[str, Array]:
     """Return the arrays of objects, with one place at least."""
     import numpy as np
 
