@@ -320,11 +320,12 @@ class AveragePrecision:
         return np.asarray(self._compute(weights)[0])
 
     def plain(self, weights: Weights) -> npt.NDArray[np.float64]:
-        """Return the metric without interpolation.
+        """Return the metric from the precision of the other detections, without interpolation.
 
         The best of several noisy precisions is too high by chance, so that the metric of COCO is
-        too high in small samples. The plain precision is not. If an image has the weight w, the
-        precision is read after all w copies of a detection.
+        too high in small samples. So is the precision at a right detection, which counts this
+        detection itself. Here it counts the detections before it only. The metric is then about
+        right on average, and has the same limit as that of COCO if precision falls with recall.
         """
         return np.asarray(self._compute(weights)[1])
 
@@ -442,8 +443,10 @@ def _integrate(right: Array, counted: Array, objects: Array) -> npt.NDArray[np.f
         objects: weights of the objects, of shape (resamples,).
     """
     hits = np.cumsum(right, axis=0)
-    plain = hits / (counted + np.spacing(1))
-    best = np.maximum.accumulate(plain[::-1], axis=0)[::-1]
+    precision = hits / (counted + np.spacing(1))
+    best = np.maximum.accumulate(precision[::-1], axis=0)[::-1]
+    others = counted - right
+    plain = np.divide(hits - right, others, out=precision, where=others > 0)
     # The number of recalls that each right detection is the first to reach. They are compared as
     # pycocotools compares them: recall 0.29 does not reach the step of 0.29000000000000004.
     recall = hits / objects
