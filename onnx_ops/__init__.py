@@ -1,7 +1,8 @@
 """Release engineering for ONNX models.
 
-The commands are functions in `onnx_ops.api`, which can also be imported from here. `record_step`
-marks the steps of a system for `onnx-ops judge --system`.
+The public names can be imported from here: the commands are functions of `onnx_ops.api`,
+`record_step` marks the steps of a system for `onnx-ops judge --system`, and the functions of
+`onnx_ops.onnx_graph.joining` build released files from graphs.
 """
 
 import os
@@ -20,19 +21,26 @@ if TYPE_CHECKING:
     from onnx_ops.api import rollback as rollback
     from onnx_ops.api import run as run
     from onnx_ops.api import status as status
+    from onnx_ops.onnx_graph.joining import build_image_decoder as build_image_decoder
+    from onnx_ops.onnx_graph.joining import join_graphs as join_graphs
     from onnx_ops.step_recorder import record_step as record_step
 
-_API = ("Result", "check", "judge", "promote", "rollback", "run", "status")
+_PUBLIC = {
+    **dict.fromkeys(
+        ("Result", "check", "judge", "promote", "rollback", "run", "status"), "onnx_ops.api"
+    ),
+    **dict.fromkeys(("build_image_decoder", "join_graphs"), "onnx_ops.onnx_graph.joining"),
+    "record_step": "onnx_ops.step_recorder",
+}
+"""The module of each public name."""
 
 
 def __getattr__(name: str) -> Any:
-    """Load a function when its name is first used."""
-    if name == "record_step":
-        return import_module("onnx_ops.step_recorder").record_step
-    if name in _API:
-        return getattr(import_module("onnx_ops.api"), name)
+    """Load the module of a public name when the name is first used."""
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'onnx_ops' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_API, "record_step"})
+    return sorted({*globals(), *_PUBLIC})

@@ -42,6 +42,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "grpc": ("grpcio", "grpcio-health-checking", "grpcio-reflection"),
     "hub": ("huggingface-hub",),
     "huggingface": ("transformers",),
+    "images": ("pillow",),
     "keras": ("keras",),
     "lightgbm": ("lightgbm", "onnxmltools"),
     "mlflow": ("mlflow",),

@@ -198,7 +198,7 @@ def load_rows(
     from onnx_ops.domain.pipeline import FileData
     from onnx_ops.tools.supplied_rows import check_samples
 
-    if not data.is_file():
+    if not data.exists():
         raise NotFoundError("no such file", where=str(data))
     path = data.resolve()
     arrays = context.source("file").load(FileData(file=path.name), path.parent)

@@ -20,7 +20,7 @@ from onnx_ops.measure.files import load_arrays, pack_arrays, slice_rows
 from onnx_ops.measure.row_layout import RowLayout
 from onnx_ops.onnx_graph.compatibility import is_unsafe_without_rows
 from onnx_ops.onnx_graph.input_bounds import read_index_bounds
-from onnx_ops.onnx_graph.model_info import read_model_info
+from onnx_ops.onnx_graph.model_info import read_encoded_inputs, read_model_info
 from onnx_ops.onnx_graph.rounding_errors import list_ranked_outputs
 from onnx_ops.onnx_graph.tree_ensembles import build_split_probes, has_trees
 from onnx_ops.ports import Exporter, Store, Tensors
@@ -391,7 +391,9 @@ def build_probes(
     """Return the groups of inputs that the export accepts, real rows first."""
     fixed = read_model_info(path).fixed_batch
     try:
-        domains = learn_domains(samples, declared, read_index_bounds(path))
+        domains = learn_domains(
+            samples, declared, read_index_bounds(path), read_encoded_inputs(path)
+        )
     except ValueError as error:
         raise UserError(
             str(error), where="inputs", remedy="Declare values of the input's type."
@@ -417,8 +419,12 @@ def _find_free_axes(path: Path, samples: Tensors) -> Axes:
     """Return the named free axes of the inputs, numbered with rows on axis 0."""
     shapes = {spec.name: spec.shape for spec in read_model_info(path).inputs if spec.shape}
     axes = find_row_axes(shapes)
+    # An encoded file that is cut at another size cannot be decoded.
+    whole = read_encoded_inputs(path)
     shapes = {
-        n: move_axis_first(shape, axes.get(n, 0)) for n, shape in shapes.items() if n in samples
+        n: move_axis_first(shape, axes.get(n, 0))
+        for n, shape in shapes.items()
+        if n in samples and n not in whole
     }
     return find_sized_axes(shapes, unnamed=False)
 

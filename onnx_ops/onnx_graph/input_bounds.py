@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnx_ops.onnx_graph.files import collect_graph_constants, iterate_graphs, share_structure
+from onnx_ops.onnx_graph.model_info import read_encoded_inputs
 
 if TYPE_CHECKING:
     import onnx
@@ -80,6 +81,7 @@ class InputBounds:
         tables: the sizes, as numbers or symbols, of the computed tensors that the input holds
             indices into; `?` if unknown.
         compared: whole numbers at which comparisons with constants change the model's behaviour.
+        encoded: whether each row is an encoded file, such as an image.
     """
 
     index: tuple[int, int] | None = None
@@ -88,6 +90,7 @@ class InputBounds:
     missing: bool = False
     tables: tuple[int | str, ...] = ()
     compared: tuple[int, ...] = ()
+    encoded: bool = False
 
 
 def read_input_bounds(path: Path) -> dict[str, InputBounds]:
@@ -104,8 +107,12 @@ def read_input_bounds(path: Path) -> dict[str, InputBounds]:
             for place, name in enumerate(node.input):
                 users[name].append((node, place))
     shapes = _LazyShapes(model)
+    encoded = read_encoded_inputs(path)
     return {
-        value.name: _read_bounds(value.name, users, stored, shapes) for value in model.graph.input
+        value.name: replace(
+            _read_bounds(value.name, users, stored, shapes), encoded=value.name in encoded
+        )
+        for value in model.graph.input
     }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import ModelInfo, TensorSpec
+from onnx_ops.domain.encoded_inputs import ENCODED_PROPERTY, parse_encoded_inputs
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.files import (
     get_element_type,
@@ -115,6 +116,15 @@ def write_lineage(path: Path, properties: Mapping[str, str]) -> None:
 def read_lineage(path: Path) -> dict[str, str]:
     """Return all properties of a model file."""
     return {prop.key: prop.value for prop in share_structure(path).metadata_props}
+
+
+def read_encoded_inputs(path: Path) -> dict[str, str]:
+    """Return the kind of each input whose rows are encoded files, such as images.
+
+    Raises:
+        UserError: the property of the file is not valid.
+    """
+    return parse_encoded_inputs(read_lineage(path).get(ENCODED_PROPERTY, ""))
 
 
 def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:

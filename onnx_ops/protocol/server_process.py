@@ -109,6 +109,22 @@ class ContainerOptions:
         Le(2 << 30),
         doc("Size of the largest request body; a larger one gets a 413."),
     ] = 32 << 20
+    max_image: Annotated[
+        int,
+        Unit("B"),
+        Ge(1),
+        Le(1 << 30),
+        doc("Size of the largest encoded image; a larger one gets a 400."),
+    ] = 10 << 20
+    max_pixels: Annotated[
+        int,
+        Ge(1),
+        Le(1 << 30),
+        doc("Width times height of the largest encoded image; a larger one gets a 400."),
+    ] = 1 << 24
+    max_images: Annotated[
+        int, Ge(1), Le(65_536), doc("Encoded images of one request; further images get a 400.")
+    ] = 32
     max_connections: Annotated[
         int,
         Ge(1),

@@ -8,8 +8,8 @@ export. A difference on another group is advisory: NaN where the data has none, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,7 @@ class InputDomain:
             possible.
         recombined: whether places vary independently, so that any mixture of rows is a valid row.
         missing: places that may hold NaN; same shape.
+        encoded: whether each row is an encoded file, whose bytes are never changed.
     """
 
     low: Floats
@@ -81,12 +82,14 @@ class InputDomain:
     categories: Array | None
     recombined: bool
     missing: Bools
+    encoded: bool = False
 
 
 def learn_domains(
     samples: Tensors,
     declared: Mapping[str, InputValues] | None = None,
     bounds: Mapping[str, tuple[int, int]] | None = None,
+    encoded: Collection[str] = (),
 ) -> dict[str, InputDomain]:
     """Derive the domain of each input from rows, declarations and the graph.
 
@@ -99,6 +102,7 @@ def learn_domains(
         samples: real rows by input; axis 0 is the batch.
         declared: values that the pipeline declares for some inputs.
         bounds: smallest and largest index that the graph accepts, for inputs of indices.
+        encoded: inputs whose rows are encoded files.
 
     Raises:
         ValueError: there is no row, or texts are declared for a numeric input.
@@ -107,6 +111,9 @@ def learn_domains(
         raise ValueError("there are no real samples to learn the domain from")
     domains = {}
     for name, array in samples.items():
+        if name in encoded:
+            domains[name] = replace(_make_unordered_domain(array, None), encoded=True)
+            continue
         try:
             domains[name] = _learn(
                 array, (declared or {}).get(name, InputValues()), (bounds or {}).get(name)
@@ -284,7 +291,7 @@ def make_probe_groups(
     infinity, in each float input. If the domain allows NaN in some places, `missing` has NaN only
     in these places. Only floats are changed. A group that would only repeat real rows is omitted.
     """
-    kinds = {array.dtype.kind for array in samples.values()}
+    kinds = {array.dtype.kind for name, array in samples.items() if not domains[name].encoded}
     rows = _even_rows(samples, MIN_NOISE_ROWS)
     groups = {REAL: ProbeGroup(inputs=samples)}
     if kinds - set("b"):
@@ -386,6 +393,8 @@ def _draw_in_range(
     array: Array, rows: Rows, domain: InputDomain, draw: np.random.Generator
 ) -> Array:
     chosen = array[rows]
+    if domain.encoded:
+        return chosen
     if domain.categories is not None:
         return draw.choice(domain.categories, chosen.shape).astype(array.dtype)
     if array.dtype.kind not in "fiu":

@@ -182,6 +182,7 @@ def generate_samples(
             `fix` has an unknown name.
     """
     fix, bounds = fix or {}, bounds or {}
+    _refuse_encoded_inputs(bounds)
     _check_dimension_names(inputs, dims)
     check_fixed_names(inputs, fix)
     axes = _find_axes(inputs, bounds)
@@ -203,6 +204,16 @@ def generate_samples(
     return SampleRows(
         rows=rows, fixed=fixed, batch=recipe.batch, axes=axes, further=further, choices=choices
     )
+
+
+def _refuse_encoded_inputs(bounds: Mapping[str, InputBounds]) -> None:
+    """Raise UserError if an input takes encoded files, which cannot be drawn at random."""
+    for name, known in bounds.items():
+        if known.encoded:
+            raise UserError(
+                f"input {name!r} takes encoded images, which cannot be generated",
+                remedy="Supply a folder of images: --data FOLDER.",
+            )
 
 
 def _check_dimension_names(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> None:

@@ -125,8 +125,11 @@ def build_groups(
     answer to compare. `empty` adds a group without rows. `bounds` holds the bounds of the inputs
     that were derived from the graph, and `splits` holds rows near the splits of trees.
     """
+    encoded = [name for name, known in (bounds or {}).items() if known.encoded]
     further = [
-        InputGroup(name=name, runs=(run,), assumed=True) for name, run in samples.further.items()
+        InputGroup(name=name, runs=(run,), assumed=True)
+        for name, run in samples.further.items()
+        if not _cuts_files(run, samples.rows, encoded)
     ]
     if not samples.rows:
         return (InputGroup(name=REAL, runs=({},)), *further)
@@ -140,13 +143,23 @@ def build_groups(
     return (*groups, *_make_batches(samples), *further)
 
 
+def _cuts_files(run: Tensors, rows: Tensors, encoded: Sequence[str]) -> bool:
+    """Return whether a run has encoded files of another size, which cannot be decoded."""
+    return any(
+        run[name].shape[1:] != rows[name].shape[1:]
+        for name in encoded
+        if name in run and name in rows
+    )
+
+
 def _make_probes(
     samples: SampleRows, bounds: Mapping[str, InputBounds], *, empty: bool, splits: Tensors | None
 ) -> dict[str, ProbeGroup]:
     """Return the rows, and rows derived from them, by group."""
     indices = {name: known.index for name, known in bounds.items() if known.index is not None}
     missing = {name: InputValues(missing=True) for name, known in bounds.items() if known.missing}
-    domains = learn_domains(samples.rows, missing, indices)
+    encoded = [name for name, known in bounds.items() if known.encoded]
+    domains = learn_domains(samples.rows, missing, indices, encoded)
     probes = make_probe_groups(samples.rows, domains, empty=empty and not samples.batch)
     if splits is not None:
         probes["splits"] = ProbeGroup(inputs=splits)
@@ -160,11 +173,13 @@ def _make_probes(
 
 
 def _holds_plain_numbers(array: Any, known: InputBounds | None) -> bool:
-    """Return whether an input holds whole numbers that are neither indices nor sizes.
+    """Return whether an input holds whole numbers other than indices, sizes and files.
 
     The graph shows which inputs are indices or sizes.
     """
-    return array.dtype.kind in "iu" and known is not None and known.index is None and not known.size
+    if known is None or known.index is not None or known.size or known.encoded:
+        return False
+    return array.dtype.kind in "iu"
 
 
 def _make_batches(samples: SampleRows) -> Iterator[InputGroup]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from onnx_ops.adapters.data.coco import read_annotations
+from onnx_ops.adapters.data.images import has_images, read_images
 from onnx_ops.adapters.data.onnx_test_data import has_test_data, read_test_data
 from onnx_ops.adapters.data.tables import SUFFIXES, find_table_suffix, read_table
 from onnx_ops.adapters.pinned_files import PINNED, PinnedFiles
@@ -26,6 +27,9 @@ _SMALL_BYTES = 16 << 20
 
 _HEAD_BYTES = 8 << 20
 
+_SAMPLED_IMAGES = 32
+"""Images of a folder that are read when its first rows are requested."""
+
 _ARRAY = b"\x93NUMPY"
 """Start of the file that `numpy.save` writes: one array."""
 
@@ -37,8 +41,8 @@ _POINTER = b"version https://git-lfs"
 class FileSource(DataSource):
     """Data sets of `file: PATH`, a path below the project's root or a pinned address.
 
-    The path of a folder is accepted if it holds test data of an ONNX model. No pickled data is
-    loaded.
+    The path of a folder is accepted if it holds images, or test data of an ONNX model. No pickled
+    data is loaded.
     """
 
     state: Path = Path(".onnx-ops")
@@ -76,8 +80,7 @@ class FileSource(DataSource):
             return None
         where = hide_secrets(address) or str(path)
         if path.is_dir():
-            arrays = _add_objects(_read_folder(path, section, where), section, root)
-            return Sample(arrays=arrays, whole=True)
+            return _add_sampled_objects(_sample_folder(path, section, where), section, root)
         return _add_sampled_objects(sample_arrays(path, where=where), section, root)
 
     def _digest(self, section: DataSection, root: Path) -> Digest:
@@ -97,18 +100,28 @@ def _find_address(section: DataSection) -> str:
     return place if is_pinned_address(place) else ""
 
 
-def _require_test_data(folder: Path, where: str) -> None:
-    if not has_test_data(folder):
+def _require_rows(folder: Path, where: str) -> None:
+    if not has_test_data(folder) and not has_images(folder):
         raise NotFoundError(
-            "the path is a folder without test data of an ONNX model",
+            "the path is a folder without images, and without test data of an ONNX model",
             where=where,
-            remedy="Name one .npz file or table, or a folder that holds test_data_set_0.",
+            remedy="Name one .npz file or table, a folder of PNG and JPEG files, or a folder that "
+            "holds test_data_set_0.",
         )
 
 
 def _read_folder(folder: Path, section: DataSection, where: str) -> Mapping[str, Array]:
-    _require_test_data(folder, where)
-    return read_test_data(folder, where=where, label=section.label)
+    _require_rows(folder, where)
+    if has_test_data(folder):
+        return read_test_data(folder, where=where, label=section.label)
+    return read_images(folder, where=where)
+
+
+def _sample_folder(folder: Path, section: DataSection, where: str) -> Sample:
+    if has_test_data(folder) or not has_images(folder):
+        return Sample(arrays=_read_folder(folder, section, where), whole=True)
+    arrays = read_images(folder, where=where, limit=_SAMPLED_IMAGES)
+    return Sample(arrays=arrays, whole=False)
 
 
 def _find_annotations(section: DataSection, root: Path) -> Path | None:
@@ -320,7 +333,7 @@ def _find_file(name: str, root: Path) -> Path:
         # The cause is a loop of links or a null byte in the path.
         raise NotFoundError("no such file", where=name, why=str(error)) from error
     if os.path.isdir(path):
-        _require_test_data(path, str(path))
+        _require_rows(path, str(path))
     if os.path.exists(path):
         # Unlike this function, Path.exists raises OSError for a name that is too long.
         return path

@@ -14,6 +14,7 @@ from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.protocol import messages
 from onnx_ops.serving.http.sagemaker import CUSTOM_ATTRIBUTES, FEEDBACK_TYPE, INFERENCE_ID
 from onnx_ops.serving.inference.feedback import MAX_FEEDBACK
+from onnx_ops.serving.inference.image_tensors import IMAGE_DTYPE
 from onnx_ops.serving.inference.signature import ModelSignature
 from onnx_ops.serving.inference.tensors import DATATYPE_OF
 
@@ -41,6 +42,12 @@ The server accepts the user and the selected deployment as attributes, separated
 """
 _INTEGER: Schema = {"type": "integer"}
 _BOOLEAN: Schema = {"type": "boolean"}
+_ELEMENTS: Mapping[str, Schema] = {
+    "bool": _BOOLEAN,
+    "string": _TEXT,
+    IMAGE_DTYPE: {"type": "string", "contentEncoding": "base64"},
+}
+"""Schemas of elements in JSON that are not numbers, by `TensorSpec.dtype`."""
 _BINARY: Schema = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 
@@ -208,7 +215,11 @@ def _list_errors(*statuses: str) -> Schema:
 
 def _build_schemas(signatures: Collection[ModelSignature]) -> Schema:
     tensors = _list(
-        _object(name=_TEXT, datatype={"enum": list(DATATYPE_OF.values())}, shape=_list(_INTEGER))
+        _object(
+            name=_TEXT,
+            datatype={"enum": list(dict.fromkeys(DATATYPE_OF.values()))},
+            shape=_list(_INTEGER),
+        )
     )
     dims = _list(_object({"optional": _BOOLEAN}, name=_TEXT, data_type=_TEXT, dims=_list(_INTEGER)))
     duration = _object(count=_INTEGER, ns=_INTEGER)
@@ -308,8 +319,8 @@ def _build_tensor(spec: TensorSpec, *, nested: bool) -> Schema:
     rank = len(spec.shape)
     dims = [{"const": d} if isinstance(d, int) else {**_INTEGER, "minimum": 0} for d in spec.shape]
     shape: Schema = {"type": "array", "minItems": rank, "maxItems": rank}
-    if spec.dtype in ("bool", "string"):
-        element = _BOOLEAN if spec.dtype == "bool" else _TEXT
+    if spec.dtype in _ELEMENTS:
+        element = _ELEMENTS[spec.dtype]
     elif "float" in spec.dtype:
         element = {"type": "number"} if nested else {"type": ["number", "null"]}
     else:

@@ -13,6 +13,7 @@ import json
 import math
 import re
 import shlex
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from onnx_ops.printable import show_controls
+from onnx_ops.protocol.images import SAMPLE_IMAGE
 from onnx_ops.serving.http.openapi import build_openapi
+from onnx_ops.serving.inference.image_tensors import IMAGE_DTYPE
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead
 from onnx_ops.serving.inference.signature import ModelSignature
 from onnx_ops.serving.inference.tensors import DATATYPE_OF, describe_tensor
@@ -42,6 +45,12 @@ _PAGE_LINES = (
 _HOST = re.compile(rb"(?:[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{1,45}\])(?::[0-9]{1,5})?")
 _DEFAULT_HOST = b"127.0.0.1:8080"
 _MAX_EXAMPLE_VALUES = 64
+_EXAMPLES: Mapping[str, object] = {
+    "string": "text",
+    "bool": False,
+    IMAGE_DTYPE: b64encode(SAMPLE_IMAGE).decode(),
+}
+"""Values of elements in an example that are not numbers, by `TensorSpec.dtype`."""
 
 _TEMPLATE = """\
 {% macro show(schema) -%}
@@ -296,7 +305,7 @@ def build_example(signature: ModelSignature, host: bytes) -> tuple[str, str]:
     is_large = sum(map(math.prod, shapes)) > _MAX_EXAMPLE_VALUES
     inputs = []
     for spec, shape in zip(specs, shapes, strict=True):
-        value: object = {"string": "text", "bool": False}.get(spec.dtype, 0)
+        value = _EXAMPLES.get(spec.dtype, 0)
         data = [value] if is_large else [value] * math.prod(shape)
         inputs.append(
             {"name": spec.name, "datatype": DATATYPE_OF[spec.dtype], "shape": shape, "data": data}

@@ -32,8 +32,10 @@ def build_config(loaded: LoadedDeployment) -> Mapping[str, object]:
     """
     signature = loaded.signature
     specs = (*signature.inputs.values(), *signature.outputs.values())
-    is_batched = loaded.deployment.batchable and not any(
-        s.shape == () or isinstance(s.shape[0], int) for s in specs
+    is_batched = (
+        loaded.deployment.batchable
+        and not signature.images
+        and not any(s.shape == () or isinstance(s.shape[0], int) for s in specs)
     )
 
     def describe(spec: TensorSpec) -> dict[str, object]:

@@ -29,14 +29,19 @@ from onnx_ops.domain.artifact import (
     digest_json,
     hex_digits,
 )
+from onnx_ops.domain.encoded_inputs import ENCODED_PROPERTY, parse_encoded_inputs
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.evidence import NAN_PROPERTY
 from onnx_ops.domain.execution import CPU, Execution, Provider, SessionSettings
 from onnx_ops.errors import InfrastructureError, NotFoundError, UserError, quoted
 from onnx_ops.file_locks import hold_lock
+from onnx_ops.plugins import require
 from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.protocol import images
+from onnx_ops.protocol.images import ImageLimits
 from onnx_ops.scratch import sync_path
 from onnx_ops.serving.inference.bound_runs import BoundRun
+from onnx_ops.serving.inference.image_tensors import IMAGE_DTYPE
 from onnx_ops.serving.inference.integrity import ModelCopies
 from onnx_ops.serving.inference.responses import InputsRejectedError, RunTimeoutError
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
@@ -55,6 +60,9 @@ RUNTIME_ERRORS = (
     ort_errors.NotImplemented,
     ort_errors.RuntimeException,
 )
+
+_IMAGE_DECODER = "DecodeImage"
+"""Operator of onnxruntime-extensions whose name is in the errors of its runs."""
 
 _UNKNOWN_CATEGORY = "Unknown Category"
 """Message of a `Fail` error that only inputs cause.
@@ -364,10 +372,13 @@ def return_same_bits(first: Any, second: Any) -> bool:
 
     The result is False if a session cannot run on these inputs.
     """
+    encoded = _read_encoded_inputs(first)
     for draw in (None, np.random.default_rng(_SEED)):
         try:
             feed = {
-                node.name: _build_sample(_build_spec(node, Path()), draw)
+                node.name: _read_image(images.SAMPLE_IMAGE)
+                if node.name in encoded
+                else _build_sample(_build_spec(node, Path()), draw)
                 for node in first.get_inputs()
             }
             for a, b in zip(first.run(None, feed), second.run(None, feed), strict=True):
@@ -383,10 +394,17 @@ def _build_sample(spec: TensorSpec, random: np.random.Generator | None = None) -
     shape = tuple(d if isinstance(d, int) else 1 for d in spec.shape)
     if spec.dtype == "string":
         return np.full(shape, "", dtype=object)
+    if spec.dtype == IMAGE_DTYPE:
+        return np.full(shape, images.SAMPLE_IMAGE, dtype=object)
     if random is not None and spec.dtype.startswith("float"):
         return random.standard_normal(shape).astype(spec.dtype)
     # Integers stay zero, because they can be indices, which must be within a range.
     return np.zeros(shape, get_numpy_dtype(spec.dtype))
+
+
+def _read_image(content: bytes) -> Array:
+    """Return the row of a model's input that holds an encoded image."""
+    return np.frombuffer(content, np.uint8)[np.newaxis]
 
 
 def get_first_line(error: Exception) -> str:
@@ -452,9 +470,47 @@ class LoadedModel:
 
         `options` are the options of a run on a thread (see `RunMonitor`).
 
-        Raises InputsRejectedError, RunTimeoutError or InfrastructureError.
+        A model that decodes images runs one image at a time. So the memory for a request is that of
+        its largest image, and a batch has no padding.
+
+        Raises InputsRejectedError, RunTimeoutError or InfrastructureError. Raises UserError for an
+        image that cannot be decoded.
         """
         options = options or self.options
+        if not self.signature.images:
+            return self._run_once(outputs, feed, options)
+        count = len(feed[self.signature.images[0]])
+        rows = [
+            self._run_once(outputs, self._select_row(feed, row), options) for row in range(count)
+        ]
+        return [self._join_rows(name, arrays) for name, *arrays in zip(outputs, *rows, strict=True)]
+
+    def _select_row(self, feed: Tensors, row: int) -> Tensors:
+        """Return the model's inputs for one row of a feed."""
+        readers = self.signature.readers
+        return {
+            name: _read_image(array[row])
+            if name in self.signature.images
+            else array[row : row + 1]
+            if readers[name].has_free_rows
+            else array
+            for name, array in feed.items()
+        }
+
+    def _join_rows(self, name: str, arrays: Sequence[Array]) -> Array:
+        if len(arrays) == 1:
+            return arrays[0]
+        if (
+            any(array.ndim == 0 or len(array) != 1 for array in arrays)
+            or len({array.shape for array in arrays}) != 1
+        ):
+            raise UserError(
+                f"the shape of output {name!r} depends on the image",
+                remedy="Send one image per request.",
+            )
+        return np.concatenate(arrays)
+
+    def _run_once(self, outputs: Sequence[str], feed: Tensors, options: Any) -> Sequence[Array]:
         try:
             if self.signature.has_bfloat16:
                 return self._run_bfloat16(outputs, feed, options)
@@ -464,6 +520,8 @@ class LoadedModel:
                 raise RunTimeoutError(
                     "the run of the model was ended, as it took too long"
                 ) from error
+            if self.signature.images and _IMAGE_DECODER in str(error):
+                raise UserError("the image cannot be decoded", why=get_first_line(error)) from error
             if isinstance(error, ort_errors.InvalidArgument) or _UNKNOWN_CATEGORY in str(error):
                 raise InputsRejectedError(
                     "the model rejects these inputs", why=get_first_line(error)
@@ -542,7 +600,7 @@ class LoadedModel:
             # A guessed input has a free size besides the batch, or holds categories.
             is_guess = any(
                 any(isinstance(d, str) for d in spec.shape[1:])
-                or spec.dtype == "string"
+                or spec.dtype in ("string", IMAGE_DTYPE)
                 or (spec.dtype == "int64" and spec.shape[1:] == (1,))
                 for spec in (self.signature.inputs[name] for name in feed)
             )
@@ -587,7 +645,11 @@ class LoadedModel:
 
 
 def load_model(
-    deployment: Deployment, copies: ModelCopies, cache: PackedModelCache | None = None
+    deployment: Deployment,
+    copies: ModelCopies,
+    cache: PackedModelCache | None = None,
+    *,
+    image_limits: ImageLimits | None = None,
 ) -> LoadedModel:
     """Return a model, loaded from the verified copy of its files and warmed up.
 
@@ -615,19 +677,28 @@ def load_model(
             "the runtime cannot load the model", where=str(path), why=why
         ) from error
     native = getattr(getattr(session, "_sess", None), "run", session.run)
-    signature = _build_signature(session, deployment, path)
+    signature = _build_signature(session, deployment, path, image_limits)
     model = LoadedModel(
         deployment=deployment,
         signature=signature,
         session=session,
         native=native,
         size_bytes=measure_folder(folder),
-        is_unbounded=_has_operator(path, _UNBOUNDED_OPERATORS),
+        # The content of an image, rather than its shape, decides how long its decoder runs.
+        is_unbounded=bool(signature.images) or _has_operator(path, _UNBOUNDED_OPERATORS),
     )
     return replace(model, seconds=model.warm_up())
 
 
-def _build_signature(session: Any, deployment: Deployment, path: Path) -> ModelSignature:
+def _read_encoded_inputs(session: Any) -> frozenset[str]:
+    """Return the inputs that take encoded images. Raises UserError for an invalid property."""
+    properties = session.get_modelmeta().custom_metadata_map
+    return frozenset(parse_encoded_inputs(properties.get(ENCODED_PROPERTY, "")))
+
+
+def _build_signature(
+    session: Any, deployment: Deployment, path: Path, image_limits: ImageLimits | None = None
+) -> ModelSignature:
     """Return the model's signature.
 
     Requests can omit inputs of ONNX's optional type, and inputs with a default of a single element.
@@ -636,7 +707,15 @@ def _build_signature(session: Any, deployment: Deployment, path: Path) -> ModelS
     """
     nodes = session.get_inputs()
     defaults = [node for node in session.get_overridable_initializers() if set(node.shape) <= {1}]
-    inputs = {node.name: _build_spec(node, path) for node in (*nodes, *defaults)}
+    encoded = _read_encoded_inputs(session)
+    if encoded:
+        require(images.PACKAGE, where=str(path))
+    inputs = {
+        node.name: _build_image_spec(node, path)
+        if node.name in encoded
+        else _build_spec(node, path)
+        for node in (*nodes, *defaults)
+    }
     signature = ModelSignature(
         model=deployment.model,
         version=deployment.version,
@@ -645,10 +724,25 @@ def _build_signature(session: Any, deployment: Deployment, path: Path) -> ModelS
         optional=frozenset(n.name for n in nodes if n.type.startswith("optional("))
         | {n.name for n in defaults},
         refuses_nan=session.get_modelmeta().custom_metadata_map.get(NAN_PROPERTY) == "refused",
+        image_limits=image_limits,
     )
     if signature.has_bfloat16 and signature.has_text_input:
         raise UserError("the runtime does not support text beside bfloat16", where=str(path))
     return signature
+
+
+def _build_image_spec(node: Any, path: Path) -> TensorSpec:
+    """Return the spec of an input that takes encoded images, as clients see it."""
+    if node.type != "tensor(uint8)" or len(node.shape) != 2:
+        raise UserError(
+            f"{node.name} is a {node.type} of shape {node.shape}, which cannot hold encoded images",
+            where=str(path),
+            remedy="Give the input the type uint8 and the shape (rows, bytes).",
+        )
+    rows = node.shape[0]
+    return TensorSpec(
+        name=node.name, dtype=IMAGE_DTYPE, shape=(rows if isinstance(rows, str) else "?",)
+    )
 
 
 def _build_spec(node: Any, path: Path) -> TensorSpec:

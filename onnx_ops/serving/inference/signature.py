@@ -12,6 +12,8 @@ import orjson
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array
+from onnx_ops.protocol.images import ImageLimits
+from onnx_ops.serving.inference.image_tensors import IMAGE_DTYPE, ImageReader
 from onnx_ops.serving.inference.tensors import DATATYPE_OF, TensorReader, join_text, shorten
 
 _NUMPY = orjson.OPT_SERIALIZE_NUMPY
@@ -120,13 +122,15 @@ class ModelSignature:
         optional: inputs that a request can omit.
         refuses_nan: whether the source of the model refuses NaN, so that the model's outputs for
             NaN are meaningless.
+        image_limits: the largest images of inputs of type `image`.
 
     Attributes:
+        images: inputs of type `image`.
         shared_dims: symbolic dimensions that occur more than once, with input and axis of each
             occurrence.
         binary_only: outputs that JSON cannot represent.
-        has_text_input: whether an input is text. In every form, elements of text are read one by
-            one.
+        has_text_input: whether an input is text or images. In every form, such elements are read
+            one by one.
         has_fixed_rows: whether axis 0 of an output is fixed, so that the rows of several requests
             could not be separated.
         response_prefix: the start of every v2 response.
@@ -142,28 +146,24 @@ class ModelSignature:
         outputs: Mapping[str, TensorSpec],
         optional: frozenset[str] = frozenset(),
         refuses_nan: bool = False,
+        image_limits: ImageLimits | None = None,
     ) -> None:
         self.model, self.version = model, version
         self.inputs, self.outputs = inputs, outputs
         self.optional, self.required = optional, frozenset(inputs) - optional
         self.refuses_nan = refuses_nan
-        self.readers = {name: TensorReader(spec) for name, spec in inputs.items()}
+        self.images = tuple(name for name, spec in inputs.items() if spec.dtype == IMAGE_DTYPE)
+        self.readers = _build_readers(inputs, image_limits or ImageLimits())
         self.writers = {name: TensorWriter(spec) for name, spec in outputs.items()}
         self.output_names = tuple(outputs)
-        places: dict[str, tuple[tuple[str, int], ...]] = {}
-        for spec in inputs.values():
-            for axis, symbol in enumerate(spec.shape):
-                if isinstance(symbol, str) and symbol != "?":
-                    # `?` stands for a dimension without a name.
-                    places[symbol] = (*places.get(symbol, ()), (spec.name, axis))
-        self.shared_dims = {symbol: listed for symbol, listed in places.items() if len(listed) > 1}
+        self.shared_dims = _find_shared_dims(inputs)
         self.binary_only = frozenset(
             name for name, spec in outputs.items() if spec.dtype == "bfloat16"
         )
         self.has_bfloat16 = any(
             spec.dtype == "bfloat16" for spec in (*inputs.values(), *outputs.values())
         )
-        self.has_text_input = any(spec.dtype == "string" for spec in inputs.values())
+        self.has_text_input = any(spec.dtype in ("string", IMAGE_DTYPE) for spec in inputs.values())
         self.has_fixed_rows = any(
             not spec.shape or isinstance(spec.shape[0], int) for spec in outputs.values()
         )
@@ -183,6 +183,9 @@ class ModelSignature:
             _check_nan(feed)
         if self.shared_dims:
             self._check_shared_dims(feed)
+        if self.images:
+            self._check_image_counts(feed)
+            return 0
         rows = 0
         for name, array in feed.items():
             length = len(array) if self.readers[name].has_free_rows else 0
@@ -190,6 +193,15 @@ class ModelSignature:
                 return 0
             rows = length
         return rows
+
+    def _check_image_counts(self, feed: Mapping[str, Array]) -> None:
+        """Raise UserError if inputs with rows have different numbers of rows."""
+        counts = {
+            name: len(array) for name, array in feed.items() if self.readers[name].has_free_rows
+        }
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{count} in {name!r}" for name, count in counts.items())
+            raise UserError(f"the inputs have different numbers of rows: {listed}")
 
     def _check_shared_dims(self, feed: Mapping[str, Array]) -> None:
         """Raise UserError if a symbolic dimension has two different sizes."""
@@ -221,6 +233,28 @@ class ModelSignature:
                 f"this model has {', '.join(self.inputs)}"
             )
         return names[0]
+
+
+def _build_readers(
+    inputs: Mapping[str, TensorSpec], limits: ImageLimits
+) -> dict[str, TensorReader]:
+    return {
+        name: ImageReader(spec, limits) if spec.dtype == IMAGE_DTYPE else TensorReader(spec)
+        for name, spec in inputs.items()
+    }
+
+
+def _find_shared_dims(
+    inputs: Mapping[str, TensorSpec],
+) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Return input and axis of each occurrence of symbols that occur more than once."""
+    places: dict[str, tuple[tuple[str, int], ...]] = {}
+    for spec in inputs.values():
+        for axis, symbol in enumerate(spec.shape):
+            if isinstance(symbol, str) and symbol != "?":
+                # `?` stands for a dimension without a name.
+                places[symbol] = (*places.get(symbol, ()), (spec.name, axis))
+    return {symbol: listed for symbol, listed in places.items() if len(listed) > 1}
 
 
 def _check_nan(feed: Mapping[str, Array]) -> None:

@@ -37,8 +37,11 @@ DATATYPE_OF: Mapping[str, str] = {
     "float32": "FP32",
     "float64": "FP64",
     "string": "BYTES",
+    "image": "BYTES",
 }
 """Open Inference datatype by `TensorSpec.dtype`.
+
+An element of type `image` is an encoded image (see `image_tensors`).
 
 See https://github.com/kserve/open-inference-protocol, specification/protocol/inference_rest.md.
 """
@@ -46,7 +49,11 @@ See https://github.com/kserve/open-inference-protocol, specification/protocol/in
 DTYPE_OF_ONNX: Mapping[str, str] = {
     "tensor(float)": "float32",
     "tensor(double)": "float64",
-    **{f"tensor({dtype})": dtype for dtype in DATATYPE_OF if dtype not in ("float32", "float64")},
+    **{
+        f"tensor({dtype})": dtype
+        for dtype in DATATYPE_OF
+        if dtype not in ("float32", "float64", "image")
+    },
 }
 """`TensorSpec.dtype` by the runtime's name of the type."""
 
@@ -130,7 +137,7 @@ def describe_tensor(spec: TensorSpec, *, optional: bool = False) -> dict[str, ob
 
 def get_numpy_dtype(dtype: str) -> str:
     """Return the numpy type for elements of a type; uint16 for bfloat16."""
-    return {"string": "object", "bfloat16": "uint16"}.get(dtype, dtype)
+    return {"string": "object", "image": "object", "bfloat16": "uint16"}.get(dtype, dtype)
 
 
 def shorten(value: object) -> str:
@@ -468,7 +475,7 @@ class TensorReader:
         self.elements = frozenset(
             {int, float}
             if spec.dtype.startswith("float")
-            else {{"bool": bool, "string": str}.get(spec.dtype, int)}
+            else {{"bool": bool, "string": str, "image": str}.get(spec.dtype, int)}
         )
         self._pack: tuple[int, Callable[..., bytes]] = 0, struct.Struct("").pack
 
@@ -557,7 +564,7 @@ class TensorReader:
             names = ", ".join(sorted(_JSON_NAMES.get(t, t.__name__) for t in unexpected))
             raise self.error(f" of {self.datatype} contains {names}")
         if self.spec.dtype == "string":
-            return _build_text_array(flat, shape)
+            return build_object_array(flat, shape)
         try:
             with np.errstate(over="raise"):
                 return np.array(flat, dtype=self.dtype).reshape(shape)
@@ -588,7 +595,7 @@ class TensorReader:
         """Return an array from `size` bytes at `start`: little-endian, row-major."""
         count = math.prod(shape)
         if self.spec.dtype == "string":
-            return _build_text_array(self._split_text(body, start, size, count), shape)
+            return build_object_array(self._split_text(body, start, size, count), shape)
         if size != count * self.dtype.itemsize:
             raise self.error(
                 f": shape {list(shape)} of {self.datatype} needs {count * self.dtype.itemsize} "
@@ -605,7 +612,19 @@ class TensorReader:
         return array if array.flags.aligned else array.copy()
 
     def _split_text(self, body: RequestBody, start: int, size: int, count: int) -> list[str]:
-        """Return `count` elements of BYTES: length in four bytes, then UTF-8."""
+        """Return `count` elements of BYTES as texts in UTF-8."""
+        texts: list[str] = []
+        for element in self.split_elements(body, start, size, count):
+            try:
+                texts.append(str(element, "utf-8"))
+            except UnicodeDecodeError as error:
+                raise self.error(f": element {len(texts)} is not UTF-8") from error
+        return texts
+
+    def split_elements(
+        self, body: RequestBody, start: int, size: int, count: int
+    ) -> Iterator[RequestBody]:
+        """Yield `count` elements of BYTES, each of which follows its length in four bytes."""
         if count * _TEXT_LENGTH.size > size:
             raise self.error(f": {count} elements of BYTES need more than {size} bytes")
         if count > MAX_VALUES:
@@ -613,24 +632,19 @@ class TensorReader:
                 f"tensor {self.name!r} has more than {MAX_VALUES} elements of BYTES"
             )
         end = start + size
-        elements: list[str] = []
-        for _ in range(count):
+        for number in range(count):
             if end - start < _TEXT_LENGTH.size:
-                raise self.error(f": its bytes end after {len(elements)} of {count} elements")
+                raise self.error(f": its bytes end after {number} of {count} elements")
             (length,) = _TEXT_LENGTH.unpack_from(body, start)
             start += _TEXT_LENGTH.size
             if length > end - start:
                 raise self.error(
-                    f": element {len(elements)} announces {length} bytes, but {end - start} follow"
+                    f": element {number} announces {length} bytes, but {end - start} follow"
                 )
-            try:
-                elements.append(str(body[start : start + length], "utf-8"))
-            except UnicodeDecodeError as error:
-                raise self.error(f": element {len(elements)} is not UTF-8") from error
+            yield body[start : start + length]
             start += length
         if start != end:
             raise self.error(f": {end - start} bytes follow after its {count} elements")
-        return elements
 
     def read_raw(self, body: RequestBody) -> Array:
         """Return an array from a body that consists only of the raw data.
@@ -717,7 +731,8 @@ def _is_in_range(flat: Array, dtype: np.dtype[Any]) -> bool:
     return bool(limits.min <= flat.min() and flat.max() <= limits.max)
 
 
-def _build_text_array(values: list[Any], shape: tuple[int, ...]) -> Array:
+def build_object_array(values: list[Any], shape: tuple[int, ...]) -> Array:
+    """Return an array of Python objects, such as texts."""
     array = np.empty(len(values), object)
     array[:] = values
     return array.reshape(shape)

@@ -25,6 +25,7 @@ import uvloop
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import InfrastructureError, OnnxOpsError
+from onnx_ops.protocol.images import ImageLimits
 from onnx_ops.protocol.messages import error_to_bytes
 from onnx_ops.protocol.server_process import ServerOptions, register_worker
 from onnx_ops.serving.http.app import PublicApp
@@ -180,7 +181,12 @@ def load_deployment(
     entries = folder / (CONTROL_PACKED_FOLDER if control else PACKED_FOLDER)
     cache = PackedModelCache(entries, options.prepack or sys.maxsize)
     copies = ModelCopies(folder / COPIES_FOLDER, TrustPolicy.from_options(folder, options))
-    return load_model(deployment, copies, cache)
+    limits = ImageLimits(
+        max_bytes=options.max_image,
+        max_pixels=options.max_pixels,
+        max_images=options.max_images,
+    )
+    return load_model(deployment, copies, cache, image_limits=limits)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -1,0 +1,120 @@
+"""Graphs that are joined into one model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+
+import onnx_ops
+from onnx_ops.errors import UserError
+from onnx_ops.onnx_graph.input_bounds import read_input_bounds
+from onnx_ops.onnx_graph.joining import build_image_decoder, join_graphs
+from onnx_ops.onnx_graph.model_info import read_encoded_inputs, read_model_info
+from tests.support.images import (
+    build_mean_model,
+    draw_pixels,
+    encode_image,
+    find_decoder_library,
+    pad_rows,
+)
+
+
+def build_step(
+    operator: str, source: str, result: str, *, opset: int = 18, weight: float = 2.0
+) -> onnx.ModelProto:
+    """Return a graph of one operator with a weight, whose names all steps share."""
+    graph = helper.make_graph(
+        [helper.make_node(operator, [source, "w"], [result], "node")],
+        "step",
+        [helper.make_tensor_value_info(source, TensorProto.FLOAT, ["batch", 2])],
+        [helper.make_tensor_value_info(result, TensorProto.FLOAT, ["batch", 2])],
+        [helper.make_tensor("w", TensorProto.FLOAT, [1], [weight])],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+
+
+def run(model: onnx.ModelProto, x: list[float]) -> list[float]:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (y,) = session.run(None, {session.get_inputs()[0].name: np.array([x], np.float32)})
+    return [float(value) for value in y[0]]
+
+
+def test_steps_with_equal_inner_names_are_joined_in_order(tmp_path: Path) -> None:
+    steps = [
+        build_step("Add", "x", "a", weight=1),
+        build_step("Mul", "a", "b", weight=3),
+        build_step("Sub", "other", "y", weight=5),
+    ]
+    onnx.save(steps[1], tmp_path / "second.onnx")
+    joined = onnx_ops.join_graphs(
+        [steps[0], tmp_path / "second.onnx", steps[2]], tmp_path / "joined.onnx"
+    )
+    assert run(joined, [1, 2]) == [1, 4]
+    assert run(onnx.load(tmp_path / "joined.onnx"), [1, 2]) == [1, 4]
+    assert [i.name for i in joined.graph.input] == ["x"]
+    assert [o.name for o in joined.graph.output] == ["y"]
+
+
+def test_connections_can_be_named() -> None:
+    joined = join_graphs(
+        [build_step("Add", "x", "a"), build_step("Mul", "b", "y")], connect=[{"a": "b"}]
+    )
+    assert run(joined, [1, 2]) == [6, 8]
+
+
+@pytest.mark.parametrize(
+    ("steps", "connect", "cause"),
+    [
+        ([], [], "no graphs"),
+        ([("Add", "x", "a", 18), ("Mul", "a", "y", 17)], [], "different opsets"),
+        ([("Add", "x", "a", 18), ("Mul", "a", "y", 18)], [{"z": "a"}], "no tensor is called 'z'"),
+        ([("Add", "x", "a", 18), ("Mul", "a", "y", 18)], [{"a": "z"}], "no tensor is called 'z'"),
+        ([("Add", "x", "a", 18), ("Mul", "a", "x", 18)], [], "cannot be joined"),
+    ],
+)
+def test_graphs_that_cannot_be_joined_are_refused(
+    steps: list[tuple[str, str, str, int]], connect: list[dict[str, str]], cause: str
+) -> None:
+    models = [build_step(kind, source, result, opset=o) for kind, source, result, o in steps]
+    with pytest.raises(UserError, match=cause):
+        join_graphs(models, connect=connect)
+
+
+def test_decoder_returns_rgb_in_float_for_every_kind_of_image(tmp_path: Path) -> None:
+    model = build_image_decoder(12, 20, scale=1.0, mean=(1, 2, 3), std=(2, 2, 2))
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(find_decoder_library()))
+    session = ort.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    pixels = draw_pixels(12, 20)
+    gray = np.repeat(pixels[:, :, :1], 3, axis=2)
+    rows = pad_rows(
+        [
+            encode_image(pixels),
+            encode_image(pixels, mode="RGBA"),
+            encode_image(gray, "JPEG", mode="L", quality=100),
+            encode_image(pixels, "JPEG", quality=100, subsampling=0),
+        ]
+    )
+    (planes,) = session.run(None, {"image": rows})
+    expected = [
+        ((each.astype(np.float32) - [1, 2, 3]) / 2).transpose(2, 0, 1)
+        for each in (pixels, pixels, gray, pixels)
+    ]
+    np.testing.assert_allclose(planes[:2], expected[:2], atol=1e-4)
+    np.testing.assert_allclose(planes[2:], expected[2:], atol=2)
+
+
+def test_joined_model_states_its_encoded_input(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(build_mean_model(), path)
+    assert read_encoded_inputs(path) == {"image": "image"}
+    assert read_input_bounds(path)["image"].encoded
+    (given,) = read_model_info(path).inputs
+    assert (given.dtype, given.shape) == ("uint8", ("batch", "?"))
