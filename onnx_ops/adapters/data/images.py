@@ -9,6 +9,7 @@ https://huggingface.co/docs/datasets/image_dataset describes the layout.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -89,23 +90,31 @@ def _read_columns(folder: Path, names: Sequence[str], where: str) -> Mapping[str
     if table is None:
         parents = [Path(name).parent.name for name in names]
         return {LABELS: np.array(parents)} if all(parents) else {}
-    columns = dict(read_table(table, table.name.removeprefix(_TABLE), where=str(table)))
+    columns = read_table(table, table.name.removeprefix(_TABLE), where=str(table))
+    order = _order_rows(columns, names, str(table))
+    return {name: column[order] for name, column in columns.items() if name != NAMES}
+
+
+def _order_rows(columns: Mapping[str, Array], names: Sequence[str], where: str) -> list[int]:
+    """Return the row of the table for each file.
+
+    Raises:
+        UserError: the files of the table are not those of the folder, or a column is misnamed.
+    """
     if NAMES not in columns:
         remedy = f"Name the column with the paths of the images {NAMES!r}."
-        raise UserError(f"the table has no column {NAMES!r}", where=str(table), remedy=remedy)
+        raise UserError(f"the table has no column {NAMES!r}", where=where, remedy=remedy)
     if IMAGES in columns:
         remedy = "Give the column another name."
-        raise UserError(f"{IMAGES!r} is the array of files", where=str(table), remedy=remedy)
-    listed = [str(name) for name in columns.pop(NAMES).reshape(-1).tolist()]
+        raise UserError(f"{IMAGES!r} is the array of files", where=where, remedy=remedy)
+    listed = [str(name) for name in columns[NAMES].reshape(-1).tolist()]
     places = {name: row for row, name in enumerate(listed)}
     if len(places) < len(listed):
-        repeated = next(name for name in listed if listed.count(name) > 1)
-        raise UserError(f"the table lists {repeated!r} twice", where=str(table))
-    if missing := [name for name in names if name not in places]:
-        raise UserError(f"the table has no row for {missing[0]!r}", where=str(table))
+        repeated = Counter(listed).most_common(1)[0][0]
+        raise UserError(f"the table lists {repeated!r} twice", where=where)
+    if missing := sorted(set(names) - places.keys()):
+        raise UserError(f"the table has no row for {missing[0]!r}", where=where)
     if absent := sorted(places.keys() - set(names)):
-        raise UserError(
-            f"the table lists {absent[0]!r}, which is no image of the folder", where=where
-        )
-    order = [places[name] for name in names]
-    return {name: column[order] for name, column in columns.items()}
+        what = f"the table lists {absent[0]!r}, which is no image of the folder"
+        raise UserError(what, where=where)
+    return [places[name] for name in names]

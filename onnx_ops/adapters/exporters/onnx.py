@@ -43,7 +43,9 @@ _THIS_BUILD = Target(
 
 
 class OnnxExporter(Exporter):
-    """Exporter of existing ONNX files; the model object is the path of the file.
+    """Exporter of existing ONNX files.
+
+    The model object is the path of the file, or the model itself.
 
     The model from which the file was exported is unknown. Therefore the file is compared with
     itself without optimizations.
@@ -61,7 +63,15 @@ class OnnxExporter(Exporter):
         return OnnxExporter(libraries)
 
     def save(self, model: object, folder: Path) -> None:
-        """Copy the file or a folder's only ONNX file, with weights but without ZipMaps."""
+        """Copy the file or a folder's only ONNX file, with weights but without ZipMaps.
+
+        A model in memory, such as the result of `join_graphs`, is written to a file.
+        """
+        from onnx import ModelProto
+
+        if isinstance(model, ModelProto):
+            write_model(model, folder / FILE)
+            return
         source = find_model_file(Path(str(model)))
         if drop_zipmaps(read_structure(source)):
             model = read_model(source)

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 
+from benchmarks.fuzz_images import ALLOWED_MB, send_images, serving_images
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.domain.encoded_inputs import ENCODED_PROPERTY
 from onnx_ops.domain.endpoint import Deployment
@@ -136,6 +137,7 @@ def test_model_runs_one_image_at_a_time(deployment: Deployment) -> None:
     model = load_once(deployment)
     assert model.signature.inputs["image"].dtype == IMAGE_DTYPE
     assert model.is_unbounded
+    means: Any
     (means,) = model.run(("mean",), build_feed(PNG, JPEG, PNG))
     np.testing.assert_allclose(means[:2], compute_means(), atol=0.03)
     np.testing.assert_array_equal(means[0], means[2])
@@ -187,3 +189,12 @@ def test_server_answers_images_and_refuses_others_with_400(images: Server) -> No
     assert metadata["inputs"] == [{"name": "image", "datatype": "BYTES", "shape": [-1]}]
     assert images.call("GET", "/openapi.json").status == 200
     assert images.call("GET", "/").status == 200
+
+
+@pytest.mark.services
+@pytest.mark.parametrize("requests", [60, pytest.param(2000, marks=pytest.mark.nightly)])
+def test_damaged_images_end_no_worker(tmp_path: Path, requests: int) -> None:
+    with serving_images(tmp_path) as server:
+        counts, growth_mb = send_images(server, seed=1, requests=requests)
+    assert set(counts) == {200, 400}
+    assert growth_mb < ALLOWED_MB
