@@ -34,6 +34,7 @@ HEAVY = (
     "digits-tflite",
     "digits-vit",
     "digits-xgboost",
+    "ticket-texts",
 )
 GATES = {"digits-mlp": ("gates=[{kind: parity}, {kind: metric, name: accuracy, min: 90%}]",)}
 """Gates without latency, because tests share their machine with each other."""
