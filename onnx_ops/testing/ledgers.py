@@ -179,7 +179,7 @@ def one_of_each() -> tuple[EntryBody, ...]:
             reading=MetricsReading(at=61.0, counts=(counts,), epochs=(units,), open_epoch=units)
         ),
         RolloutPaused(wait=WaitKind.APPROVAL, step=1, why="held"),
-        NotificationSent(notifier="github:acme/models", of=9),
+        NotificationSent(notifier="github(repository=acme/models)", of=9),
         LeaseRenewed(of=2, expires_at=180.5),
         RollbackRequested(action=action, by_operator=True),
         RequestWithdrawn(reason="wrong endpoint"),
