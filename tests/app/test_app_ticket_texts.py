@@ -14,6 +14,7 @@ from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.domain.pipeline import Export, FileData
 from onnx_ops.ports import Dataset
 from onnx_ops.ports.export import ExportRequest
+from tests.serving.serving_process import deploy, load_once
 from tests.support.checkout import copy_parts
 from tests.support.command import run_command
 from tests.support.processes import ROOT
@@ -52,6 +53,7 @@ def test_export_of_ticket_texts_answers_raw_texts_like_source(example: Any, tmp_
     label, probabilities = session.run(None, {"text": np.array(rows, dtype=object)[:, None]})
     np.testing.assert_allclose(probabilities, model.predict_proba(rows), atol=1e-5)
     assert label.tolist() == model.predict(rows).tolist()
+    assert load_once(deploy(tmp_path)).signature.pads_texts
 
 
 def test_judge_of_ticket_system_passes_and_names_wrong_step(example: Any, tmp_path: Path) -> None:

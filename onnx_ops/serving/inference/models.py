@@ -118,6 +118,11 @@ _UNBOUNDED_OPERATORS = (
 
 The runtime converts the operators after `_LOOP_OPERATORS` to loops.
 """
+_PADDING_OPERATORS = (b"Tokenizer", b'"\x0bStringSplit')
+"""Operators that split texts, and pad the words of every text to those of the longest.
+
+The operators of onnxruntime-extensions end in the first name too.
+"""
 _SEARCHED_BYTES = 1 << 20
 _WARM_UP_RUNS = 3
 _SEED = 20_240_229
@@ -725,6 +730,8 @@ def _build_signature(
         | {n.name for n in defaults},
         refuses_nan=session.get_modelmeta().custom_metadata_map.get(NAN_PROPERTY) == "refused",
         image_limits=image_limits,
+        pads_texts=any(node.type == "tensor(string)" for node in nodes)
+        and _has_operator(path, _PADDING_OPERATORS),
     )
     if signature.has_bfloat16 and signature.has_text_input:
         raise UserError("the runtime does not support text beside bfloat16", where=str(path))

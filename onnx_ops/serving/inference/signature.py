@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 
 from onnx_ops.domain.artifact import TensorSpec
-from onnx_ops.errors import UserError
+from onnx_ops.errors import TooLargeError, UserError
 from onnx_ops.ports.data import Array
 from onnx_ops.protocol.images import ImageLimits
 from onnx_ops.serving.inference.image_tensors import IMAGE_DTYPE, ImageReader
@@ -21,6 +21,18 @@ _PIECE = 1 << 14
 """Number of elements of a piece, which is written in one or two milliseconds.
 
 Between two pieces, other requests can be answered.
+"""
+
+MAX_PADDED_CHARACTERS = 1 << 25
+"""Maximum product of the number of texts and the length of the longest one.
+
+It applies to models that pad the words of every text to those of the longest. In a body of 1 MB,
+one text of 100,000 words beside 100,000 texts of one letter would need terabytes of memory.
+"""
+_LONG_TEXT = MAX_PADDED_CHARACTERS >> 10
+"""Length of a text from which such a model does not run a request together with others.
+
+A batch contains up to 1,024 rows.
 """
 
 
@@ -123,6 +135,7 @@ class ModelSignature:
         refuses_nan: whether the source of the model refuses NaN, so that the model's outputs for
             NaN are meaningless.
         image_limits: the largest images of inputs of type `image`.
+        pads_texts: whether the model pads the words of every text to those of the longest.
 
     Attributes:
         images: inputs of type `image`.
@@ -147,6 +160,7 @@ class ModelSignature:
         optional: frozenset[str] = frozenset(),
         refuses_nan: bool = False,
         image_limits: ImageLimits | None = None,
+        pads_texts: bool = False,
     ) -> None:
         self.model, self.version = model, version
         self.inputs, self.outputs = inputs, outputs
@@ -154,6 +168,7 @@ class ModelSignature:
         self.refuses_nan = refuses_nan
         self.images = tuple(name for name, spec in inputs.items() if spec.dtype == IMAGE_DTYPE)
         self.readers = _build_readers(inputs, image_limits or ImageLimits())
+        self.pads_texts = pads_texts
         self.writers = {name: TensorWriter(spec) for name, spec in outputs.items()}
         self.output_names = tuple(outputs)
         self.shared_dims = _find_shared_dims(inputs)
@@ -178,13 +193,15 @@ class ModelSignature:
         if len(feed) != len(self.readers) and (missing := self.required - feed.keys()):
             name = next(name for name in self.inputs if name in missing)
             raise UserError(f"input {name!r} is missing")
-        # Most models need neither check, so the conditions avoid two calls for each request.
+        # Most models need none of the checks, so the conditions avoid calls for each request.
         if self.refuses_nan:
             _check_nan(feed)
         if self.shared_dims:
             self._check_shared_dims(feed)
         if self.images:
             self._check_image_counts(feed)
+            return 0
+        if self.pads_texts and _check_lengths(feed) > _LONG_TEXT:
             return 0
         rows = 0
         for name, array in feed.items():
@@ -262,3 +279,26 @@ def _check_nan(feed: Mapping[str, Array]) -> None:
     for name, array in feed.items():
         if array.dtype.kind == "f" and np.isnan(array).any():
             raise UserError(f"input {name!r} contains NaN, which the model does not support")
+
+
+def _check_lengths(feed: Mapping[str, Array]) -> int:
+    """Return the length of the longest text of a feed.
+
+    Raises:
+        TooLargeError: the texts of an input, padded to the longest, exceed the limit.
+    """
+    most = 0
+    for name, array in feed.items():
+        if array.dtype.kind != "O":
+            continue
+        texts: list[str] = array.ravel().tolist()
+        longest = max(map(len, texts), default=0)
+        if array.size > 1 and array.size * longest > MAX_PADDED_CHARACTERS:
+            raise TooLargeError(
+                f"input {name!r} contains {array.size} texts, the longest of {longest} characters; "
+                f"the limit of their product is {MAX_PADDED_CHARACTERS}",
+                why="the model pads all texts of a request to the longest",
+                remedy="Send long texts in requests of one text.",
+            )
+        most = max(most, longest)
+    return most

@@ -282,6 +282,23 @@ def test_read_infer_of_huge_shape_without_elements_raises_user_error() -> None:
         read_infer(x(shape=[2**31 - 1, 0], data=[]), None, model)
 
 
+def test_texts_of_padding_model_are_bounded_by_longest_and_not_batched_if_long() -> None:
+    inputs = [spec("text", "string", "batch", 1)]
+    model = signature(inputs, pads_texts=True)
+
+    def read(texts: list[str], of: ModelSignature = model) -> int:
+        tensor = {"name": "text", "datatype": "BYTES", "shape": [len(texts), 1], "data": texts}
+        return read_infer(encode({"inputs": [tensor]}), None, of).rows
+
+    long = "ab " * 12_000
+    assert read(["a", "b"]) == 2
+    assert read([long, "b"]) == 0
+    assert read([long * 1000]) == 0
+    with pytest.raises(TooLargeError, match="2000 texts, the longest of 36000 characters"):
+        read([long, *["b"] * 1999])
+    assert read([long, *["b"] * 1999], signature(inputs)) == 2000
+
+
 def test_check_feed_returns_rows_and_rejects_unequal_symbols() -> None:
     model = signature([spec("a", "float32", "n", "?"), spec("b", "float32", "n", "?")])
 

@@ -49,6 +49,7 @@ def test_loaded_model_has_signature_and_runs(blue: Deployment) -> None:
     assert model.signature.inputs == {
         "x": TensorSpec(name="x", dtype="float32", shape=("batch", 2))
     }
+    assert not model.signature.pads_texts
     (y,) = model.run(("y",), {"x": np.array([[1, 2]], np.float32)})
     np.testing.assert_array_equal(y, [[2, 4]])
 
