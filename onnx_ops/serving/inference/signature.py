@@ -190,10 +190,9 @@ class ModelSignature:
 
         `InferenceRequest.rows` describes the result.
         """
-        if len(feed) != len(self.readers) and (missing := self.required - feed.keys()):
-            name = next(name for name in self.inputs if name in missing)
-            raise UserError(f"input {name!r} is missing")
         # Most models need none of the checks, so the conditions avoid calls for each request.
+        if len(feed) != len(self.readers):
+            self._check_completeness(feed)
         if self.refuses_nan:
             _check_nan(feed)
         if self.shared_dims:
@@ -210,6 +209,12 @@ class ModelSignature:
                 return 0
             rows = length
         return rows
+
+    def _check_completeness(self, feed: Mapping[str, Array]) -> None:
+        """Raise UserError if a required input is missing."""
+        if missing := self.required - feed.keys():
+            name = next(name for name in self.inputs if name in missing)
+            raise UserError(f"input {name!r} is missing")
 
     def _check_image_counts(self, feed: Mapping[str, Array]) -> None:
         """Raise UserError if inputs with rows have different numbers of rows."""
