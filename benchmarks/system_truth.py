@@ -22,8 +22,8 @@ from benchmarks.truth.systems import WORLDS, World
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.measure.system_inputs import list_raw_inputs
+from onnx_ops.measure.system_judgement import SystemJudgement, SystemRequest, judge_system
 from onnx_ops.tools.compare import REFERENCE
-from onnx_ops.tools.system_judgement import SystemJudgement, SystemRequest, judge_system
 
 
 def judge_world(world: World, changes: dict[str, object], count: int) -> SystemJudgement:

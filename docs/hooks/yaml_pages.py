@@ -43,6 +43,7 @@ SECTIONS = {
     "description": "Free text that describes the file.",
     "export": "Export of the trained model to ONNX.",
     "validate": "Rows on which the export is compared with its source.",
+    "system": "The project's own code, with which the export and its steps must agree.",
     "quantize": "Variants derived from the export, one for each entry.",
     "benchmark": "Targets on which each variant is measured.",
     "gates": "Limits that a variant must meet on each target.",

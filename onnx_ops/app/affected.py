@@ -15,7 +15,7 @@ from onnx_ops.config.folders import TARGETS, find_config_folder, find_pipelines
 from onnx_ops.config.settings import FILE
 from onnx_ops.config.substitution import PARAMETERS_FILE
 from onnx_ops.domain.gate import TaskMetricGate
-from onnx_ops.domain.pipeline import FileData, Pipeline
+from onnx_ops.domain.pipeline import FileData, Pipeline, SystemComparison
 from onnx_ops.domain.quantization import AUTO
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.pipeline import collect_user_code, find_referenced_modules
@@ -107,6 +107,8 @@ def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[s
     yield from _list_model_files(root, pipeline)
     if table := pipeline.export.translations:
         yield from collect_user_code((table,), root).files
+    if pipeline.system is not None:
+        yield from _list_system_files(root, pipeline.system)
     for entry in pipeline.quantize:
         if entry.method != AUTO:
             yield from project.context.optimizer(entry.method, entry.env).files(entry)
@@ -154,6 +156,14 @@ def _list_model_files(root: Path, pipeline: Pipeline) -> Iterator[str]:
             ).files
     if pipeline.train is not None:
         yield from collect_user_code((pipeline.train.run,), root, pipeline.train.depends).files
+
+
+def _list_system_files(root: Path, section: SystemComparison) -> Iterator[str]:
+    """Yield the raw inputs, the graphs and the code of the comparison with the project's code."""
+    yield from (section.files, f"{section.files}.dvc")
+    yield from (graph for _, graph in section.list_graphs())
+    references = [reference for _, reference in section.list_functions()]
+    yield from collect_user_code(references, root, section.depends).files
 
 
 def _inside(path: str, root: Path) -> str:

@@ -28,7 +28,7 @@ from onnx_ops.pipeline.stage_settings import variant_id
 from onnx_ops.ports import Store
 from onnx_ops.scratch import read_plain_file
 
-EVALUATION = (StageKind.DATA, StageKind.TAGS, *PLACEABLE)
+EVALUATION = (StageKind.DATA, StageKind.TAGS, StageKind.SYSTEM, *PLACEABLE)
 """Kinds of stages that read data, or run code of the user directly or in tools."""
 
 _FILE, _CONTENT = "evaluation.json", "content"

@@ -72,6 +72,7 @@ class Preflight:
         """Return all problems with the data, files and options of the pipeline file."""
         findings = [finding for name in self.draft.data for finding in self._open(name)]
         findings += [*self._files(), *self._imports(), *self._metric_packages()]
+        findings += self._system()
         model, problems = self._read_model()
         findings += [Issue(("model",), message) for message in problems]
         findings += [
@@ -145,6 +146,29 @@ class Preflight:
             )
             yield Issue(("model",), f"no such model: '{draft.model}'{hint}")
 
+    def _system(self) -> Iterator[Issue]:
+        """Yield an issue for each file of the section `system` that is missing or unreadable."""
+        from onnx_ops.measure.system_inputs import list_raw_inputs
+        from onnx_ops.onnx_graph.model_info import read_model_info
+
+        section, root = self.draft.system, self.context.root
+        if section is None:
+            return
+        if section.files:
+            try:
+                list_raw_inputs(root / section.files, section.rows)
+            except OnnxOpsError as error:
+                yield Issue(("system", "files"), error.without_place())
+        for loc, graph in section.list_graphs():
+            try:
+                read_model_info(root / graph)
+            except OnnxOpsError as error:
+                yield Issue(("system", *loc), error.without_place())
+        for index, name in enumerate(section.depends):
+            if not (root / name).is_file():
+                message = f"there is no file {name!r} below the project's root"
+                yield Issue(("system", "depends", index), message)
+
     def _imports(self) -> Iterator[Issue]:
         """Yield an issue for each missing import of the project's functions.
 
@@ -186,7 +210,7 @@ class Preflight:
                     functions.append((("train", "run"), train.run))
         if self.draft.slices and self.draft.slices.use:
             functions.append((("slices", "use"), self.draft.slices.use))
-        return [*functions, *self.draft.metric_functions]
+        return [*functions, *self.draft.metric_functions, *self.draft.system_functions]
 
     def _describe_import(self, loc: Loc, module: str, text: str) -> Issue:
         """Return the issue of a missing import.

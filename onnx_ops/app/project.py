@@ -214,6 +214,8 @@ def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
             return ("slices",)
         case StageKind.TRAIN | StageKind.EXPORT | StageKind.VALIDATE:
             return ("export", "framework")
+        case StageKind.SYSTEM:
+            return ("system", "source")
         case StageKind.SEARCH | StageKind.CALIBRATE | StageKind.QUANTIZE:
             entries = (
                 i

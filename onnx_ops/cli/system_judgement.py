@@ -23,10 +23,10 @@ from onnx_ops.errors import NotFoundError, UserError
 
 if TYPE_CHECKING:
     from onnx_ops.app.context import Project
+    from onnx_ops.domain.system_comparison import Tolerances
+    from onnx_ops.measure.system_judgement import SystemJudgement
     from onnx_ops.measure.system_parity import System, SystemStep
     from onnx_ops.reporting.system_parity import SystemHeading
-    from onnx_ops.statistics.step_values import Tolerances
-    from onnx_ops.tools.system_judgement import SystemJudgement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,8 @@ def judge_system_command(options: SystemOptions, project: Project) -> None:
     from onnx_ops.cli.inspect import local_model
     from onnx_ops.cli.tools import guard_context, show_progress
     from onnx_ops.measure.system_inputs import list_raw_inputs
+    from onnx_ops.measure.system_judgement import SystemRequest, judge_system
     from onnx_ops.measure.user_functions import importable
-    from onnx_ops.tools.system_judgement import SystemRequest, judge_system
 
     if options.files is None:
         remedy = "Name a folder, or a .jsonl, .csv or .txt file: --files PLACE."
@@ -141,7 +141,7 @@ def _parse_tolerances(texts: Sequence[str], steps: Sequence[str]) -> Tolerances:
     A name is that of a tolerance, or of a step, whose limits are then multiplied by the value.
     """
     from onnx_ops.config.messages import did_you_mean
-    from onnx_ops.statistics.step_values import Tolerances
+    from onnx_ops.domain.system_comparison import Tolerances
 
     names = [one.name for one in fields(Tolerances) if one.name != "steps"]
     given: dict[str, Any] = {}

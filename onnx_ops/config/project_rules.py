@@ -28,7 +28,7 @@ from onnx_ops.config.rules import Draft
 from onnx_ops.config.targets import TargetFiles, profile_names
 from onnx_ops.config.yaml_reader import format_path, read_file
 from onnx_ops.domain.pinned_address import find_pin_problem
-from onnx_ops.domain.pipeline import TRANSLATIONS, FileData, PluginData
+from onnx_ops.domain.pipeline import TRANSLATIONS, FileData, PluginData, SystemComparison
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import AUTO
 from onnx_ops.domain.target import Target
@@ -136,9 +136,18 @@ def _list_paths(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[L
         yield ("slices", "tags"), draft.slices.tags
     if draft.model:
         yield ("model",), draft.model
+    if draft.system:
+        yield from _list_system_paths(draft.system)
     for at, name in enumerate(draft.targets):
         for library in targets[name].custom_ops if name in targets else ():
             yield ("benchmark", "targets", at), library.path
+
+
+def _list_system_paths(section: SystemComparison) -> Iterator[tuple[Loc, str]]:
+    yield ("system", "files"), section.files
+    yield from ((("system", *loc), graph) for loc, graph in section.list_graphs())
+    for at, name in enumerate(section.depends):
+        yield ("system", "depends", at), name
 
 
 def _list_functions(draft: Draft) -> Iterator[tuple[Loc, str]]:
@@ -146,6 +155,7 @@ def _list_functions(draft: Draft) -> Iterator[tuple[Loc, str]]:
     yield from draft.metric_functions
     if draft.slices and draft.slices.use:
         yield ("slices", "use"), draft.slices.use
+    yield from draft.system_functions
     if draft.train and draft.train.run:
         yield ("train", "run"), draft.train.run
     if draft.export and draft.export.translations:

@@ -32,10 +32,12 @@ from onnx_ops.domain.pipeline import (
     Register,
     SklearnData,
     Slices,
+    SystemComparison,
     Train,
     Validate,
 )
 from onnx_ops.domain.quantization import AUTO, ROLES, TuningData, find_type_conflict
+from onnx_ops.domain.system_comparison import MODEL_STEP
 from onnx_ops.domain.task_metrics import METRICS
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.ports import Optimizer
@@ -66,6 +68,7 @@ class Draft:
     model: str | None
     export: Export | None
     validate: Validate | None
+    system: SystemComparison | None
     quantize: tuple[tuple[Loc, Quantize], ...]
     benchmark: Benchmark | None
     slices: Slices | None
@@ -113,6 +116,12 @@ class Draft:
             if (reference := getattr(gate, key))
         )
 
+    @property
+    def system_functions(self) -> tuple[tuple[Loc, str], ...]:
+        """The functions that the section `system` calls, with their locations."""
+        functions = self.system.list_functions() if self.system else []
+        return tuple((("system", *loc), reference) for loc, reference in functions)
+
 
 def build_draft(document: Document, binding: Binding) -> Draft:
     """Return the draft of a document that was bound as a pipeline."""
@@ -141,6 +150,7 @@ def build_draft(document: Document, binding: Binding) -> Draft:
         model=root["model"] if isinstance(root.get("model"), str) else None,
         export=section("export"),
         validate=section("validate") if "validate" in root else Validate(),
+        system=section("system"),
         quantize=entries("quantize"),
         benchmark=section("benchmark"),
         slices=section("slices"),
@@ -161,6 +171,7 @@ def check_file(draft: Draft) -> Iterator[Issue]:
         _check_metrics,
         _check_slices,
         _check_targets,
+        _check_system,
     ):
         yield from rule(draft)
     yield from check_gates(draft.gates)
@@ -484,3 +495,32 @@ def _check_unique(names: Iterable[tuple[Loc, str]], noun: str) -> Iterator[Issue
         if name in seen:
             yield Issue(loc, f"{noun} '{name}' is named twice")
         seen.add(name)
+
+
+def _check_system(draft: Draft) -> Iterator[Issue]:
+    if draft.system is None:
+        return
+    steps = draft.system.list_steps()
+    names = [step.name for _, step in steps if step.name]
+    yield from _check_unique(
+        ((("system", *loc, "name"), step.name) for loc, step in steps if step.name), "step"
+    )
+    for loc, step in steps:
+        place = ("system", *loc)
+        if step.name == MODEL_STEP:
+            message = f"'{MODEL_STEP}' is the step of the model; choose another name"
+            yield Issue((*place, "name"), message)
+        if step.use and step.graph:
+            yield Issue((*place, "graph"), "'use' and 'graph' exclude each other; keep one")
+        if not step.use and not step.graph:
+            message = (
+                "a step needs 'use' (package.module:function) or 'graph' (the path of an ONNX file)"
+            )
+            yield Issue(place, message)
+    known = [*names, MODEL_STEP]
+    for name in draft.system.tolerances.steps:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; there are {quote_names(known)}"
+            yield Issue(
+                ("system", "tolerances", "steps", name), f"no step is called '{name}'{hint}"
+            )

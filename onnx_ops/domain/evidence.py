@@ -488,6 +488,27 @@ class ChampionFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SystemResult:
+    """One step of the comparison of the project's own code with the export and its steps.
+
+    The steps are judged where they are measured, since the tolerances belong to their values.
+    `step` is also `answer`, the final answers, or `source`, which must answer equal inputs equally.
+    `estimate`, `high` and `bound` are in `unit`.
+    """
+
+    step: str
+    verdict: Literal["pass", "inconclusive", "error", "fail"]
+    limit: str
+    reason: str
+    estimate: float | None = None
+    high: float | None = None
+    bound: float | None = None
+    unit: str = ""
+    inputs: int = 0
+    advisory: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """All measurements of one variant on one target.
 
@@ -511,6 +532,8 @@ class Evidence:
         sampled: the part of the data set that is scored; None if all rows are scored.
         slices: the metrics of each slice of the scored rows.
         unused_inputs: inputs on which no answer of the export depends.
+        system: comparison of the export and its steps with the project's own code; empty if the
+            pipeline declares none.
     """
 
     schema: int = EVIDENCE_SCHEMA
@@ -536,6 +559,7 @@ class Evidence:
     source: SourceLimits | None = None
     trees: TreeStructure | None = None
     unused_inputs: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    system: tuple[SystemResult, ...] = field(default=(), metadata=OMIT_DEFAULT)
     activations: tuple[ActivationMeasurement, ...] = ()
     coverage: Int8Coverage | None = None
     recipe: tuple[str, ...] = ()

@@ -27,6 +27,7 @@ from onnx_ops.domain.quantities import (
 )
 from onnx_ops.domain.quantization import AUTO, ROLES, Budget, Role, TuningData
 from onnx_ops.domain.rollout_policy import RolloutPolicy
+from onnx_ops.domain.system_comparison import DeployedStep, Tolerances
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +242,46 @@ class Validate(PlacedAttempts):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SystemComparison(Attempts):
+    """Section `system`: the project's own code, with which the export and its steps must agree."""
+
+    source: Annotated[str, doc("Function that answers one raw input, `package.module:function`.")]
+    files: Annotated[
+        str,
+        doc("Folder of raw inputs, or a .jsonl, .csv or .txt file with one input per row."),
+    ]
+    rows: Annotated[int, Ge(1), doc("Number of inputs, spread evenly over all of them.")] = 64
+    before: Annotated[
+        tuple[DeployedStep, ...],
+        doc("Steps before the model; default: the model gets the input that the source records."),
+    ] = ()
+    after: Annotated[tuple[DeployedStep, ...], doc("Steps after the model.")] = ()
+    tolerances: Tolerances = field(default_factory=Tolerances)
+    depends: Annotated[
+        tuple[str, ...], doc("Further files that the source and the steps read.")
+    ] = ()
+
+    def list_steps(self) -> list[tuple[tuple[str | int, ...], DeployedStep]]:
+        """Return the steps in order, with their locations in the section."""
+        return [
+            ((key, index), step)
+            for key, steps in (("before", self.before), ("after", self.after))
+            for index, step in enumerate(steps)
+        ]
+
+    def list_functions(self) -> list[tuple[tuple[str | int, ...], str]]:
+        """Return the references of the source and of the steps, with their locations."""
+        uses = [((*loc, "use"), step.use) for loc, step in self.list_steps()]
+        return [
+            (loc, reference) for loc, reference in [(("source",), self.source), *uses] if reference
+        ]
+
+    def list_graphs(self) -> list[tuple[tuple[str | int, ...], str]]:
+        """Return the files of the steps that are graphs, with their locations."""
+        return [((*loc, "graph"), step.graph) for loc, step in self.list_steps() if step.graph]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrate:
     """Calibration data of static quantization."""
 
@@ -418,6 +459,10 @@ class Pipeline:
     ] = None
     export: Export
     validate: Validate = field(default_factory=Validate)
+    system: Annotated[
+        SystemComparison | None,
+        doc("Comparison of the export and the steps around it with the project's own code."),
+    ] = field(default=None, metadata=OMIT_DEFAULT)
     quantize: tuple[Quantize, ...] = ()
     benchmark: Benchmark
     slices: Annotated[
@@ -448,6 +493,7 @@ class StageKind(StrEnum):
     TRAIN = "train"
     EXPORT = "export"
     VALIDATE = "validate"
+    SYSTEM = "system"
     SEARCH = "search"
     CALIBRATE = "calibrate"
     QUANTIZE = "quantize"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onnx_ops.domain.artifact import Digest, digest_file, digest_json
 from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.statistics.step_values import Form
 
@@ -42,24 +43,43 @@ class RawInput:
     path: Path | None = None
 
 
-def list_raw_inputs(place: Path, limit: int) -> tuple[list[RawInput], int]:
+def list_raw_inputs(
+    place: Path, limit: int, *, where: str = "--files"
+) -> tuple[list[RawInput], int]:
     """Return up to `limit` raw inputs, spread evenly over all, and the number of all.
+
+    `where` is the option or key that names the place, for errors.
 
     Raises:
         NotFoundError: there is no such folder or file.
         UserError: there are no inputs, or a file is empty or of another format.
     """
     if not place.exists():
-        raise NotFoundError("no such folder or file", where=f"--files {place}")
-    inputs = list(_list_files(place) if place.is_dir() else _read_rows(place))
+        raise NotFoundError("no such folder or file", where=f"{where} {place}")
+    inputs = list(_list_files(place) if place.is_dir() else _read_rows(place, where))
     if not inputs:
         remedy = "Name a folder with raw inputs, or a .jsonl, .csv or .txt file with rows."
-        raise UserError("there are no inputs", where=f"--files {place}", remedy=remedy)
+        raise UserError("there are no inputs", where=f"{where} {place}", remedy=remedy)
     count = min(limit, len(inputs))
     chosen = [inputs[index * len(inputs) // count] for index in range(count)]
     for raw in chosen:
         _check_file(raw)
     return chosen, len(inputs)
+
+
+def digest_raw_inputs(place: Path, limit: int, *, where: str) -> Digest:
+    """Return the digest of the raw inputs that `list_raw_inputs` returns.
+
+    Raises:
+        NotFoundError: there is no such folder or file.
+        UserError: the inputs cannot be read.
+    """
+    inputs, total = list_raw_inputs(place, limit, where=where)
+    if place.is_file():
+        return digest_json([total, digest_file(place)])
+    files = [raw.path for raw in inputs if raw.path is not None]
+    named = [[path.relative_to(place).as_posix(), digest_file(path)] for path in files]
+    return digest_json([total, named])
 
 
 def _list_files(folder: Path) -> Iterator[RawInput]:
@@ -73,11 +93,11 @@ def _list_files(folder: Path) -> Iterator[RawInput]:
             yield RawInput(name=str(path), value=str(path), form=form, path=path)
 
 
-def _read_rows(place: Path) -> Iterator[RawInput]:
+def _read_rows(place: Path, where: str) -> Iterator[RawInput]:
     suffix = place.suffix.lower()
     if suffix not in _TABLES:
         remedy = f"Name a folder, or a file that ends in {', '.join(_TABLES)}."
-        raise UserError(f"{place.name} is no table of rows", where="--files", remedy=remedy)
+        raise UserError(f"{place.name} is no table of rows", where=where, remedy=remedy)
     try:
         text = place.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

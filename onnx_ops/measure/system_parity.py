@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from onnx_ops.domain.artifact import TensorSpec
+from onnx_ops.domain.system_comparison import MODEL_STEP, Tolerances
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, OnnxOpsError, UserError
 from onnx_ops.measure.step_copies import adapt_value, copy_value, read_array
@@ -23,14 +24,13 @@ from onnx_ops.statistics.step_differences import explain_answers, explain_differ
 from onnx_ops.statistics.step_values import (
     Form,
     StepDistance,
-    Tolerances,
     differs_in_answer,
     measure_step,
     rate_distance,
 )
 from onnx_ops.step_recorder import recording_steps
 
-INPUT, OUTPUT = "input", "output"
+INPUT, OUTPUT = "input", MODEL_STEP
 """Names of the steps that receive and return the tensors of the model."""
 _CHUNK = 16
 """Inputs whose values are in memory at the same time."""

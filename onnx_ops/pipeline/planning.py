@@ -37,6 +37,7 @@ from onnx_ops.domain.target import Target
 from onnx_ops.pipeline.probe import ProjectProbe
 from onnx_ops.pipeline.stage_settings import (
     REQUIREMENTS,
+    SYSTEM,
     as_json_text,
     data_id,
     make_stage,
@@ -218,7 +219,32 @@ def _plan_models(
             variant=EXPORT,
             hints=hints,
         ),
+        *_plan_system(pipeline, targets, probe),
         *plan_variants(pipeline, targets, probe),
+    ]
+
+
+def _plan_system(
+    pipeline: Pipeline, targets: Mapping[str, Target], probe: ProjectProbe
+) -> list[Stage]:
+    """Plan the comparison of the export and its steps with the project's own code."""
+    section = pipeline.system
+    if section is None:
+        return []
+    operators, libraries = write_operators(pipeline, targets)
+    return [
+        make_stage(
+            StageKind.SYSTEM,
+            SYSTEM,
+            section,
+            {"section": write_section(section), "content": probe.system(section), **operators},
+            needs=["export"],
+            tools=probe.tools("runtimes", "onnxruntime"),
+            variant=EXPORT,
+            # User code can crash a process, and can be edited during the run.
+            own_process=True,
+            hints=libraries,
+        )
     ]
 
 
@@ -306,7 +332,7 @@ def _plan_judgement(
         )
         for shard in shards
     ]
-    needs = ["export", "validate", variant_id(variant), samples, *tags]
+    needs = [*_list_comparisons(pipeline), variant_id(variant), samples, *tags]
     needs += [
         stage_id(StageKind.SCORE, name, target.name, shard)
         for name in (EXPORT, variant)
@@ -334,6 +360,11 @@ def _plan_judgement(
         ),
         _plan_gate(pipeline, target, variant, limits, probe.signer()),
     ]
+
+
+def _list_comparisons(pipeline: Pipeline) -> list[str]:
+    """Return the export and the stages that compare it; their results are part of evidence."""
+    return ["export", "validate", *([] if pipeline.system is None else [SYSTEM])]
 
 
 def _digest_decoders(

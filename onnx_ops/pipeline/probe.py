@@ -10,13 +10,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from onnx_ops import plugins
-from onnx_ops.domain.artifact import Digest, digest_json
+from onnx_ops.domain.artifact import Digest, digest_file, digest_json
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.domain.pinned_address import is_pinned_address
-from onnx_ops.domain.pipeline import DataSection, Quantize
+from onnx_ops.domain.pipeline import DataSection, Quantize, SystemComparison
 from onnx_ops.domain.quantization import Arithmetic, detect_arithmetic
 from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.measure.system_inputs import digest_raw_inputs
 from onnx_ops.pipeline.stage_settings import REQUIREMENTS
 from onnx_ops.pipeline.stages.data import get_source_name
 from onnx_ops.pipeline.user_code import UserCode, collect_user_code
@@ -43,6 +44,17 @@ class ProjectProbe:
     def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
         """Return the code of the project that a function runs."""
         return collect_user_code((reference,), self.context.root, depends)
+
+    def system(self, section: SystemComparison) -> Digest:
+        """Return the digest of the code, the graphs and the raw inputs of a comparison."""
+        root = self.context.root
+        code = [
+            self.code(reference, section.depends).digest()
+            for _, reference in section.list_functions()
+        ]
+        graphs = [digest_file(root / graph) for _, graph in section.list_graphs()]
+        files = digest_raw_inputs(root / section.files, section.rows, where="system.files")
+        return digest_json([code, graphs, files])
 
     def model(self, path: str) -> Digest:
         """Return the digest of an existing model."""
@@ -143,6 +155,10 @@ class OutlineProbe(ProjectProbe):
     def origin(self, section: DataSection) -> Mapping[str, str]:
         """Return the origin of a data set."""
         return {}
+
+    def system(self, section: SystemComparison) -> Digest:
+        """Return the digest of a comparison."""
+        return digest_json(section.source)
 
     def model(self, path: str) -> Digest:
         """Return the digest of an existing model."""

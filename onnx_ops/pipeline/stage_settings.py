@@ -25,6 +25,9 @@ from onnx_ops.ports import Context, Exporter
 REQUIREMENTS = "requirements"
 """Key in the tools of a stage that runs in an isolated environment."""
 
+SYSTEM = StageKind.SYSTEM.value
+"""Id of the stage that compares the export with the project's own code."""
+
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
     StageKind.DATA: 4,

@@ -62,6 +62,7 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
         *judge_independence(gates, sound),
         *_find_non_finite(evidence),
         *judge_provider(evidence),
+        *_list_system_results(evidence),
     )
     against_export = [] if evidence.variant == EXPORT else list(_compare_with_export(sound))
     return Decision(
@@ -108,6 +109,28 @@ def _compare_with_export(evidence: Evidence) -> Iterator[Comparison]:
     for measured in evidence.comparisons:
         if measured.against == EXPORT and any(measured.log_ratios):
             yield compare(measured.log_ratios, tolerance=0.0)
+
+
+def _list_system_results(evidence: Evidence) -> Iterator[GateResult]:
+    """Yield the steps of the comparison with the project's own code, as results of gates.
+
+    They apply to every variant: the steps around the model are the same.
+    """
+    for one in evidence.system:
+        verdict = Verdict(one.verdict)
+        yield GateResult(
+            gate="system",
+            metric=one.step,
+            limit=one.limit,
+            verdict=verdict,
+            reason=one.reason if verdict is Verdict.PASS else f"step {one.step}: {one.reason}",
+            estimate=one.estimate,
+            high=one.high,
+            bound=one.bound,
+            unit=one.unit,
+            n=one.inputs,
+            advisory=one.advisory,
+        )
 
 
 def _find_largest_ratio(compared: Sequence[Comparison]) -> float | None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from onnx_ops.domain.system_comparison import Tolerances
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Form: TypeAlias = Literal["same", "resampled", "decoded"]
@@ -29,33 +31,6 @@ _SIGNAL_SIZE = 192
 _SIGNAL_TYPES = ("uint8", "int16", "uint16")
 _TAIL_RESAMPLED, _TAIL_DECODED = 3.0, 40.0
 """Limits of the 99th percentile of a signal's differences, in levels."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tolerances:
-    """Limits within which two values of a step count as equal.
-
-    Attributes:
-        rounding: largest error of a float, as a share of the value plus a tenth of the largest one.
-        resampling: mean difference in levels (1/255 of the range) after interpolation.
-        decoding: mean difference in levels after a lossy decoder.
-        bias: difference of the means in levels, of interpolated or decoded values.
-        answers: share of files whose final answer differs although every step agrees.
-        files: number of files that a PASS needs.
-        steps: factors by which the limits of single steps are larger.
-    """
-
-    rounding: float = 1e-3
-    resampling: float = 0.75
-    decoding: float = 3.5
-    bias: float = 0.65
-    answers: float = 0.05
-    files: float = 20
-    steps: Mapping[str, float] = field(default_factory=dict)
-
-
-NAMES = ("rounding", "resampling", "decoding", "bias", "answers", "files")
-"""Names of the tolerances that are not those of single steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

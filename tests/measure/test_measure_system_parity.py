@@ -18,10 +18,10 @@ from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.measure.step_copies import copy_value
 from onnx_ops.measure.system_inputs import RawInput, list_raw_inputs
+from onnx_ops.measure.system_judgement import SystemJudgement, SystemRequest, judge_system
 from onnx_ops.measure.system_parity import System, SystemStep
 from onnx_ops.step_recorder import recording_steps
 from onnx_ops.tools.compare import REFERENCE
-from onnx_ops.tools.system_judgement import SystemJudgement, SystemRequest, judge_system
 
 MODEL = '<ir_version: 9, opset_import: ["" : 18]> g (float[N,4] x) => (float[N,4] y) { y = Neg(x) }'
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from onnx_ops.domain.system_comparison import Tolerances
 from onnx_ops.statistics.differences.resampling import FILTERS, identify_resize, resize
 from onnx_ops.statistics.step_differences import explain_answers, explain_difference
 from onnx_ops.statistics.step_values import (
     Form,
-    Tolerances,
     differs_in_answer,
     measure_step,
     rate_distance,

@@ -17,6 +17,7 @@ from onnx_ops.domain.evidence import (
     ParityMeasurement,
     SampledRows,
     SourceLimits,
+    SystemResult,
     TreeStructure,
     WeightMeasurement,
 )
@@ -57,9 +58,10 @@ from onnx_ops.measure.timing import build_feed
 from onnx_ops.measure.user_functions import importable, load_functions
 from onnx_ops.onnx_graph.files import share_structure
 from onnx_ops.onnx_graph.model_info import count_operators, read_model_info
-from onnx_ops.pipeline.stage_settings import tags_id
+from onnx_ops.pipeline.stage_settings import SYSTEM, tags_id
 from onnx_ops.pipeline.stages.champion import Champion, read_champion
 from onnx_ops.pipeline.stages.score import check_compatibility, read_shards
+from onnx_ops.pipeline.stages.system import RESULTS
 from onnx_ops.ports import Context, Runtime
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.rules.metric import explain_unscored
@@ -159,6 +161,7 @@ def execute(
                 None,
             ),
             unused_inputs=_read_documents(context, inputs["validate"]["unused.json"], str),
+            system=_read_system(context, inputs),
             activations=_read_documents(context, variant["activations.json"], ActivationMeasurement)
             if quantized
             else (),
@@ -242,6 +245,14 @@ def _count_bytes(files: Mapping[str, Digest], context: Context) -> int:
 
 def _read_documents(context: Context, digest: Digest, kind: Any) -> Any:
     return codec.loads(context.store.read(digest), tuple[kind, ...])
+
+
+def _read_system(context: Context, inputs: Mapping[str, Manifest]) -> tuple[SystemResult, ...]:
+    """Return the comparison with the project's own code; empty without one."""
+    results: tuple[SystemResult, ...] = (
+        _read_documents(context, inputs[SYSTEM][RESULTS], SystemResult) if SYSTEM in inputs else ()
+    )
+    return results
 
 
 def _read_known(

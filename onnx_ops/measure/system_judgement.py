@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from scipy import stats
 
 from onnx_ops.domain.decision import Decision, GateResult, Verdict, combine_verdicts
+from onnx_ops.domain.evidence import SystemResult
+from onnx_ops.domain.system_comparison import Tolerances
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, StageError, UserError
 from onnx_ops.measure.system_inputs import RawInput, find_rate_change
@@ -22,7 +24,7 @@ from onnx_ops.measure.system_parity import (
 )
 from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.ports import Runtime
-from onnx_ops.statistics.step_values import StepExcess, Tolerances, rate_distance
+from onnx_ops.statistics.step_values import StepExcess, rate_distance
 
 GATE = "system"
 ANSWER = "answer"
@@ -67,7 +69,7 @@ class SystemJudgement:
 
 def judge_system(request: SystemRequest) -> SystemJudgement:
     """Compare both systems on every target, and return the results."""
-    judgements = [_judge_target(request, target) for target in request.targets]
+    judgements = [_try_target(request, target) for target in request.targets]
     shown = next((one for one in judgements if one.worst is not None), judgements[0])
     notes = dict.fromkeys(note for one in judgements for note in one.notes)
     return SystemJudgement(
@@ -79,21 +81,33 @@ def judge_system(request: SystemRequest) -> SystemJudgement:
     )
 
 
-def _judge_target(request: SystemRequest, target: Target) -> SystemJudgement:
+def _try_target(request: SystemRequest, target: Target) -> SystemJudgement:
+    """Compare both systems on a target; an error of the project's code is a result."""
     try:
-        measured = measure_system(
-            request.system,
-            request.inputs,
-            request.runtime(target.runtime),
-            target,
-            request.tolerances,
-            request.report,
-        )
+        return judge_target(request, target)
     except (UserError, MeasurementError, StageError) as error:
         failed = GateResult(
             gate=GATE, metric="system", limit="", verdict=Verdict.ERROR, reason=str(error)
         )
         return _make_judgement(request, target, [failed])
+
+
+def judge_target(request: SystemRequest, target: Target) -> SystemJudgement:
+    """Compare both systems on one target, and return the results.
+
+    Raises:
+        UserError: the source or a step raises an error.
+        MeasurementError: the runtime could not run a graph.
+        StageError: the source or a step fails because of the machine.
+    """
+    measured = measure_system(
+        request.system,
+        request.inputs,
+        request.runtime(target.runtime),
+        target,
+        request.tolerances,
+        request.report,
+    )
     is_rounded = _is_rounded(request.system)
     steps = [
         _judge_step(step, request.tolerances, is_model=step.name == OUTPUT and is_rounded)
@@ -282,3 +296,23 @@ def _list_notes(request: SystemRequest, measured: SystemMeasurement) -> tuple[st
     if not request.system.after and measured.steps[-1].name == OUTPUT:
         notes.append("no step after the model is declared: the model's output is the answer")
     return tuple(notes)
+
+
+def write_results(judgement: SystemJudgement) -> tuple[SystemResult, ...]:
+    """Return the results in the form in which evidence stores them."""
+    return tuple(
+        SystemResult(
+            step=result.metric,
+            verdict=result.verdict.value,
+            limit=result.limit,
+            reason=result.reason,
+            estimate=result.estimate,
+            high=result.high,
+            bound=result.bound,
+            unit=result.unit,
+            inputs=result.n,
+            advisory=result.advisory,
+        )
+        for decision in judgement.decisions
+        for result in decision.results
+    )

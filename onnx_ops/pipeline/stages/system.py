@@ -1,0 +1,68 @@
+"""System stage: compare the export and the steps around it with the project's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
+from onnx_ops.domain.pipeline import Stage, SystemComparison
+from onnx_ops.domain.system_comparison import DeployedStep
+from onnx_ops.measure.files import MODEL, checkout_files, put_document
+from onnx_ops.measure.parity import REFERENCE_TARGET
+from onnx_ops.measure.system_inputs import list_raw_inputs
+from onnx_ops.measure.system_judgement import SystemRequest, judge_target, write_results
+from onnx_ops.measure.system_parity import System, SystemStep
+from onnx_ops.measure.user_functions import importable, load_function
+from onnx_ops.pipeline.stage_settings import read_reference_operators
+from onnx_ops.ports import Context
+from onnx_ops.scratch import Scratch
+
+RESULTS = "results.json"
+"""File with the result of each step."""
+
+
+def execute(
+    stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
+) -> Manifest:
+    """Compare both systems on the raw inputs, and store the result of each step."""
+    settings: Mapping[str, Any] = stage.settings
+    section = codec.from_json(settings["section"], SystemComparison, where=stage.id)
+    target = replace(REFERENCE_TARGET, custom_ops=read_reference_operators(stage))
+    place = context.root / section.files
+    raw, total = list_raw_inputs(place, section.rows, where="system.files")
+    # Results name the inputs, and must be the same in every checkout of the project.
+    named = [replace(one, name=one.name.removeprefix(f"{context.root}/")) for one in raw]
+    with Scratch() as folder, importable(context.root):
+        model = checkout_files(context.store, inputs["export"], MODEL, folder) / MODEL_FILE
+        request = SystemRequest(
+            system=_load_system(section, model, context.root),
+            inputs=named,
+            total=total,
+            targets=(target,),
+            runtime=context.runtime,
+            tolerances=section.tolerances,
+        )
+        judgement = judge_target(request, target)
+    return Manifest(files={RESULTS: put_document(context.store, write_results(judgement))})
+
+
+def _load_system(section: SystemComparison, model: Path, root: Path) -> System:
+    return System(
+        predict=load_function(section.source, "system.source"),
+        reference=section.source,
+        candidate=model,
+        before=tuple(_load_step(step, root) for step in section.before),
+        after=tuple(_load_step(step, root) for step in section.after),
+    )
+
+
+def _load_step(step: DeployedStep, root: Path) -> SystemStep:
+    if step.use is None:
+        graph = step.graph or ""
+        return SystemStep(name=step.name, reference=graph, graph=root / graph)
+    function = load_function(step.use, f"system step {step.name}")
+    return SystemStep(name=step.name, reference=step.use, function=function)
