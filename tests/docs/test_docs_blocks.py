@@ -117,6 +117,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "configs" / "targets").symlink_to(ROOT / "configs" / "targets")
     (root / "examples").symlink_to(ROOT / "examples")
     (root / "params.yaml").write_text("train: {epochs: 3, seed: 7}\nmodel: {hidden: [8]}\n")
+    (root / "project.py").write_text("predict = decode = name_label = None\n")
     (root / "shop").mkdir()
     (root / "shop" / "scores.py").write_text("def profit(predictions, labels):\n    return 1.0\n")
     for module, function in (("speech", "transcribe"), ("translation", "translate")):
