@@ -256,7 +256,9 @@ class SystemComparison(Attempts):
         doc("Steps before the model; default: the model gets the input that the source records."),
     ] = ()
     after: Annotated[tuple[DeployedStep, ...], doc("Steps after the model.")] = ()
-    tolerances: Tolerances = field(default_factory=Tolerances)
+    tolerances: Annotated[
+        Tolerances, doc("Limits within which two values of a step count as equal.")
+    ] = field(default_factory=Tolerances)
     depends: Annotated[
         tuple[str, ...], doc("Further files that the source and the steps read.")
     ] = ()

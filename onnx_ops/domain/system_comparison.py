@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -60,3 +60,16 @@ class DeployedStep:
     graph: Annotated[str | None, doc("ONNX file of the step, relative to the project's root.")] = (
         None
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemExample:
+    """The values of one input at one step, on both sides.
+
+    `pictures` are pairs of a name and a data URI. `texts` are pairs of a name and a text.
+    """
+
+    step: str
+    name: str
+    pictures: Sequence[tuple[str, str]] = ()
+    texts: Sequence[tuple[str, str]] = ()

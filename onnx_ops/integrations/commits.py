@@ -44,6 +44,7 @@ from onnx_ops.errors import (
 )
 from onnx_ops.measure.paired_rows import compare_rows
 from onnx_ops.pipeline import RunResult
+from onnx_ops.pipeline.stages.register import read_example
 from onnx_ops.reporting.comparison import base_comparisons, champion_comparisons, variant_rows
 from onnx_ops.reporting.description import made_by
 from onnx_ops.reporting.html import release_report
@@ -243,6 +244,7 @@ def _execute(
         tuple(evidence.values()),
         read_provenance(root, project.context.clock.now(), os.environ),
     )
+    manifests = {one.stage: one.manifest for one in summary.outcomes if one.manifest is not None}
     report = release_report(
         summary.decisions,
         measured,
@@ -253,6 +255,7 @@ def _execute(
         provenance=made,
         base=base,
         pairs=pairs,
+        example=read_example(manifests, project.context.store),
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{_name(one.file)}.html").write_text(report, encoding="utf-8")

@@ -598,6 +598,7 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
         needs=["train", "export"],
         tolerates=[
             *(data_id(name) for name in pipeline.data),
+            *([] if pipeline.system is None else [SYSTEM]),
             *(variant_id(v) for v in pipeline.variants() if v != EXPORT),
             *(stage_id(StageKind.BENCHMARK, *pair) for pair in pairs),
             *(stage_id(StageKind.GATE, *pair) for pair in pairs),

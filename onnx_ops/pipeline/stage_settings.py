@@ -28,6 +28,9 @@ REQUIREMENTS = "requirements"
 SYSTEM = StageKind.SYSTEM.value
 """Id of the stage that compares the export with the project's own code."""
 
+SYSTEM_EXAMPLE = "example.json"
+"""File of that stage with the values of the input with the largest difference."""
+
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
     StageKind.DATA: 4,

@@ -21,6 +21,7 @@ from onnx_ops.domain.gate import GATES
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.quantization import SearchRecord
 from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, flatten_origins
+from onnx_ops.domain.system_comparison import SystemExample
 from onnx_ops.printable import show
 from onnx_ops.reporting.comparison import (
     Pairs,
@@ -105,6 +106,7 @@ def release_report(
     provenance: Provenance | None = None,
     base: BaseRelease | None = None,
     pairs: Pairs = lambda *_: (),
+    example: SystemExample | None = None,
 ) -> str:
     """Return the HTML report of a release.
 
@@ -116,6 +118,7 @@ def release_report(
         versions: registered version by variant; empty before registration.
         digests: digests of the stored evidence by variant and target; by default, digests of its
             canonical text.
+        example: values of the first step that differs from the project's own code.
     """
     known = {(e.variant, e.target): e for e in evidence}
     stored = _complete_digests(digests or {}, known)
@@ -138,6 +141,7 @@ def release_report(
         ),
         gates=list_gates(decisions, known, stored),
         slices=slice_tables(decisions),
+        example=example,
         prospects=list(_list_prospects(decisions)),
         plots_by_target=_plot_targets(decisions, evidence, chosen),
         searches=[_describe_search(record) for record in searches],

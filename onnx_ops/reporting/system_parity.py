@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
+from onnx_ops.domain.system_comparison import SystemExample
 from onnx_ops.printable import show
 from onnx_ops.reporting.formatting import (
     NOTHING,
@@ -32,19 +33,6 @@ class SystemHeading:
     inputs: str
     verdict: Verdict
     notes: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SystemExample:
-    """The values of one input at one step, on both sides.
-
-    `pictures` are pairs of a name and a data URI. `texts` are pairs of a name and a text.
-    """
-
-    step: str
-    name: str
-    pictures: Sequence[tuple[str, str]] = ()
-    texts: Sequence[tuple[str, str]] = ()
 
 
 def describe_reason(decisions: Sequence[Decision]) -> str:

@@ -20,6 +20,9 @@ from onnx_ops.domain.evidence import SystemResult
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import ConfigError
+from onnx_ops.pipeline.stages.register import read_example
+from onnx_ops.reporting.html import release_report
+from onnx_ops.reporting.system_parity import build_example
 from onnx_ops.statistics.judge import judge
 from tests.support.checkout import copy_parts
 from tests.support.evidence import make_evidence
@@ -129,6 +132,8 @@ def test_comparison_with_differing_step_fails_decision_at_first_step(project: Pr
     assert not result.errors
     stored = project.context.store.read(must(result.outcomes["system"].manifest)["results.json"])
     results = codec.loads(stored, tuple[SystemResult, ...])
+    manifests = {name: must(one.manifest) for name, one in result.outcomes.items()}
+    assert must(read_example(manifests, project.context.store)).step == "read"
     assert {one.step: (one.verdict, one.inputs) for one in results} == {
         "read": ("fail", 24),
         "scale": ("pass", 24),
@@ -208,3 +213,11 @@ def test_check_of_wrong_section_reports_key(
 ) -> None:
     change(project, old, new)
     assert message in find_problems(project)[path]
+
+
+def test_report_of_release_shows_values_of_step_that_differs() -> None:
+    example = build_example("read", "rows.jsonl:3", np.array([1.0, 2.0]), np.array([2.0, 1.0]))
+    page = release_report((), (make_evidence(),), (), None, {}, example=example)
+    assert "read on rows.jsonl:3" in page
+    assert "img-src data:" in page
+    assert "rows.jsonl" not in release_report((), (make_evidence(),), (), None, {})

@@ -30,10 +30,12 @@ from onnx_ops.domain.release import (
     Registration,
     VariantRecord,
 )
+from onnx_ops.domain.system_comparison import SystemExample
 from onnx_ops.measure.files import MODEL, PACKAGE, put_document
 from onnx_ops.measure.paired_rows import compare_rows
 from onnx_ops.measure.reference_outputs import get_reference
 from onnx_ops.measure.row_layout import get_layout
+from onnx_ops.pipeline.stage_settings import SYSTEM, SYSTEM_EXAMPLE
 from onnx_ops.ports import Context, Store
 from onnx_ops.reporting.comparison import summarize_metrics
 from onnx_ops.reporting.description import model_description, version_description
@@ -182,8 +184,17 @@ def _store_report(
         provenance=provenance,
         base=base,
         pairs=partial(compare_rows, context.store),
+        example=read_example(inputs, context.store),
     )
     return context.store.put_bytes(page.encode("utf-8"))
+
+
+def read_example(manifests: Mapping[str, Manifest], store: Store) -> SystemExample | None:
+    """Return the values of the step that differs from the project's code; None without one."""
+    if SYSTEM not in manifests:
+        return None
+    stored = store.read(manifests[SYSTEM][SYSTEM_EXAMPLE])
+    return next(iter(codec.loads(stored, tuple[SystemExample, ...])), None)
 
 
 def _make_variant_record(

@@ -17,8 +17,9 @@ from onnx_ops.measure.system_inputs import list_raw_inputs
 from onnx_ops.measure.system_judgement import SystemRequest, judge_target, write_results
 from onnx_ops.measure.system_parity import System, SystemStep
 from onnx_ops.measure.user_functions import importable, load_function
-from onnx_ops.pipeline.stage_settings import read_reference_operators
+from onnx_ops.pipeline.stage_settings import SYSTEM_EXAMPLE, read_reference_operators
 from onnx_ops.ports import Context
+from onnx_ops.reporting.system_parity import build_example
 from onnx_ops.scratch import Scratch
 
 RESULTS = "results.json"
@@ -47,7 +48,18 @@ def execute(
             tolerances=section.tolerances,
         )
         judgement = judge_target(request, target)
-    return Manifest(files={RESULTS: put_document(context.store, write_results(judgement))})
+    worst = judgement.worst
+    example = (
+        ()
+        if worst is None
+        else (build_example(judgement.step, worst.name, worst.reference, worst.value),)
+    )
+    return Manifest(
+        files={
+            RESULTS: put_document(context.store, write_results(judgement)),
+            SYSTEM_EXAMPLE: put_document(context.store, example),
+        }
+    )
 
 
 def _load_system(section: SystemComparison, model: Path, root: Path) -> System:
