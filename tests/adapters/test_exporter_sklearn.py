@@ -274,6 +274,9 @@ def test_sklearn_export_with_unsuitable_model_or_data_raises_user_error(tmp_path
     texts = piped(sk("feature_extraction.text.TfidfVectorizer"), sk("svm.LinearSVC")).fit(
         words[:, 0], labels > 0
     )
+    logarithms = piped(
+        sk("feature_extraction.text.TfidfVectorizer", sublinear_tf=True), sk("svm.LinearSVC")
+    ).fit(words[:, 0], labels > 0)
     newer, neither = replace(SECTION, opset=28), "neither `predict` nor `transform`"
     for model, samples, section, message in (
         (sk("cluster.DBSCAN").fit(rows), {"x": rows}, SECTION, neither),
@@ -288,6 +291,7 @@ def test_sklearn_export_with_unsuitable_model_or_data_raises_user_error(tmp_path
             "takes 4 columns; the data has 2",
         ),
         (texts, {"x": words, "y": words}, SECTION, "takes 1 column; the data has 2"),
+        (logarithms, {"x": words}, SECTION, "TfidfVectorizer with sublinear_tf"),
         (estimator, {"x": rows}, newer, "skl2onnx"),
     ):
         with pytest.raises(UserError, match=message):

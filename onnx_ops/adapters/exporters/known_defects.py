@@ -187,6 +187,15 @@ def _one_hot(part: Any) -> Iterator[ConversionDefect]:
         )
 
 
+def _word_weights(part: Any) -> Iterator[ConversionDefect]:
+    if part.sublinear_tf:
+        yield (
+            f"{type(part).__name__} with sublinear_tf",
+            "skl2onnx computes log(1 + n) for a word that occurs n times, instead of 1 + log(n)",
+            "Use sublinear_tf=False.",
+        )
+
+
 def _bins(part: Any) -> Iterator[ConversionDefect]:
     if part.encode == "onehot":
         remedy = "Use encode='onehot-dense', which returns the same numbers."
@@ -260,6 +269,8 @@ _SKLEARN: Mapping[str, Callable[[Any], Iterator[ConversionDefect]]] = {
     "SimpleImputer": _imputer,
     "OneHotEncoder": _one_hot,
     "KBinsDiscretizer": _bins,
+    "TfidfTransformer": _word_weights,
+    "TfidfVectorizer": _word_weights,
     "RandomTreesEmbedding": _tree_embedding,
     "KMeans": _cluster_step,
     "MiniBatchKMeans": _cluster_step,
