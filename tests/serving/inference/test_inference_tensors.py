@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.errors import TooLargeError, UserError
 from onnx_ops.serving.inference import tensors
+from onnx_ops.serving.inference.image_tensors import IMAGE_DTYPE
 from onnx_ops.serving.inference.tensors import (
     DATATYPE_OF,
     DTYPE_OF_ONNX,
@@ -267,6 +268,6 @@ def test_describe_tensor_shows_free_dimensions_and_optional_inputs() -> None:
 
 
 def test_datatype_tables_of_onnx_and_numpy_agree() -> None:
-    assert set(DTYPE_OF_ONNX.values()) == set(DATATYPE_OF)
-    for dtype in DATATYPE_OF:
+    assert {*DTYPE_OF_ONNX.values(), IMAGE_DTYPE} == set(DATATYPE_OF)
+    for dtype in DTYPE_OF_ONNX.values():
         assert np.dtype(get_numpy_dtype(dtype)).name == get_numpy_dtype(dtype)
