@@ -267,9 +267,38 @@ def make_precision_statistic(matches: Matches, answers: Array) -> MetricStatisti
     return MetricStatistic(
         statistic=precision.interpolated,
         plain=precision.plain,
+        jump=find_recall_jump(matches),
         reads=answers,
         step=find_class_step(matches.images, (matches.objects > 0).sum(axis=1)),
     )
+
+
+def find_recall_jump(matches: Matches) -> float:
+    """Return the change of the mean average precision where recalls cross a recall step.
+
+    The precision is read at 101 recalls. Whether a class reaches the next one depends on single
+    objects: with one class and one threshold, the metric then changes by 1/101 of the last
+    precision. The jumps of all curves whose recall is near a step are added as independent changes.
+    """
+    objects = np.asarray(matches.objects.sum(axis=1)).ravel()
+    known = int((objects > 0).sum())
+    squares = 0.0
+    for number in np.flatnonzero(objects > 0):
+        chosen = np.flatnonzero(matches.category == number)
+        chosen = chosen[np.argsort(-matches.score[chosen], kind="stable")]
+        counted = np.cumsum(~matches.ignored[chosen], axis=0)
+        for right, count in zip(matches.right[chosen].T, counted.T, strict=True):
+            places = np.flatnonzero(right)
+            if not places.size:
+                continue
+            recall, size = len(places) / objects[number], objects[number]
+            # Even if all objects are found, up to 3 of as many others can be missed.
+            reach = 2 * np.sqrt(recall * (1 - recall) / size) + 3 / size
+            steps = np.floor(100 * np.array([recall - reach, min(recall + reach, 1)]))
+            if steps[0] < steps[1]:
+                squares += (len(places) / count[places[-1]]) ** 2
+    curves = matches.right.shape[1] * max(1, known)
+    return float(np.sqrt(squares) / (len(_RECALL_STEPS) * curves))
 
 
 def make_recall_statistic(matches: Matches, answers: Array) -> MetricStatistic:

@@ -28,6 +28,8 @@ class MetricStatistic:
             not raise it.
         step: the largest possible decrease of the metric by one more wrong row; None for a metric
             without a range.
+        jump: the amount by which the value can change at once where the rows change slightly.
+            Intervals are wider by this amount.
         plain: a form of the metric that is not too high or too low in small samples, with the same
             limit in large ones. Intervals then cover the intervals of both.
     """
@@ -36,6 +38,7 @@ class MetricStatistic:
     reads: Array
     step: float | None = None
     bias: float = 0.0
+    jump: float = 0.0
     plain: Statistic | None = None
 
 

@@ -395,6 +395,7 @@ def _compare_replicates(
     step = max(steps, default=None)
     if definition.higher_is_better is not False:
         difference = _estimate([own - other for own, other in pairs], step)
+        difference = _allow_for_jumps(difference, sides[CANDIDATE], sides[name])
     if definition.higher_is_better is not True and value > 0:
         observed = replicates[CANDIDATE][0].observed
         ratio = _allow_for_bias(
@@ -651,7 +652,8 @@ def _score_alone(
     if not replicates[0].spread and not statistic.step:
         return make_unscored(definition, n, undefined=_NO_SPREAD)
     interval = _widen(interval, statistic.step)
-    interval = replace(interval, low=interval.low - statistic.bias)
+    low = interval.low - statistic.bias - statistic.jump
+    interval = replace(interval, low=low, high=interval.high + statistic.jump)
     if statistic.step is not None:
         interval = _limit_to_range(definition, interval)
     method = f"bootstrap over rows (BCa, {replicates[0].resampled.size} resamples)"
@@ -684,6 +686,16 @@ def _limit_to_range(definition: MetricDefinition, interval: Interval) -> Interva
     if definition.higher_is_better is False:
         return replace(interval, low=max(interval.low, 0.0))
     return replace(interval, high=min(interval.high, 1.0))
+
+
+def _allow_for_jumps(
+    difference: Interval | None, one: MetricStatistic, other: MetricStatistic
+) -> Interval | None:
+    """Return the interval of a difference of metrics that can jump independently."""
+    if difference is None:
+        return None
+    jump = math.hypot(one.jump, other.jump)
+    return replace(difference, low=difference.low - jump, high=difference.high + jump)
 
 
 def _cover(forms: Sequence[Replicates]) -> Interval | None:

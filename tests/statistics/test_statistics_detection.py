@@ -19,6 +19,7 @@ from onnx_ops.metric_formulas.detection import (
     COCO_SIGMAS,
     AveragePrecision,
     average_recall,
+    find_recall_jump,
     match_boxes,
     match_keypoints,
 )
@@ -255,6 +256,19 @@ def test_score_of_equal_detectors_changes_by_zero_and_ties_keep_their_order() ->
     assert entries[0].candidate.estimate == pytest.approx(average(precision), abs=1e-9)
     assert entries[1].difference is not None
     assert entries[1].difference.estimate == 0
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [(400, 1 / 101), (396, 1 / 101), (394, 0), (0, 0)],
+    ids=["all found", "at a step", "between steps", "none found"],
+)
+def test_recall_near_a_step_of_recall_can_jump(found: int, expected: float) -> None:
+    """With 4,000 objects, 2 standard errors of a recall of 0.985 are 0.004."""
+    label = np.tile([10.0, 10, 30, 40, 0], (4000, 1, 1))
+    answers = np.tile([10.0, 10, 30, 40, 0.9, 0], (4000, 1, 1))
+    answers[10 * found :, 0, 5] = -1
+    assert find_recall_jump(match_boxes(label, answers, 0.5)) == pytest.approx(expected)
 
 
 def test_interval_covers_that_of_the_plain_form() -> None:
