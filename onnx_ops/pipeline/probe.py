@@ -17,7 +17,6 @@ from onnx_ops.domain.pinned_address import is_pinned_address
 from onnx_ops.domain.pipeline import DataSection, Quantize, SystemComparison
 from onnx_ops.domain.quantization import Arithmetic, detect_arithmetic
 from onnx_ops.domain.target import HardwareFingerprint, Target
-from onnx_ops.measure.system_inputs import digest_raw_inputs
 from onnx_ops.pipeline.stage_settings import REQUIREMENTS
 from onnx_ops.pipeline.stages.data import get_source_name
 from onnx_ops.pipeline.user_code import UserCode, collect_user_code
@@ -47,6 +46,9 @@ class ProjectProbe:
 
     def system(self, section: SystemComparison) -> Digest:
         """Return the digest of the code, the graphs and the raw inputs of a comparison."""
+        # The import loads NumPy, which planning does not need.
+        from onnx_ops.measure.system_inputs import digest_raw_inputs
+
         root = self.context.root
         code = [
             self.code(reference, section.depends).digest()
