@@ -18,7 +18,7 @@ from onnx_ops.config.document import Issue, Loc, path_text
 from onnx_ops.config.functions import find_missing_imports, list_siblings
 from onnx_ops.config.messages import did_you_mean
 from onnx_ops.config.project_rules import check_plugin_options
-from onnx_ops.domain.gate import MetricGate
+from onnx_ops.domain.gate import MetricGate, SlicesGate
 from onnx_ops.domain.pipeline import FileData, PluginData
 from onnx_ops.domain.quantization import find_type_conflict
 from onnx_ops.domain.table_cells import find_values_in_header
@@ -84,6 +84,7 @@ class Preflight:
         ]
         self._note_new_labels()
         self._note_few_rows()
+        self._note_small_slices()
         return findings
 
     @property
@@ -383,6 +384,20 @@ class Preflight:
                 continue
             if problem := find_slice_problem(entry, arrays, len(scored.dataset) if whole else None):
                 yield Issue(("slices", "by", index), problem.without_place())
+
+    def _note_small_slices(self) -> None:
+        """Add a note if slices with the fewest judged rows cannot pass."""
+        slices = self.draft.slices
+        for loc, gate in self.draft.gates:
+            if slices is None or not isinstance(gate, SlicesGate):
+                continue
+            rows, needed = gate.min_rows or slices.min_rows, gate.count_needed_rows()
+            if rows is not None and rows < needed:
+                self.notes.append(
+                    f"{path_text(loc)}: a slice of fewer than {needed} rows cannot pass, even if "
+                    f"no row is lost, and min_rows is {rows}; such a slice leaves the gate "
+                    "inconclusive, or fails it"
+                )
 
     def _note_new_labels(self) -> None:
         """Add a note on classes that occur in scored data but not in training data."""

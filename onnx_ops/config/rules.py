@@ -451,16 +451,6 @@ def _check_slices(draft: Draft) -> Iterator[Issue]:
     yield from _check_unique(
         ((("slices", "by", index), name) for index, name in enumerate(draft.slices.by)), "slice"
     )
-    for loc, gate in gates:
-        own = gate.min_rows is not None
-        given, needed = gate.min_rows or draft.slices.min_rows, gate.count_needed_rows()
-        if given is not None and given < needed:
-            message = (
-                f"a slice of {given} rows cannot show that {gate.definition().label} keeps the "
-                f"limit, even if no row is lost: {needed} rows are needed; set min_rows: {needed}, "
-                "leave it out, or allow more"
-            )
-            yield Issue((*loc, "min_rows") if own else ("slices", "min_rows"), message)
 
 
 def _check_targets(draft: Draft) -> Iterator[Issue]:

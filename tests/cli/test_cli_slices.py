@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -68,6 +69,16 @@ def test_check_of_slices_from_file_and_function_accepts_them(project: Path) -> N
     name = write(project, "{by: [part, old*plan], tags: tags.csv, use: slicing:age}")
     done = run_command("check", name, cwd=project)
     assert done.code == 0, done.stdout + done.stderr
+
+
+def test_check_of_small_min_rows_notes_needed_rows(project: Path) -> None:
+    name = write(project, "{by: [plan], min_rows: 20}")
+    path = project / name
+    path.write_text(path.read_text(encoding="utf-8").replace("min: 75%", "min: 95%"), "utf-8")
+    done = run_command("check", name, "--json", cwd=project)
+    assert done.code == 0
+    (note,) = (each for each in json.loads(done.stdout)["notes"] if "gates[2]" in each)
+    assert "a slice of fewer than 59 rows cannot pass" in note
 
 
 def test_run_with_wrong_function_fails_before_training(project: Path) -> None:
