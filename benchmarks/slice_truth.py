@@ -5,7 +5,8 @@ Three rates are reported. How often is any slice accused although no slice loses
 limit? How often does the gate fail if one slice of 200 rows loses ten points? How often does the
 gate pass although one slice loses twice the limit?
 
-Run `python -m benchmarks.slice_truth [--quick] [--page docs/slices.md]`; it takes some minutes.
+Run `python -m benchmarks.slice_truth [--quick] [--page docs/slice-error-rates.md]`; it takes some
+minutes.
 """
 
 from __future__ import annotations
