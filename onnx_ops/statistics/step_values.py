@@ -106,7 +106,7 @@ def rate_distance(
 
     Args:
         span: range of the signal over all files.
-        step: name of the step, for a factor of its own.
+        step: name of the step, which can have a separate factor.
     """
     factor = tolerances.steps.get(step, 1.0)
     if distance.mismatch:

@@ -242,7 +242,7 @@ def test_instance_with_state_in_memory_finds_deletion(site: AnalysisSite) -> Non
     assert site.observe(other).state.head == 2
 
 
-def test_two_instances_delete_at_the_same_time(
+def test_delete_old_by_two_instances_deletes_each_rollout_once(
     site: AnalysisSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.serve_traffic(5, **SAME)

@@ -61,7 +61,7 @@ def is_mapping_of_json(hint: Any) -> bool:
     return len(arguments) == 2 and arguments[0] is str and is_json(arguments[1])
 
 
-def test_every_kind_of_plugin_has_a_section_or_no_options() -> None:
+def test_plugin_kinds_have_section_or_no_options() -> None:
     assert SECTIONS.keys() | WITHOUT_OPTIONS == KINDS.keys()
 
 
