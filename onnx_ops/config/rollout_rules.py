@@ -95,12 +95,7 @@ def check_providers(
 
 
 def _check_dependencies(draft: Draft) -> Iterator[Issue]:
-    """Yield rollouts whose dependencies cannot be met.
-
-    Rollouts must not wait for each other, for missing endpoints, or longer than the
-    `scale_down_delay` of the other endpoint. After this delay, it is unknown how long the other
-    endpoint has served its version.
-    """
+    """Yield rollouts that wait for each other, or for endpoints that the file lacks."""
     entries = {entry.endpoint: entry for _, entry in draft.deploy}
     for loc, entry in draft.deploy:
         policy, where = entry.rollout, (*loc, "rollout")
@@ -115,11 +110,6 @@ def _check_dependencies(draft: Draft) -> Iterator[Issue]:
                 message = f"no endpoint '{name}' in this file{did_you_mean(name, sorted(entries))}"
             elif entry.endpoint in _find_predecessors(name, entries):
                 message = f"'{entry.endpoint}' and '{name}' would wait for each other"
-            elif policy.depends_on_soak > entries[name].rollout.scale_down_delay:
-                message = (
-                    f"'depends_on_soak' exceeds the 'scale_down_delay' of '{name}'; "
-                    "raise 'scale_down_delay' there"
-                )
             if message:
                 yield Issue((*where, "depends_on", index), message)
 

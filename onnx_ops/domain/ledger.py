@@ -324,7 +324,7 @@ EntryBody = (
 
 LEDGER_SCHEMA = 2
 
-FOLD_VERSION = 5
+FOLD_VERSION = 6
 """Version of `fold`; snapshots of another version are not used.
 
 Increase it whenever the same entries imply another state.
@@ -380,6 +380,7 @@ class ReleaseState:
         config: what the endpoint is bound to; None if it is not bound.
         policy: policy of its rollouts.
         roles: deployments by role.
+        stable_since: when the release of the stable version got all traffic; 0 without one.
         selected: the last change of the version that an alias selects.
         left: the release whose promotion a run skipped last.
         open_intent: the action in progress.
@@ -421,6 +422,7 @@ class ReleaseState:
     config: EndpointConfig | None = None
     policy: RolloutPolicy = field(default_factory=RolloutPolicy)
     roles: Roles = field(default_factory=Roles)
+    stable_since: float = 0.0
     selected: AliasSelection | None = None
     left: ReleaseLeft | None = None
     open_intent: Intent | None = None
@@ -742,6 +744,7 @@ def _complete(state: ReleaseState, action: Action, at: float) -> ReleaseState:
         pending_rollback=None,
         last_rollback=last_rollback,
         roles=action.roles,
+        stable_since=_find_stable_start(state, action, at),
         command=state.command if keeps_command else None,
         pending_aliases={**state.pending_aliases, **action.aliases},
         rejected=_rejected(state, action),
@@ -751,6 +754,14 @@ def _complete(state: ReleaseState, action: Action, at: float) -> ReleaseState:
         observations=_start_observations(state, action, at),
         pause=state.pause if action.roles == state.roles else None,
     )
+
+
+def _find_stable_start(state: ReleaseState, action: Action, at: float) -> float:
+    """Return when the release of the stable version got all traffic; 0 without one."""
+    before, after = state.roles.stable, action.roles.stable
+    if after is None:
+        return 0.0
+    return state.stable_since if before and before.release == after.release else at
 
 
 def _rejected(state: ReleaseState, action: Action) -> Mapping[Digest, str]:

@@ -527,14 +527,9 @@ def _not_serving(state: ReleaseState, version: VersionRecord, soak_s: float, now
         return "the endpoint's rollout of this release is in progress"
     if roles.stable is None or roles.stable.release != version.release:
         return "the endpoint does not serve this release"
-    # `finished_at` becomes zero when the previous version is removed. The check of the pipeline
-    # file ensures that this happens after the soak.
-    left = roles.finished_at + soak_s - now
-    return (
-        f"the endpoint has served this release for less than {soak_s:g} s"
-        if roles.finished_at and left > 0
-        else ""
-    )
+    if now < state.stable_since + soak_s:
+        return f"the endpoint has served this release for less than {soak_s:g} s"
+    return ""
 
 
 def fetch_files(context: Context, record: VersionRecord) -> str:

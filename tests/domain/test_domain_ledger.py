@@ -278,6 +278,6 @@ def test_fold_of_known_entries_matches_digest_of_fold_version() -> None:
     ]
     states = [fold("digits", entries[:length]) for length in range(len(entries) + 1)]
     assert (FOLD_VERSION, digest_bytes(b"".join(codec.dumps(state) for state in states))) == (
-        5,
-        "sha256:51e6e45b03ece7041908fe19d5b1fb8f7f45560e8ac3d7c57c1949d9a9814769",
+        6,
+        "sha256:7dd9fc04b082a37243639c5a52d2a0b456f26dc9f9ffac88cefff36574a47ccb",
     )

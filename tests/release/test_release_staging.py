@@ -13,6 +13,7 @@ from tests.support.golden import Golden
 
 NAMES = ("digits", "region", "world")
 SOAK_S = 3600.0
+DAY_S = 86_400.0
 
 
 @pytest.fixture
@@ -34,8 +35,10 @@ def scene() -> Scene:
         RolloutPolicy(depends_on=("digits", "region"), depends_on_soak=SOAK_S),
     )
     scene.promote(scene.publish("first"))
-    scene.reconcile_all()
-    assert stable(scene) == ["1", "1", "1"]
+    for served in (["1", "", ""], ["1", "1", ""], ["1", "1", "1"]):
+        scene.reconcile_all()
+        assert stable(scene) == served, "a first deployment waits for the soak time too"
+        scene.world.clock.advance(SOAK_S)
     scene.promote(scene.publish("second"))
     return scene
 
@@ -82,6 +85,34 @@ def test_dependent_endpoint_waits_for_predecessors_and_soak_time(
     assert stable(scene) == ["2", "2", "2"]
     assert scene.aliases()[CHAMPION] == "2"
     assert CHALLENGER not in scene.aliases()
+
+
+def test_soak_time_is_counted_after_previous_version_is_retired(scene: Scene) -> None:
+    bind_endpoint(
+        scene.context,
+        config_of("region"),
+        RolloutPolicy(depends_on=("digits",), depends_on_soak=2 * DAY_S),
+    )
+    finish_the_first(scene)
+    scene.world.clock.advance(DAY_S)
+    scene.reconcile("digits")
+    assert scene.state("digits").roles.finished_at == 0.0, "the previous version is retired"
+    assert "for less than 172800 s" in scene.reconcile("region")[-1].why
+    scene.world.clock.advance(DAY_S)
+    scene.reconcile("region")
+    assert stable(scene) == ["2", "2", "1"]
+
+
+def test_soak_time_starts_again_when_release_returns_by_rollback(scene: Scene) -> None:
+    finish_the_first(scene)
+    scene.roll_back("digits")
+    scene.reconcile("digits")
+    state = scene.state("digits")
+    assert (state.roles.stable and state.roles.stable.version) == "1"
+    assert state.stable_since == scene.world.clock.now()
+    scene.world.clock.advance(SOAK_S)
+    scene.reconcile("digits")
+    assert scene.state("digits").stable_since == state.stable_since, "the same version serves"
 
 
 def test_release_rolled_back_on_first_endpoint_reaches_no_other(scene: Scene) -> None:
