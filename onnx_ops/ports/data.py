@@ -34,9 +34,9 @@ For model inputs and outputs, the names are ONNX names, and axis 0 is the batch.
 class Dataset:
     """Model inputs by ONNX name, and labels if there are any.
 
-    All arrays have the same number of rows. In the result of a source, an input can hold its rows
-    on any axis. In the inputs of a model, rows are on axis 0. `values` are inputs without rows,
-    whose values are the same for all rows.
+    All arrays have the same number of rows. As loaded from a source, an input can hold its rows on
+    any axis. As inputs of a model, all arrays have their rows on axis 0. `values` are inputs
+    without rows, whose values are the same for all rows.
 
     `group` numbers the group of each row, where the pipeline names an array of groups. Otherwise,
     `columns` holds such numbers for arrays that are neither input nor label, if these arrays can
@@ -61,12 +61,12 @@ class Dataset:
 
         Raises:
             MissingPackageError: pandas is not installed.
-            UserError: an input has more than one value per row.
+            UserError: an input is not a single column of values.
         """
         return frame_of(self.inputs)
 
     def head(self, rows: int) -> Dataset:
-        """Return the first `rows` rows."""
+        """Return the first `rows` rows; every array must have its rows on axis 0."""
         return replace(
             self,
             inputs={name: array[:rows] for name, array in self.inputs.items()},
@@ -82,7 +82,7 @@ class Dataset:
         `axes` are the axes that hold the rows; 0 for an input without an entry.
 
         Raises:
-            UserError: an input has another number of rows.
+            UserError: an input does not have the data set's number of rows on its axis.
         """
         count = len(self)
         for name, array in self.inputs.items():
@@ -140,6 +140,7 @@ class DataSource(Plugin):
 
         Raises:
             NotFoundError: the data does not exist.
+            ServiceUnavailableError: the service of the data does not answer.
         """
 
     @abstractmethod
@@ -148,6 +149,7 @@ class DataSource(Plugin):
 
         Raises:
             NotFoundError: the data does not exist.
+            ServiceUnavailableError: the service of the data does not answer.
             UserError: the data is malformed.
         """
 
@@ -209,4 +211,7 @@ class ModelSource(Protocol):
         """Return the model as a local file or folder.
 
         `scratch` is the path of a new folder for downloads.
+
+        Raises:
+            NotFoundError, ServiceUnavailableError: as `digest`.
         """

@@ -141,8 +141,8 @@ class Tree:
     A split is followed by its branch up to the threshold, then by the other branch.
 
     `features` int64 (n), -1 at a leaf; `thresholds` float32 (n), the largest float32 that still
-    takes the first branch; `weights` float32 (n, outputs), what a leaf adds to each output. All
-    other entries are 0.
+    takes the first branch, 0 at a leaf; `weights` float32 (n, outputs), what a leaf adds to each
+    output, 0 at a split.
     """
 
     features: npt.NDArray[np.int64]
@@ -155,4 +155,4 @@ class TreeExporter(Exporter):
 
     @abstractmethod
     def trees(self, model: object) -> tuple[Tree, ...] | None:
-        """Return the trees in the order of the file, or None if unknown."""
+        """Return the model's trees in the order of the export; None without trees."""

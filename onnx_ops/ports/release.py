@@ -44,14 +44,20 @@ class Registry(Protocol):
     def publish(self, publication: Publication) -> Mapping[str, str]:
         """Publish one version per variant; return versions by variant.
 
-        Publishing the same release again adds nothing.
+        Publishing the same release again adds no version. It replaces the decisions, evidence and
+        descriptions of the versions.
 
         Raises:
             ServiceUnavailableError: the registry does not answer.
         """
 
     def version(self, model: str, version: str) -> VersionRecord:
-        """Return a version. Raises NotFoundError or ServiceUnavailableError."""
+        """Return a version.
+
+        Raises:
+            NotFoundError: the version does not exist, or onnx-ops did not register it.
+            ServiceUnavailableError: the registry does not answer.
+        """
 
     def versions(self, model: str) -> tuple[ListedVersion, ...]:
         """Return all versions that onnx-ops registered, oldest first.
@@ -62,7 +68,8 @@ class Registry(Protocol):
     def delete_version(self, model: str, version: str) -> None:
         """Delete a version and the objects that are stored for it alone.
 
-        Deleting a missing version is no error.
+        The registry can delete the files later (MLflow: `mlflow gc`). Deleting a missing version is
+        no error.
 
         Raises:
             RefusedError: an alias points at it.
@@ -81,18 +88,33 @@ class Registry(Protocol):
         """
 
     def set_alias(self, model: str, alias: str, version: str) -> None:
-        """Point an alias at a version."""
+        """Point an alias at a version.
+
+        Raises:
+            NotFoundError: the version does not exist.
+            RefusedError: the registry does not permit the change.
+        """
 
     def delete_alias(self, model: str, alias: str) -> None:
-        """Delete an alias. Deleting a missing alias is no error."""
+        """Delete an alias. Deleting a missing alias is no error.
+
+        Raises:
+            RefusedError: the registry does not permit the change.
+        """
 
     def annotate(self, model: str, version: str, tags: Mapping[str, str]) -> None:
-        """Set tags of a version."""
+        """Set tags of a version.
+
+        Raises:
+            NotFoundError: the version does not exist.
+        """
 
     def fetch(self, record: VersionRecord, folder: Path) -> Manifest:
         """Download the version's model files into an empty folder; return their digests.
 
         Raises:
+            NotFoundError: the registry does not have the version, or its files.
+            DigestMismatchError: the list of files was changed after the registration.
             ServiceUnavailableError: the registry does not answer.
         """
 
@@ -126,7 +148,8 @@ class Registry(Protocol):
 class Ledger(Protocol):
     """Append-only logs, one per endpoint.
 
-    Of two writers that follow the same entry, only one succeeds.
+    A model and target without endpoint have a log, too (`MODEL@TARGET`). Of two writers that follow
+    the same entry, only one succeeds.
     """
 
     @property
@@ -152,6 +175,8 @@ class Ledger(Protocol):
     def read(self, endpoint: str, *, after: int = 0) -> tuple[LedgerEntry, ...]:
         """Return the entries after a sequence, in order; all of them by default.
 
+        By default, damaged entries that an adoption has skipped are left out.
+
         Raises:
             CorruptStateError: an entry cannot be read.
         """
@@ -159,6 +184,7 @@ class Ledger(Protocol):
     def read_intact(self, endpoint: str, *, signed: bool = True) -> tuple[LedgerEntry, ...]:
         """Return the entries before the first one that cannot be read.
 
+        Damaged entries that an adoption has skipped are left out, and do not end the result.
         Without `signed`, signatures are not verified.
         """
 
@@ -337,7 +363,8 @@ class EndpointProvider(Plugin):
     def address(self, config: EndpointConfig) -> str | None:
         """Return the address of an existing endpoint.
 
-        Clients send requests to `<address>/invocations`.
+        Clients send requests to `<address>/invocations`. The result is None if the endpoint does
+        not exist, or its address is not known.
         """
 
     def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:
@@ -351,9 +378,9 @@ class EndpointProvider(Plugin):
         return ()
 
     def list_memory(self, config: EndpointConfig) -> Sequence[ServerMemory]:
-        """Return the memory of the servers that run.
+        """Return the memory of the servers that report.
 
-        The result is empty if the provider chooses the memory.
+        The result is empty if the provider chooses the memory, or no server reports.
 
         Raises:
             ServiceUnavailableError: their reports cannot be read.
@@ -404,9 +431,10 @@ class EndpointProvider(Plugin):
 
     @abstractmethod
     def remove(self, config: EndpointConfig) -> None:
-        """Remove the endpoint and release what it served.
+        """Remove the endpoint and its resources at the provider.
 
-        Removing a missing endpoint is no error.
+        Servers that others started continue until they are stopped. Removing a missing endpoint is
+        no error.
 
         Raises:
             ServiceUnavailableError: the endpoint could not be deleted.
@@ -445,8 +473,8 @@ class EndpointProvider(Plugin):
 class MetricsSource(Plugin):
     """Counts of an endpoint's requests, from the server itself or a metrics service.
 
-    A source changes nothing. Its counts can lag by a minute, as cloud metrics do; the lag is then
-    the same for all deployments.
+    A source does not change the endpoint's traffic. Its counts can lag by minutes, as cloud metrics
+    do; the lag is then the same for all deployments.
     """
 
     @abstractmethod
@@ -477,7 +505,7 @@ class MetricsSource(Plugin):
         """Return a deployment's latency histogram; None if the source has none.
 
         The histogram has ascending upper bounds in seconds, and one more count than bounds. It
-        covers the period for which the source has data, at most the last day.
+        covers all requests that the source has counted, without a limit of time.
 
         Raises:
             ServiceUnavailableError: the source does not answer.

@@ -57,6 +57,8 @@ class Executor(Protocol):
     ) -> Manifest:
         """Run attempts until one succeeds or `stage.retries` are spent.
 
+        Only a failure of the environment (InfrastructureError) is retried.
+
         `decide` reads a gate stage's decision from its result, so that an executor can show a
         failed gate as failed.
 
@@ -125,7 +127,7 @@ class EndedRun:
     """The end of a placed stage.
 
     Attributes:
-        run: The worker's identifier of the execution.
+        run: The orchestrator's identifier of the execution.
         message: The message of a failure.
         seconds: Time that a worker spent on it; 0 if unknown.
     """
@@ -199,7 +201,10 @@ class Pools(Plugin):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Do slow preparations of the first `run` in advance. Raises nothing."""
+        """Do slow preparations of the first `run` in advance.
+
+        Errors are ignored; `run` raises them if they persist.
+        """
 
     @abstractmethod
     def run(self, stage: PlacedStage, is_done: Callable[[], bool]) -> EndedRun:
@@ -220,7 +225,10 @@ class Pools(Plugin):
 
     @abstractmethod
     def cancel(self) -> None:
-        """Cancel all work that `run` waits for, in any thread. Raises nothing."""
+        """Cancel all work that `run` waits for, in any thread; later calls start no work.
+
+        Errors are ignored.
+        """
 
     @abstractmethod
     def work(self, pool: str, kinds: Sequence[StageKind], *, limit: int) -> None:
@@ -249,7 +257,10 @@ class Host(Protocol):
         """Return an identifier of this process, which `alive` accepts on the same machine."""
 
     def alive(self, holder: str) -> bool:
-        """Return whether that holder can still be running; True if unknown."""
+        """Return whether that holder can still be running.
+
+        The result is True for a process on another machine.
+        """
 
     def actor(self) -> str:
         """Return the person or service on whose behalf this process runs."""

@@ -19,8 +19,8 @@ class PairedBenchmarkSchedule:
     """The schedule of a benchmark that times models alternately.
 
     There are `rounds` rounds. Each round builds a fresh session of every model, in random order,
-    and warms the session up with `warmup` runs. Then `blocks` times,
-    every model gets one block of `runs` timed runs, with the models in random order.
+    and warms the session up with `warmup` runs. Then, `blocks` times, every model gets one block of
+    `runs` timed runs, with the models in random order.
     """
 
     rounds: int

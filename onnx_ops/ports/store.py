@@ -22,14 +22,18 @@ class Store(Protocol):
         """Store a file, and return its digest."""
 
     def path(self, digest: Digest) -> Path:
-        """Return a read-only local file with exactly that content, verified now.
+        """Return a read-only local file whose content matches the digest.
 
         Raises:
             CorruptStateError: the content is missing or does not match its digest.
         """
 
     def read(self, digest: Digest) -> bytes:
-        """Return the content. Raises CorruptStateError as `path` does."""
+        """Return the content.
+
+        Raises:
+            CorruptStateError: as `path`.
+        """
 
     def record(self, key: Digest, manifest: Manifest) -> None:
         """Record the result of the stage with that key."""
@@ -41,7 +45,7 @@ class Store(Protocol):
         """
 
     def results(self) -> Iterator[Manifest]:
-        """Return every recorded result, including those with missing files."""
+        """Yield every readable result, including those with missing files."""
 
     def contents(self) -> tuple[StoredObject, ...]:
         """Return all stored content and the leftovers of killed writers, without records."""
@@ -49,7 +53,7 @@ class Store(Protocol):
     def forget(self, stored: StoredObject) -> bool:
         """Remove the object, unless it was stored again in the meantime.
 
-        Return whether it was removed. A missing object is no error.
+        Return whether the store no longer has it. A missing object is no error.
         """
 
 
