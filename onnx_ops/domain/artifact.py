@@ -85,8 +85,9 @@ def short_digest(digest: Digest) -> str:
 class StoredObject:
     """One object in a store.
 
-    `digest` is the digest of the object's content; None for a partial file that a killed writer
-    left. `at` is the time of the last put, in seconds since the epoch by the storage's clock.
+    `digest` is the digest of the object's content, or of a model folder's manifest; None for a
+    partial file that a killed writer left. `at` is the time of the last put, in seconds since the
+    epoch by the storage's clock.
     """
 
     name: str

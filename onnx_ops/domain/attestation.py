@@ -34,7 +34,7 @@ class Envelope:
     signatures: tuple[EnvelopeSignature, ...]
 
     def digest(self) -> Digest:
-        """Return the digest of the signed content, independent of the signer."""
+        """Return the digest of the base64 payload; it does not depend on the signer."""
         return digest_bytes(self.payload.encode())
 
 

@@ -29,7 +29,7 @@ def parse_encoded_inputs(value: str) -> dict[str, str]:
     """Return the kind of each encoded input; none for an empty value.
 
     Raises:
-        UserError: the value is not an object of kinds that are known.
+        UserError: the value is not a JSON object, or contains an unknown kind.
     """
     if not value:
         return {}

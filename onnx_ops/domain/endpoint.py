@@ -113,7 +113,11 @@ class EndpointState:
             raise ValueError(f"traffic is assigned to missing deployments: {sorted(missing)}")
 
     def is_equivalent(self, other: EndpointState) -> bool:
-        """Return whether the states are equal except for generation and drift."""
+        """Return whether both states serve the same files in the same way.
+
+        The deployments, with their execution and shares, and the split are compared (`_effect`).
+        Generation, latency limits and observations such as drift are not.
+        """
         return _effect(self) == _effect(other)
 
     def leader(self) -> Deployment:
@@ -128,8 +132,8 @@ class EndpointState:
     def covers(self, other: EndpointState) -> bool:
         """Return whether this state equals another one, apart from idle deployments.
 
-        This state can have further deployments that get neither traffic nor copies. Generations are
-        not compared.
+        Both states must be equivalent, except that this state can have further deployments that get
+        neither traffic nor copies.
         """
         (mine, *shared), (theirs, *wanted) = _effect(self), _effect(other)
         spare = {name: effect for name, effect in mine.items() if name not in theirs}

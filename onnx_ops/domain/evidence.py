@@ -43,7 +43,8 @@ class TreeStructure:
     """Comparison of the trees of an export and of its source, node by node.
 
     `trees`, `splits` and `leaves` count the trees, splits and leaves of the source. `changed`
-    counts the nodes that differ; `differences` describes the first of these nodes.
+    counts the nodes that differ, and trees that only one model has; `differences` describes the
+    first differences.
     """
 
     trees: int
@@ -310,7 +311,7 @@ class ScoreComparison:
     `undefined` (the metric is undefined on these rows), `failed` (the measurement failed) or
     `broken` (the model's own outputs are NaN or infinite, a failure of the model).
 
-    `groups` is the number of groups if groups are resampled in place of rows. `effective` is the
+    `groups` is the number of groups if the data names groups; 0 otherwise. `effective` is the
     effective number of rows (or groups) that contribute to the candidate's error: (sum of errors)^2
     / sum of squared errors. `heavy` holds the indices of the worst rows, which together contribute
     half of the candidate's error, the worst row first; at most ten are kept.
@@ -379,9 +380,9 @@ class LatencyComparison:
 class LatencySamples:
     """Durations of single runs of the variant, in nanoseconds.
 
-    The raw values are stored beside the evidence. Quantiles are computed from the runs that were
-    not preempted; `preempted` counts the preempted runs. `sorted_ns` holds the runs that were not
-    preempted in ascending order, so that a gate can count exceedances of any limit.
+    The raw values are stored beside the evidence. `preempted` counts the preempted runs. Quantiles
+    are computed from the other runs, or from all runs if all were preempted. `sorted_ns` holds
+    these runs in ascending order, so that a gate can count exceedances of any limit.
     """
 
     batch: int
@@ -489,10 +490,11 @@ class ChampionFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemResult:
-    """One step of the comparison of the project's own code with the export and its steps.
+    """The judgement of one step of the section `system`, on all inputs.
 
-    The steps are judged where they are measured, since the tolerances belong to their values.
-    `step` is also `answer`, the final answers, or `source`, which must answer equal inputs equally.
+    The project's own code is compared with the export and the steps around it. The steps are judged
+    where they are measured, since the tolerances belong to their values. `step` can also be
+    `answer`, the final answers, or `source`, which must answer equal inputs equally.
     `estimate`, `high` and `bound` are in `unit`.
     """
 

@@ -132,7 +132,7 @@ class MetricDefinition:
 
     @property
     def extra(self) -> str:
-        """The extra of onnx-ops whose packages compute the metric; empty if none is needed."""
+        """The extra of onnx-ops with the packages of the metric; empty if none is needed."""
         return "" if self.metric is None else self.metric.extra
 
     @property
@@ -163,8 +163,8 @@ class MeasurementRequest:
     """What a benchmark must measure for its gates, besides what it always measures.
 
     `tolerances` are the slow-downs that the measurement must be able to detect, by kind of gate.
-    They determine how long the measurement takes. `speedup` holds the required speed-ups over the
-    export, expressed as slow-downs: a speed-up of 10% is the slow-down 1 / 1.1 - 1.
+    They determine how long the measurement takes. Their entry `speedup` holds the required
+    speed-ups over the export, expressed as slow-downs: a speed-up of 10% is 1 / 1.1 - 1.
     """
 
     throughput: Sequence[int] = ()
@@ -501,11 +501,11 @@ class SlicesGate(TaskMetricGate):
             return FEWEST_SLICE_ROWS
         needed = [float(FEWEST_SLICE_ROWS)]
         if self.max_drop and self.max_drop < 1:
-            # Without a lost row, the end of Tango's interval is -z^2 / (rows + z^2).
+            # Without a lost row, the lower end of Tango's interval is -z^2 / (rows + z^2).
             square = NormalDist().inv_cdf(1 - _ERROR) ** 2
             needed.append(math.floor(square * (1 - self.max_drop) / self.max_drop) + 1)
         if self.min and self.min < 1:
-            # Without a wrong row, the end of Clopper and Pearson's interval is 5% ^ (1 / rows).
+            # Without a wrong row, the lower end of Clopper and Pearson's is 5% ^ (1 / rows).
             needed.append(math.ceil(math.log(_ERROR) / math.log(self.min)))
         return int(max(needed))
 

@@ -257,7 +257,7 @@ class ThresholdsFixed:
 class MetricsRecorded:
     """Counts of the rollout in progress from a metrics source.
 
-    The ledger holds every reading, so any process can continue from the last one.
+    Any process can continue from the last recorded reading.
     """
 
     kind: Literal["metrics-recorded"] = "metrics-recorded"
@@ -384,8 +384,10 @@ class ReleaseState:
         selected: the last change of the version that an alias selects.
         left: the release whose promotion a run skipped last.
         open_intent: the action in progress.
-        generation: sequence of the last intent, open or closed; orders effects.
-        decision_sequence: sequence of the first intent for the open action.
+        generation: sequence of the last intent, open or closed, or of a later requested rollback;
+            orders effects.
+        decision_sequence: sequence of the entry that decided the last action: its first intent, or
+            the request of the rollback.
         command: the operator's command that is not carried out yet, from entry `command_sequence`.
         pending_aliases: aliases that are not yet written to the registry.
         aliases: registry aliases as last written.
@@ -405,14 +407,15 @@ class ReleaseState:
         deleting: whether a deletion of the endpoint was requested; no other action is allowed then.
         pending_rollback: the rollback to carry out. It takes precedence over everything except a
             deletion.
-        last_rollback: the rollback that took effect last, until another version serves.
+        last_rollback: the rollback that took effect last, until a rollout starts or another version
+            becomes stable.
         thresholds: the thresholds that were fixed last.
         observations: counts of the rollout in progress.
         open_refusal: the refusal in entry `refusal_sequence` whose alias is not reverted yet.
         pause: the reason for which the rollout waits for an operator.
         notified: sequence up to which each notifier has sent.
         written_off: servers that were declared gone, with the reason. A server that reports again
-            is removed from these.
+            stays among these, although rollbacks wait for it.
     """
 
     endpoint: str
@@ -727,8 +730,8 @@ def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseSta
 
 def _complete(state: ReleaseState, action: Action, at: float) -> ReleaseState:
     """Close the open intent, and apply the roles of its action."""
-    # A command stays in force after an action that keeps the state, or that was decided before the
-    # command.
+    # While there is a candidate, a command stays in force after an action that keeps the state, or
+    # that was decided before the command.
     keeps_command = action.roles.candidate is not None and (
         action.kind in (ActionKind.RESTORE, ActionKind.RECONFIGURE)
         or state.command_sequence > state.decision_sequence

@@ -1,8 +1,8 @@
 """Which entries of the ledger grant something and therefore require a signature.
 
 A user who can write the ledger's storage can add entries. An entry without a signature can only
-record facts, restrict, or return traffic to a granted version. A signed entry made that version
-stable, and no later entry rejected it.
+record facts, restrict, restore what was granted, or return traffic to a granted version. A signed
+entry made that version stable, and no later entry rejected it without an override.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def explain_grant(state: ReleaseState, body: EntryBody) -> str:
 def _check_bounds(state: ReleaseState, body: EntryBody) -> tuple[bool, str]:
     """Return whether an entry needs no signature, and what it otherwise grants.
 
-    An entry needs no signature if it only records facts, restricts, or returns traffic to a granted
-    version.
+    An entry needs no signature if it only records facts, restricts, restores what was granted, or
+    returns traffic to a granted version.
     """
     match body:
         case EndpointDeleted():
@@ -106,7 +106,10 @@ def _check_bounds(state: ReleaseState, body: EntryBody) -> tuple[bool, str]:
 
 
 def _is_granted(state: ReleaseState, action: Action) -> bool:
-    """Return whether a signed entry already allows the action, or it changes no roles."""
+    """Return whether an earlier entry allows the action, or it is only upkeep.
+
+    The earlier entry is the pending rollback, or the intent of the same action.
+    """
     if state.pending_rollback is not None:
         return action == state.pending_rollback.action
     if state.open_intent is not None and action == state.open_intent.action:
@@ -117,7 +120,7 @@ def _is_granted(state: ReleaseState, action: Action) -> bool:
 def _keeps_roles(state: ReleaseState, action: Action) -> bool:
     """Return whether the action only restores the roles in the ledger.
 
-    The candidate gets at most the share of its step.
+    The candidate gets at most the share of its step. The previous version can be retired.
     """
     roles, after, weights = state.roles, action.roles, action.state.split.weights
     if (after.stable, after.candidate, after.step) != (roles.stable, roles.candidate, roles.step):
@@ -193,8 +196,8 @@ def _follows(state: ReleaseState, aliases: Mapping[str, str | None], goal: Deplo
 def _shows_served(state: ReleaseState, aliases: Mapping[str, str | None]) -> bool:
     """Return whether the registry is allowed to show these aliases.
 
-    The aliases must belong to the endpoint. Each must name a version that was stable, or the
-    version that the ledger records for it.
+    The aliases must belong to the endpoint. Each must be deleted, or name a version that was stable
+    or that the ledger records for it.
     """
     served = {None, *(version for version, d in state.known.items() if d.manifest in state.stables)}
     if state.roles.stable is not None:

@@ -51,7 +51,7 @@ class NotificationKind(StrEnum):
 PROGRESS = frozenset({NotificationKind.STARTED, NotificationKind.ADVANCED})
 """Kinds of notifications about the steps of a rollout without problems.
 
-Programs always get them as events; people get them only on request.
+Only notifiers that want steps send them, such as the notifier that emits events for programs.
 """
 
 _REPEATS = frozenset(

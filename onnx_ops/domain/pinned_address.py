@@ -79,7 +79,10 @@ def parse_pinned_address(place: str) -> PinnedAddress:
 
 
 def find_pin_problem(place: str) -> str:
-    """Return why a place needs a pin or is not valid; empty for a pinned or another place."""
+    """Return why an address is not pinned or not valid.
+
+    The result is empty for a valid pinned address, and for a place that needs no pin.
+    """
     if is_pinned_address(place):
         try:
             parse_pinned_address(place)
@@ -89,7 +92,10 @@ def find_pin_problem(place: str) -> str:
 
 
 def hide_secrets(place: str) -> str:
-    """Return an address without its query and password; the query can contain a signature."""
+    """Return an address without its query, user and password.
+
+    The query can contain a signature.
+    """
     if place.startswith(HUB):
         return place
     try:

@@ -77,10 +77,11 @@ class Recipe:
 class Trial:
     """One model that was built and measured on the tuning rows.
 
-    `drop` is the loss of the task metric against fp32 (negative: a gain). `error` is the root mean
-    square distance of the outputs from those of fp32, in units of their standard deviation.
-    `ratios` are request times divided by the request times of fp32, and `p99` is in seconds, both
-    by target. `failure` is the reason why there are no measurements.
+    `drop` is the loss of the task metric against fp32 (negative: a gain), the largest over the
+    targets' machines. `error` is the root mean square distance of the outputs from those of fp32,
+    in units of their standard deviation. `ratios` are request times divided by the request times of
+    fp32, and `p99` is in seconds, both by target. `failure` is the reason why there are no
+    measurements.
     """
 
     recipe: str
@@ -252,7 +253,7 @@ def choose_static_recipe(
 ) -> StaticRecipe:
     """Return the types of static quantization for all machines.
 
-    Every machine runs these types fast and correctly.
+    Every machine runs the chosen types fast and correctly. Types that the user has set are kept.
 
     Args:
         options: `activations`, `weights`, `reduce_range`, `symmetric`, where the user has set them.
@@ -329,7 +330,7 @@ def list_search_recipes(
 ) -> tuple[Recipe, ...]:
     """Return the recipes that a search tries on all machines.
 
-    The recipes are in ascending order of the cost of building a model.
+    The recipes are in ascending order of the cost of building a model, the deferred recipes last.
 
     The types of each recipe depend on the machines (`choose_static_recipe`, `choose_reduce_range`).
 

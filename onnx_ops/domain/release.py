@@ -65,7 +65,7 @@ class PromotionPolicy:
 
 
 def is_among(user: str, users: tuple[str, ...]) -> bool:
-    """Return whether these users include the user (empty if unknown)."""
+    """Return whether these users include the user; an empty user is unidentified."""
     return ANYONE in users or (user != "" and user in users)
 
 
@@ -147,10 +147,7 @@ class VariantRecord:
     example: bytes = b""
 
     def evidence_digest(self) -> Digest:
-        """Return the digest of the evidence documents.
-
-        Signed decisions and gate results are included.
-        """
+        """Return the digest of all documents in `evidence`."""
         return digest_json({name: digest_file(path) for name, path in self.evidence.items()})
 
 

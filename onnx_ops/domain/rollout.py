@@ -71,7 +71,8 @@ class Roles:
     """Deployments of one endpoint by role.
 
     `step` is an index of the policy's steps while there is a candidate. `finished_at` is when the
-    last rollout finished, in seconds since the epoch; 0 once `previous` is retired.
+    last rollout finished, in seconds since the epoch. It is 0 once `previous` is retired, a new
+    rollout starts, or a rollback takes effect.
     """
 
     stable: Deployment | None = None
@@ -356,7 +357,8 @@ def plan_rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Act
 def plan_reversal(roles: Roles, begun: Action, target: str, *, why: str) -> Action | None:
     """Return the action that reverses `begun`, which started at `roles`.
 
-    Return None if `begun` increased no version's share of traffic.
+    Return None if no version was stable before, or if `begun` neither starts, advances nor finishes
+    a rollout.
     """
     if roles.stable is None or begun.kind not in (
         ActionKind.START,
@@ -433,7 +435,7 @@ def _deploy_first(desired: Deployment | None, target: str) -> Action | Wait:
 def find_step(policy: RolloutPolicy, index: int) -> PlannedStep:
     """Return the candidate's step, which is never 100 %.
 
-    If the policy was shortened, it is the last step before 100 %.
+    If the policy was shortened, it is the last step before 100 %, or a step without traffic.
     """
     before = policy.planned()[:-1] or (_NO_TRAFFIC,)
     return before[min(index, len(before) - 1)]
@@ -485,7 +487,7 @@ class _Rollout:
         return None
 
     def build_expected_state(self) -> EndpointState:
-        """Return the state of the endpoint as the last action left it."""
+        """Return the state that the roles require."""
         roles = self.roles
         idle = [roles.previous] if roles.previous is not None and roles.finished_at else []
         if roles.candidate is None:
@@ -518,7 +520,7 @@ class _Rollout:
         )
 
     def proceed(self, candidate: Deployment) -> Action | Wait:
-        """Advance the rollout in progress, or wait."""
+        """Return the action that continues the rollout in progress, or a wait."""
         because = ""
         if self.command is not OperatorCommand.ADVANCE:
             step = find_step(self.policy, self.roles.step)
@@ -582,7 +584,7 @@ class _Rollout:
         return Wait(why=f"{share} and needs an operator: {why}", kind=WaitKind.INCONCLUSIVE)
 
     def move_to_step(self, index: int, candidate: Deployment, because: str = "") -> Action:
-        """Start the rollout, advance it, or finish it at its last step."""
+        """Return the action that starts the rollout, advances it, or finishes it."""
         count, is_start = len(self.policy.planned()), self.roles.candidate is None
         if index < count - 1:
             step = find_step(self.policy, index)
@@ -611,7 +613,7 @@ class _Rollout:
         )
 
     def tidy(self, observed: EndpointState, expected: EndpointState) -> Action | Wait:
-        """Unload deployments that are no longer needed, if no other action is due."""
+        """Return the action that unloads deployments that are not needed, or a wait."""
         roles, is_kept = (
             self.roles,
             self.roles.previous is not None and bool(self.roles.finished_at),

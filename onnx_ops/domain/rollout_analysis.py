@@ -91,7 +91,7 @@ class AnalysisPolicy:
     def recording_s(self) -> float:
         """Shortest time between two recorded readings, in seconds.
 
-        It is at least `interval`, and keeps the number of intervals below `MAX_INTERVALS`.
+        It is at least `interval`, and so long that `max_duration` has at most `MAX_INTERVALS`.
         """
         return max(self.interval, self.max_duration / MAX_INTERVALS)
 
@@ -270,9 +270,10 @@ class AnalysisState:
         )
 
     def is_over(self, now: float, keep_s: float) -> bool:
-        """Return whether the last entry is older than `keep_s`, and no attempt can be in progress.
+        """Return whether the last entry is so old that the rollout can be deleted.
 
-        An attempt that can still get a verdict adds an entry within its `max_duration`.
+        It must be older than `keep_s` and than `max_duration`, within which an attempt in progress
+        adds an entry.
         """
         longest_s = 0.0 if self.policy is None else self.policy.max_duration
         return now - self.changed_at > max(keep_s, longest_s)

@@ -110,7 +110,8 @@ class RequestCounts:
     def minus(self, before: RequestCounts | None) -> RequestCounts | None:
         """Return the counts since `before` (None: all counts).
 
-        The result is None if a count has decreased, as after a restart.
+        The result is None if a count has decreased, as after a restart, or if only one of both
+        objects has `timed`.
         """
         if before is None:
             zero = RequestCounts(timed=None if self.timed is None else 0)
@@ -219,7 +220,7 @@ on the assignment of the unit.
 USER_BLOCKS = 64
 """Number of blocks of users.
 
-A user belongs to the block of the cell of the user's key, modulo this number.
+The block of a user is the cell of the user's key modulo this number.
 """
 
 
@@ -354,7 +355,8 @@ class MetricsReading:
     report `tallies` by deployment, and optionally `shadow` and `quantiles`, all counted since
     `origin`. Another origin means that the counters restarted.
 
-    `cold_s` are durations of loads of either version, before the candidate got any traffic.
+    `cold_s` are the seconds of loads of each version, which servers measure before the candidate
+    gets any traffic.
     `failure` is the reason why counts are missing at present. `uptimes` are the uptimes of servers
     that another system restarts, with the stable version alone and with both versions.
     """
@@ -590,8 +592,8 @@ def diff_readings(
 ) -> ObservationInterval | None:
     """Return the counts between two readings of a source without generations.
 
-    The result is None if the counters restarted between the readings, or the readings are not in
-    order of time.
+    The result is None without an earlier reading, if the counters restarted between the readings,
+    or if the readings are not in order of time.
     """
     if before is None or before.origin != now.origin or now.at < before.at:
         return None

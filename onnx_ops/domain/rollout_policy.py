@@ -51,7 +51,8 @@ COLD_START_SAMPLES = 8
 DEFAULT_SLOWDOWN = 0.1
 """Slow-down that is tolerated by default.
 
-A version with less traffic is slower by this much, because its weights are cached less often.
+A version with less traffic can be slower by about this much, because its weights are cached less
+often.
 """
 
 _TOLERATED: Mapping[str, float] = {
@@ -161,7 +162,8 @@ class PlannedStep:
     requests that are copied to the candidate in a shadow step.
 
     Both are 0 in a step that measures the cold start. `minimum` is the number of requests to the
-    candidate that the step needs; 0 without analysis.
+    candidate, or of copies, that the step needs. It is 0 without analysis, in the step of the cold
+    start, and in the last step.
     """
 
     kind: StepKind
@@ -279,7 +281,7 @@ class RolloutPolicy:
     def needs(self) -> Mapping[str, tuple[str, ...]]:
         """Return the capabilities that a provider must have.
 
-        Each capability is returned with the keys that require it.
+        Each capability is returned with the path of a key that requires it.
         """
         needs: dict[str, tuple[str, ...]] = {}
         if any(rail.name in ("latency", "latency_p90", "latency_p95") for rail in self.guardrails):

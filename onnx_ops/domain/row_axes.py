@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 Shape = Sequence[int | str]
 """Sizes and names of dimensions.
 
-A dimension is free and has no name if its size is negative or its name is `?` or empty.
+A dimension is free and has no name if its size is negative, or if its name is empty, `?` or a
+generated name (`_GENERATED_NAME`).
 """
 
 _BATCH_NAME = re.compile(r"n|b|bs|.*batch.*", re.IGNORECASE)
@@ -38,9 +39,10 @@ def is_named(size: int | str) -> bool:
 def find_batch_symbol(shapes: Mapping[str, Shape]) -> str:
     """Return the name of the dimension that holds rows; empty if no name states it.
 
-    All inputs with a free dimension share this name, except inputs that begin with 1 and are
-    broadcast. The dimension is the first dimension of at least one of these inputs, or it is named
-    like a batch (`N`, `batch_size`). The name of a batch need not be shared by a second input.
+    A name qualifies if it is that of a batch (`N`, `batch_size`). It also qualifies if all inputs
+    with a free dimension share it, and it is the first dimension of at least one of them. Inputs
+    that begin with 1 need not share it, since they are broadcast. Names with "batch" come first,
+    then the names of the most inputs.
     """
     free = {name: shape for name, shape in shapes.items() if any(map(is_free, shape))}
     required = {name for name, shape in free.items() if shape[0] != 1}
@@ -66,9 +68,9 @@ def _find_symbol_axes(shapes: Mapping[str, Shape], symbol: str) -> dict[str, int
 
 
 def find_axis(shape: Shape, symbol: str) -> int | None:
-    """Return the first axis with that name; None if there is none.
+    """Return the first axis with that name, or else axis 0 if it is free and unnamed.
 
-    If no axis has the name, the result is the first axis if it is free and has no name.
+    The result is None if there is neither.
     """
     if symbol in shape:
         return list(shape).index(symbol)
@@ -78,9 +80,9 @@ def find_axis(shape: Shape, symbol: str) -> int | None:
 def find_row_axes(shapes: Mapping[str, Shape], *, pooled: bool = True) -> dict[str, int]:
     """Return the axis that holds rows for each input that has one.
 
-    If no name is shared, rows are on the first dimensions that are free. If an input has free
-    dimensions but its first dimension is fixed, or all sizes are fixed, rows are on the axes that
-    have the first fixed size of the first input.
+    If no name qualifies (`find_batch_symbol`), rows are on the first dimensions of the inputs with
+    free dimensions, if all of these are free. Otherwise, rows are on the axes that have the first
+    size of the first input; inputs of only one value are ignored.
 
     Args:
         shapes: shapes of all inputs by name; scalars have none.
@@ -144,9 +146,11 @@ def find_declared_axes(
 
 
 def _find_common_size(ranked: Mapping[str, Shape], free: Collection[str]) -> dict[str, int]:
-    """Return the axes of the first fixed size of the first input.
+    """Return the axis of each input that has the first size of the first input.
 
-    The result is empty unless all inputs with more than one value have that size.
+    It is the first such axis. Inputs of only one value are ignored if there are others. The result
+    is empty if this size is free, or if an input does not have it. An input in `free` must have it
+    on axis 0.
     """
     several = {
         name: shape for name, shape in ranked.items() if any(size != 1 for size in shape)
@@ -225,7 +229,7 @@ def list_named_axes(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str, int
 def find_sized_axes(
     shapes: Mapping[str, Shape], *, unnamed: bool = True
 ) -> dict[str, list[tuple[str, int]]]:
-    """Return the places (input, axis) of each free dimension, by its name.
+    """Return the places (input, axis) of each free dimension except rows, by its name.
 
     The shapes have rows on axis 0.
 

@@ -1,4 +1,7 @@
-"""How the project's own code is compared with the steps and the model that are deployed."""
+"""Comparison of the project's own code with the deployed steps and model.
+
+The module has its settings, and its examples for reports.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def find_text_among_numbers(cells: Iterable[str]) -> tuple[int, str] | None:
     """Return the first cell that makes a column of numbers a column of texts.
 
     The result is the row of the cell, from 1, and its text. The result is None for a column whose
-    cells are mostly texts, or all numbers, such as postal codes with leading zeros.
+    cells are all numbers, or of whose first cells at most half look like numbers.
     """
     texts = [cell.strip() for cell in cells]
     if not _are_mostly_numbers(texts[:_SAMPLE]):
@@ -46,8 +46,8 @@ def _are_mostly_numbers(texts: Sequence[str]) -> bool:
 def find_values_in_header(names: Sequence[str]) -> list[str]:
     """Return the column names that are numbers, if the first line seems to hold data.
 
-    The first line seems to hold data if many names are numbers. Evenly spaced whole numbers, such
-    as positions and years, are taken for names.
+    The first line seems to hold data if more than a third of the names, and at least two, are
+    numbers. Evenly spaced whole numbers, such as positions and years, are taken for names.
     """
     numbers = [name for name in names if _NUMBER.fullmatch(name.strip())]
     if len(numbers) <= _VALUE_SHARE * len(names) or len(numbers) < 2:

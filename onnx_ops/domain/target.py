@@ -255,8 +255,8 @@ class Target:
     def digest(self) -> Digest:
         """Return the digest of everything that shapes a measurement.
 
-        The description, the price and the limits are left out, since they do not affect a
-        measurement.
+        The name, the description, the gates, the price, and the limits of the environment are left
+        out, since they do not affect a measurement.
         """
         session = self.session
         optional: dict[str, Json] = {

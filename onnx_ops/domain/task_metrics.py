@@ -1,7 +1,7 @@
 """The table of task metrics: all properties of a metric, and what computes it.
 
-Files and commands that measure nothing read the table too. Entries therefore import NumPy and the
-formulas only when they compute.
+Checks of files, and commands that measure nothing, read the table too. Entries therefore import
+NumPy and the formulas only when they compute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Average: TypeAlias = Literal["binary", "macro", "micro", "weighted"]
 
 TOP_K = 5
 BEST_ITEMS, BINS = 10, 15
-"""Defaults of the number of items of a ranking, and of the bins of a calibration error."""
+"""Default numbers of ranked items, and of bins of a calibration error."""
 
 IGNORED_TOKEN = -100
 """Value by which training code marks a token of the label as ignored."""
@@ -86,7 +86,7 @@ class MeanLoss:
     """The mean of one loss per row, with an interval by Student's t.
 
     Args:
-        loss: takes (label, answers, options) and returns numbers from 0.
+        loss: takes (label, answers, options) and returns numbers of at least 0.
         root: the metric is the root of the mean.
         explained: the metric is 1 minus the loss as a share of the label's variance.
         of_errors: the loss depends on `answers - label` only. A run then stores these errors,
@@ -304,7 +304,10 @@ def _relative(label: Array, answers: Array, _: Options) -> Array:
 
 
 def _pinball(label: Array, answers: Array, options: Options) -> Array:
-    """Return the pinball loss: a low prediction costs q, a high prediction costs 1 - q."""
+    """Return the pinball loss.
+
+    Each unit by which a prediction is too low costs q; each unit too high costs 1 - q.
+    """
     difference: Array = label - answers
     losses: Array = difference * (options["q"] - (difference < 0))
     return losses
