@@ -46,7 +46,7 @@ def list_ledgers(context: Context) -> tuple[str, ...]:
 def find_missing_key(context: Context, key: Digest) -> dict[str, str]:
     """Return why signatures by a key are not valid in ledgers, by endpoint.
 
-    Ledgers that accept the key, and damaged ledgers, are left out.
+    Ledgers that accept the key or that list no keys, and damaged ledgers, are left out.
     """
     states, _ = call_each(list_ledgers(context), context.ledger.state)
     return {
@@ -63,7 +63,8 @@ def admit_key(
 
     Args:
         keys: public keys in base64 of DER, by digest.
-        by: accepted key of the ledgers that are changed; by default, all ledgers are changed.
+        by: a key; only ledgers that accept it are changed. Ledgers that list no keys, or that
+            already accept `keys`, always stay unchanged.
 
     Returns:
         The endpoints of the ledgers that changed.
@@ -99,8 +100,8 @@ def withdraw_key(
 ) -> tuple[dict[str, int], dict[str, Exception]]:
     """Withdraw a key, so that no ledger accepts new signatures by this key.
 
-    Ledgers that do not accept the key stay unchanged. Call this function before the key is removed
-    from the trusted keys.
+    Ledgers that do not accept the key stay unchanged, unless `keep` names them. Call this function
+    before the key is removed from the trusted keys.
 
     Args:
         keep: the last entry of a ledger that stays in effect, by endpoint; by default, all existing

@@ -31,7 +31,8 @@ from onnx_ops.statistics.judge import judge
 class ReevaluatedDecision:
     """A re-evaluated decision about one target.
 
-    `reproduced` is true if all verdicts equal the signed verdicts.
+    `reproduced` is true if all verdicts equal the signed verdicts. `signature` is `valid`, or the
+    reason why the signature is not valid.
     """
 
     target: str
@@ -154,8 +155,8 @@ def load_decision_basis(
 def list_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
     """Return the versions that depend on a signing key, of all models.
 
-    A version depends on the key if a guarded alias points to it and the key signed its decision or
-    override.
+    A version depends on the key if a target's alias (champion, challenger or previous) points to
+    it, and the key signed its decision or override.
 
     Raises:
         ServiceUnavailableError: the registry does not answer.

@@ -1,4 +1,4 @@
-"""Record the changes that a dry run would make."""
+"""Record the changes that an operation would make, in a dry run."""
 
 from __future__ import annotations
 

@@ -137,8 +137,8 @@ def find_rejection_reason(
     """Return why an endpoint rejects a version that it rolled back, or None.
 
     The result is None if the endpoint does not reject the version, or if an override allows it. If
-    a tag in the registry records a rollback, the endpoint rejects the version unless an override
-    was signed later. This also applies if the ledger no longer has the rollback.
+    a tag of a registry's version records a rollback, the endpoint rejects the version unless an
+    override was signed later. This also applies if the ledger no longer has the rollback.
     """
     override = find_recorded_override(state, what, target, verifier)
     why = state.find_rejection(what) if override is None else None
@@ -182,7 +182,7 @@ def read_published_rollback(record: VersionRecord, endpoint: str) -> PublishedRo
 
 
 def is_later(override: SignedOverride, rollback: PublishedRollback) -> bool:
-    """Return whether an override was signed after the rollback was published."""
+    """Return whether an override was not signed before the rollback was published."""
     try:
         return datetime.fromisoformat(override.record.at) >= rollback.at
     except (ValueError, TypeError):  # The text is not a time, or the time has no time zone.

@@ -50,8 +50,9 @@ def perform_action(
     """Record the intent, apply the action to the endpoint, and record the outcome.
 
     The lease is renewed meanwhile. A failed request can have taken effect, because its response can
-    be lost. After a failure, the endpoint is therefore observed: the action succeeded if the
-    endpoint shows the state of the action. A rollback is complete only after this observation.
+    be lost. After a failure other than a conflict, the endpoint is therefore observed: the action
+    succeeded if the endpoint shows the state of the action. A rollback is complete only after this
+    observation.
 
     Args:
         effect: function that performs the action, given the intent's sequence. By default, the
@@ -131,7 +132,8 @@ def locate_files(context: Context, state: EndpointState, generation: int) -> End
 def _require_approved(journal: Journal, action: Action) -> None:
     """Raise RefusedError unless a trusted key approved every version of the action.
 
-    The approval must be for this model and target.
+    The approval must be for this model and target. If this endpoint rolled the stable version or
+    the candidate back, the version also needs an override.
     """
     state, config, verifier = journal.state, journal.config, journal.context.verifier()
     for deployment in action.state.deployments:
@@ -158,7 +160,7 @@ def _require_approved(journal: Journal, action: Action) -> None:
 
 
 def _list_limits(journal: Journal, action: Action) -> Mapping[str, tuple[float, ...]]:
-    """Return the latencies in s above which requests are counted, by version."""
+    """Return the latencies in seconds above which requests are counted, by deployment."""
     stable, candidate, fixed = action.roles.stable, action.roles.candidate, journal.state.thresholds
     if stable is None or candidate is None or not journal.state.policy.is_analyzed:
         return {}
@@ -187,14 +189,15 @@ def _find_missing(
         return "; ".join(observed.stragglers)
     if action.is_rollback or not observed.is_equivalent(action.state):
         return "it serves another state"
-    # Only RECONFIGURE applies options. For other actions, drift of the options does not matter.
+    # Only RECONFIGURE is meant to correct drift. Other actions can succeed although drift remains.
     return "; ".join(observed.drift) if action.kind is ActionKind.RECONFIGURE else ""
 
 
 def _conclude(journal: Journal, outcome: ActionOutcome) -> None:
     """Append the outcome after any newer entries.
 
-    No outcome is appended if the intent was replaced or already has an outcome.
+    Raises:
+        LedgerConflictError: the intent was replaced, or already has an outcome.
     """
     while True:
         try:

@@ -80,7 +80,7 @@ def run_concurrently(
     def run(name: str, call: Callable[[], _Result]) -> None:
         try:
             results[name] = call()
-        except BaseException as error:  # The caller's thread raises this error again.
+        except BaseException as error:  # The caller returns OnnxOpsErrors, and raises the others.
             results[name] = error
 
     threads = [

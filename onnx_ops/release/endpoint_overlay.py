@@ -70,7 +70,7 @@ class EndpointOverlay(EndpointProvider):
         return self._inner.place(config)
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
-        """Validate a change of options; raises UserError."""
+        """Raise UserError if the endpoint does not support a change of its options."""
         self._inner.validate_change(before, after)
 
     def require_changeable(self, config: EndpointConfig) -> None:
@@ -176,7 +176,7 @@ class EndpointOverlay(EndpointProvider):
         self._states[config.endpoint] = None
 
     def is_unsupervised(self, config: EndpointConfig) -> bool:
-        """Return whether clients get answers although the endpoint cannot be changed."""
+        """Return whether clients get answers although `observe` returns None."""
         return not self.has_changed(config.endpoint) and self._inner.is_unsupervised(config)
 
     def explain_elsewhere(self, config: EndpointConfig) -> str:
@@ -227,7 +227,7 @@ class MetricsOverlay(MetricsSource):
     def read(
         self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
     ) -> MetricsReading:
-        """Return the counts, or those before the first recorded change."""
+        """Return the counts; after a recorded change, those read before it, or none."""
         name = config.endpoint
         if not self._has_changed(name):
             self._readings[name] = self._inner.read(config, deployments)

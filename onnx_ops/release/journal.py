@@ -109,6 +109,7 @@ class Journal:
 
         Raises:
             LedgerConflictError: another writer appended first; nothing was changed.
+            MissingKeyError: the entry grants something, and no trusted key can sign it here.
         """
         entry = LedgerEntry(
             endpoint=self.state.endpoint,

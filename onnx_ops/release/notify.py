@@ -96,7 +96,7 @@ def send_now(context: Context, notification: Notification) -> tuple[DeliveryResu
 
 
 class NotificationLoop:
-    """Send pending notifications in repeated passes, without delaying traffic changes.
+    """Loop that sends pending notifications, separately from changes of traffic.
 
     Args:
         on_result: function that receives the sent notifications, and each error when it first
@@ -133,7 +133,8 @@ class NotificationLoop:
     def send_all(self) -> None:
         """Run one pass over all endpoints.
 
-        After a failure, a notifier is not used for some passes, at most for a minute.
+        After several successive failures, a notifier is not used for some passes, at most for a
+        minute.
         """
         ready = {name for name in self._context.notifiers() if self._backoffs[name].is_due()}
         failed: set[str] = set()

@@ -52,6 +52,7 @@ from onnx_ops.release.registry_sync import (
 class PromotionResult:
     """The result of a promotion.
 
+    `did` is what the version became (`champion`, `challenger`), `serves already`, or `left`.
     `endpoints` are the endpoints that follow the promotion. If a run skipped the promotion, `left`
     is the version that serves instead; otherwise it is empty.
     """
@@ -115,7 +116,8 @@ def promote_release(
 def find_successor(state: ReleaseState, version: str, release: Digest) -> Deployment | None:
     """Return the deployment that replaced a version at an endpoint, or None.
 
-    The result is None if the version never served at the endpoint and was never the candidate.
+    The result is None if the version was never a candidate or stable there, or still is. A
+    candidate replaces a version before the candidate is stable.
     """
     roles, known = state.roles, state.known.get(version)
     if (
@@ -135,10 +137,10 @@ def _leave_to_serving(
 ) -> str:
     """Record the skipped promotion at each endpoint where a version was replaced.
 
-    The successor of `version` still serves there. The ledger of each endpoint records this once.
+    The ledger of each endpoint records this once.
 
     Returns:
-        The version that serves at the first of these endpoints; empty if there is none.
+        The version that replaced `version` at the first of these endpoints; empty if there is none.
     """
     left = ""
     for state in bound:
@@ -388,6 +390,7 @@ def delete_with_timeout(
 
     Raises:
         StillPendingError: the deletion takes longer, or failed and will be tried again.
+        NotFoundError, ConflictError: as `delete_endpoint`.
     """
     call = partial(delete_endpoint, context, endpoint, reason=reason, actor=actor)
     late = f"the deletion did not finish within {COMMAND_TIMEOUT_S:g} s"

@@ -231,7 +231,7 @@ def plan_pruning(
 
     A version is kept for any of these reasons:
 
-    - An alias points to the version.
+    - An alias points to the version, or will be set to it.
     - An endpoint serves the version, can roll back to it, or will serve it next.
     - The version belongs to one of the newest releases, or is young.
 
@@ -283,7 +283,8 @@ def prune(context: Context, plan: PrunePlan) -> PrunePlan:
     """Remove the plan's objects that are still not needed, and return them.
 
     Raises:
-        ServiceUnavailableError: the registry does not answer; earlier removals are not reverted.
+        ServiceUnavailableError: the registry or a provider does not answer; earlier removals are
+            not reverted.
     """
     removed: dict[str, tuple[ListedVersion, ...]] = {}
     left: set[Digest] = set()

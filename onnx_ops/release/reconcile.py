@@ -90,7 +90,7 @@ A crash loses at most a minute of counts. A rollout of a week writes about ten t
 class StepReport:
     """The result of one step and its reason.
 
-    `stable` is True if a further step would change nothing now.
+    `did` is empty for a wait. `stable` is True if a further step would change nothing now.
     """
 
     endpoint: str
@@ -115,10 +115,11 @@ def reconcile_until_stable(
 ) -> list[StepReport]:
     """Reconcile an endpoint until no change is due, or until stopped.
 
-    If another writer, such as a rollback command, was first, the step is decided again.
+    At most `MAX_STEPS` steps are taken. If another writer, such as a rollback command, was first,
+    the step is decided again.
 
     Returns:
-        The report of each step. The last report gives the reason why no step followed.
+        The report of each step. If no change is due, the last report gives the reason.
 
     Raises:
         OnnxOpsError: the errors of `reconcile_step`.
@@ -168,10 +169,10 @@ def reconcile_with_retries(
 
 
 def write_aliases(context: Context, endpoint: str, *, actor: str = "") -> str:
-    """Write the pending aliases of a rollback; return the error as text.
+    """Reconcile an endpoint to write a rollback's aliases; return an error as text.
 
-    The text is empty if the aliases were written. The function raises no error, since traffic has
-    already moved and the reconciler tries again.
+    The text is empty without an error. Aliases that wait for another endpoint remain pending. The
+    function raises no OnnxOpsError, since traffic has already moved and the reconciler tries again.
     """
     try:
         return reconcile_until_stable(context, endpoint, actor=actor)[-1].registry_down
@@ -189,6 +190,7 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
         ServiceUnavailableError: the endpoint could not be reached.
         RefusedError: the registry does not permit an alias. An endpoint that does not answer was
             restored before.
+        CorruptStateError: the ledger is damaged, or lost entries that the endpoint has applied.
     """
     journal = Journal.open(context, endpoint, actor=actor)
     return _take(find_step(journal, lambda model: context.registry().aliases(model)))
@@ -600,7 +602,8 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
 def _is_reading_due(state: ReleaseState, reading: MetricsReading, action: Action | Wait) -> bool:
     """Return whether a reading must be recorded now.
 
-    A reading is recorded before every action, and otherwise every `RECORD_INTERVAL_S` seconds.
+    The first reading, and a reading before an action, are recorded. Others are recorded if
+    `RECORD_INTERVAL_S` seconds have passed since the last recorded reading.
     """
     last = state.observations.reading if state.observations is not None else None
     return (

@@ -1,4 +1,4 @@
-"""Passes over many endpoints that read each ledger and the registry only once."""
+"""Passes over many endpoints that decide from one read of ledgers and registry."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class RegistrySnapshot:
 def read_registry(context: Context, models: Collection[str] | None = None) -> RegistrySnapshot:
     """Read the aliases of all models, or of the given models.
 
-    The aliases of all models are read in one request. If the registry is down, the result has the
-    reason.
+    The aliases of all models are read in one request, or one for each page of models. If the
+    registry is down, the result has the reason.
     """
     try:
         registry = context.registry()
@@ -43,7 +43,10 @@ def read_registry(context: Context, models: Collection[str] | None = None) -> Re
 
 
 class ReconcilePass:
-    """One pass over endpoints, which reads each ledger and the registry at most once.
+    """One pass over endpoints.
+
+    The pass reads each ledger and the registry at most once to decide whether a change is due. A
+    due change reads its data again.
 
     Args:
         read_snapshot: function that reads the registry. It is called at most once. If the registry

@@ -231,7 +231,7 @@ class RegistryOverlay(Registry):
 
 
 class ModelFilesOverlay(ModelFiles):
-    """Model folders of which new ones are stored in a temporary place."""
+    """Model folders; new ones are stored in a temporary place, and none is removed."""
 
     def __init__(self, inner: ModelFiles, temporary: ModelFiles, log: ChangeLog) -> None:
         self._inner = inner

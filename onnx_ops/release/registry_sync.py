@@ -154,7 +154,7 @@ def require_approval(
 
     Raises:
         RefusedError: the decision is missing, forged, about another model, version or target, or
-            its verdict is not PASS.
+            about an earlier definition of the target, or its verdict is not PASS.
     """
     signed = require_passing_decision(record, target, context.verifier())
     if target_digest is not None and signed.record.target_digest != target_digest:
@@ -262,7 +262,7 @@ def revert_alias(journal: Journal, refused: VersionRefused) -> None:
             else:
                 registry.set_alias(model, refused.alias, refused.restored_to)
         except (NotFoundError, RefusedError):
-            # The previous version was deleted too, or it is no longer permitted.
+            # The previous version was deleted, or the registry no longer permits it.
             if refused.restored_to is None:
                 raise
             registry.delete_alias(model, refused.alias)
@@ -300,8 +300,8 @@ def write_pending_aliases(journal: Journal) -> str:
     """Write the pending aliases to the registry, and return what was written.
 
     The result is empty if the aliases must wait. The champion is written only when every endpoint
-    of the model and target serves it. If a user has moved an alias since the ledger set it, the
-    alias is not changed: `read_request` treats it as a request.
+    of the model and target serves it. If a user has moved the champion or challenger since the
+    ledger set it, this alias is not changed: `read_request` treats it as a request.
 
     Raises:
         ServiceUnavailableError: the registry does not answer; the aliases remain pending.
@@ -391,7 +391,8 @@ def is_alias_spent(journal: Journal, version: str) -> bool:
 
     It is not a request if the version already serves, or if this endpoint rolled the version back.
     After a rollback, the alias will be deleted, unless another endpoint of the model and target
-    still needs it.
+    still needs it. If a user sets the alias again after its deletion, it is a request, which needs
+    an override.
     """
     state, config = journal.state, journal.config
     if state.roles.stable is not None and version == state.roles.stable.version:

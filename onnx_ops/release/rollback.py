@@ -105,7 +105,7 @@ def carry_out_pending(journal: Journal) -> None:
         try:
             provider.roll_back(config, state, generation=generation)
         except (NotFoundError, DigestMismatchError):
-            # The files of the previous version are missing or damaged on the endpoint.
+            # The files of the version to serve are missing or damaged.
             restore_files(context, state.leader())
             provider.roll_back(config, state, generation=generation)
 
@@ -126,13 +126,14 @@ def roll_back_each(
 ) -> tuple[dict[str, RollbackResult], dict[str, OnnxOpsError]]:
     """Request a rollback on several endpoints, and carry it out concurrently.
 
-    All traffic moves to the previous version, or to `to`. The request takes precedence over any
-    open action. A later outcome of this action is ignored, and the endpoint refuses its later
-    effects because of their lower generation. A request that has already taken effect changes
-    nothing.
+    All traffic moves to `to`. By default, it moves to the stable version during a rollout, and
+    otherwise to the previous version. The request takes precedence over any open action. A later
+    outcome of this action is ignored, and the endpoint refuses its later effects because of their
+    lower generation. A request that has already taken effect changes nothing.
 
     Args:
-        force: whether to allow a goal version that was itself rolled back before.
+        force: whether to allow a goal version that was itself rolled back before, and to roll back
+            further after a rollback.
         pin: whether to leave aliases unchanged that several endpoints share. Otherwise, these
             aliases change after all of the endpoints have rolled back.
         candidate_only: whether to only abort a rollout in progress.
@@ -395,7 +396,7 @@ def _list_serving_states(context: Context, model: str, target: str) -> list[Rele
 
 
 def _list_active_releases(state: ReleaseState) -> set[Digest]:
-    """Return the releases that get traffic.
+    """Return the releases of the stable version and the candidate.
 
     They include releases that the action in progress can have started.
     """
@@ -441,7 +442,7 @@ def _carry_out(journal: Journal, result: RollbackResult) -> RollbackResult:
 
 
 def _require_here(journal: Journal) -> None:
-    """Raise ServiceUnavailableError if another user or machine runs the server."""
+    """Raise ServiceUnavailableError if a rollback here would not reach the clients."""
     config = journal.config
     if why := journal.context.provider(config.provider).explain_elsewhere(config):
         remedy = "The next `onnx-ops reconcile` by the user of the server completes the rollback."

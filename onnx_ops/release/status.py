@@ -64,7 +64,7 @@ _TIMELINE = (
 class EndpointStatus:
     """The state of an endpoint in the ledger and at its provider.
 
-    `actual` is None if the endpoint's manager does not answer. `unsupervised` is true if clients
+    `actual` is None if the endpoint does not answer its provider. `unsupervised` is true if clients
     still get answers in this case. `servers` are the servers that report separately. `outliers` are
     servers whose requests fail, or are slow, more often than those of the other servers.
     """
@@ -81,9 +81,10 @@ class EndpointStatus:
 class HistoryLine:
     """One ledger entry in a form for operators and auditors.
 
-    `at` is ISO 8601 in UTC. `kind` is the kind of the entry or of its action. `versions` are the
-    deployments by role after the entry; empty if the entry changes no roles. `traffic` has the
-    shares of the versions after the entry, in percent; empty if the entry moved no traffic.
+    `at` is ISO 8601 in UTC. `kind` is the kind of the entry, or of the action that an intent
+    begins. For an intent, `versions` are the deployments by role after its action, and `traffic`
+    has the shares of the deployments in percent; `traffic` is empty if the action failed. For other
+    entries, both are empty.
     """
 
     endpoint: str
@@ -205,7 +206,7 @@ def _compare_servers(
 def read_statuses(
     context: Context, endpoints: Sequence[str]
 ) -> tuple[tuple[EndpointStatus, ...], dict[str, OnnxOpsError]]:
-    """Return the status of each readable endpoint, and the other errors by name."""
+    """Return the status of each readable endpoint, and errors of others by name."""
     statuses, errors = call_each(endpoints, lambda name: read_status(context, name))
     return tuple(statuses.values()), errors
 

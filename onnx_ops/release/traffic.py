@@ -117,7 +117,7 @@ def _read_window(
 def read_recorded_traffic(context: Context, endpoint: str) -> Traffic | None:
     """Return the traffic of the endpoint's last rollout in its ledger.
 
-    The result is None if the ledger has no counts over a time.
+    The result is None if the ledger has no requests in an interval of known duration.
     """
     timeline = build_timeline(endpoint, context.ledger.read(endpoint))
     if timeline is None or not timeline.history:
@@ -185,7 +185,8 @@ def _estimate_users(reading: MetricsReading, stable: str) -> int:
 def _solve_users(rate: float, split: GenerationUnits, epoch_s: float) -> int:
     """Return the number of equally active users who give as many units in an epoch.
 
-    N users with A requests in an epoch give N (1 - exp(-A / N)) units.
+    N users with A requests in an epoch give N (1 - exp(-A / N)) units. The result is 0 if no units
+    were counted, or if nearly every request is a unit, so that requests seem to have no key.
     """
     counted = split.units.get("errors")
     requests = rate * epoch_s

@@ -109,7 +109,7 @@ class ReconcileQueue:
 
 
 class WatchLoop:
-    """Reconciles endpoints until the queue is closed.
+    """Loop that reconciles endpoints until the queue is closed.
 
     Args:
         models: queue of models to reconcile immediately. When the queue is closed, the loop ends.
