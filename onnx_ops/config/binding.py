@@ -125,7 +125,10 @@ def refuse_options(given: Mapping[str, Json], plugin: str) -> None:
 
 
 def bind_document(document: Document, kind: type) -> Binding:
-    """Bind a document, and add the issues of the binding to those of the document."""
+    """Bind a document, and add the issues of the binding to those of the document.
+
+    An issue of a value is left out if the document has an issue at the same location.
+    """
     binding = bind(document.value, kind)
     known = {issue.loc for issue in document.issues if not issue.on_key}
     document.issues += [issue for issue in binding.issues if issue.on_key or issue.loc not in known]
@@ -190,7 +193,7 @@ def short_field(kind: type) -> str | None:
 
 
 class _Binder:
-    """Binds one value with all its parts, and collects the issues.
+    """Binder of one value with all its parts, which collects the issues.
 
     If a value cannot be bound, the methods add an issue and return BROKEN.
     """

@@ -132,7 +132,7 @@ class Document:
     def replace(
         self, loc: Loc, value: Any, places: Mapping[Loc, Place], keys: Mapping[Loc, Place]
     ) -> None:
-        """Replace the value at `loc`, and the positions of its parts.
+        """Replace the value at `loc`, and the positions of its parts; drop their issues.
 
         The mapping or list that contains the value must exist. `places` and `keys` have locations
         relative to `loc`.

@@ -130,8 +130,8 @@ def load_pipeline(
         )
     for issue in issues:
         loc = document.written(issue.loc)
-        # An issue is not reported if it only follows from an invalid value at the same location, or
-        # in the same mapping or list.
+        # An issue is not reported if it can follow from an invalid value at its location, around
+        # its location, or directly in the mapping or list there.
         if not any(
             loc[: len(other.loc)] == other.loc or other.loc[:-1] == loc for other in document.issues
         ):
@@ -145,7 +145,12 @@ def load_pipeline(
 
 
 def load_policy(path: Path) -> LocatedPolicy:
-    """Read a promotion policy; report all problems of its file."""
+    """Read a promotion policy.
+
+    Raises:
+        NotFoundError: There is no such file.
+        ConfigError: The file has problems; the error holds all of them.
+    """
     document = read_document(path)
     policy: PromotionPolicy | None = bind_document(document, PromotionPolicy).value
     if policy is None or document.issues:

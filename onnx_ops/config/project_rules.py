@@ -42,9 +42,9 @@ An OptionsError has the location of each problem.
 
 
 def load_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Target], list[Problem]]:
-    """Return the valid benchmarked targets, and the problems of the other targets.
+    """Return the valid benchmarked targets, and the problems of the invalid ones.
 
-    A returned target exists, and its file can be read.
+    Targets without a file are in neither result.
     """
     targets: dict[str, Target] = {}
     problems: list[Problem] = []
@@ -104,7 +104,8 @@ def check_reach(
 ) -> Iterator[Issue]:
     """Yield files and functions that are neither in the project nor allowed.
 
-    The project's settings can allow them.
+    The project's settings can allow them. Addresses that must be pinned, and are not, are also
+    yielded.
     """
     for loc, text in _list_paths(draft, targets):
         if why := find_pin_problem(text) or reach.explain_path(text, root):
@@ -235,7 +236,8 @@ def check_endpoint_options(
             yield from check_plugin_options((*loc, "options"), read)
         metrics = deployment.metrics
         if metrics is not None and metrics.source in plugins.get("metrics", ()):
-            # Without options, an issue is one of the section: another issue there can explain it.
+            # Without options, their problems are located at the section. They are then not reported
+            # if the section itself has a problem, from which they can follow.
             place = ("metrics", "options") if metrics.options else ("metrics",)
             read = partial(source, metrics.source, metrics.options)
             yield from check_plugin_options((*loc, *place), read)

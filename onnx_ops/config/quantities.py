@@ -30,7 +30,7 @@ class UnitScale:
 
     @property
     def pattern(self) -> str:
-        """Regular expression that matches every valid quantity."""
+        """Regular expression that matches every valid quantity without a sign."""
         return rf"^[0-9]+(\.[0-9]+)? ?({'|'.join(self.units)})$"
 
 
@@ -107,7 +107,11 @@ def parse_quantity(written: object, unit: str) -> float | int:
 
 
 def parse_option(text: str, unit: str, where: str, remedy: str = "") -> float:
-    """Return the number of base units of an option or parameter. Raises UserError."""
+    """Return the number of base units of an option or parameter.
+
+    Raises:
+        UserError: the text is not a quantity of this kind.
+    """
     try:
         return float(parse_quantity(text, unit))
     except ValueError as error:

@@ -357,7 +357,10 @@ def _check_tuning_data(draft: Draft, loc: Loc, tuning: TuningData | None) -> Ite
 
 
 def _share_rows(draft: Draft, name: str) -> bool:
-    """Return whether a data set certainly shares rows with the scored data set."""
+    """Return whether a data set shares rows with the scored one, as far as is known.
+
+    Different splits of one scikit-learn data set are assumed to share rows.
+    """
     one, other = draft.data.get(name), draft.data.get(draft.scored)
     if (
         isinstance(one, SklearnData)

@@ -73,7 +73,7 @@ class FileSettings:
 class Settings:
     """Locations of state, and addresses of services.
 
-    Every default path is below `state`.
+    Default paths are below `state`, except that of `trusted_keys`: the folder of `signing_key`.
 
     Attributes:
         targets: Folder of target files that several projects share, or empty.
@@ -199,7 +199,8 @@ def find_root(start: Path) -> Path:
 def load_settings(start: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
     """Return the settings of the project around `start`.
 
-    `start` is the working directory by default.
+    `start` is the working directory by default. The variable `ONNX_OPS_ROOT` takes precedence over
+    it.
     """
     environ = os.environ if environ is None else environ
     root = (
@@ -254,7 +255,8 @@ _POOLED = (
 )
 """Kinds of stages that can have a default pool.
 
-A benchmark and a search use the pool of their target.
+Benchmarks and the scoring of rows use the pool of their target. A search uses its own pool, or that
+of its first target.
 """
 
 

@@ -71,8 +71,13 @@ def read_document(
 ) -> Document:
     """Read a file, and apply overrides and environment variables.
 
-    From now on, every message hides the values of these variables. A `${env:NAME}` becomes an issue
-    if `environ` does not have the variable, or if `reach` does not allow it.
+    From now on, every message hides the values of the variables that were used. A `${env:NAME}`
+    becomes an issue if `environ` does not have the variable, if `reach` does not allow it, or in a
+    place other than `WITH_ENVIRONMENT`.
+
+    Raises:
+        NotFoundError: There is no such file.
+        ConfigError: The file is empty or not YAML, or needs a newer onnx-ops.
     """
     document = read_file(path)
     if document.value is None:

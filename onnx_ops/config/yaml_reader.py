@@ -44,7 +44,13 @@ _LISTED = 3
 
 
 def read_file(path: Path) -> Document:
-    """Read a file from disk."""
+    """Read a YAML file from disk.
+
+    Raises:
+        NotFoundError: there is no such file.
+        UserError: the file cannot be read, or is not a text.
+        ConfigError: the file is too large, not in UTF-8, or not YAML.
+    """
     source = format_path(path)
     try:
         with path.open("rb") as stream:
