@@ -309,7 +309,11 @@ class EndpointProvider(Plugin):
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return the endpoint's state, and its drift from its options.
 
-        The result is None if the endpoint does not answer.
+        The result is None if the endpoint does not exist, does not answer, or lacks one of its
+        deployments.
+
+        Raises:
+            ServiceUnavailableError: the storage of the state does not answer.
         """
 
     @abstractmethod

@@ -105,8 +105,8 @@ class StartSamples:
 
     `load_ns` is the time to build the session, with the runtime imported. `first_ns` is the time of
     the first inference. `peak_bytes` is the highest resident memory, file mappings included, while
-    the process loaded and answered, minus the resident memory just before. It is -1 where the
-    system does not report it.
+    the process loaded and answered, minus the resident memory just before. It is -1 where it is
+    unknown.
     """
 
     load_ns: Array
