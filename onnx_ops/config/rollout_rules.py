@@ -240,7 +240,7 @@ def _check_approvals(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
 
 
 def _list_unused(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    """Yield settings for the judgement of steps if the rollout judges no step."""
+    """Yield settings that have no effect, because the rollout judges no step."""
     given = {
         "min_requests": policy.min_requests,
         "min_step_duration": policy.min_step_duration,

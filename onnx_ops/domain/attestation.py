@@ -40,7 +40,7 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attested(Generic[R_co]):
-    """An unverified record with its envelope."""
+    """A record with its envelope, whose signatures are not necessarily verified."""
 
     record: R_co
     envelope: Envelope
@@ -81,9 +81,9 @@ class OverrideRecord:
     A person signs the record, or the registry's server signs it for a person.
 
     `custom_ops` and `execution` are copied from a signed decision about this content: the target's
-    libraries of operators, and how the target runs a model. `by` is the user that the server has
-    authenticated; empty without authentication. `at` is ISO 8601 in UTC. Records with different
-    times are different overrides.
+    libraries of operators, and how the target runs a model. `by` is the actor that signed. In a
+    record of the registry's server, it is the user that the server has authenticated; empty without
+    authentication. `at` is ISO 8601 in UTC. Records with different times are different overrides.
     """
 
     schema: int = 1

@@ -467,7 +467,10 @@ class MetricGate(TaskMetricGate):
 
 
 FEWEST_SLICE_ROWS = 20
-"""Number of rows below which no metric has an interval."""
+"""Number of rows below which no slice is judged.
+
+Metrics that do not count right rows have no interval for fewer rows.
+"""
 
 _USUAL_SLICE_ROWS = 50
 """Fewest rows of a judged slice, if no key sets them and the limits need no more."""

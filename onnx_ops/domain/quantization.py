@@ -183,7 +183,7 @@ _CPUS = frozenset({CPU, "cpu"})
 WASM = "wasm"
 """WebAssembly.
 
-Products of small numbers are widened to 16 bits before they are added.
+8-bit numbers are widened to 16 bits before they are multiplied, so that no sum saturates.
 """
 
 

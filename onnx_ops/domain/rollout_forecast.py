@@ -52,9 +52,9 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """How counts reach the judge.
+    """How counts reach the analysis of a rollout.
 
-    `look_s` is the time between two looks of the reconciler, and `lag_s` the time until a closed
+    `look_s` is the time between two passes of the reconciler, and `lag_s` the time until a closed
     epoch, or an interval of a metrics service, is reported.
     """
 

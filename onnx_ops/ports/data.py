@@ -109,7 +109,7 @@ def _others(axis: int, rank: int) -> list[int]:
 
 
 def frame_of(inputs: Tensors) -> Any:
-    """Return inputs as `Dataset.frame` does."""
+    """Return inputs as a pandas DataFrame; raise the errors of `Dataset.frame`."""
     try:
         pandas: Any = importlib.import_module("pandas")
     except ImportError as error:

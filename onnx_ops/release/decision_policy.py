@@ -137,8 +137,8 @@ def find_rejection_reason(
     """Return why an endpoint rejects a version that it rolled back, or None.
 
     The result is None if the endpoint does not reject the version, or if an override allows it. If
-    a tag of a registry's version records a rollback, the endpoint rejects the version unless an
-    override was signed later. This also applies if the ledger no longer has the rollback.
+    `what` is read from the registry and a tag records a rollback, the endpoint rejects the version
+    unless an override was signed later. This also applies if the ledger no longer has the rollback.
     """
     override = find_recorded_override(state, what, target, verifier)
     why = state.find_rejection(what) if override is None else None

@@ -32,7 +32,7 @@ from onnx_ops.release.journal import list_bound_endpoints
 YOUNGEST_S = DAY
 """Age in seconds below which objects are always kept.
 
-No stage needs more time between its first stored file and its recorded result.
+A stage is assumed to need less time between its first stored file and its recorded result.
 """
 _LARGEST_DOCUMENT = 1 << 22
 """Size from which objects are not searched for digests, in bytes.
@@ -394,7 +394,7 @@ def _find_reasons(
     in_use: Iterable[tuple[ReleaseState, Deployment]],
     states: Iterable[ReleaseState],
 ) -> dict[str, str]:
-    """Return, for each version that is in use or has an alias, why it is kept."""
+    """Return why each version in use, or with a present or pending alias, is kept."""
     of_model = _select_states(states, [model])
     pending = [
         (name, version)
