@@ -5,7 +5,7 @@ Other modules apply limits, compute intervals and run models.
 `statistic(weights)` maps weights of shape (resamples, rows) to values of shape (resamples,). A
 value is NaN if the weighted rows do not define it.
 
-Formulas that need a library of an extra import it when they compute.
+Formulas that need SciPy or a library of an extra import it when they compute.
 """
 
 from __future__ import annotations

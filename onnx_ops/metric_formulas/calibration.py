@@ -36,8 +36,9 @@ def make_calibration_error(label: Array, probabilities: Array, bins: int) -> Met
     """Return the expected calibration error of the class with the highest probability.
 
     Guo et al. 2017, ICML, https://proceedings.mlr.press/v70/guo17a.html: the rows are divided by
-    their highest probability into bins of equal width. The error is the mean difference of the
-    probability and the share of right rows in the bins, weighted by their rows.
+    their highest probability into bins of equal width. Each bin has the absolute difference of its
+    mean probability and its share of right rows. The error is the mean of these differences,
+    weighted by the numbers of rows.
     """
     highest = probabilities.max(axis=1)
     right = probabilities.argmax(axis=1) == label
@@ -49,8 +50,8 @@ def make_calibration_error(label: Array, probabilities: Array, bins: int) -> Met
     def statistic(weights: Weights) -> npt.NDArray[np.float64]:
         return np.asarray(np.abs(weights @ table).sum(axis=1) / weights.sum(axis=1))
 
-    # Chance raises the size of a bin's mean difference, by most in a bin without an error: there,
-    # it is that of a normal variable with mean 0.
+    # Chance raises the absolute difference of a bin, and most if the true difference is 0. The mean
+    # is then that of |x| for a normal x with mean 0: sqrt(2 / pi) standard errors.
     errors = table.std(axis=0) / np.sqrt(len(label))
     return MetricStatistic(
         statistic=statistic,

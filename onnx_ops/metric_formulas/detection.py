@@ -31,36 +31,37 @@ PADDING = -1
 """Class of a place that holds no box."""
 
 BOX_COLUMNS = 6
-"""Columns of a detection: x1, y1, x2, y2, score, class. Coordinates of keypoints follow."""
+"""Columns of a detection before its keypoints: x1, y1, x2, y2, score, class."""
 
 OBJECT_COLUMNS = 6
-"""Columns of an object: x1, y1, x2, y2, class, crowd. The last is optional, 0 by default."""
+"""Columns of an object: x1, y1, x2, y2, class, crowd (optional, default 0)."""
 
 POSE_COLUMNS = 7
-"""Columns of an object before its keypoints: those of an object, and its area in pixels."""
+"""Columns before the keypoints: `OBJECT_COLUMNS`, then the area in pixels."""
 
 POINT_COLUMNS = 3
-"""Columns of a keypoint: x, y, and its visibility (of an object) or score (of a detection)."""
+"""Columns of a keypoint: x, y, then visibility (object) or score (detection)."""
 
 COCO_SIGMAS = (
     *(0.026, 0.025, 0.025, 0.035, 0.035, 0.079, 0.079, 0.072, 0.072),
     *(0.062, 0.062, 0.107, 0.107, 0.087, 0.087, 0.089, 0.089),
 )
-"""Spread of the 17 keypoints of COCO's persons, as a share of the person's size."""
+"""Spread of COCO's 17 keypoints, as a share of the square root of a person's area."""
 
 _IOU_STEPS = np.linspace(0.5, 0.95, 10)
-"""Thresholds of 50:95, as in `pycocotools.cocoeval.Params`."""
+"""Thresholds 0.5, 0.55, …, 0.95, as in `pycocotools.cocoeval.Params`."""
 
 _RECALL_STEPS = np.linspace(0.0, 1.0, 101)
 """Recalls at which the precision is read, as in `pycocotools.cocoeval.Params`."""
 
 _BLOCK = 256
-"""Number of images that pycocotools matches at once; it keeps a dictionary for each box."""
+"""Number of images in a call of pycocotools, which stores a dict for each box."""
 
 _CELLS = 1 << 17
-"""Maximum number of cells (detections x resamples) of an array of intermediate values.
+"""Maximum size of an intermediate array: detections times resamples.
 
-Larger arrays leave the processor's cache, and take about twice as long.
+Larger arrays leave the processor's cache, and take about twice as long. An array has at least 8
+resamples, even if they exceed the maximum.
 """
 
 Kind: TypeAlias = Literal["bbox", "keypoints"]
@@ -77,8 +78,8 @@ class Matches:
         category: number of each detection's class.
         score: score of each detection.
         right: whether each detection matches an object, by threshold: (detections, thresholds).
-        ignored: whether each detection counts neither as right nor as wrong. Such detections match
-            an object that is a crowd.
+        ignored: whether each detection counts neither as right nor as wrong, of the same shape.
+            Such a detection matches a crowd, or an object without a visible keypoint.
     """
 
     images: int
@@ -118,7 +119,7 @@ def match_keypoints(
         answers: detections with keypoints, of shape (rows, detections, 6 + 3 * keypoints).
         iou: least similarity of a match; None for the thresholds 0.5, 0.55, …, 0.95.
         max_detections: number of best detections per image and class that count.
-        sigmas: spread of each keypoint as a share of the object's size.
+        sigmas: spread of each keypoint, as a share of the square root of the object's area.
     """
     return _match("keypoints", label, answers, iou, max_detections, sigmas)
 
@@ -181,7 +182,7 @@ def _evaluate(
     max_detections: int,
     sigmas: Sequence[float],
 ) -> list[dict[str, Any]]:
-    """Return the results of pycocotools for each class and image with a box.
+    """Return pycocotools' results for each class and image with objects or detections.
 
     Images have the ids 1, 2, …
     """
@@ -210,7 +211,10 @@ def _evaluate(
 
 
 def _list_objects(kind: Kind, label: Array) -> list[dict[str, Any]]:
-    """Return the objects as pycocotools reads them, with ids from 1: the id 0 means no match."""
+    """Return the objects as pycocotools reads them.
+
+    The ids begin with 1, since the id 0 means that a detection has no match.
+    """
     image, place = np.nonzero(label[..., 4] != PADDING)
     annotations = []
     for number, (row, columns) in enumerate(zip(image, label[image, place].tolist(), strict=True)):
@@ -274,7 +278,7 @@ def make_precision_statistic(matches: Matches, answers: Array) -> MetricStatisti
 
 
 def find_recall_jump(matches: Matches) -> float:
-    """Return the change of the mean average precision where recalls cross a recall step.
+    """Return the change of the mean average precision at the next recall steps.
 
     The precision is read at 101 recalls. Whether a class reaches the next one depends on single
     objects: with one class and one threshold, the metric then changes by 1/101 of the last
@@ -292,7 +296,8 @@ def find_recall_jump(matches: Matches) -> float:
             if not places.size:
                 continue
             recall, size = len(places) / objects[number], objects[number]
-            # Even if all objects are found, up to 3 of as many others can be missed.
+            # Even if all `size` objects are found, up to 3 of another `size` objects can be missed
+            # (rule of three).
             reach = 2 * np.sqrt(recall * (1 - recall) / size) + 3 / size
             steps = np.floor(100 * np.array([recall - reach, min(recall + reach, 1)]))
             if steps[0] < steps[1]:
@@ -330,10 +335,10 @@ def average_recall(matches: Matches) -> Statistic:
 
 
 class AveragePrecision:
-    """The mean average precision over classes and thresholds, as a function of image weights.
+    """Mean average precision as a function of image weights.
 
-    Classes without an object are not part of the mean. If an image has the weight w, each of its
-    detections stands w times in succession in the order of scores.
+    The mean is over thresholds and classes with an object. If an image has the weight w, each of
+    its detections stands w times in succession in the order of scores.
     """
 
     def __init__(self, matches: Matches) -> None:
@@ -345,21 +350,24 @@ class AveragePrecision:
         self._values: npt.NDArray[np.float64] = np.zeros((2, 0))
 
     def interpolated(self, weights: Weights) -> npt.NDArray[np.float64]:
-        """Return the metric of COCO: the precision at a recall is the best at any higher recall."""
+        """Return the metric of COCO.
+
+        The precision at a recall is the best precision at this or any higher recall.
+        """
         return np.asarray(self._compute(weights)[0])
 
     def plain(self, weights: Weights) -> npt.NDArray[np.float64]:
-        """Return the metric from the precision of the other detections, without interpolation.
+        """Return the metric from precisions that are not interpolated.
 
         The best of several noisy precisions is too high by chance, so that the metric of COCO is
         too high in small samples. So is the precision at a right detection, which counts this
-        detection itself. Here it counts the detections before it only. The metric is then about
-        right on average, and has the same limit as that of COCO if precision falls with recall.
+        detection itself. Here, it counts only the detections before this one. The metric is then
+        about right on average. It has the limit of COCO's metric if precision falls with recall.
         """
         return np.asarray(self._compute(weights)[1])
 
     def _compute(self, weights: Weights) -> npt.NDArray[np.float64]:
-        """Compute both values at once; those of the last weights are kept."""
+        """Return both values, from the cache if the weights are the same object as before."""
         if self._weights is not weights:
             by_image = np.ascontiguousarray(weights.T)
             objects = self._objects @ by_image
@@ -384,10 +392,12 @@ class _Curves:
     """The curves of precision and recall of one class, one for each threshold.
 
     The best precision at a recall is always that of a right detection, so curves consist of right
-    detections only. `parts` holds one entry for each distinct set of detections that count:
+    detections only. `parts` holds one entry for all thresholds. If a detection is ignored, it holds
+    one entry for each threshold with a right detection. An entry consists of:
 
-    - the sums of detections between right ones: (right detections at any threshold, images);
-    - for each threshold, the numbers of its right detections among these, and their images.
+    - a matrix that sums the weights of detections between right ones: (right detections at any
+      threshold of the entry, images);
+    - for each threshold, the places of its right detections in this matrix, and their images.
     """
 
     parts: Sequence[tuple[Any, Sequence[tuple[Array, Array]]]]
@@ -396,7 +406,7 @@ class _Curves:
 
     @classmethod
     def build(cls, matches: Matches, number: int) -> _Curves:
-        """Sort the detections of one class by score; the order of images decides ties."""
+        """Build the curves of a class; the order of images decides ties of scores."""
         chosen = np.flatnonzero(matches.category == number)
         chosen = chosen[np.argsort(-matches.score[chosen], kind="stable")]
         image, right, ignored = (
@@ -427,8 +437,11 @@ class _Curves:
     def average(self, by_image: Array, objects: Array) -> npt.NDArray[np.float64]:
         """Return the average precision, interpolated and plain, of shape (2, resamples).
 
-        `by_image` are the weights of images, and `objects` those of the objects. The result is NaN
-        where no object has a weight.
+        The result is NaN where no object has a weight.
+
+        Args:
+            by_image: weights of the images, of shape (images, resamples).
+            objects: sum of the weights of the class' objects, of shape (resamples,).
         """
         width = max(8, _CELLS // self.size)
         result = np.empty((2, by_image.shape[1]))
@@ -449,12 +462,12 @@ class _Curves:
 
 
 def _sum_between(image: Array, counted: Array, ends: Array, images: int) -> Any:
-    """Return the matrix that sums the detections up to each end, from the end before it.
+    """Return the matrix that sums the detections from the end before up to each end.
 
     Args:
         image: image of each detection.
         counted: the detections that count, up to the last end.
-        ends: numbers of detections, ascending.
+        ends: places of the right detections, ascending.
         images: number of images.
     """
     from scipy import sparse
@@ -468,7 +481,7 @@ def _integrate(right: Array, counted: Array, objects: Array) -> npt.NDArray[np.f
 
     Args:
         right: weights of right detections, best first: (detections, resamples).
-        counted: weights of all detections up to each right one.
+        counted: sum of the weights of the counted detections up to each right one.
         objects: weights of the objects, of shape (resamples,).
     """
     hits = np.cumsum(right, axis=0)
@@ -476,8 +489,8 @@ def _integrate(right: Array, counted: Array, objects: Array) -> npt.NDArray[np.f
     best = np.maximum.accumulate(precision[::-1], axis=0)[::-1]
     others = counted - right
     plain = np.divide(hits - right, others, out=precision, where=others > 0)
-    # The number of recalls that each right detection is the first to reach. They are compared as
-    # pycocotools compares them: recall 0.29 does not reach the step of 0.29000000000000004.
+    # `steps` becomes the number of recall steps that each right detection is the first to reach.
+    # They are compared as in pycocotools: recall 0.29 does not reach 0.29000000000000004.
     recall = hits / objects
     steps = (recall * 100 + 1e-9).astype(np.intp)
     steps += _RECALL_STEPS[steps] <= recall

@@ -1,4 +1,4 @@
-"""Overlap of masks: intersection over union (IoU) and Dice, from pixels summed over images.
+"""Overlap of masks: IoU and Dice, from pixels summed over images.
 
 The counts of pixels are those of all weighted images together, as in scikit-learn's
 `jaccard_score` and `f1_score` of all pixels.
@@ -34,6 +34,8 @@ def make_overlap_statistic(
     Args:
         label: class of each pixel, of shape (rows, height, width).
         answers: predicted classes, of the same shape.
+        overlap: `iou` is hits / (labelled + predicted - hits), `dice` is 2 * hits / (labelled +
+            predicted), where hits are the pixels whose prediction is the label.
         average: `binary` is the overlap of the class `positive`, by default 1. `macro`, the
             default, is the mean over classes that occur in labels or answers. `weighted` is their
             mean weighted by their numbers of labelled pixels. `micro` is computed from the counts
@@ -63,7 +65,7 @@ def make_overlap_statistic(
 
 
 def _list_classes(label: Array, answers: Array, positive: int, ignore: int | None) -> Array:
-    """Return the classes of all pixels in order, with the positive class."""
+    """Return the sorted classes of all pixels except `ignore`, and the positive class."""
     known = np.union1d(np.unique(label), np.unique(answers))
     return np.union1d(known[known != ignore] if ignore is not None else known, [positive])
 
@@ -71,7 +73,10 @@ def _list_classes(label: Array, answers: Array, positive: int, ignore: int | Non
 def _count_pixels(
     label: Array, answers: Array, classes: Array, ignore: int | None
 ) -> tuple[Array, Array, Array]:
-    """Return the pixels by row and class: those both have, those labelled, those predicted."""
+    """Count the correct, labelled and predicted pixels by row and class.
+
+    Pixels with the label `ignore` are not counted.
+    """
     counts = np.zeros((3, len(label), len(classes)))
     for row in range(len(label)):
         counted = np.ones(label[row].shape, np.bool_) if ignore is None else label[row] != ignore
@@ -88,7 +93,16 @@ def _count_pixels(
 def _average(
     overlap: Overlap, average: str, positive: int, hits: Array, true: Array, total: Array
 ) -> npt.NDArray[np.float64]:
-    """Return the overlap from weighted pixels of shape (resamples, classes)."""
+    """Return the overlap from weighted counts of pixels.
+
+    The counts have the shape (resamples, classes).
+
+    Args:
+        positive: index of the positive class.
+        hits: pixels whose prediction is the label.
+        true: labelled pixels.
+        total: labelled plus predicted pixels.
+    """
 
     def divide(both: Array, all_pixels: Array) -> Array:
         return 2 * both / all_pixels if overlap == "dice" else both / (all_pixels - both)

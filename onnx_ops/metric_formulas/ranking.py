@@ -26,9 +26,10 @@ def compute_recall(grades: Array, scores: Array, k: int) -> npt.NDArray[np.float
 
 
 def compute_reciprocal_rank(grades: Array, scores: Array, k: int) -> npt.NDArray[np.float64]:
-    """Return 1 / rank of the first relevant item for each query; 0 if it is not among the k best.
+    """Return 1 / rank of the first relevant item of each query.
 
-    An irrelevant item with the same score ranks before a relevant item.
+    The value is 0 if this item is not among the k best. An irrelevant item with the same score
+    ranks before a relevant item.
     """
     first = _rank_relevant(grades, scores).min(axis=1)
     return np.asarray(np.where(first <= k, 1 / first, 0.0))
@@ -40,7 +41,8 @@ def _rank_relevant(grades: Array, scores: Array) -> npt.NDArray[np.float64]:
     Equal scores count against the model, so that a model without preferences gains nothing.
     """
     relevant = grades > 0
-    # An item that does not exist ranks last, and an irrelevant item before its equals.
+    # An item that does not exist ranks last, and an irrelevant item before a relevant one with the
+    # same score.
     keys = np.where(grades < 0, np.inf, -scores.astype(np.float64))
     order = np.lexsort((relevant, keys), axis=1)
     ranks = np.empty(scores.shape)
@@ -68,7 +70,10 @@ def compute_ndcg(grades: Array, scores: Array, k: int) -> npt.NDArray[np.float64
 
 
 def _average_ties(keys: Array, gains: Array) -> Array:
-    """Return gains in which items of equal keys have their mean; keys are sorted in each row."""
+    """Replace the gains of items with equal keys by their mean.
+
+    The keys of each row are sorted.
+    """
     rows, items = keys.shape
     begins = np.ones((rows, items), dtype=np.bool_)
     begins[:, 1:] = keys[:, 1:] != keys[:, :-1]

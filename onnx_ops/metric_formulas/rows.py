@@ -11,7 +11,10 @@ from onnx_ops.metric_formulas.statistic import Array, MetricStatistic, Statistic
 
 
 def r2(labels: Array, predictions: Array) -> Statistic:
-    """Return the statistic for R², the explained share of the labels' variance."""
+    """Return the statistic for R², the explained share of the labels' variance.
+
+    The result is undefined (NaN) if the labels of the weighted rows are equal.
+    """
     centred = labels - labels.mean()
     residuals = np.square(labels - predictions)
 
@@ -33,8 +36,8 @@ def f1(
     Args:
         labels: class numbers of shape (rows,), below `classes`.
         average: `binary` is the F1 of the class `positive`. `macro` is the mean F1 of the classes
-            that occur. `weighted` is their mean weighted by their numbers of labels. `micro` is
-            computed from the counts over all classes.
+            that occur in labels or predictions. `weighted` is their mean weighted by their numbers
+            of labels. `micro` is computed from the counts over all classes.
     """
     right = _indicator(labels, classes, labels == predictions)
     true, predicted = _indicator(labels, classes), _indicator(predictions, classes)
@@ -61,7 +64,10 @@ def f1(
 def f1_step(
     labels: Array, predictions: Array, classes: int, average: str, positive: int = 0
 ) -> float:
-    """Return an upper bound of the decrease of F1 by one more wrong row."""
+    """Return an upper bound of the decrease of F1 by one more wrong row.
+
+    The bound holds if the row's label and prediction are classes that already occur.
+    """
     hits = np.bincount(labels[labels == predictions], minlength=classes)
     support = np.bincount(labels, minlength=classes)
     total = support + np.bincount(predictions, minlength=classes)
@@ -142,7 +148,8 @@ def top_k_rows(columns: Array, scores: Array, k: int) -> Array:
 
     Args:
         columns: column of each row's label in `scores`, of shape (rows,).
-        scores: scores of shape (rows, classes). A score equal to the label's ranks before it.
+        scores: scores of shape (rows, classes). An equal score of another class ranks
+            before the label's.
     """
     own_score = np.take_along_axis(scores, columns[:, None], axis=1)
     return np.asarray((scores >= own_score).sum(axis=1) <= k)

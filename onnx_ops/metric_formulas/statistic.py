@@ -26,12 +26,12 @@ class MetricStatistic:
         reads: the values that the metric reads, one entry per row.
         bias: the largest amount by which chance alone raises the value on average; 0 if chance does
             not raise it.
-        step: the largest possible decrease of the metric by one more wrong row; None for a metric
-            without a range.
-        jump: the amount by which the value can change at once where the rows change slightly.
+        step: how much worse one more wrong row can make the metric; for some metrics, a wrong row
+            of average size. None for losses and custom metrics, which have no known range.
+        jump: the size of a sudden change of the value that a slight change of the rows can cause.
             Intervals are wider by this amount.
-        plain: a form of the metric that is not too high or too low in small samples, with the same
-            limit in large ones. Intervals then cover the intervals of both.
+        plain: a form of the metric without bias in small samples, with the same limit in large
+            ones. Intervals then cover the intervals of both forms. None without such a form.
     """
 
     statistic: Statistic
@@ -53,14 +53,14 @@ def make_mean_statistic(values: Array) -> MetricStatistic:
 
 
 def find_class_step(rows: int, holders: Array) -> float:
-    """Return the decrease of a mean over classes by one more row that is wrong.
+    """Estimate how much one more wrong row can decrease a mean over classes.
 
-    A row has about a share of 1 / `rows` of all classes. A row of a rare class has a large share of
-    this class: as many rows as usual can be missing by chance from the rows of each class.
+    The result is 1 / (classes * rows of the rarest class), and at least 1 / `rows`. By chance,
+    as many rows can be missing from the rows of a rare class as from all rows.
 
     Args:
         rows: number of rows.
-        holders: number of rows with each class.
+        holders: number of rows with each class; classes without rows do not count.
     """
     known = holders[holders > 0]
     return max(1 / rows, 1 / (len(known) * int(known.min()))) if len(known) else 1 / rows

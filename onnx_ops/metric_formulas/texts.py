@@ -1,4 +1,4 @@
-"""Formulas of metrics of texts, from the counts of each row by jiwer and sacrebleu.
+"""Formulas of metrics of texts, from counts by jiwer and sacrebleu for each row.
 
 A corpus score is a function of sums over the rows. The libraries count for each row, and a
 statistic adds the counts by the weights of the rows.
@@ -20,7 +20,7 @@ _CHRF_ORDER, _CHRF_BETA = 6, 2
 
 
 def make_word_errors(label: Array, answers: Array) -> MetricStatistic:
-    """Return the word error rate: wrong words as a share of the words of the references."""
+    """Return the word error rate: wrong words as a share of the references' words."""
     import jiwer
 
     return _make_error_rate(jiwer.process_words(label.tolist(), answers.tolist()), answers)
@@ -43,7 +43,7 @@ def _make_error_rate(counted: Any, answers: Array) -> MetricStatistic:
             total = weights @ units
             return np.where(total > 0, weights @ errors / total, np.nan)
 
-    # A wrong row of average length adds its part of all words.
+    # A wrong row of average length adds 1 / rows of all words or characters.
     return MetricStatistic(statistic=statistic, reads=answers, step=1 / len(answers))
 
 
@@ -71,7 +71,8 @@ def make_bleu(label: Array, answers: Array) -> MetricStatistic:
     """Return BLEU of the corpus as a share of 1, as sacrebleu computes it by default."""
     from sacrebleu.metrics.bleu import BLEU
 
-    # The effective order changes only the scores of single rows, which are not used.
+    # Without `effective_order`, sacrebleu logs a warning. The option changes only the scores of
+    # single rows, which are not used.
     bleu = BLEU(effective_order=True)
     scores = [
         bleu.sentence_score(answer, references)
@@ -124,9 +125,9 @@ def make_chrf(label: Array, answers: Array) -> MetricStatistic:
 
 
 def _match_ngrams(found: Sequence[Counter[str]], wanted: Sequence[Counter[str]]) -> Array:
-    """Return the n-grams of an answer, of a reference and of both, by order.
+    """Count the n-grams of an answer, of a reference and of both, by order.
 
-    An answer has no n-grams of an order that the reference lacks: sacrebleu leaves such orders out.
+    Where the reference has no n-grams of an order, those of the answer count as 0, as in sacrebleu.
     """
     return np.array(
         [
@@ -162,7 +163,9 @@ def _make_corpus_score(
     matches: slice,
     answers: Array,
 ) -> MetricStatistic:
-    """Return the score of a corpus; nothing matches in a wrong row, which has average length.
+    """Return the score of a corpus.
+
+    Its step is the effect of a row of average length in which no n-gram matches.
 
     Args:
         compute: takes sums of counts, of shape (scores, columns), and returns scores.
