@@ -20,7 +20,7 @@ from onnx_ops.statistics.intervals import CONFIDENCE
 Array: TypeAlias = npt.NDArray[Any]
 
 UNSEEN_GROUPS = 1.5
-"""Number of groups of mean size that are added to the observed ones.
+"""Number of groups of the typical size that are added to the observed ones.
 
 All rows of an added group are treated as changed together. A PASS therefore cannot result from
 groups that are missing from the sample by chance. The number was chosen by simulation
@@ -49,7 +49,7 @@ _ALIKE = 0.005
 It is the share of false alarms among data sets in random order.
 """
 _ALIKE_ROWS, _ALIKE_COLUMNS = 1000, 32
-"""Maximum number of successive rows to compare, and of values in each row."""
+"""Maximum number of successive rows to compare, and of values of each input."""
 
 _PERMUTATIONS = 399
 _ROWS = 20_000
@@ -93,7 +93,7 @@ def find_group_columns(arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Return arrays that can identify groups of rows, as group numbers.
 
     Such an array has no fractions, at least 5 different values, and 1.5 or more rows per value on
-    average.
+    average. At most `_COLUMNS` arrays are returned.
     """
     columns: dict[str, Array] = {}
     for name, array in arrays.items():
@@ -133,10 +133,10 @@ def compute_effect_of_sums(sums: Array, sizes: Array, squares: Array) -> Array:
 
     The effect includes `UNSEEN_GROUPS`. It also includes an allowance for few groups: a quantile of
     Student's t in place of the normal one (Korn and Graubard 1998, Survey Methodology 24:193-201).
-    The degrees of freedom are those of the groups. Where few groups contain the
-    changes, the degrees of freedom are those of Satterthwaite (1946, Biometrics Bulletin
-    2:110-114). The estimate of a change in 24 rows is skewed, so that its limit is wrong in 5.8 %
-    of samples instead of 5 %.
+    The degrees of freedom are those of Satterthwaite (1946, Biometrics Bulletin 2:110-114), at
+    least `_FEWEST_CARRYING`, and at most those of the groups. The allowance matters where few
+    groups contain the changes: the estimate of a change that 24 rows show is skewed, so that its
+    limit is wrong in 5.8 % of samples instead of 5 %.
 
     Args:
         sums: sum of the values of each group, of shape (…, groups).
@@ -209,7 +209,7 @@ def _permute_signals(
 def _find_copies(inputs: Mapping[str, Array], rows: int) -> Iterator[str]:
     """Yield the share of rows that repeat the inputs of other rows, if above a tenth.
 
-    Inputs that only hold whole numbers or booleans are often equal, and are not checked.
+    Rows that hold only whole numbers or booleans are often equal, and are not checked.
     """
     flat = [np.ascontiguousarray(array[:rows]).reshape(rows, -1) for array in inputs.values()]
     if any(_holds_measured_values(array) for array in flat):
@@ -264,7 +264,10 @@ def _encode_row(row: Array) -> bytes:
 
 
 def _centre_by_class(signal: Array, label: Array | None) -> Array:
-    """Return the signal minus the mean of each row's class."""
+    """Return the signal minus the mean of each row's class.
+
+    Without classes, or with fewer than ten rows per class, the mean of all rows is subtracted.
+    """
     if label is not None and label.ndim == 1 and label.dtype.kind in "iubU":
         known, numbers = np.unique(label[: len(signal)], return_inverse=True)
         if len(known) <= len(signal) / 10:
@@ -318,9 +321,9 @@ def _window_variances(values: Array) -> Array:
 
 
 def _compute_chance(signals: Sequence[Array]) -> float:
-    """Return the chance of the statistics of row 0 among those of its permutations.
+    """Return the p-value of the statistics in row 0 among those of the permutations.
 
-    The chance is 1 without signals. For each signal, the largest statistic is used, in standard
+    It is 1 without signals. For each signal, the largest statistic is used, in standard
     deviations. The signals are combined by Fisher's method; the shared permutations account for
     their dependence.
 

@@ -67,17 +67,14 @@ The value was chosen by simulation.
 """
 
 _CUT = 0.9
-"""Quantile of |u| that limits losses on the harmless side.
-
-See `ratio_interval`.
-"""
+"""Quantile of |u| that limits the lower tail of `u` in `ratio_interval`."""
 
 _FAR, _HALVINGS = 2.0**60, 20
 """Limits of the search for the ends of an interval.
 
-A limit that is more than `_FAR` first steps away is treated as infinite. The first step is very
-small where one row has nearly all loss of both models. After doubling, the step is halved
-`_HALVINGS` times.
+The distance from the estimate is doubled until it is rejected, or is `_FAR` times the estimated
+half width. This width is very small where one row has nearly all loss of both models. The bracket
+of a rejected distance is then halved `_HALVINGS` times.
 """
 
 
@@ -177,9 +174,15 @@ def _tango_score(n: float, b: float, c: float, difference: float) -> float:
 def compute_tango_scores(
     n: float, b: Any, c: Any, difference: float
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return (c - b) / n minus `difference`, divided by its standard error, for many counts.
+    """Return Tango's scores of many pairs of counts.
 
-    The variance is estimated under the hypothesis that the difference is `difference`.
+    A score is (c - b) / n minus `difference`, divided by its standard error. The variance is
+    estimated under the hypothesis that the difference is `difference`.
+
+    Args:
+        n: number of rows.
+        b: rows that only the baseline got right.
+        c: rows that only the candidate got right.
 
     Returns:
         The scores, and the probability of a row of `b` under the hypothesis.
@@ -235,7 +238,7 @@ def advise_sample_size(n: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicates:
-    """A statistic of all rows, of each resample, and without each group of rows."""
+    """Values of a statistic: of all rows, of each resample, and without each part."""
 
     observed: float
     resampled: npt.NDArray[np.float64]
@@ -304,10 +307,10 @@ def bca_interval(replicates: Replicates) -> Interval | None:
     """Return the BCa bootstrap interval; None if too many resamples are undefined.
 
     Efron 1987, Journal of the American Statistical Association 82:171-185, with tails of `_TAIL`
-    times the nominal size. The acceleration is that of the jackknife over groups of rows, which has
-    the same expectation as the jackknife over single rows. The levels are those of Student's t. Its
-    degrees of freedom are the effective number of rows (Satterthwaite 1946, Biometrics Bulletin
-    2:110-114). For example, if ten rows cause a change, its spread is an estimate from ten
+    times the nominal size. The acceleration is that of the jackknife over parts of the rows, which
+    has the same expectation as the jackknife over single rows. The levels are those of Student's t.
+    Its degrees of freedom are the effective number of parts minus 1 (Satterthwaite 1946, Biometrics
+    Bulletin 2:110-114). For example, if ten rows cause a change, its spread is an estimate from ten
     values.
     """
     values = replicates.resampled[np.isfinite(replicates.resampled)]
@@ -352,13 +355,15 @@ def ratio_interval(mine: Losses, theirs: Losses, unseen: float) -> Interval:
     of the Royal Statistical Society B 16:175-185), with Student's t. The bootstrap is not suitable:
     a row that is missing from the sample is in no resample.
 
-    Each side of the interval has a correction for skew and heavy tails. On the dangerous side,
-    `unseen` additional rows as bad as the worst row are assumed. On the harmless side, low values
-    of `u` are raised to a cut-off. If the mean is still below zero, it is also below zero without
-    the cut-off. `benchmarks/truth/losses.py` measures the error rates.
+    Each end of the interval has two corrections for skew and heavy tails. In the upper tail of `u`,
+    `unseen` additional rows as bad as the worst row are assumed. In the lower tail, the test is
+    repeated with values raised to a cut-off, since very low values inflate the deviation. Raised
+    values only increase the mean, so that a rejection with the cut-off is valid without it.
+    `benchmarks/truth/losses.py` measures the error rates.
 
     Args:
         mine: losses of shape (rows,), one per row or summed by group, of any sign.
+        theirs: losses of the other model, or weights, of the same shape, with a positive sum.
         unseen: number of rows of the worst kind that may be missing by chance.
     """
     estimate = float(mine.sum() / theirs.sum())

@@ -80,9 +80,10 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
 
 
 def _keep_sound(evidence: Evidence) -> Evidence:
-    """Return the evidence without measurements that contain NaN or infinity.
+    """Return the evidence without unsound measurements of parity and speed.
 
-    An output with a mismatch is included: it fails even if its error is not a number.
+    `_is_sound` defines them. An output with a mismatch is included: it fails even if its error is
+    not a number.
     """
     return replace(
         evidence,
@@ -112,7 +113,7 @@ def _compare_with_export(evidence: Evidence) -> Iterator[Comparison]:
 
 
 def _list_system_results(evidence: Evidence) -> Iterator[GateResult]:
-    """Yield the steps of the comparison with the project's own code, as results of gates.
+    """Yield the steps of the comparison with the project's own code as gate results.
 
     They apply to every variant: the steps around the model are the same.
     """
@@ -139,9 +140,10 @@ def _find_largest_ratio(compared: Sequence[Comparison]) -> float | None:
 
 
 def _find_non_finite(evidence: Evidence) -> Iterator[GateResult]:
-    """Yield one ERROR for each kind of measurement that contains NaN or infinity.
+    """Yield an ERROR for measurements that contain NaN or infinity.
 
-    Measurements that no gate needs are checked too.
+    Of outputs, weights, activations and latency ratios, only the first is reported. Measurements
+    that no gate needs are checked too.
     """
     yield from _find_non_finite_parity(evidence)
     yield from _find_non_finite_performance(evidence)
@@ -264,7 +266,8 @@ def _make_interval(compared: Comparison | QuantileComparison) -> Interval:
 def _find_change(evidence: Evidence, metric: str, *, lower: bool) -> Interval | None:
     """Return by how much the variant's task metric is better than the export's.
 
-    The result is a number of rows or a difference of scores.
+    The result is a difference of shares or scores. If lower scores are better, it is a relative
+    decrease.
     """
     for counts in evidence.metrics:
         if (counts.metric, counts.against) == (metric, EXPORT):

@@ -73,7 +73,7 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 PARTS = 20
-"""Number of points of each model's curve of run time over probe time."""
+"""Maximum number of points of each model's curve of run time over probe time."""
 
 FEWEST_PER_PART = 10
 
@@ -165,8 +165,9 @@ def session_interval(
 
     The blocks of a session pair share the memory layout and core of its sessions. A pair therefore
     contributes one value, the median of its blocks. If blocks were used as independent samples, one
-    bound in five would be wrong instead of one in twenty. Below six pairs, the signed-rank
-    distribution cannot reach the error rate of a look, and Student's interval is used instead.
+    bound in five would be wrong instead of one in twenty. With few pairs, the signed-rank
+    distribution cannot reach the error rate (below seven pairs that of a look), and Student's
+    interval is used instead.
 
     Returns:
         (estimate, low, high) of log(B / A); the bounds of a single pair are infinite.
@@ -319,8 +320,9 @@ def should_continue(
 ) -> bool:
     """Return whether to measure up to the next look.
 
-    Return True if looks remain, and a limit is undecided or the host is too biased to decide it.
-    After a full run, the pairs up to the last look must also be able to decide (see `_may_decide`).
+    Return True before the next look. At a look, return True if looks remain, and a limit is
+    undecided or the host is too biased to decide it. After a full run, the pairs up to the last
+    look must also be able to decide (see `_may_decide`).
 
     Args:
         self_log_ratios: log ratios of the baseline to itself.
@@ -459,6 +461,9 @@ def compute_block_logs(
 
     Returns:
         Shape (rounds, blocks, models). Only differences between models have a meaning.
+
+    Raises:
+        MeasurementError: the median run time of a block is 0.
     """
     times = np.asarray(nanoseconds, dtype=np.float64)
     lost = np.asarray(preempted, dtype=bool)

@@ -18,7 +18,7 @@ LARGEST = 1e30
 """Value that represents infinity in evidence, since JSON has no infinity."""
 
 MAX_COLUMNS = 4096
-"""Number of columns above which columns of the same scale are measured as one.
+"""Number of columns above which columns of one scale share their largest floor.
 
 The largest error of millions of columns is far above the usual one.
 """
@@ -86,7 +86,10 @@ class Columns:
 
     @classmethod
     def of(cls, array: Array, rounding: Rounding) -> Columns:
-        """Return the columns of an output; one column if a row has one value."""
+        """Return the columns of an output; one column if the axis is missing or axis 0.
+
+        Segments are ignored if each column lies within one segment, or their shape differs.
+        """
         axis, segments = rounding.axis, rounding.segments
         has_columns = axis is not None and array.ndim > 1 and 0 < axis % array.ndim < array.ndim
         columns = cls(array.shape, axis if has_columns else None, None)
@@ -157,9 +160,10 @@ class Columns:
 
 
 def measure_columns(single: Array, double: Array, rounding: Rounding) -> ColumnNoise | None:
-    """Return the columns' measurements on real rows; None unless answers are floats.
+    """Return the columns' measurements on real rows.
 
-    The measurements are also used for groups of few rows.
+    Return None unless both answers are floats of one shape. The measurements are also used for
+    groups of few rows.
 
     Args:
         double: the answer in float64, or `single` again if there is none.
@@ -213,9 +217,14 @@ def _share_largest(places: Floats, of_values: Floats, values: Floats) -> Floats:
 def find_floors(scales: Floats, columns: Columns, rounding: Rounding, unit: float) -> Floats:
     """Return the floor, the least noise, of each column.
 
-    It is the larger of the error in float32 and twice the spacing `unit` of the output. It is
-    limited to `_LARGEST_FLOOR` of the column's largest answer, or to twice the spacing of float32
-    at 1, the error of kernels.
+    It is the error in float32, or twice the spacing of the column's largest answer if that is
+    larger. The error is first limited to `_LARGEST_FLOOR` of the column's largest answer, or to
+    twice the spacing of float32 at 1, the error of kernels. If the error is unknown, the floor is
+    twice the spacing of the output's largest answer.
+
+    Args:
+        scales: largest answer of each column.
+        unit: relative spacing of the output's floats.
     """
     floor = rounding.floor
     if floor is None or floor.shape != columns.shape:

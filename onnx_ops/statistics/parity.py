@@ -59,7 +59,7 @@ def measure_output(
     Floats are measured by column, and the column with the largest error / noise is reported:
 
     - error = max |onnx - double|.
-    - noise = max(gap, floor, 2 eps max |double|).
+    - noise = max(gap, floor, 2 eps max |double|); `find_floors` limits the floor.
     - gap = max |single - double| over the columns whose largest answers have the same decimal
       exponent.
 
@@ -82,6 +82,7 @@ def measure_output(
         onnx: the export's answer; axis 0 is the batch.
         epsilon: spacing of the floats that the export computes in, if coarser than that of its
             outputs.
+        rounding: the columns and the floor of the output.
         known: noise of the columns on real rows, for a group with too few rows to estimate it.
 
     Raises:
@@ -105,7 +106,7 @@ def measure_output(
 
 
 def _choose_reference(single: Array | None, double: Array | None, *, where: str) -> Array:
-    """Return the most exact answer of the source."""
+    """Return the source's answer in float64, or in float32 if there is none."""
     reference = double if double is not None else single
     if reference is None:
         raise MeasurementError("the source gave no answer to compare with", where=where)
@@ -174,7 +175,7 @@ def _measure_in_tolerance(
 ) -> ParityMeasurement:
     """Measure an answer in tenths of a fixed tolerance.
 
-    If the floor of a column is larger, it is the unit of that column.
+    Where the floor of a column is larger than a tenth of the tolerance, it is the unit.
     """
     rtol = _RTOL.get(kind, _RTOL_DEFAULT)
     atol = rtol * _ATOL_OF_RTOL
@@ -192,8 +193,8 @@ def _measure_in_tolerance(
     noises = np.maximum(noises, columns.spread(floors))
     ratios = columns.find_largest(np.where(errors == 0, 0.0, np.minimum(errors / noises, LARGEST)))
     worst_errors = columns.find_largest(errors)
-    # The largest error and the largest ratio can be in different places. The reported noise is the
-    # one that belongs to both numbers.
+    # The largest error and the largest ratio can be in different places. The reported noise is
+    # their quotient, so that the three numbers agree.
     in_units = np.where(
         ratios > 0, worst_errors / np.where(ratios > 0, ratios, 1.0), columns.find_largest(noises)
     )
@@ -316,7 +317,7 @@ def measure_batch_invariance(
     """Measure the difference between rows of one batch and the same rows run alone.
 
     For floats, the ratio is in units of the output's noise. Without noise, the unit is a tenth of
-    rtol 1e-3 + atol 1e-5 max |answer|. Labels have no noise. If the model also has scores, the
+    the fixed tolerance of `measure_output`. Labels have no noise. If the model also has scores, the
     ratio of a changed label is that of the scores, so that a tie is not reported. Otherwise every
     changed label is reported. The error of a value that is finite on one side only is `LARGEST`.
 

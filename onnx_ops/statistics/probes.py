@@ -2,8 +2,8 @@
 
 The domain of an input is the set of values that callers can send. It is learned from real rows, the
 graph, and the declarations of the pipeline. A difference on a group within the domain refuses the
-export. A difference on another group is advisory: NaN where the data has none, rows scaled by
-1,000, or an empty batch.
+export. A difference on another group is advisory, for example on NaN where the data has none,
+on rows scaled by 1,000, or on an empty batch.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class InputDomain:
     """The possible values of one input, for each place (element of a row).
 
     Args:
-        low: finite lower bounds, of a shape that broadcasts against a row.
+        low, high: finite bounds of numbers, of a shape that broadcasts against a row; 0 for inputs
+            without a range.
+        whole: places that take only whole numbers; same shape.
         listed: places that take only the values that occur at that place; same shape.
         categories: all possible values of any place; None if any value between the bounds is
             possible.
@@ -93,10 +95,11 @@ def learn_domains(
 ) -> dict[str, InputDomain]:
     """Derive the domain of each input from rows, declarations and the graph.
 
-    Tables (2-D floats) have a range for each column. Images, series and whole numbers of other
-    ranks have one range for all places. A range of real numbers is widened by half its width at
-    each end, but not across zero. A range of whole numbers is not widened. A column of a table with
-    up to 64 distinct whole numbers may hold categories; then no other values are in its domain.
+    Tables of numbers (2-D, up to 65,536 columns) have a range for each column. Images, series and
+    wider tables have one range for all places. A range of real numbers is widened by half its width
+    at each end, but not across zero. A range of whole numbers is not widened. A column of a table
+    can hold categories if it has up to 64 distinct whole numbers, fewer than half its rows, and no
+    declared range; then no other values are in its domain.
 
     Args:
         samples: real rows by input; axis 0 is the batch.
@@ -257,10 +260,11 @@ class ProbeGroup:
 
 
 def make_range_inputs(samples: Tensors, domains: Mapping[str, InputDomain]) -> Tensors:
-    """Make 96 rows within the domain: bounds, mixtures of rows, and values in between.
+    """Make 96 rows within the domain: bounds, mixtures of them, and values in between.
 
-    Places that do not vary independently have the values of real rows. This includes texts and
-    booleans, except that the columns of a table of texts are mixed.
+    Integers that do not vary independently have two rows at the bounds, and real rows. Listed
+    places mix the values of real rows, and declared values are drawn at random. Booleans, texts and
+    encoded files are those of real rows, except that the columns of a table of texts are mixed.
     """
     rows = _even_rows(samples, _RANGE_ROWS)
     draw = np.random.default_rng(0)
@@ -286,10 +290,14 @@ def make_probe_groups(
 ) -> dict[str, ProbeGroup]:
     """Return the groups of real rows, and of rows within and outside the domain.
 
-    `beyond_range` holds multiples of real rows that the type of the input can hold.
-    `beyond_range:texts` holds empty and unseen texts. `missing` has one NaN, and `infinite` one
-    infinity, in each float input. If the domain allows NaN in some places, `missing` has NaN only
-    in these places. Only floats are changed. A group that would only repeat real rows is omitted.
+    The groups `beyond_range:x10` and the like hold multiples of the floats of real rows, if the
+    input's type can hold them. `beyond_range:texts` holds empty and unseen texts. `missing` has one
+    NaN, and `infinite` one infinity, in each row of each float input. If the domain allows NaN in
+    some places, `missing` has NaN only in these places, and is inside the domain. A group that
+    would only repeat real rows is omitted.
+
+    Args:
+        empty: whether to include an empty batch.
     """
     kinds = {array.dtype.kind for name, array in samples.items() if not domains[name].encoded}
     rows = _even_rows(samples, MIN_NOISE_ROWS)
@@ -341,7 +349,7 @@ def _multiply_floats(chosen: Array, factor: float) -> Array:
 def _make_non_finite(
     samples: Tensors, rows: Rows, domains: Mapping[str, InputDomain]
 ) -> dict[str, ProbeGroup]:
-    """Return rows with one NaN, and rows with one infinity, in each float input."""
+    """Return rows with a NaN, and rows with an infinity, in each float input."""
     has_missing = any(domain.missing.any() for domain in domains.values())
     everywhere = {
         name: np.ones((), dtype=bool) for name, array in samples.items() if array.dtype.kind == "f"
@@ -433,8 +441,8 @@ def _draw_numbers(chosen: Array, domain: InputDomain, draw: np.random.Generator)
         ends = np.where(row % 2, low.reshape(-1)[place], high.reshape(-1)[place])
         spikes[row, place] = ends
     made[third : 2 * third] = spikes.reshape(made[third : 2 * third].shape)
-    # The rows cover the whole range of an integer input, so that every index is tested if there are
-    # enough rows.
+    # The last third of the rows covers the whole range of an integer input, so that every index is
+    # tested if there are enough rows.
     if chosen.dtype.kind in "iu":
         swept = made[2 * third :].shape
         count, width = int(np.prod(swept)), high - low + 1
@@ -470,7 +478,7 @@ def _insert_values(
 def choose_other_sizes(size: int) -> tuple[int, ...]:
     """Return other sizes of an axis to test.
 
-    They are 1, half the size, a smaller odd size, the next odd size, and twice the size.
+    They are 1, half the size, the odd size from there, the next odd size, and twice the size.
     """
     half, larger = size // 2, size + 1 + size % 2
     return tuple(sorted({1, half, half | 1, larger, 2 * size} - {0, size}))

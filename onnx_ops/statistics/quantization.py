@@ -15,7 +15,7 @@ from onnx_ops.statistics.output_columns import LARGEST
 _LEVELS = 255
 
 TINY = 1e-30
-"""Magnitude below which a value need not fit into a range."""
+"""Magnitude below which values are ignored in comparisons with a range."""
 
 _SPACINGS = 4
 """Tolerance at the middle of a step, in spacings of the value's type.
@@ -26,7 +26,7 @@ The type is float32 or float16.
 
 @dataclass(slots=True, kw_only=True)
 class ActivationStatistics:
-    """Accumulates the error of one quantized activation over several runs.
+    """Accumulator of the error of one quantized activation over several runs.
 
     Args:
         bounded: whether the range is the full range of the function that computes the activation.
@@ -87,11 +87,13 @@ class ActivationStatistics:
                 self.compared += int(usable.sum())
 
     def summarize(self) -> ActivationMeasurement:
-        """Return the measurement, in units of step / sqrt(12).
+        """Return the measurement over all runs.
 
-        Clipping is measured against steps of at least 8 bits, since the gain of a finer step must
-        not be lost by clipping. The stretch is that of the end that fits more tightly: a symmetric
-        range of values of one sign fits at one end only.
+        Noise and departure are in units of step / sqrt(12), the noise of rounding. Clipping is the
+        mean squared error that the range cuts off, in squares of such a unit. Its step is at least
+        that of 8 bits, since the gain of a finer step must not be lost by clipping. The stretch is
+        that of the end that fits more tightly: a symmetric range of values of one sign fits at one
+        end only.
         """
         unit = self.step / math.sqrt(12)
         departure = math.sqrt(self.squares / self.compared) / unit if self.compared else None

@@ -22,15 +22,16 @@ _FEW_TIES, _OFTEN_UNSURE = 0.5, 0.05
 """Two limits of `is_ranked_by_scores`.
 
 The first is the share of rows whose scores may all tie. The second is the share of rows in which
-the source's two answers must otherwise differ.
+the source's two answers must otherwise differ, or from which its most frequent answer can be
+missing.
 """
 
 
 def find_ties(onnx: Array, expected: Array, rounding: Rounding) -> Bools:
     """Return where two different indices or classes are tied.
 
-    Their scores are so close that rounding can exchange them. An index that occurs twice is not a
-    tie, unless the expected answer also has an index twice.
+    Their scores are so close that rounding can exchange them. A ranking with a repeated index has
+    no ties, unless the expected ranking also repeats an index.
     """
     none = np.zeros(onnx.shape, dtype=bool)
     ranking = _read_scores(rounding)
@@ -80,8 +81,8 @@ def is_ranked_by_scores(single: Array, double: Array, rounding: Rounding) -> boo
 
     If they do, ties of the scores explain a difference. A wrong export may give all classes the
     same score. If most rows have such scores, the result is True in two cases only. In the first,
-    the two answers of the source differ in 5 % of rows. In the second, the source has practically
-    one answer, and the scores differ between rows.
+    the two answers of the source differ in at least 5 % of rows. In the second, the source has
+    practically one answer, and the scores differ between rows.
     """
     ranking = _read_scores(rounding)
     if ranking is None:

@@ -153,7 +153,10 @@ def _make_growth(
 def _judge_metric_change(
     name: str, limit: MetricLimit, then: Evidence, now: Evidence
 ) -> Iterator[GateResult]:
-    """Judge the change of a metric on the same rows; it has no interval."""
+    """Judge the change of a metric on the same rows; it has no interval.
+
+    No result is yielded if a value is missing, or the numbers of rows differ.
+    """
     old, new = _find_value(name, then), _find_value(name, now)
     if old is None or new is None or old[1] != new[1]:
         return

@@ -1,4 +1,4 @@
-"""Number of rows below which a metric gate cannot pass, whatever the models answer."""
+"""Number of rows below which a metric gate cannot pass, even in the best case."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ def find_needed_rows(definition: MetricDefinition, limit: MetricLimit) -> int | 
 
 
 def _passes_count(limit: MetricLimit, rows: int) -> bool:
-    """Return whether a share of right rows passes if all rows are right in both models."""
+    """Return whether a limit passes if both models are right on all rows."""
     interval = tango_interval(rows, 0, 0) if limit.of_change else clopper_pearson(rows, rows)
     return limit.verdict(*interval[1:]) is Verdict.PASS

@@ -7,9 +7,9 @@ The bootstrap ignores kinds of rows that are missing from the sample. The interv
 a range therefore includes their possible effect. Even if none of n rows is wrong, up to 3/n of all
 rows can be wrong (at 5 % error), and each can change the metric by its largest step.
 
-If two models have equal answers to every row, the change is exactly 0 for any metric
-(`_find_equal`). If only the scores of the rows are equal, and the metric has no range, the change
-is unknown.
+If two models have equal outputs on every row, the change is exactly 0. Equal classes, tokens or
+texts do not show this (`_find_equal`). If only the scores of the rows are equal, and the metric has
+no range, the change is unknown.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from onnx_ops.statistics.intervals import (
 )
 
 CustomMetric: TypeAlias = Callable[[Array, Array], Any]
-"""A function of predictions and labels, which returns a number or one number per row."""
+"""Function of predictions and labels that returns one number, or one per row."""
 
 _NAMED = 10
 """Maximum number of rows that are named because they account for an error."""
@@ -61,7 +61,10 @@ _ONLY_CHANCE = (
     "chance alone can cause the error of {name} on so few rows, so a change is no share of it"
 )
 _IN_ORDER = frozenset({"detections", "keypoints", "masks"})
-"""Kinds of answers whose rows keep their order: it matters, or sorting is expensive."""
+"""Kinds of answers whose rows are not sorted.
+
+Their order decides between equal scores, or sorting is expensive.
+"""
 
 FEW_ROWS = 20
 """Number of rows or groups below which an interval has no meaningful level."""
@@ -73,10 +76,11 @@ It is the upper 95 % bound of a Poisson count of 0.
 """
 
 _FEW_EFFECTIVE = 10
-"""Minimum effective number of rows for the losses of two models.
+"""Effective number of rows below which the losses of two models rest on few rows.
 
-At most a fifth of all rows is required. The number was chosen by simulation. Among models that
-differ little, as many pass with 20 to 2,000 rows as without this rule.
+`_compare_rest` then also compares the models without these rows. At most a fifth of all rows is
+required. The number was chosen by simulation: of models that differ little, as many pass with 20 to
+2,000 rows as without this rule.
 """
 
 _UNSEEN_LOSSES = 4
@@ -100,16 +104,17 @@ def score(
 ) -> tuple[ScoreComparison, ...]:
     """Score the candidate, and compare it with each other model.
 
-    The order of rows does not change the result.
+    The order of rows does not change the result, except for detections, keypoints and masks.
 
     Args:
         definition: any metric except those that are counts of rows.
-        label: one entry per row, as the metric reads it: class numbers (for binary metrics 1 for
-            the positive class and 0 otherwise), True for positive rows, numbers, embeddings or
-            tokens. None compares the candidate's embeddings or tokens with those of the other
-            models.
+        label: one entry per row, as the metric reads it (see `AnswerKind`): for example class
+            numbers (for binary metrics 1 for the positive class and 0 otherwise), True for positive
+            rows, or numbers. None compares the candidate's embeddings or tokens with those of the
+            other models.
         answers: answers by model, including `CANDIDATE`: class numbers as in the label, scores of
-            the positive class, numbers, embeddings, tokens, or the input of a custom metric.
+            the positive class, other answers of an `AnswerKind`, or the input of a custom metric.
+        function: the function of a custom metric.
         group: group number of each row, if rows depend on each other.
         alike: models whose outputs are known to equal the candidate's on every row.
     """
@@ -140,7 +145,7 @@ def score(
 
 
 def _number_groups(group: Array | None, order: Array) -> Array | None:
-    """Return the groups of the rows in that order, numbered from 0 without gaps."""
+    """Return the groups of the rows in `order`, numbered from 0 without gaps."""
     return (
         None if group is None else np.unique(group[order], return_inverse=True)[1].astype(np.int64)
     )
@@ -176,7 +181,8 @@ def _score_without_labels(
         for entry in score(
             definition, reference, pair, seed=seed, resamples=resamples, group=group, alike=alike
         ):
-            # No candidate is closer to the reference than the reference: a gain is limited to 0.
+            # No candidate is closer to the reference than the reference itself, so that a gain is
+            # at most 0.
             lost = entry.difference
             if entry.against or not entry.candidate:
                 capped = None if lost is None else replace(lost, high=min(lost.high, 0.0))
@@ -187,8 +193,8 @@ def _score_without_labels(
 def _sort_rows(definition: MetricDefinition, label: Array, answers: Mapping[str, Array]) -> Array:
     """Return the row numbers in an order that depends only on the content of the rows.
 
-    Rows whose tokens are all ignored are omitted. Images of detections keep their order, which
-    decides between equal scores, as in pycocotools.
+    Rows whose tokens are all ignored are omitted. The kinds of `_IN_ORDER` keep the order of the
+    data, which decides between detections with equal scores, as in pycocotools.
     """
     if definition.reads in _IN_ORDER:
         return np.arange(len(label))
@@ -219,7 +225,8 @@ def _find_equal(
 ) -> frozenset[str]:
     """Return the models whose answers equal the candidate's.
 
-    The change from such a model is exactly 0.
+    The change from such a model is exactly 0. For metrics of classes, tokens or texts, only the
+    models in `alike` are returned: equal decisions do not show that the models are equal.
     """
     mine, method = answers[CANDIDATE], definition.method
     of_decisions = isinstance(method, Resampled) and method.of_decisions
@@ -276,7 +283,7 @@ def make_unscored(
 def build_metric_statistic(
     definition: MetricDefinition, label: Array, answers: Array, function: CustomMetric | None = None
 ) -> MetricStatistic:
-    """Build the statistic of one model; the arguments are those of `score`."""
+    """Build the statistic of one model from arguments like those of `score`."""
     match definition.method:
         case Resampled(make=make):
             return make(label, answers, definition.options)
@@ -312,7 +319,7 @@ def _make_custom_statistic(function: CustomMetric, predictions: Array, labels: A
         rows = np.repeat(np.arange(len(labels)), weights.astype(np.intp))
         try:
             return float(function(predictions[rows], labels[rows]))
-        except Exception:  # user code may raise anything; on all rows together it did not raise
+        except Exception:  # user code may raise anything, for example on too few classes
             return float("nan")
 
     return lambda weights: np.array([value(one) for one in weights])
@@ -333,13 +340,13 @@ def _compare_by_bootstrap(
     sides = {}
     for name, array in answers.items():
         side = build_metric_statistic(definition, label, array, function)
-        # A unit can change the metric by as much as all its rows can.
-        # If the rows of a unit are alike, the standard error grows by the root of its size.
+        # A unit can change the metric by as much as all its rows can. If the rows of a unit are
+        # alike, the standard error grows by the root of its size.
         step, bias = side.step and size * side.step, math.sqrt(size) * side.bias
         sides[name] = replace(side, step=step, bias=bias)
     replicates = _replicate_sides(sides, units, seed, resamples)
-    # A resample repeats rows, so chance raises its value even more. This does not show a bias of
-    # the opposite sign, as BCa would assume.
+    # A resample repeats rows, so chance raises its value more than that of the sample. BCa would
+    # correct for a bias of the opposite sign. The resamples are therefore centred.
     replicates = {
         name: tuple(form.centre() for form in forms) if sides[name].bias else forms
         for name, forms in replicates.items()
@@ -360,7 +367,7 @@ def _compare_by_bootstrap(
 def _replicate_sides(
     sides: Mapping[str, MetricStatistic], units: Array, seed: int, resamples: int
 ) -> dict[str, tuple[Replicates, ...]]:
-    """Return the replicates of each model's metric, and of its plain form if it has one."""
+    """Return the replicates of each model's metric, and of its plain form if any."""
     forms = {
         name: [form for form in (side.statistic, side.plain) if form is not None]
         for name, side in sides.items()
@@ -385,7 +392,7 @@ def _compare_replicates(
 ) -> ScoreComparison:
     """Return the comparison of the candidate with one other model.
 
-    It is a difference, a ratio or both.
+    It has a difference, a ratio or both, or else the reason why the change is undefined.
     """
     name = entry.against
     pairs = list(zip(replicates[CANDIDATE], replicates[name], strict=True))
@@ -699,7 +706,10 @@ def _allow_for_jumps(
 
 
 def _cover(forms: Sequence[Replicates]) -> Interval | None:
-    """Return the interval of the first form, widened to cover those of the others."""
+    """Return the interval of the first form, widened to cover those of the others.
+
+    Return None if a form has no interval.
+    """
     intervals = [bca_interval(form) for form in forms]
     known = [interval for interval in intervals if interval is not None]
     if len(known) < len(intervals):
@@ -711,7 +721,7 @@ def _cover(forms: Sequence[Replicates]) -> Interval | None:
 def _estimate(between: Sequence[Replicates], step: float | None = None) -> Interval | None:
     """Return the interval of a difference or ratio.
 
-    Return None for a statistic without spread and without a largest step.
+    Return None for a statistic without spread and step, or if a form has no interval.
     """
     if not step and not between[0].spread:
         return None

@@ -1,9 +1,9 @@
-"""Slices of the rows: values of their columns, p-values of losses, and the correction for all.
+"""Slices of rows by the values of columns, and p-values of their losses.
 
-A slice fails if its loss is above the limit. The p-value of a loss lies far out in a tail, since it
-is compared with 5 % divided by the number of slices. There, the normal approximation of a share is
-wrong: with 20 slices of 100 rows at a limit of 10 points, it accuses a slice in 10 % of cases.
-`compute_harm_p_value` therefore sums exact probabilities.
+A slice fails if its loss is significantly above the limit. The p-value of a loss lies far out in a
+tail, since it is compared with 5 % divided by the number of slices. There, the normal approximation
+of a share is wrong: with 20 slices of 100 rows at a limit of 10 points, it accuses a slice in 10 %
+of cases. `compute_harm_p_value` therefore sums exact probabilities.
 """
 
 from __future__ import annotations
@@ -38,22 +38,26 @@ FAMILY_LEVEL = 0.05
 """Maximum probability that any slice is accused falsely."""
 
 _NEAR = 1.0
-"""Standard errors beyond the limit from which a p-value is exact.
+"""Standard errors beyond the limit from which the exact p-value is computed.
 
-No correction can make a larger p-value significant.
+At a smaller distance, the normal p-value is above 0.15, and no slice can be significant.
 """
 
 _MANY = 1000.0
-"""Number of rows with different answers above which the normal approximation is used.
+"""Number of rows with different answers above which p-values are approximate.
 
-Its relative error is below 10 % there.
+It is the number expected at the limit. The normal approximation has a relative error below 10 %
+there.
 """
 
 _DISTANCES = (-1.0, -0.5, 0.0, 0.5, 1.0)
 """Distances of the tried probabilities from their estimate, in standard errors."""
 
 _REACH = 9.0
-"""Standard deviations around the mean within which probabilities are summed."""
+"""Standard deviations around the mean within which probabilities are summed.
+
+The range has 20 more counts on each side.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +118,13 @@ def make_slicing(columns: Mapping[str, Array]) -> Slicing:
 def compute_harm_p_value(counts: PairedCounts, bound: float) -> float:
     """Return the p-value of "the true change is at least `bound`".
 
-    The statistic is Tango's score. Its distribution is that of the counts under the restricted
-    estimate (Lloyd 2008, Australian and New Zealand Journal of Statistics 50:329-345), and under
-    estimates up to one standard error away. With 20 slices of 50 to 500 rows at limits of 1 to 10
-    points, an exact enumeration finds a family error of at most 5 %. Groups count as the number of
-    independent rows with as much information, and their tail is that of Student's t.
+    The statistic is Tango's score. Near the limit, or with more than `_MANY` different answers,
+    its distribution is assumed to be normal. Otherwise it is that of the counts under the
+    restricted estimate (Lloyd 2008, Australian and New Zealand Journal of Statistics 50:329-345),
+    or under an estimate up to one standard error away if that p-value is larger. With 20 slices of
+    50 to 500 rows at limits of 1 to 10 points, an exact enumeration finds a family error of at most
+    5 %. Groups count as the number of independent rows with as much information, and their tail is
+    that of Student's t.
     """
     if counts.equal:
         return 1.0 if bound <= 0 else 0.0
@@ -135,7 +141,10 @@ def compute_harm_p_value(counts: PairedCounts, bound: float) -> float:
 
 
 def compute_shortfall_p_value(counts: PairedCounts, bound: float) -> float:
-    """Return the p-value of "the candidate's true share of right rows is at least `bound`"."""
+    """Return the p-value of "the true share of right rows is at least `bound`".
+
+    The share is that of the candidate.
+    """
     right, n = count_independent_right(counts)
     return float(scipy.special.betainc(n - right, right + 1, 1 - bound)) if right < n else 1.0
 
@@ -159,11 +168,14 @@ def compute_excess_p_value(excess: float, end: float, units: float) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _find_largest_tail(n: int, only_baseline: float, bound: float, score: float) -> float:
-    """Return the largest probability of a score of at most `score` at plausible probabilities.
+    """Return the largest probability of a score of at most `score`.
+
+    It is the largest of those at `_DISTANCES` from the estimated probability.
 
     Args:
+        n: number of independent rows.
         only_baseline: the estimated probability that only the baseline is right.
-        bound: the change, by which the probability that only the candidate is right differs.
+        bound: the probability that only the candidate is right, minus `only_baseline`.
     """
     error = math.sqrt(max(only_baseline * (1 - only_baseline), 1 / n) / n)
     tried = (only_baseline + distance * error for distance in _DISTANCES)
@@ -174,7 +186,7 @@ def _find_largest_tail(n: int, only_baseline: float, bound: float, score: float)
 
 
 def _sum_tail(n: int, only_baseline: float, bound: float, score: float) -> float:
-    """Return the probability of a score of at most `score`."""
+    """Return the probability of a score of at most `score`, given `only_baseline`."""
     only_candidate = max(only_baseline + bound, 0.0)
     lost = _list_counts(n, only_baseline)[:, None]
     won = _list_counts(n, only_candidate)[None, :]

@@ -17,11 +17,11 @@ from onnx_ops.statistics.differences.sequences import (
 from onnx_ops.statistics.step_values import list_leaves
 
 _SMALL = 64
-"""Elements of a value that is kept for every file."""
+"""Maximum number of elements of an array or list that is kept for every file."""
 
 
 def explain_difference(reference: Any, value: Any, source: Any = None) -> str:
-    """Return the likely cause of the difference of two values; empty if there is none.
+    """Return the likely cause of the difference of two values; empty if unclear.
 
     Args:
         source: the reference's value before the step.
@@ -40,7 +40,10 @@ def explain_difference(reference: Any, value: Any, source: Any = None) -> str:
 
 
 def _find_differing_pair(reference: Any, value: Any) -> tuple[Any, Any] | None:
-    """Return the first parts of both values that differ."""
+    """Return the first differing parts at the same place in both values.
+
+    If each value has one part only, these parts are returned, even if they are equal.
+    """
     expected, given = dict(list_leaves(reference)), dict(list_leaves(value))
     if len(expected) == len(given) == 1:
         return next(iter(expected.values())), next(iter(given.values()))
@@ -78,7 +81,9 @@ def _name_kind(value: Any) -> str:
 
 
 def explain_answers(pairs: Sequence[tuple[Any, Any]]) -> str:
-    """Return the cause that several small values show together, such as another label map.
+    """Return the cause that several small values show together; empty if unclear.
+
+    An example is another label map.
 
     Args:
         pairs: the source's and the candidate's value of each file.
@@ -87,7 +92,7 @@ def explain_answers(pairs: Sequence[tuple[Any, Any]]) -> str:
     changed = [(a, b) for a, b in labels if a != b]
     if not changed or _are_texts_alike(changed):
         return ""
-    # A mapping shows only where labels occur again.
+    # Labels show another label map only if a pair of labels occurs more than once.
     return explain_labels(labels) if len(set(labels)) < len(labels) else ""
 
 
@@ -100,7 +105,10 @@ def _are_texts_alike(pairs: Sequence[tuple[Any, Any]]) -> bool:
 
 
 def _list_labels(reference: Any, value: Any) -> list[tuple[Any, Any]]:
-    """Return the texts and whole numbers of two values of the same form."""
+    """Return pairs of the texts, whole numbers and booleans of two values.
+
+    Values of different forms have no pairs.
+    """
     expected, given = dict(list_leaves(reference)), dict(list_leaves(value))
     if expected.keys() != given.keys():
         return []
@@ -121,7 +129,7 @@ def _read_label(part: Any) -> Any:
 
 
 def is_small(value: Any) -> bool:
-    """Return whether a value has so few parts that those of all files can be kept."""
+    """Return whether a value is small enough to be kept for every file."""
     if isinstance(value, Mapping):
         return all(is_small(part) for part in value.values())
     if isinstance(value, (list, tuple)):

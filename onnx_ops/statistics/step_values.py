@@ -1,4 +1,4 @@
-"""Compare the values that two systems give at one step, within tolerances for its kind.
+"""Compare the values that two systems give at one step, within tolerances.
 
 The default tolerances lie between the differences of correct implementations and those of faults in
 `benchmarks.system_truth`; docs/system-parity.md has the numbers.
@@ -25,23 +25,32 @@ changes. `decoded`: the raw file is decoded by a lossy codec.
 """
 
 LEVELS = 255.0
-"""Levels of a picture's values; differences of signals are in levels of their range."""
+"""Levels of the range of a picture or signal; the unit of differences of signals."""
 _SIGNAL_SIZE = 192
-"""Elements from which an array of pixels or samples counts as a signal."""
+"""Minimum number of elements of an array of pixels or samples that is a signal."""
 _SIGNAL_TYPES = ("uint8", "int16", "uint16")
 _TAIL_RESAMPLED, _TAIL_DECODED = 3.0, 40.0
-"""Limits of the 99th percentile of a signal's differences, in levels."""
+"""Limits of the 99th percentile of a signal's differences, in levels.
+
+The first is for a value of the form `resampled` (or `same` with whole levels), the second for
+`decoded`.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDistance:
     """The difference of two values.
 
-    `mismatch` describes a difference of form: shape, number, or kind. `changed` is the share of
-    texts, labels and ids that differ. `error` is the largest relative error of a float.
-    `mean`, `tail` (99th percentile) and `shift` (of the means) are absolute differences of signals.
-    `span` is the range of the reference's signal. `peak` is the largest difference as a share of
-    the largest value. `is_pixel`: the signal has whole levels, which round differently.
+    `mismatch` describes a difference of form: shape, number, kind, or values that are not finite.
+    `changed` is the share of texts, labels and ids that differ. `error` is the largest difference
+    of a number, relative to its size plus a tenth of the reference's largest size.
+
+    `mean` and `tail` (99th percentile) are those of the absolute differences. `shift` is the mean
+    of the value minus that of the reference. `span` is the range of the reference, and `LEVELS` for
+    uint8. `peak` is the largest difference as a share of the reference's largest size.
+
+    `is_signal`: the value is an array of pixels or samples, such as an image or a sound.
+    `is_pixel`: the signal has whole levels, which round differently.
     """
 
     mismatch: str = ""
@@ -58,9 +67,10 @@ class StepDistance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepExcess:
-    """A distance as a multiple of its limit, with the number behind it.
+    """A distance as a multiple of its limit, with the value and the limit.
 
-    A ratio above 1 is outside the tolerance. `kind` is the name of the tolerance.
+    A ratio above 1 is outside the tolerance. `kind` is the name of the tolerance, `form` for a
+    mismatch, or `values` for different labels.
     """
 
     ratio: float
@@ -71,7 +81,7 @@ class StepExcess:
 
 
 def measure_step(reference: Any, value: Any) -> StepDistance:
-    """Return the largest difference of the parts of two values."""
+    """Return the largest differences of the parts of two values."""
     expected, given = dict(list_leaves(reference)), dict(list_leaves(value))
     if expected.keys() != given.keys() and len(expected) == len(given) == 1:
         given = dict(zip(expected, given.values(), strict=True))
@@ -82,7 +92,7 @@ def measure_step(reference: Any, value: Any) -> StepDistance:
 
 
 def combine_distances(distances: Sequence[StepDistance]) -> StepDistance:
-    """Return the largest difference of several pairs."""
+    """Return the largest of each difference over several pairs."""
     if not distances:
         return StepDistance()
     return StepDistance(
@@ -103,6 +113,8 @@ def rate_distance(
     distance: StepDistance, form: Form, span: float, tolerances: Tolerances, step: str = ""
 ) -> StepExcess:
     """Return a distance as a multiple of the limit of the step's form.
+
+    The ratio is infinite for a mismatch, and if texts, labels or ids differ.
 
     Args:
         span: range of the signal over all files.
@@ -139,7 +151,10 @@ def rate_distance(
 
 
 def list_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the arrays, texts and other single values of a value, with their places."""
+    """Yield the arrays, texts and other single values of a value, with their places.
+
+    A list that is not an array of numbers also yields its length, at the place `path[]`.
+    """
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield from list_leaves(value[key], f"{path}.{key}" if path else str(key))
@@ -264,8 +279,8 @@ def _measure_finite(
 def differs_in_answer(reference: Any, value: Any, share: float = 0.05) -> bool:
     """Return whether two final answers differ.
 
-    Texts, labels and counts must be equal. Floats may differ by `share` of the largest value, which
-    covers what tolerated differences of earlier steps change.
+    Texts, labels and counts must be equal. Floats and pixels can differ by `share` of the largest
+    value, which covers the effect of tolerated differences of earlier steps.
     """
     distance = measure_step(reference, value)
     if distance.mismatch or distance.changed:

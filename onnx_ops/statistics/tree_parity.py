@@ -158,18 +158,19 @@ def measure_within_envelope(
     """Measure how far an export's output lies outside a jumping model's envelope.
 
     For floats, the error is the largest distance beyond the bounds. The noise is that of
-    `parity.measure_output`, over the rows whose bounds are closer together than the noise.
+    `parity.measure_output`, over the rows whose bounds are at most `_BEYOND` floors apart.
 
-    For other types, the error is the share of rows with an answer that is not among the bounds. A
-    place whose answers differ between copies of a row is unsure. Its answer may also be that of
-    another unsure place of that row, since a ranking of ties has any order.
+    For other types, the error is the share of rows with an answer that is not among the bounds, and
+    does not tie with the exact one. A place whose answers differ between copies of a row is unsure.
+    Its answer can also be that of another unsure place of that row, since a ranking of ties has any
+    order.
 
     Rows that differ from the source's exact answer and lie within the bounds are `explained`.
 
     Args:
         bounds: the bounds of this output, from `compute_envelope`.
-        made_up: whether the rows are generated. Any order of such a row with ties is explained,
-            since its ties do not occur in use.
+        made_up: whether the rows are generated. Any answer to such a row with an unsure place is
+            explained, since its ties do not occur in use.
     """
     plain = measure_output(
         group=group, output=output, onnx=onnx, single=single, double=double, rounding=rounding
