@@ -18,7 +18,7 @@ _LABELS = ("label", "labels", "class", "classes", "class_id", "class_ids", "cate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detections:
-    """Boxes (n, 4), scores (n,) and labels of n objects, by falling score."""
+    """Boxes (n, 4), scores (n,) and labels of n objects, by falling score if known."""
 
     boxes: Floats
     scores: Floats | None
@@ -32,7 +32,7 @@ def read_detections(value: Any) -> Detections | None:
     """Return the objects of a value; None if it has no boxes.
 
     A value is a list of mappings, a mapping of arrays, or an array (n, 4 to 6) with boxes, scores
-    and classes.
+    and classes. An array (n, 4) has boxes only if its columns can be corners.
     """
     if isinstance(value, Mapping):
         boxes = _find(value, _BOXES)
@@ -61,7 +61,7 @@ def _read_mappings(value: Sequence[Mapping[str, Any]]) -> Detections | None:
 
 
 def _are_corners(value: npt.NDArray[Any]) -> bool:
-    """Return whether four columns are corners of boxes instead of scores of four classes."""
+    """Return whether four columns are box corners, not the scores of four classes."""
     return len(value) > 1 and bool((value[:, 2:] > value[:, :2]).all())
 
 
@@ -87,7 +87,7 @@ def _build(boxes: Any, scores: Any, labels: Any) -> Detections | None:
 
 
 def explain_detections(reference: Any, value: Any) -> str:
-    """Return how the candidate's objects differ from the reference; empty if unknown."""
+    """Return how the candidate's objects differ from the reference; empty if unclear."""
     ours, theirs = read_detections(reference), read_detections(value)
     if ours is None or theirs is None:
         return ""
@@ -132,7 +132,7 @@ def _explain_count(ours: Detections, theirs: Detections) -> str:
 
 
 def _match(fewer: Floats, more: Floats) -> set[int] | None:
-    """Return which boxes of the longer list are in the shorter one; None if not all are."""
+    """Return the places in `more` of the boxes of `fewer`; None if a box is missing."""
     kept: set[int] = set()
     for box in fewer:
         tolerance = 1e-3 * (float(np.abs(box).max()) or 1.0)
@@ -148,7 +148,7 @@ def _match(fewer: Floats, more: Floats) -> set[int] | None:
 
 
 def _overlaps_kept(more: Detections, dropped: Sequence[int], kept: set[int]) -> bool:
-    """Return whether every dropped box overlaps a kept one that has a higher score."""
+    """Return whether each dropped box overlaps a kept one with at least its score."""
     scores = more.scores
     if not dropped or not kept or scores is None:
         return False
@@ -171,7 +171,7 @@ def _compute_iou(a: Floats, b: Floats) -> float:
 
 
 def _explain_boxes(ours: Floats, theirs: Floats) -> str:
-    """Return the format or the scale that makes boxes equal; empty if they are equal."""
+    """Return the format, order or scale that makes boxes equal; empty if equal."""
     size = float(np.abs(ours).max()) or 1.0
     if _is_close(ours, theirs, size):
         return ""
@@ -207,7 +207,10 @@ def _is_close(ours: Floats, theirs: Floats, size: float) -> bool:
 
 
 def _explain_coordinates(ours: Floats, theirs: Floats, size: float) -> str:
-    """Return the scale and offset of coordinates, as after a letterbox that is not undone."""
+    """Return the scale and offset that make coordinates equal, if there are any.
+
+    They differ in this way if only one side maps the boxes of a letterbox back.
+    """
     lines = []
     for columns in ((0, 2), (1, 3)):
         x, y = theirs[:, columns].reshape(-1), ours[:, columns].reshape(-1)
@@ -224,7 +227,9 @@ def _explain_coordinates(ours: Floats, theirs: Floats, size: float) -> str:
 
 
 def explain_labels(pairs: Sequence[tuple[Any, Any]]) -> str:
-    """Return whether labels are mapped in the same way wherever they occur.
+    """Return how labels differ: by a fixed mapping, or without one.
+
+    The text is empty if all labels are equal, or if there is only one label.
 
     Args:
         pairs: the source's and the candidate's label of each object or file.

@@ -1,4 +1,4 @@
-"""Explain the difference of two arrays: layout, channels, geometry, scale, resizing."""
+"""Explain the difference of two arrays: layout, channels, geometry, scale, size."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ from onnx_ops.statistics.differences.resampling import ResizeMatch, identify_res
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 _LARGEST = 600_000
-"""Elements of the arrays that hypotheses are tried on; larger arrays are thinned."""
+"""Maximum number of elements that hypotheses are compared on.
+
+Larger arrays are thinned for linear hypotheses, and are not tried for softmax and sigmoid. Crops
+are searched in arrays of up to four times this size.
+"""
 _EXPLAINED = 0.2
-"""Share of the difference that may remain for a hypothesis to explain it."""
+"""Share of the difference that can remain after a hypothesis that explains it.
+
+For a combination of changes, the weighted share can be twice as large.
+"""
 _SHIFTS = 24
 _SCALES = {255.0: "255", 256.0: "256", 127.5: "127.5", 32768.0: "32768", 32767.0: "32767"}
 
@@ -40,7 +47,7 @@ _GEOMETRY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hypothesis:
-    """What was changed about the candidate's value, and what it then looks like."""
+    """Changes of the candidate's value by name, and the changed value."""
 
     parts: tuple[str, ...]
     value: Floats
@@ -49,7 +56,7 @@ class _Hypothesis:
 def explain_arrays(
     reference: npt.NDArray[Any], value: npt.NDArray[Any], source: npt.NDArray[Any] | None = None
 ) -> str:
-    """Return how the candidate's array differs from the reference; empty if unknown.
+    """Return how the candidate's array differs from the reference; empty if unclear.
 
     Args:
         source: the reference's value before the step, if it is an array.
@@ -86,7 +93,10 @@ def find_channel_axis(shape: tuple[int, ...]) -> int | None:
 
 
 def _search_hypotheses(left: Floats, right: Floats) -> str:
-    """Return the simplest change after which the candidate's array equals the reference."""
+    """Return the simplest change that makes the arrays about equal; empty without one.
+
+    `left` is the reference, and `right` is the candidate's array, which is changed.
+    """
     best: tuple[float, tuple[str, ...]] | None = None
     spread = float(np.abs(left - left.mean()).mean()) or 1.0
     for hypothesis in _list_hypotheses(right, left.shape):
@@ -201,7 +211,10 @@ def _name_line(gain: float, offset: float, largest: float) -> str:
 
 
 def _fit_channels(left: Floats, right: Floats) -> tuple[tuple[str, ...], float]:
-    """Return the line of each channel, as another mean or standard deviation gives."""
+    """Return the line that fits each channel, and the mean difference that remains.
+
+    Another mean or standard deviation in a normalization causes such lines.
+    """
     lines = [_fit_line(x.reshape(-1), y.reshape(-1)) for x, y in zip(right, left, strict=True)]
     residual = float(
         np.mean(
@@ -237,7 +250,10 @@ def _fit_functions(left: Floats, right: Floats) -> Iterator[tuple[tuple[str, ...
 def _explain_resize(
     expected: npt.NDArray[Any], given: npt.NDArray[Any], source: npt.NDArray[Any] | None
 ) -> str:
-    """Return how both sides resize the picture before the step, if they differ in this."""
+    """Return how the two sides resize the picture `source`, if they differ.
+
+    The text is empty if they do not differ, or if a way of resizing is not identified.
+    """
     if source is None or source.dtype != np.uint8 or find_channel_axis(source.shape) != 2:
         return ""
     if expected.ndim != 3 or given.ndim != 3 or expected.shape[:2] == source.shape[:2]:
@@ -270,7 +286,7 @@ def _explain_shape(left: Floats, right: Floats) -> str:
 
 
 def _explain_length(left: Floats, right: Floats) -> str:
-    """Return the sample rates that the lengths of two signals show."""
+    """Return the sample rates that fit the lengths of two signals, or both lengths."""
     rates = (8000, 11025, 16000, 22050, 24000, 32000, 44100, 48000)
     ratio = right.size / left.size
     pairs = [(a, b) for a in rates for b in rates if a != b and abs(ratio * a / b - 1.0) < 2e-3]
@@ -284,7 +300,7 @@ def _explain_length(left: Floats, right: Floats) -> str:
 
 
 def _explain_crop(left: Floats, right: Floats) -> str:
-    """Return the shift that makes two pictures equal where they overlap."""
+    """Return the shift that makes two pictures about equal where they overlap."""
     if left.ndim not in (2, 3) or left.size > _LARGEST * 4:
         return ""
     channel = find_channel_axis(left.shape)
@@ -305,7 +321,10 @@ def _explain_crop(left: Floats, right: Floats) -> str:
 
 
 def _list_shifts(left: Floats, right: Floats, reach: int) -> Iterator[tuple[int, int]]:
-    """Yield the shifts near the peak of the correlation of two pictures."""
+    """Yield up to 12 shifts with the highest phase correlation of two pictures.
+
+    Kuglin and Hines 1975, Proc. IEEE Int. Conf. on Cybernetics and Society, 163-165.
+    """
     spectrum = np.fft.fft2(left - left.mean()) * np.conj(np.fft.fft2(right - right.mean()))
     correlation = np.real(np.fft.ifft2(spectrum / np.maximum(np.abs(spectrum), 1e-12)))
     for flat in np.argsort(correlation, axis=None)[::-1][:12]:
@@ -324,7 +343,7 @@ def _cut(array: Floats, down: int, across: int) -> Floats:
 
 
 def _explain_borders(left: Floats, right: Floats) -> str:
-    """Return whether only one of two pictures has borders of one color."""
+    """Return which picture has wider borders of one color; empty without a difference."""
     borders = [_measure_borders(array) for array in (left, right)]
     if max(borders) < 0.04 or abs(borders[0] - borders[1]) < 0.03:
         return ""
@@ -333,7 +352,10 @@ def _explain_borders(left: Floats, right: Floats) -> str:
 
 
 def _measure_borders(array: Floats) -> float:
-    """Return the share of a picture's rows and columns at its ends that have one color."""
+    """Return the share of rows or columns at a picture's ends that have one color.
+
+    It is the larger of the two shares.
+    """
     channel = find_channel_axis(array.shape)
     picture = np.moveaxis(array, channel, -1) if channel is not None else array[..., None]
     if picture.ndim != 3:
@@ -349,7 +371,7 @@ def _measure_borders(array: Floats) -> float:
 
 
 def _explain_rest(left: Floats, right: Floats) -> str:
-    """Return whether one picture is sharper, which another resize filter causes."""
+    """Return which picture is sharper, as after another filter; empty if unclear."""
     channel = find_channel_axis(left.shape)
     if channel is None or left.size < 192:
         return ""

@@ -1,4 +1,4 @@
-"""Resize pictures with the filters of common libraries, and find which one made a picture."""
+"""Resize pictures with the filters of common libraries, and identify a filter."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ KERNELS: Mapping[str, tuple[Kernel, float]] = {
 """Kernels and their radius, as in Pillow's `Resample.c`."""
 
 PLAIN = {"bilinear": (_triangle, 1.0), "bicubic": (_cubic(-0.75), 2.0)}
-"""Kernels without antialiasing, as in OpenCV and `torch.nn.functional.interpolate`."""
+"""Kernels and their radius for resizing without antialiasing.
+
+They are those of OpenCV and `torch.nn.functional.interpolate`.
+"""
 
 FILTERS = (
     *KERNELS,
@@ -61,7 +64,7 @@ FILTERS = (
 
 
 def resize(picture: Floats, size: tuple[int, int], name: str) -> Floats:
-    """Return a (height, width, channels) picture in another size, by the name of a filter."""
+    """Resize a picture (height, width, channels) with a filter of `FILTERS`."""
     rows = _build_weights(picture.shape[0], size[0], name)
     columns = _build_weights(picture.shape[1], size[1], name)
     narrow = np.einsum("ow,hwc->hoc", columns, picture, optimize=True)
@@ -87,7 +90,10 @@ def _build_weights(old: int, new: int, name: str) -> Floats:
 
 
 def _build_plain_weights(old: int, centers: Floats, kernel: Kernel, radius: float) -> Floats:
-    """Return weights with the borders repeated outside the picture."""
+    """Return the weights of a kernel without antialiasing.
+
+    Outside the picture, its borders are repeated.
+    """
     weights = np.zeros((len(centers), old))
     reach = int(radius)
     for index, center in enumerate(centers - 0.5):
@@ -99,7 +105,7 @@ def _build_plain_weights(old: int, centers: Floats, kernel: Kernel, radius: floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeMatch:
-    """The way of resizing that gives a picture, and the mean difference from it in levels."""
+    """A way of resizing, its filter, and the mean difference from a picture in levels."""
 
     way: str
     filter_name: str
@@ -108,6 +114,8 @@ class ResizeMatch:
 
 def identify_resize(source: npt.NDArray[Any], result: npt.NDArray[Any]) -> ResizeMatch | None:
     """Return the way and the filter that come closest to a resized picture.
+
+    Return None if the numbers of channels differ, or a picture has over four million values.
 
     Args:
         source: the (height, width, channels) picture before the step.

@@ -83,7 +83,7 @@ def _flatten(array: npt.NDArray[Any]) -> list[int]:
 def _find_padding(ids: Sequence[int], other: Sequence[int]) -> int | None:
     """Return the id that pads one end; None if there is none.
 
-    A single id at an end pads only if it also does in the other sequence, or if it is 0.
+    A single id at an end pads only if it is 0, or if the other sequence ends with several of it.
     """
     for end, step in ((ids[-1], -1), (ids[0], 1)):
         run = 0
@@ -132,7 +132,10 @@ def _explain_special(a: Sequence[int], b: Sequence[int]) -> str:
 
 
 def _is_cut(longer: Sequence[int], shorter: Sequence[int]) -> bool:
-    """Return whether one more id at the end is more likely a longer text than a special token."""
+    """Return whether `shorter` was probably cut, instead of lacking a special token.
+
+    Cut sequences often have a multiple of 8 ids.
+    """
     return len(shorter) >= 8 and len(shorter) % 8 == 0 and list(longer[: len(shorter)]) == shorter
 
 
@@ -161,7 +164,10 @@ def _take_equal(a: Sequence[int], b: Sequence[int]) -> list[int]:
 
 
 def _overlap(a: Sequence[int], b: Sequence[int]) -> bool:
-    """Return whether the end of one sequence is the beginning of the other."""
+    """Return whether the end of one sequence is the beginning of the other.
+
+    At least a quarter of the ids, and at least three, must be common.
+    """
     length = len(a)
     return any(
         list(x[-size:]) == list(y[:size])

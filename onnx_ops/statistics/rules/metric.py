@@ -42,7 +42,7 @@ Results of older evidence have no p-values.
 """
 
 EVEN_ROWS = 75
-"""Minimum effective number of rows or groups for a PASS of an error limit.
+"""Minimum effective number of rows or groups for a PASS of `max` for a mean loss.
 
 The number was chosen by simulation.
 """
@@ -58,9 +58,9 @@ The share is about 1/3 for normally distributed errors.
 class MetricLimit:
     """One limit of a metric gate.
 
-    A limit of a change is compared with an interval. `max_drop` limits candidate minus baseline,
-    and `max_increase` limits candidate / baseline - 1. `plain` is True if values have the label's
-    unit.
+    It is compared with an interval: `min` and `max` with that of the candidate's value, `max_drop`
+    with that of candidate minus baseline, and `max_increase` with that of candidate / baseline - 1.
+    `plain` is True if values have the label's unit.
     """
 
     kind: Literal["max_drop", "max_increase", "min", "max"]
@@ -84,7 +84,7 @@ class MetricLimit:
 
     @property
     def unit(self) -> str:
-        """Return `1` for shares, or an empty text for values in the label's unit."""
+        """Return `1` for shares and changes, or an empty text for the label's unit."""
         return "" if self.plain and not self.of_change else "1"
 
     @property
@@ -159,9 +159,9 @@ def list_entries(name: str, evidence: Evidence) -> list[Entry]:
 def explain_unscored(
     metrics: Collection[str], scores: Sequence[ScoreComparison]
 ) -> Mapping[str, str]:
-    """Return why the candidate has no value of these metrics, by metric.
+    """Return why the measurement of the candidate failed, by metric.
 
-    Metrics with a value have no entry.
+    Other metrics have no entry, even if they are undefined or the model's outputs are broken.
     """
     return {
         score.metric: score.failed
@@ -310,7 +310,8 @@ def _get_rest(limit: MetricLimit, entry: ScoreComparison) -> float | None:
 def _p_value(limit: MetricLimit, entry: Entry, interval: Interval) -> float:
     """Return the p-value of a limit.
 
-    The p-value is exact for counts. For scores, the estimate is assumed to be normally distributed.
+    For counts, it is that of Tango's score for a change, and of the exact binomial test for a
+    value. For scores, the estimate is assumed to be normally distributed.
     """
     if isinstance(entry, PairedCounts):
         return (change_p_value if limit.of_change else value_p_value)(entry, limit.bound)
@@ -327,6 +328,7 @@ def _find_interval(limit: MetricLimit, entry: Entry) -> Interval | None:
     """Return the interval that the limit is compared with.
 
     For counts, it is Tango's interval of the change, or the Clopper-Pearson interval of the value.
+    Return None if the measurement has no interval for this kind of limit.
     """
     if isinstance(entry, PairedCounts):
         if limit.kind == "max_drop":
@@ -405,7 +407,7 @@ def _describe_interval(name: str, limit: MetricLimit, entry: Entry, interval: In
 
 
 def _explain_indecision(limit: MetricLimit, entry: Entry, interval: Interval) -> str:
-    """Return why a limit is undecided, and how many rows would decide it."""
+    """Return why a limit is undecided, with advice on the number of rows."""
     reason = ""
     if isinstance(entry, ScoreComparison):
         reason += _explain_few_rows(limit, entry)

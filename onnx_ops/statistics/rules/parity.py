@@ -60,7 +60,7 @@ faults gave a relative error of 1.3 and more.
 """
 
 SATURATION_WARNING = 0.03
-"""Share of saturated values above which they are reported as advice."""
+"""Share of saturated values above which the reason of a PASS advises more rows."""
 
 _NAMED = 3
 
@@ -70,7 +70,11 @@ _RARE = 0.01
 
 @judge_gate.register
 def judge_parity(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge a float variant by its outputs, a quantized one by its export and weights."""
+    """Judge a float variant by its outputs, a quantized one by its export and weights.
+
+    The activations of a quantized variant are judged too. Trees, coverage, unused inputs, the
+    source and batches are judged for both, if they were measured.
+    """
     if not evidence.quantized:
         yield from _judge_outputs(
             OUTPUTS, OUTPUTS_OUTSIDE, gate, evidence.parity, evidence.divergence
@@ -94,9 +98,10 @@ def _judge_outputs(
     measurements: Sequence[ParityMeasurement],
     divergence: Divergence | None,
 ) -> Iterator[GateResult]:
-    """Yield the verdict on inputs that callers can send.
+    """Yield the verdict on the groups of inputs that the gate enforces.
 
-    If other inputs differ, one advisory line follows.
+    These are the inputs that callers can send, unless the gate sets another rule for a group. If
+    advisory groups differ, one advisory line follows.
     """
     binding = [m for m in measurements if gate.rule(m.group, inside=m.inside) == "fail"]
     outside = [m for m in measurements if gate.rule(m.group, inside=m.inside) == "advise"]

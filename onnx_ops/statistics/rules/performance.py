@@ -56,7 +56,7 @@ PROCESS_FIGURES = {"load": "load time", "first": "first inference", "peak": "pea
 def _judge_ratio(
     gate: str, metric: str, measured: LatencyComparison | PairedRatios, max_regression: float
 ) -> GateResult:
-    """Judge a ratio, unless the host is too biased for a verdict."""
+    """Judge a ratio; it is INCONCLUSIVE if the host is too biased for a verdict."""
     comparison = compare(measured.log_ratios, tolerance=max_regression)
     noisy = explain_withheld_verdict(measured.log_ratios, measured.self_log_ratios, max_regression)
     limit = f"{1 + max_regression:.4g}x"
@@ -337,7 +337,10 @@ def judge_size(gate: SizeGate, evidence: Evidence) -> Iterator[GateResult]:
 
 
 def judge_provider(evidence: Evidence) -> Iterator[GateResult]:
-    """Yield a result if another provider than the requested one was measured."""
+    """Yield a result unless the requested provider was measured on all its nodes.
+
+    It is an ERROR if another provider ran, and INCONCLUSIVE if this was not recorded.
+    """
     facts = evidence.runtime
     first = facts.asked[0] if facts and facts.asked else ""
     verdict, reason = Verdict.INCONCLUSIVE, ""

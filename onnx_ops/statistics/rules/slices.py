@@ -1,4 +1,4 @@
-"""Rule of the gate on slices: no slice loses more than a limit, under one family error.
+"""Rule of the gate on slices: no slice loses more than a limit.
 
 A slice fails if its p-value, corrected for all judged slices, is at most 5 %. The gate passes if
 each judged slice keeps the limit with its own interval. This needs no correction: if one slice
@@ -44,7 +44,7 @@ _NAMED = 3
 """Maximum number of slices that a reason names."""
 
 _FAR = 100
-"""Multiple of the present rows above which a number of rows is not a useful advice."""
+"""Multiple of the present rows above which no number of rows is advised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class _Comparison:
 
 @judge_gate.register
 def judge_slices(gate: SlicesGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge each limit in all slices together, against each model that the limit applies to."""
+    """Judge each limit in all slices together, for each model that it applies to."""
     definition = gate.definition()
     limits = tuple(list_limits(gate))
     if not limits:
@@ -228,7 +228,7 @@ def _apply_correction(
 
 
 def _advise_rows(limit: MetricLimit, result: SliceResult, count: int) -> str:
-    """Return how many rows of the slice would decide it, if the estimate stays the same."""
+    """Return how many rows of the slice would decide it at the same estimate."""
     if result.estimate is None or result.low is None or result.high is None:
         return ""
     excess = result.estimate - limit.bound if limit.from_above else limit.bound - result.estimate
@@ -259,7 +259,7 @@ def _summarize(
     skipped: Sequence[SliceResult],
     fewest: int,
 ) -> GateResult:
-    """Return the result of all slices together, with the figures of the worst slice."""
+    """Return the result of all slices together, with the values of the worst slice."""
     limit = comparison.limit
     blank = GateResult(
         gate="slices",

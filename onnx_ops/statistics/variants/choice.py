@@ -46,7 +46,10 @@ _AS_FAST = 0.9
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A passing variant; a smaller `key` is better, and file order decides ties."""
+    """A passing variant; a smaller `key` is better.
+
+    Its size decides ties, then its `place`, the order in the pipeline file.
+    """
 
     decision: Decision
     key: Interval | None
@@ -157,8 +160,8 @@ def _drop_beaten(
 ) -> list[_Candidate]:
     """Return the variants that beat a passing export with confidence.
 
-    If no variant does, return the export. If size or accuracy is preferred, return all candidates
-    including the export.
+    If no variant does, return the export. If size or accuracy is preferred, or the export does not
+    pass, return all candidates.
     """
     if policy.objective not in ("latency", "cost") or export is None:
         return candidates

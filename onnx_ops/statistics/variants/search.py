@@ -47,7 +47,7 @@ class ProbeNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopSearch:
-    """The step to end the search; `timed_out` is True if recipes were not tried."""
+    """The step to end the search; `timed_out` is True if time was short for a step."""
 
     reason: str
     timed_out: bool = False
@@ -289,7 +289,7 @@ def _stays_in_int8(state: SearchState, current: Trial, without: Trial) -> bool:
     """Return whether a node can return to int8.
 
     The metric must be within the budget without the node in float, and float must not be faster
-    with confidence.
+    with confidence on every target.
     """
     faster_in_float = bool(without.ratios) and all(
         name in current.ratios and current.ratios[name].high < one.low
@@ -343,7 +343,7 @@ def _make_contribution(
 
 
 def compute_pareto_front(state: SearchState) -> tuple[int, ...]:
-    """Return the eligible trials that neither another trial nor fp32 dominates."""
+    """Return the numbers of eligible trials that no other trial or fp32 dominates."""
     targets = sorted({name for trial in state.trials for name in trial.ratios})
     points = [
         (n, _get_costs(trial, targets))
@@ -415,7 +415,7 @@ def _was_measured(trial: Trial) -> bool:
 
 
 def find_closest_trial(state: SearchState) -> int | None:
-    """Return the trial that loses the least of the metric; None if none was measured.
+    """Return the number of the trial with the least loss; None if none was measured.
 
     Among equal trials, the fastest is returned.
     """
@@ -456,7 +456,8 @@ def _find_smallest(
 ) -> tuple[int | None, str]:
     """Return the smallest trial, if it is notably smaller than its rivals.
 
-    The rivals are fp32 and the trial with the role `fast`.
+    The rivals are fp32 and `beside`, the trial with the role `fast`. If `beside` is the smallest
+    trial, it is returned.
     """
     trials = state.trials
     least = min(places, key=lambda n: (trials[n].size_bytes, compute_time_ratio(trials[n]), n))
@@ -476,8 +477,9 @@ def _find_most_exact(
 ) -> tuple[int | None, str]:
     """Return the most exact trial, if it is notably more exact than its rival.
 
-    The rival is the trial with the role `fast`. A difference is notable if it exceeds a quarter of
-    the drop that the budget allows.
+    The rival is `beside`, the trial with the role `fast`. If it is the most exact trial, or is
+    None, the most exact trial is returned. A difference is notable if it exceeds a quarter of the
+    drop that the budget allows.
     """
     trials = state.trials
     best = min(places, key=lambda n: (_compute_loss(trials[n]), compute_time_ratio(trials[n]), n))
