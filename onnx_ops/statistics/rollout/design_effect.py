@@ -31,7 +31,8 @@ MIN_INTERVALS = 3
 _FEW = 2.0
 """Correction for few intervals.
 
-A dispersion from n intervals is multiplied by 1 + 2 / n.
+A dispersion from n intervals is multiplied by 1 + 2 / n. For a service level, 2 is added to both
+parts of the ratio.
 """
 OUTAGE_SHARE = 0.3
 """Share of an interval's requests that a future outage may fail.

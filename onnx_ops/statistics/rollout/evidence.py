@@ -165,13 +165,21 @@ def average_evidence(evidences: npt.ArrayLike) -> Array:
     """Return log10 of the evidence that any of several null hypotheses is false.
 
     It is the mean of the evidence, which is valid for any e-processes (Vovk and Wang 2021, Ann.
-    Stat. 49:1736-1754). The last axis is that of the hypotheses.
+    Stat. 49:1736-1754).
+
+    Args:
+        evidences: (..., hypotheses) log10 of the evidence against each hypothesis.
     """
     return log_mean_exp(np.asarray(evidences, dtype=np.float64) * math.log(10)) / math.log(10)
 
 
 def measure_evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0) -> float:
-    """Return log10 of the evidence of all intervals."""
+    """Return log10 of the evidence of all intervals against the tolerated odds ratio.
+
+    Args:
+        table: (intervals, 4) as in `compute_log_likelihood`.
+        effect: design effect of the counts.
+    """
     return float(compute_log10_evidence(_summed(table, make_alternatives(tolerated)) / effect))
 
 

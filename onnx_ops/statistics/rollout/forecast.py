@@ -38,13 +38,14 @@ HARM_TIMES = 3.0
 The default harm is at least 1 % of requests.
 """
 HARM_SLOWER = 1.1
-"""Harm by default: latencies that exceed the tolerated slow-down by a tenth."""
+"""Factor on the tolerated ratio of latencies for the default harm."""
 
 
 def choose_harms(policy: RolloutPolicy, traffic: Traffic) -> tuple[Harm, ...]:
     """Return the harms that are searched for by default.
 
-    They are what the guardrails of the policy tolerate, times `HARM_TIMES` or `HARM_SLOWER`.
+    They are what the guardrails and the shadow trial of the policy tolerate, times `HARM_TIMES` or
+    `HARM_SLOWER`. A cold start has no default harm.
     """
     harms = []
     for rail in policy.guardrails:

@@ -58,9 +58,12 @@ _MAX_EVENTS = 1000
 Fewer observations with the same rates are less evidence, and this many decide anyway.
 """
 _PLACES = 4
-"""Number of simulated places of `latency`: those that the harm changes most."""
+"""Maximum number of simulated places of a guardrail; the harm changes these most."""
 SPREAD = 0.5
-"""Standard deviation of log latency that is assumed if the histogram is unknown."""
+"""Standard deviation of log latency that is assumed without a usable histogram.
+
+A histogram is usable from `guardrails.FEWEST_REQUESTS` requests.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +71,8 @@ class _Search:
     """The search for a harm over the steps of simulated rollouts.
 
     `is_open` marks the rollouts that have neither found the harm nor paused, `begun_s` when their
-    present step began, and `found_s` when the harm was found. `wealth` is that of the gamblers at
-    each place, before the present step.
+    present step began, and `found_s` when the harm was found. `wealth` is the log wealth of the
+    gamblers (see `unit_evidence`) at each place, before the present step.
     """
 
     is_open: Flags
@@ -299,7 +302,7 @@ class HarmSearch:
         return np.asarray(np.resize(found, ROLLOUTS) / self._rates)
 
     def _search_feedback(self, step: PlannedStep, test: SplitTest, harm: Harm) -> Array:
-        """Search for a worse success rate in an A/B test of equally successful users."""
+        """Search for another success rate in an A/B test of equally successful users."""
         traffic = self._traffic
         if not traffic.feedback * traffic.success or any(self._waits.wait_for_users(step)):
             return np.full(ROLLOUTS, np.inf)
@@ -380,7 +383,10 @@ def _draw_bins(
 
 
 def _make_grid(ends: Array) -> npt.NDArray[np.int64]:
-    """Return ascending numbers of epochs: a geometric sequence and quantiles of ends."""
+    """Return ascending numbers of epochs or intervals to evaluate.
+
+    They are a geometric sequence, and quantiles of the ends.
+    """
     finite = ends[np.isfinite(ends)]
     middle = float(np.median(finite)) if len(finite) else _BEYOND
     most = int(min(1e7, max(_BEYOND, _BEYOND * middle)))

@@ -77,7 +77,7 @@ class UnitModel:
         return float(max(0.02, 1 - share * (self.members * active**2).sum() / self.units))
 
     def draw_units(self, epochs: Array, random: np.random.Generator) -> Counts:
-        """Draw the numbers of units in whole numbers of epochs."""
+        """Draw the number of units in each number of epochs, which can be a fraction."""
         if not self.has_users:
             return np.asarray(random.poisson(self.requests * epochs), dtype=np.int64)
         active = -np.expm1(-self.activity)

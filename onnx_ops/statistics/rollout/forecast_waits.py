@@ -31,10 +31,10 @@ SEED = 20_240_229
 ROLLOUTS = 200
 """Number of simulated rollouts."""
 LOOKS = 40
-"""Number of times at which evidence is evaluated, in a geometric sequence."""
+"""Maximum number of times at which evidence is evaluated, in a geometric sequence."""
 _LEVEL_ROLLOUTS = 96
 _UNKNOWN_SHARE = 0.25
-"""Share of simulated rollouts with an uneven rate, and share with errors in bunches.
+"""Share of simulated rollouts with an uneven rate, and share with bunched errors.
 
 These shares and the ranges below are those of the rollouts of `benchmarks.forecast_truth`.
 """
@@ -47,7 +47,10 @@ _SKEWS = 0.05, 0.35, 0.65, 0.95
 _MAX_INTERVALS = 4000
 _MERGED_REQUESTS = 2.0
 _LEVEL_BEYOND = 4.0
-"""Multiple of the shortest time up to which a service level is searched for."""
+"""Multiple of the shortest time up to which a service level is searched for.
+
+At least `_MAX_INTERVALS` are searched, if the step does not pause before.
+"""
 INTERVAL_S = 60.0
 """Time between two recorded readings of a metrics source, in seconds."""
 WARM_UP_REQUESTS = 64
@@ -84,7 +87,10 @@ class WaitSimulation:
         self._certified: dict[tuple[int, float], Array] = {}
 
     def find_limit(self, step: PlannedStep) -> float:
-        """Return the time after which a step pauses; an A/B test ends with its duration."""
+        """Return the time after which a step pauses; infinite without such a limit.
+
+        A cold start and an A/B test have no limit: the test ends with its duration.
+        """
         return math.inf if step.kind in ("cold", "ab_test") else self.policy.step_timeout
 
     def find_ends(self, index: int, waits: Sequence[SimulatedWait]) -> Array:
@@ -142,9 +148,9 @@ class WaitSimulation:
         return SimulatedWait("copies", needed, times, rate)
 
     def wait_for_users(self, step: PlannedStep) -> Iterator[SimulatedWait]:
-        """Yield the wait for users of an A/B test, who stay with a version.
+        """Yield an infinite wait if a version of an A/B test gets too few users.
 
-        The test cannot decide if a version has too few users.
+        The test cannot decide then: users stay with a version, so that their number does not grow.
         """
         model = self.epoch
         if model.has_users and self.cadence.source == "units":
@@ -277,7 +283,7 @@ class WaitSimulation:
         return np.asarray(np.sort(shown)[places])
 
     def _draw_unknown(self, random: np.random.Generator, minutes: float) -> _UnknownTraffic:
-        """Draw what is not known about the traffic, for intervals of some minutes."""
+        """Draw unknown properties of the traffic, for intervals of this many minutes."""
         column = _LEVEL_ROLLOUTS, 1
         strata = (np.arange(_LEVEL_ROLLOUTS) + 0.5) / _LEVEL_ROLLOUTS
 
@@ -309,10 +315,12 @@ class WaitSimulation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _UnknownTraffic:
-    """What is not known about the traffic, in each simulated rollout; shape (rollouts, 1).
+    """Unknown properties of the traffic in each simulated rollout.
 
-    `rate` is a factor. `clumps` is the index of dispersion of a version's requests in an epoch less
-    one, for a version with hardly any traffic.
+    All arrays have the shape (rollouts, 1). `rate` is a factor on the measured rate, and `errors`
+    is the share of failed requests. `uneven` is the coefficient of variation of the rate. `bunch`
+    is the number of failed requests that come together. `clumps` is the index of dispersion of a
+    version's requests in an epoch less one, for a version with hardly any traffic.
     """
 
     rate: Array

@@ -46,7 +46,7 @@ MISMATCH_LIMIT = 3.0
 A correct split reaches it with a probability of at most 0.1 %.
 """
 MISMATCH_TOLERANCE = 0.1
-"""Tolerated relative deviation of the candidate's share of requests.
+"""Tolerated deviation of the split, as a share of the smaller version's weight.
 
 Users are not equally active.
 """
@@ -196,9 +196,10 @@ def count_slower_intervals(
     This weaker rule is for sources that report percentiles of each interval, but do not count
     requests above a threshold. An interval is a sign against the candidate if its percentile is
     more than a tenth above the stable version's. For a candidate that is not slower, the
-    probability of a sign is at most one half. The rule needs at least nine intervals, assumes that
-    they are independent, and detects no slow-down below a tenth. Percentiles of few requests are
-    biased, so intervals with fewer than `MIN_SIGN_REQUESTS` of either version are skipped.
+    probability of a sign is at most one half. The rule needs at least six intervals for one
+    guardrail and eight for three. It assumes that they are independent, and detects no slow-down
+    below a tenth. Percentiles of few requests are biased, so intervals with fewer than
+    `MIN_SIGN_REQUESTS` of either version are skipped.
     """
     slower = compared = 0
     for interval in intervals:
@@ -266,10 +267,11 @@ def compute_mismatch_evidence(
 ) -> Array:
     """Return log10 evidence that the candidate's share of requests is wrong.
 
-    The share is wrong if it differs from the candidate's weight by more than a tenth. The evidence
-    is a beta-binomial mixture, divided by the likelihood of the best fit within the tolerance. It
-    is therefore valid for each split within the tolerance (universal inference: Wasserman, Ramdas
-    and Balakrishnan 2020, PNAS 117:16880-16890). The arguments broadcast.
+    The share is wrong if it differs from the candidate's weight by more than a tenth of the smaller
+    version's weight. The evidence is a beta-binomial mixture, divided by the likelihood of the best
+    fit within the tolerance. It is therefore valid for each split within the tolerance (universal
+    inference: Wasserman, Ramdas and Balakrishnan 2020, PNAS 117:16880-16890). The arguments
+    broadcast.
 
     Args:
         percent: the requested share, strictly between 0 and 100.

@@ -42,7 +42,8 @@ def analyze(
 ) -> AnalysisResult | None:
     """Judge the counts of the rollout in progress.
 
-    Return None if the counts are missing, or are those of another candidate or step.
+    Return None if the policy has no analysis, or if the counts are missing, or are those of another
+    candidate or step.
     """
     if observations is None or roles.candidate is None or not policy.is_analyzed:
         return None
@@ -175,7 +176,8 @@ def _add_evidence(
 def count_events(place: str, intervals: Sequence[ObservationInterval]) -> list[Row]:
     """Return events and requests of both versions by interval.
 
-    `place` is a guardrail, or a place of a guardrail.
+    `place` is a guardrail, or a place of a guardrail. Intervals without counts of its events are
+    left out.
     """
     rows = []
     for interval in intervals:
@@ -235,7 +237,7 @@ def _measure_place(place: str, tolerated: float, observations: Observations) -> 
 
 
 def _is_drawn(observations: Observations) -> bool:
-    """Return whether the source counts units that each epoch assigns anew."""
+    """Return whether the present step has units that each epoch assigns anew."""
     return any(split.step == observations.step for split in observations.drawn)
 
 
@@ -486,7 +488,7 @@ def _get_events(place: str, tally: RequestCounts) -> tuple[int | None, int]:
 
 
 def _describe_failure(observations: Observations, here: Sequence[ObservationInterval]) -> str:
-    """Describe a gross failure of the candidate; return an empty text without one."""
+    """Describe a gross failure or refusals of the candidate; empty without any."""
     if _is_drawn(observations):
         return _describe_failing_units(observations)
     canary, stable = _sum_versions(here)

@@ -4,11 +4,11 @@ It is valid at the end of every epoch. In a canary step, a coin decides which ve
 a cell of users in one epoch, or a request without a key. Only the coin is assumed to be random;
 users, bursts, outages and drift may have any form. A unit has a badness y in [0, 1], the share of
 its requests that were events. Under the null hypothesis, the candidate makes no unit more than tau
-times as bad: y1 <= tau * y0, where y1 is the unit's badness under the candidate and y0 under the
-stable version.
+times (tau >= 1) as bad: y1 <= tau * y0, where y1 is the unit's badness under the candidate and y0
+under the stable version.
 
-With the candidate's share p, the coin Z (1: candidate), an increasing score h with h(0) = 0, and a
-fixed center m,
+With the candidate's share p, the coin Z (1: candidate), an increasing concave score h with h(0) =
+0, and a fixed center m,
 
     1 + lambda * ((h(y1) / tau - m) * (1 - p) * Z - (h(y0) - m) * p * (1 - Z))
 
