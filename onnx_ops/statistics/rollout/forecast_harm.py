@@ -349,7 +349,7 @@ def _find_places(policy: RolloutPolicy, traffic: Traffic) -> Mapping[str, _Laten
     if sum(counts) < guardrails.FEWEST_REQUESTS:
         from scipy.special import ndtr
 
-        # The bounds are those of the server's histogram: 16 for each doubling of the latency.
+        # The spacing is that of the server's histogram: 16 bounds for each doubling of the latency.
         bounds_s = tuple(2.0 ** (k / 16) for k in range(-64, 65))
         below = np.round(1e9 * ndtr(np.log(bounds_s) / SPREAD))
         counts = tuple(int(n) for n in np.diff(below, prepend=0, append=1e9))
