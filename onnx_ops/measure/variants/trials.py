@@ -53,9 +53,10 @@ PROBED, RANGED = 16, 16
 
 PAIRS, BLOCKS = 5, 2
 TIMED_S = 1.5
-"""Maximum seconds to time one model against fp32.
+"""Target time in seconds to time one model against fp32.
 
-They allow only a few runs; the gates make the final measurement.
+Slow models take longer, since each block has at least three runs. The time allows only a few runs;
+the gates make the final measurement.
 """
 
 _ALPHA = 0.05
@@ -90,7 +91,10 @@ class SearchContext:
 
 
 class TrialRunner:
-    """Builds and measures models of a search; fp32 is measured once."""
+    """Runner of trials, which builds and measures the models of a search.
+
+    The answers of fp32 are read once for each target. Times of fp32 are measured beside each model.
+    """
 
     def __init__(self, context: SearchContext, recipes: Mapping[str, Recipe]) -> None:
         self._context, self._recipes = context, recipes
