@@ -14,14 +14,15 @@ from onnx_ops.metric_formulas import Array
 from onnx_ops.ports import Tensors
 
 Decoder = Callable[[Tensors], Sequence[Any]]
-"""A function that takes the outputs of a batch by name, and returns one answer per row."""
+"""Function from the outputs of a batch, by name, to one answer per row."""
 
 
 def decode_outputs(definition: MetricDefinition, outputs: Tensors, decode: Decoder) -> Tensors:
     """Return the decoded answers as the only output, which has the function's name.
 
     Raises:
-        UserError: the function raises an error, or does not return one answer per row.
+        UserError: the function raises an error, or does not return one answer per row. An
+            OnnxOpsError of the function is raised unchanged.
     """
     rows = len(next(iter(outputs.values())))
     try:
@@ -47,7 +48,7 @@ def stack_answers(definition: MetricDefinition, answers: Sequence[Any]) -> Array
     """Return one array of the answers of all rows.
 
     Raises:
-        UserError: the answers are of different shapes or types.
+        UserError: the answers are of different shapes.
     """
     if any(isinstance(answer, str | bytes) for answer in answers):
         texts = np.empty(len(answers), dtype=object)

@@ -129,8 +129,8 @@ def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None
     """Return a stored data set.
 
     With an export, rows are on axis 0 of every input, and the types are those of the export's model
-    (see `convert_inputs`). The columns of a matrix are in the model's order. Inputs that the data
-    set lacks have the values of the rows that the model was exported with.
+    (see `convert_inputs`). The columns of a matrix are in the model's order. Inputs without rows
+    that the data set lacks have the values that the model was exported with.
     """
     arrays = load_arrays(store, manifest["dataset.npz"])
     dataset = Dataset(
@@ -198,7 +198,9 @@ def arrange_features(dataset: Dataset, features: Mapping[str, tuple[str, ...]]) 
 
 
 def convert_inputs(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
-    """Convert whole numbers to float32 where the model expects float32.
+    """Convert columns to float32 where the model expects float32.
+
+    Only columns of whole numbers or booleans are converted.
 
     Raises:
         UserError: a column has missing cells or fractions, and the model expects whole numbers.

@@ -30,7 +30,8 @@ def find_unused_inputs(
     """Return the inputs whose values change no answer to real rows.
 
     Each input in turn is replaced by its values from other rows, and by those from another group.
-    The result is empty if the model rejects the real rows.
+    An input without different values is not returned. The result is empty if the model rejects the
+    real rows or a replacement.
     """
     real = find_real_group(groups)
     if real is None:
@@ -51,9 +52,10 @@ def find_unused_inputs(
 
 
 def _select_rows(real: ReferenceGroup) -> Tensors:
-    """Return as many real rows as fit into `_BYTES` with a replacement for each input.
+    """Return as many real rows as fit into `_BYTES`.
 
-    At most `_ROWS` rows are returned, and at least 2 if the group has 2.
+    Each input also needs memory for two replacements. At most `_ROWS` rows are returned, and at
+    least 2 if the group has 2.
     """
     total = len(next(iter(real.inputs.values())))
     tensors = [*real.inputs.values(), *(real.single or real.double or {}).values()]

@@ -184,7 +184,7 @@ def measure_group(
     Args:
         roundings: rounding of each output, computed from the graph; by default, each output is
             measured as a whole.
-        known: noise of the columns of each output on real rows; used for groups of few rows.
+        known: noise of the columns of each output on real rows; used for batches of few rows.
     """
     measurements = []
     rows = len(next(iter(group.inputs.values())))

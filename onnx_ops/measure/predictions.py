@@ -97,7 +97,10 @@ def _select_output(definition: MetricDefinition, outputs: Tensors) -> Tensors:
 
 
 def _read_form(definition: MetricDefinition, named: Tensors) -> Prediction:
-    """Return the prediction from the first output that fits the metric."""
+    """Return the prediction from the first output that has the best possible form.
+
+    The forms of a metric are tried in order of preference.
+    """
     nouns = []
     for form in _FORMS[definition.reads]:
         nouns.append(form.noun)
@@ -260,7 +263,7 @@ _SET_FORMS: Mapping[AnswerKind | None, tuple[str, Callable[[Tensors], Prediction
         _make_mask,
     ),
 }
-"""The form of the kinds that are read from several outputs, or that need checks of their own."""
+"""Description and reader of the kinds that need several outputs or special checks."""
 
 _FORMS: Mapping[AnswerKind | None, Sequence[_Form]] = {
     **dict.fromkeys(_SET_FORMS, ()),
@@ -294,9 +297,10 @@ The key None is for custom metrics.
 def prepare_label(
     definition: MetricDefinition, label: Array | None, group: Array | None = None
 ) -> Array | None:
-    """Return the label as the metric needs it; None if the metric needs no label.
+    """Return the label as the metric needs it; None if it has none.
 
-    `group` numbers the query of each row for metrics of retrieval.
+    Only metrics of embeddings and tokens need no label. A label that they cannot read counts as
+    none. `group` numbers the query of each row for metrics of retrieval.
     """
     prepared = _convert_label(definition, label, group)
     if prepared is not None and definition.metric is not None:
@@ -425,7 +429,10 @@ def read_classes(label: Array, prediction: Prediction, definition: MetricDefinit
 
 
 def find_positive_label(definition: MetricDefinition, label: Array) -> str | int:
-    """Return the positive label: the configured one, or the greater of two labels."""
+    """Return the positive label: the configured one, or the greater of two labels.
+
+    Without a configured label, it is at least 1 for numbers.
+    """
     if definition.positive is not None:
         return str(definition.positive) if label.dtype.kind == "U" else definition.positive
     known = np.unique(label)
@@ -453,7 +460,10 @@ def read_positive_scores(
 
 
 _SUM_ERROR = 0.01
-"""Largest difference from 1 of the sum of probabilities; float16 of 1,000 classes stays below."""
+"""Maximum deviation of a sum of probabilities from 1.
+
+Probabilities of 1,000 classes in float16 deviate by less.
+"""
 
 
 def read_probabilities(definition: MetricDefinition, prediction: Prediction) -> Array:

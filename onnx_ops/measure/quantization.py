@@ -232,7 +232,8 @@ def measure_paired_weights(
             rounded = [pair for pair in pairs if pair.rounded]
             weights = [pair for pair in moved if pair.rounded]
             errors = _measure_layer_errors(runtime, exact, feeds, weights, write_with_layer_errors)
-            # Such a constant can be a bias that corrects the errors of quantized weights.
+            # A moved constant without a layer error can be a bias that corrects the errors of
+            # quantized weights.
             others = [pair for pair in moved if pair.name not in errors]
             biases = _measure_layer_errors(
                 runtime, exact, feeds, others, partial(_write_bias_errors, derived, rounded)

@@ -194,7 +194,7 @@ class _Source:
         )
 
     def changes(self, group: ReferenceGroup) -> str:
-        """Return how a second answer to the same rows differs; empty if it is equal."""
+        """Return how a second answer to the same rows differs; empty if they agree."""
         precision: Precision = "float64" if group.double else "float32"
         first = group.double or group.single or {}
         again = self.answer(group.inputs, precision) or {}
@@ -207,7 +207,8 @@ class _Source:
     def _bounds(self, tensors: Tensors, known: list[Tensors], *, made_up: bool) -> Tensors | None:
         """Return the envelope of the answers to the rows and to jittered copies.
 
-        The rows are processed in ranges. Return None if the number of answers depends on the rows.
+        The rows are processed in ranges. Return None if the source has no answers in float64, or
+        the number of answers depends on the rows.
         """
         count = _count_rows(tensors)
         row_bytes = sum(array.nbytes for array in tensors.values()) // count
@@ -228,8 +229,8 @@ class _Source:
     def _answer_jittered(self, rows: Tensors, *, seed: int, made_up: bool) -> Tensors | None:
         """Return the answers to jittered copies of the rows.
 
-        A source without trees answers only its ranked outputs. Return None if the number of answers
-        depends on the rows.
+        Of a source without trees, only the ranked outputs are returned. Return None if the source
+        has no answers in float64, or if their number depends on the rows.
         """
         jittered = jitter_rows(
             rows, seed=seed, ranks=not self.trees, parts_ties=made_up and not self.trees
@@ -388,7 +389,11 @@ def _make_samples_error(error: ValueError) -> UserError:
 def build_probes(
     path: Path, samples: Tensors, declared: Mapping[str, InputValues] | None = None
 ) -> dict[str, ProbeGroup]:
-    """Return the groups of inputs that the export accepts, real rows first."""
+    """Return the groups of inputs for the export and its source, real rows first.
+
+    Raises:
+        UserError: there are no rows, or declared values do not fit the type of an input.
+    """
     fixed = read_model_info(path).fixed_batch
     try:
         domains = learn_domains(

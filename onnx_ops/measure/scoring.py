@@ -143,7 +143,7 @@ def measure_metrics(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Comparable:
-    """Labels and answers of a metric, in the form of `score`, on all rows or on a slice."""
+    """Labels and answers of a metric on some rows, in the form of `score`."""
 
     definition: MetricDefinition
     label: Array | None
@@ -271,7 +271,7 @@ def add_default_metric(
 def find_label_problem(
     definition: MetricDefinition, dataset: Dataset, outputs: Tensors | None
 ) -> str:
-    """Return why a metric cannot be computed with the labels of a data set; empty if it can.
+    """Return why labels of a data set do not fit a metric; empty if they do.
 
     `outputs` have as many rows as there are labels, and the shapes and types of the model's
     answers. They are None if shapes and types are unknown. The function that decodes them is not

@@ -1,4 +1,4 @@
-"""Copy values of a system's steps, and convert them to the form that another step takes."""
+"""Copy values of a system's steps, and convert them for the next step."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ def read_array(value: Any) -> Any:
 
 
 def adapt_value(reference: Any, own: Any) -> Any | None:
-    """Return the source's value in the form of the candidate's; None if that is not possible.
+    """Return the source's value in the candidate's form; None if it does not fit.
 
-    The next step of the candidate then gets the source's value, so its difference is its own.
+    The next step of the candidate gets this value. Its own difference is then measured, without
+    those of earlier steps.
     """
     if isinstance(own, Mapping):
         if not isinstance(reference, Mapping) or reference.keys() != own.keys():
@@ -86,7 +87,7 @@ def _adapt_array(reference: Any, own: Any) -> Any | None:
 
 
 def _adapt_picture(reference: Any, own: Any) -> Any | None:
-    """Return a picture of Pillow."""
+    """Return the source's value as a Pillow picture; None if it does not fit."""
     if type(reference).__module__.startswith("PIL."):
         return reference.copy() if reference.mode == own.mode else None
     array = np.asarray(reference)

@@ -122,7 +122,10 @@ def _parse_line(place: Path, number: int, line: str) -> Any:
 
 
 def _check_file(raw: RawInput) -> None:
-    """Raise UserError if a file is empty, or its first bytes are those of another format."""
+    """Raise UserError if a file is empty, of another format, or a cut-off WAV file.
+
+    The format is checked by the first bytes, for the names of `_SIGNATURES`.
+    """
     if raw.path is None:
         return
     with raw.path.open("rb") as stream:
@@ -139,7 +142,10 @@ def _check_file(raw: RawInput) -> None:
 
 
 def _check_sound(path: Path, remedy: str) -> None:
-    """Raise UserError if a WAV file ends before its samples; other codings are not read."""
+    """Raise UserError if a WAV file ends before its samples.
+
+    Codings that the module `wave` cannot read are not checked.
+    """
     try:
         with wave.open(str(path), "rb") as sound:
             expected = sound.getnframes() * sound.getnchannels() * sound.getsampwidth()

@@ -82,7 +82,7 @@ def judge_system(request: SystemRequest) -> SystemJudgement:
 
 
 def _try_target(request: SystemRequest, target: Target) -> SystemJudgement:
-    """Compare both systems on a target; an error of the project's code is a result."""
+    """Compare both systems on a target; an error of the code or a graph is a result."""
     try:
         return judge_target(request, target)
     except (UserError, MeasurementError, StageError) as error:
@@ -136,12 +136,12 @@ def _make_judgement(
 
 
 def _is_rounded(system: System) -> bool:
-    """Return whether the candidate computes in fewer bits than the source's model may."""
+    """Return whether the candidate computes in another precision than float32."""
     return read_candidate_kind(system.candidate, system.candidate).candidate.precision != "float32"
 
 
 def _judge_step(step: StepMeasurement, tolerances: Tolerances, *, is_model: bool) -> GateResult:
-    """Return the result of one step; that of a rounded model does not enter the verdict."""
+    """Return the result of one step; that of a rounded model is advisory."""
     blank = GateResult(
         gate=GATE, metric=step.name, limit="", verdict=Verdict.PASS, reason="", advisory=is_model
     )

@@ -1,4 +1,4 @@
-"""Run a system's own code and what will be deployed on raw inputs, and compare their steps."""
+"""Run a project's own code and its deployment on raw inputs; compare their steps."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from onnx_ops.step_recorder import recording_steps
 INPUT, OUTPUT = "input", MODEL_STEP
 """Names of the steps that receive and return the tensors of the model."""
 _CHUNK = 16
-"""Inputs whose values are in memory at the same time."""
+"""Number of inputs whose values are in memory at the same time."""
 _REPEATED = 3
-"""Inputs on which the source runs a second time, without a recording."""
+"""Number of inputs on which the source runs a second time, without a recording."""
 _TYPES = {"float": "float32", "double": "float64"}
 
 
@@ -103,7 +103,7 @@ class StepMeasurement:
         return max((distance.span for _, _, distance in self.distances), default=0.0)
 
     def explain(self) -> str:
-        """Return the likely cause of the difference; empty if there is none."""
+        """Return the likely cause of the difference; empty if unclear."""
         if found := explain_answers(self.pairs):
             return found
         if self.worst is None:
@@ -133,9 +133,10 @@ class _Flow:
     """One raw input on its way through the candidate's steps.
 
     `own` is the value after the candidate's own steps. `fed` is what its next step gets: the
-    source's value where it was recorded. `before` is the source's value before the next step.
-    `form` is how `fed` differs from the source's value at most; None for the raw input. `differs`:
-    an earlier step was outside its tolerance. `broken`: a later step then failed.
+    source's value if it was recorded and fits, otherwise the candidate's. `before` is the source's
+    value before the next step. `form` is how `fed` differs from the source's value at most; None
+    for the raw input. `differs`: an earlier step was outside its tolerance. `broken`: a later step
+    then failed.
     """
 
     raw: RawInput
@@ -159,8 +160,9 @@ def measure_system(
 ) -> SystemMeasurement:
     """Run both systems on raw inputs, and measure the differences at each step.
 
-    Each step of the candidate gets the source's value of the step before, so that the differences
-    of several steps do not add up. The final answers are those of the candidate's steps alone.
+    Each step of the candidate gets the source's value of the step before, if the source recorded
+    it, so that the differences of several steps do not add up. The final answers are those of the
+    candidate's steps alone.
 
     Raises:
         UserError: the source or a step of the candidate raises an error, or the source records no
@@ -228,13 +230,16 @@ def _is_different(answer: Any, again: Any) -> bool:
 
 @contextlib.contextmanager
 def _quiet_output() -> Iterator[None]:
-    """Send what the project's code prints to standard error: a document is on standard output."""
+    """Redirect what the project's code prints to standard error.
+
+    Standard output is for the documents of onnx-ops.
+    """
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
 
 class _Runner:
-    """One step of the candidate, run on several values at once."""
+    """Runner of one step of the candidate on several values."""
 
     def __init__(self, step: SystemStep, runtime: Runtime, target: Target) -> None:
         self.step, self._runtime, self._target = step, runtime, target
@@ -268,10 +273,11 @@ class _Runner:
 def build_feed(specs: Sequence[TensorSpec], value: Any, *, where: str) -> dict[str, Any]:
     """Return the inputs of a graph from the value of the step before.
 
-    A mapping is bound by name, a list of arrays by order. The path of a file is read as bytes.
+    A mapping is bound by name, a list of arrays by order. For an input of uint8, the path of a file
+    is replaced by the bytes of the file.
 
     Raises:
-        UserError: the value lacks an input.
+        UserError: the value lacks an input, or has another number of arrays.
     """
     if isinstance(value, dict):
         missing = [spec.name for spec in specs if spec.name not in value]
@@ -293,7 +299,7 @@ def build_feed(specs: Sequence[TensorSpec], value: Any, *, where: str) -> dict[s
 
 
 def _build_tensor(spec: TensorSpec, value: Any) -> Any:
-    """Return a value in the type of an input, with a batch axis if only that is missing."""
+    """Return a value in the type of an input, with a batch axis if an axis is missing."""
     if spec.dtype == "uint8" and isinstance(value, str) and Path(value).is_file():
         value = np.frombuffer(Path(value).read_bytes(), dtype=np.uint8)
     array = np.asarray(read_array(value))
@@ -301,7 +307,8 @@ def _build_tensor(spec: TensorSpec, value: Any) -> Any:
         array = array.astype(object)
     elif array.dtype.kind in "biuf":
         wanted = np.dtype(_TYPES.get(spec.dtype, spec.dtype)) if spec.dtype != "bfloat16" else None
-        # Only the width may change: whole numbers for floats are a difference of the systems.
+        # Floats are not converted to other types, or other types to floats: such a mismatch is a
+        # difference between the systems, and must be reported.
         if wanted is not None and (wanted.kind == "f") == (array.dtype.kind == "f"):
             array = array.astype(wanted)
     return array[None] if array.ndim == len(spec.shape) - 1 else array
@@ -351,7 +358,9 @@ _FAILED = object()
 def _run_each(
     runner: _Runner, flows: Sequence[_Flow], values: Sequence[Any], *, tolerate: bool
 ) -> list[Any]:
-    """Return the results of a step; `_FAILED` where an earlier difference explains a failure.
+    """Return the results of a step, and `_FAILED` for each input on which it failed.
+
+    A failure is raised unless an earlier difference explains it, or failures are tolerated.
 
     Args:
         tolerate: whether a failure is no error of the candidate, which got the source's value.

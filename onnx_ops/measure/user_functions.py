@@ -37,9 +37,10 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
     """Return the function with the reference `package.module:function`.
 
     Raises:
-        MissingPackageError: a package that the module imports is not installed.
-        NotFoundError: the module cannot be imported, or has no such function.
+        MissingPackageError: there is no such module, or a package that it imports is missing.
+        NotFoundError: the module has no such function.
         UserError: the module raises an error.
+        StageError: the module raises OSError.
     """
     module_name, _, function_name = reference.partition(":")
     try:
@@ -65,9 +66,8 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
     """Return the model that the training function returns.
 
     Raises:
-        UserError: the function has other parameters, or raises an error.
-        InfrastructureError: the function raises an error of the machine or of a service, such as
-            OSError.
+        UserError: the function has other parameters, raises an error, or returns None.
+        StageError: the function raises OSError, an error of the machine or of a service.
     """
     function = load_function(reference, "train.run")
     data_sets = [_DataSets(data)] if _takes_data(function) else []
@@ -104,7 +104,7 @@ def call_function(function: Callable[..., Any], reference: str, *arguments: Any,
 
     Raises:
         UserError: the function raises an error.
-        InfrastructureError: the function raises an error of the machine, such as OSError.
+        StageError: the function raises OSError, an error of the machine or of a service.
     """
     try:
         return function(*arguments)

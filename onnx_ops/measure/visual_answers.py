@@ -1,6 +1,7 @@
 """Boxes, keypoints and masks: outputs and labels of models, and their checks.
 
-Functions raise UserError with the number of the first row that is wrong.
+If outputs or labels are wrong, functions raise UserError. Where single rows are wrong, it names the
+first one.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _OBJECT_CLASS = 4
 """Column of an object."""
 
 _CLASS_NAMES, _SCORE_NAMES = ("class", "label", "cls"), ("score", "conf", "prob")
-"""Parts of the names of outputs, where the types do not show which output holds the classes."""
+"""Parts of the names of outputs with classes or scores, if types are ambiguous."""
 
 
 def read_detections(outputs: Tensors) -> Array | None:
-    """Return detections of shape (rows, detections, 6); None if no outputs can be read.
+    """Return detections (rows, detections, 6); None if no outputs can be read.
 
     The outputs are one array of this shape, or three: boxes (rows, detections, 4), scores and
     classes (rows, detections).
@@ -61,7 +62,7 @@ def read_detections(outputs: Tensors) -> Array | None:
 
 
 def _find_output(arrays: Tensors, kinds: str, names: Sequence[str]) -> str:
-    """Return the only output of these types, or the only one with such a name; else ""."""
+    """Return the only output of these types or with such a name; empty without one."""
     for chosen in (
         [name for name, array in arrays.items() if array.dtype.kind in kinds],
         [name for name in arrays if any(part in name.lower() for part in names)],
@@ -72,7 +73,10 @@ def _find_output(arrays: Tensors, kinds: str, names: Sequence[str]) -> str:
 
 
 def read_poses(outputs: Tensors) -> Array | None:
-    """Return detections with keypoints, of shape (rows, detections, 6 + 3 * keypoints), or None."""
+    """Return detections with keypoints; None if no output can be read.
+
+    The shape is (rows, detections, 6 + 3 * keypoints).
+    """
     for array in outputs.values():
         if array.ndim == 3 and array.dtype.kind == "f" and _count_points(array, BOX_COLUMNS):
             return array.astype(np.float64)
@@ -108,7 +112,9 @@ def _clear(boxes: Array, column: int) -> Array:
 
 
 def stack_boxes(definition: MetricDefinition, answers: Sequence[Any]) -> Array:
-    """Return the boxes of all rows in one array; each row has an array (boxes, columns).
+    """Return the boxes of all rows in one array, with empty places.
+
+    The answer of each row is an array (boxes, columns).
 
     Raises:
         UserError: the answer of a row has another shape.
@@ -189,7 +195,7 @@ def prepare_detections(definition: MetricDefinition, label: Array, detections: A
 
 
 def find_strange_classes(label: Array, detections: Array) -> str:
-    """Return a message if no detection is of a class that the label has; otherwise empty."""
+    """Return a message if no detection has a class of the label; otherwise empty."""
     answered = np.unique(detections[..., _CLASS][detections[..., _CLASS] != PADDING])
     known = np.unique(label[..., _OBJECT_CLASS][label[..., _OBJECT_CLASS] != PADDING])
     if not answered.size or not known.size or np.isin(answered, known).any():
@@ -226,9 +232,10 @@ def _refuse(
 
 
 def read_mask(outputs: Tensors) -> tuple[Array, int, int] | None:
-    """Return the class of each pixel, the number of classes, and the number of rows with NaN.
+    """Return the class of each pixel, and the numbers of classes and of rows with NaN.
 
-    The number of classes is 0 if the output holds classes, not scores.
+    The number of classes is 0 if the output holds classes, not scores. Return None if no output is
+    a mask.
     """
     for array in outputs.values():
         kind = array.dtype.kind
@@ -250,7 +257,7 @@ def read_mask(outputs: Tensors) -> tuple[Array, int, int] | None:
 
 
 def prepare_mask(definition: MetricDefinition, label: Array | None) -> Array:
-    """Return the class of each labelled pixel, of shape (rows, height, width)."""
+    """Return the label's class of each pixel, of shape (rows, height, width)."""
     if label is not None and label.ndim == 4 and label.shape[1] == 1:
         label = label[:, 0]
     if label is None or label.ndim != 3 or label.dtype.kind not in "iub":
