@@ -107,7 +107,7 @@ def measure_activations(
 
 @contextlib.contextmanager
 def _without_integer_operators(derived: Path) -> Iterator[Path]:
-    """Yield the file, or a temporary copy of it without integer operators."""
+    """Yield `derived`, or a temporary copy of it without integer operators."""
     model = read_model(derived)
     pairs = expand_integer_operators(model, derived.name)
     with temporary_copy(derived, "pairs") as path:

@@ -352,7 +352,7 @@ def _run_step(
 
 
 _FAILED = object()
-"""Stands for the result of a step that failed after an earlier difference."""
+"""Placeholder for the result of a step that failed."""
 
 
 def _run_each(

@@ -351,9 +351,9 @@ def _combine(operation: Any, one: Replicates, other: Replicates) -> Replicates:
 def ratio_interval(mine: Losses, theirs: Losses, unseen: float) -> Interval:
     """Return an interval of the ratio of the means of two losses.
 
-    A ratio `r` is tested by the sign of the mean of `u = mine - r * theirs` (Fieller 1954, Journal
-    of the Royal Statistical Society B 16:175-185), with Student's t. The bootstrap is not suitable:
-    a row that is missing from the sample is in no resample.
+    A ratio `r` is tested by Student's t, as the sign of the mean of `u = mine - r * theirs`
+    (Fieller 1954, Journal of the Royal Statistical Society B 16:175-185). The bootstrap is not
+    suitable: a row that is missing from the sample is in no resample.
 
     Each end of the interval has two corrections for skew and heavy tails. In the upper tail of `u`,
     `unseen` additional rows as bad as the worst row are assumed. In the lower tail, the test is

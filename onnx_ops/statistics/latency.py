@@ -190,8 +190,8 @@ def run_interval(log_ratios: Sequence[Sequence[float]]) -> tuple[float, float, f
 
     With a correlation r of neighbours, n pairs are equivalent to n (1 - r) / (1 + r) independent
     pairs. The interval is therefore wider by the square root of (1 + r) / (1 - r), and by the wider
-    Student distribution of fewer pairs. The estimate of r has no small-sample bias (Marriott and
-    Pope 1954, Biometrika 41:390).
+    Student distribution of fewer pairs. The estimate of r is corrected for its small-sample bias
+    (Marriott and Pope 1954, Biometrika 41:390).
     """
     values = _take_medians(log_ratios)
     alpha = ALPHA / (_SHARE if len(values) < FULL_RUN else _LATE_SHARE)

@@ -118,13 +118,13 @@ def make_slicing(columns: Mapping[str, Array]) -> Slicing:
 def compute_harm_p_value(counts: PairedCounts, bound: float) -> float:
     """Return the p-value of "the true change is at least `bound`".
 
-    The statistic is Tango's score. Near the limit, or with more than `_MANY` different answers,
-    its distribution is assumed to be normal. Otherwise it is that of the counts under the
-    restricted estimate (Lloyd 2008, Australian and New Zealand Journal of Statistics 50:329-345),
-    or under an estimate up to one standard error away if that p-value is larger. With 20 slices of
-    50 to 500 rows at limits of 1 to 10 points, an exact enumeration finds a family error of at most
-    5 %. Groups count as the number of independent rows with as much information, and their tail is
-    that of Student's t.
+    The statistic is Tango's score. Near the limit, or with more than `_MANY` different answers, its
+    distribution is assumed to be normal. Otherwise it is that of the counts under the restricted
+    estimate (Lloyd 2008, Australian and New Zealand Journal of Statistics 50:329-345). The p-value
+    is the largest within one standard error of this estimate. With 20 slices of 50 to 500 rows at
+    limits of 1 to 10 points, an exact enumeration finds a family error of at most 5 %. Groups count
+    as the number of independent rows with as much information, and their tail is that of Student's
+    t.
     """
     if counts.equal:
         return 1.0 if bound <= 0 else 0.0

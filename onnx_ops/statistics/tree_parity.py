@@ -2,9 +2,9 @@
 
 Trees are compared node by node. The answers of trees and rankings are compared with a jitter
 envelope. A correct export of a scaler with trees differs from its source in some rows, because a
-feature that is rounded differently falls on the other side of a split. Such a row is explained by
-its jittered copies, whose inputs differ by a few times the rounding of float32: the source's
-answers to the copies must enclose the export's answer.
+feature that is rounded differently falls on the other side of a split. The inputs of the row's
+jittered copies differ by a few times the rounding of float32. The row is explained if the source's
+answers to the copies enclose the export's answer.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def measure_within_envelope(
     For floats, the error is the largest distance beyond the bounds. The noise is that of
     `parity.measure_output`, over the rows whose bounds are at most `_BEYOND` floors apart.
 
-    For other types, the error is the share of rows with an answer that is not among the bounds, and
-    does not tie with the exact one. A place whose answers differ between copies of a row is unsure.
+    For other types, the error is the share of rows with an answer outside the bounds that does not
+    tie with the exact one. A place whose answers differ between copies of a row is unsure.
     Its answer can also be that of another unsure place of that row, since a ranking of ties has any
     order.
 

@@ -5,7 +5,7 @@ Of the n requests of an interval, the candidate answered c, and x of the n reque
 noncentral hypergeometric law, whose only parameter is the odds ratio (Fisher 1935, J. R. Stat. Soc.
 98:39-82). The law depends neither on the rate of events nor on the drift of this rate. If requests
 are assigned at random and the versions do not differ, k has this law for any cause of the events,
-including bursts: the assignment is the only random part.
+including bursts. The assignment is then the only random part.
 
 An e-process starts at 1 and, under its null hypothesis, is at most 1 in expectation at any stopping
 time; the chance that it ever reaches L is at most 1/L (Ville 1939; Ramdas, Grünwald, Vovk and
@@ -17,9 +17,10 @@ design effect of the counts (see `design_effect`), which is 1 where each request
 independently.
 
 Evidence does not depend on the order of intervals. Merging intervals changes it, since their rates
-are then assumed to be equal; it stays valid if the split did not change between them and the merge
-did not depend on counts of events. More events on the candidate never lower the evidence: given the
-margins, k grows by at most one with x (Efron 1965, Ann. Math. Stat. 36:272-279).
+are then assumed to be equal. It stays valid under two conditions: the split did not change between
+them, and the merge did not depend on counts of events. More events on the candidate never lower the
+evidence: given the margins, k grows by at most one with x (Efron 1965, Ann. Math. Stat.
+36:272-279).
 
 For an error rate s, the e-process against "the rate is s or more" is a mixture of likelihood ratios
 of smaller rates to s. The rates that it does not exclude are a confidence sequence (Howard, Ramdas,

@@ -1,7 +1,7 @@
 """Forecast how long each step of a rollout takes, before the rollout.
 
-`forecast_waits` has the waits of a healthy candidate, in closed form where it is exact, and
-`forecast_harm` the simulated search for a harm, judged by the functions of the judge. Generators
+`forecast_waits` has the waits of a healthy candidate, in closed form where it is exact.
+`forecast_harm` simulates the search for a harm with the functions of the judge. Generators
 have a fixed seed, so that equal inputs give equal forecasts.
 
 The forecast assumes a constant rate, users by Zipf's law, and requests that fail independently.
@@ -115,9 +115,9 @@ def forecast_rollout(
 def forecast_rest(counted: int, needed: int, elapsed_s: float) -> Duration | None:
     """Forecast how long a step still waits for requests, from those it has counted.
 
-    If the counts are a Poisson process, the number of requests still needed and the number counted
-    give the time by an F distribution, which is a transformed Beta distribution. The result is None
-    if nothing was counted or nothing is missing.
+    The counts are assumed to be a Poisson process. The ratio of the remaining to the elapsed time
+    then has a beta prime distribution. The result is None if nothing was counted or nothing is
+    missing.
     """
     if counted <= 0 or needed <= counted or elapsed_s <= 0:
         return None

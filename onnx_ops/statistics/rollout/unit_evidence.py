@@ -3,9 +3,9 @@
 It is valid at the end of every epoch. In a canary step, a coin decides which version serves a unit:
 a cell of users in one epoch, or a request without a key. Only the coin is assumed to be random;
 users, bursts, outages and drift may have any form. A unit has a badness y in [0, 1], the share of
-its requests that were events. Under the null hypothesis, the candidate makes no unit more than tau
-times (tau >= 1) as bad: y1 <= tau * y0, where y1 is the unit's badness under the candidate and y0
-under the stable version.
+its requests that were events. A unit has the badness y1 under the candidate, and y0 under the
+stable version. Under the null hypothesis, y1 <= tau * y0 with tau >= 1: the candidate makes no unit
+more than tau times as bad.
 
 With the candidate's share p, the coin Z (1: candidate), an increasing concave score h with h(0) =
 0, and a fixed center m,
@@ -104,8 +104,8 @@ def sum_log_factors(
 ) -> Array:
     """Return the log of the factor by which units multiply each gambler's wealth.
 
-    If units show that the split is not the requested one, the observed share of the candidate
-    replaces the requested share: the candidate does not cause a wrong split.
+    If units show another split than the requested one, the observed share of the candidate
+    replaces the requested share. The candidate does not cause a wrong split.
 
     Args:
         counts: (n, 2, bins) units of the candidate and the stable version by bin of badness.

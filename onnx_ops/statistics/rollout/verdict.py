@@ -5,7 +5,7 @@ noncentral hypergeometric law given the margins, and the likelihood ratios of th
 multiplied. Its validity depends on how requests are assigned to revisions:
 
 - `request`: the proxy draws a revision for each request. The assignment is then the only random
-  part, and the law holds for any cause of the events. The design effect is 1 and is not estimated,
+  part, and the law holds for any cause of the events. The design effect is 1. It is not estimated,
   since an estimate costs power: a canary with .1 -> 1 % errors fails after 418 requests (median of
   300 rollouts), and after 584 with an estimate (`benchmarks.analysis_truth`). Two conditions
   remain. The split must not change within an interval, since the odds ratio of two mixed splits is

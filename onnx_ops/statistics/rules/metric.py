@@ -42,7 +42,9 @@ Results of older evidence have no p-values.
 """
 
 EVEN_ROWS = 75
-"""Minimum effective number of rows or groups for a PASS of `max` for a mean loss.
+"""Minimum effective number of rows for a PASS of `min` or `max` of a mean loss.
+
+Of grouped rows, it is the effective number of groups.
 
 The number was chosen by simulation.
 """
