@@ -70,7 +70,10 @@ def _read_locations(config: EndpointConfig) -> ReplicaOptions:
 
 
 def _read_store_options(config: EndpointConfig) -> Mapping[str, Any]:
-    """Return the options of adlfs, which uses credentials only if `anon` is false."""
+    """Return the options of adlfs; empty if `control` is not a location in Azure.
+
+    adlfs uses credentials only if `anon` is false.
+    """
     is_blob = str(config.options.get("control", "")).partition("://")[0] in _BLOB_SCHEMES
     return {"anon": False} if is_blob else {}
 
@@ -121,7 +124,7 @@ class AzureDeploymentEndpoints(CloudEndpoints):
                 )
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:
-        """Check packages, credentials, workspace, role, image and quota."""
+        """Check packages, credentials, workspace, role, image, pull access and quota."""
         return diagnose(tuple(endpoints.values()))
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
@@ -129,14 +132,14 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         return find_missing_credentials(where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return the endpoint's state; None without an endpoint or a valid state."""
+        """Return the endpoint's state; None without a valid state or an answer of Azure."""
         try:
             return self._observe(config)[0]
         except ServiceUnavailableError:
             return None
 
     def require_changeable(self, config: EndpointConfig) -> None:
-        """Raise an error if Azure is silent, or onnx-ops did not create the endpoint."""
+        """Raise an error if Azure is silent, or another tool created the endpoint."""
         self._connect(config).read()
 
     def preview(
@@ -149,8 +152,8 @@ class AzureDeploymentEndpoints(CloudEndpoints):
     ) -> EndpointState:
         """Return the state after a change.
 
-        An error is raised if Azure does not support the state, or files that Azure does not store
-        yet are missing.
+        An error is raised if Azure does not support the state. The same applies if files that Azure
+        does not store yet are missing, or were changed.
         """
         after = preview_cloud_rollback(current, state) if is_rollback else state
         endpoint = self._connect(config)
@@ -167,16 +170,16 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         return after
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Bring the endpoint to a state, and delete what the state does not need."""
+        """Bring the endpoint to a state, and delete deployments that it does not need."""
         endpoint = self._connect(config)
         name = endpoint.deployments.name
         endpoint.apply(plan_traffic(state, generation=generation, name=name, where=config.endpoint))
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Change only the traffic if the deployment runs; otherwise call `apply`.
+        """Change only the traffic if the state's leader runs; otherwise call `apply`.
 
-        The request that changes the traffic is the second request to Azure Resource Manager, if the
-        deployment is part of the applied state.
+        If the leader's deployment is part of the applied state, the second request to Azure
+        Resource Manager changes the traffic.
         """
         if self._connect(config).restore(state, generation):
             return
@@ -226,6 +229,8 @@ class AzureDeploymentEndpoints(CloudEndpoints):
             for name, deployment in endpoint.client.deployments().items()
             if deployment.tags.get(OWNER) == config.endpoint
         }
+        # A needed version is expected under the name that follows from the present options. So an
+        # idle deployment with former options is unused.
         expected = {
             endpoint.deployments.name(record)
             for tags in own_tags.values()
@@ -292,17 +297,14 @@ class AzureDeploymentEndpoints(CloudEndpoints):
 def _list_replacements(
     config: EndpointConfig, deployments: Mapping[str, OnlineDeployment]
 ) -> Iterator[str]:
-    """Yield the deployments of a fleet whose instances Azure is changing."""
+    """Yield a message for each deployment of a fleet that Azure is changing."""
     for name, deployment in sorted(deployments.items()):
         if deployment.tags.get(OWNER) == config.endpoint and not deployment.is_settled:
             yield f"Azure's deployment {name} has the provisioning state {deployment.state}"
 
 
 def _find_unused_deployments(names: Iterable[str], used: Set[str]) -> Iterator[OrphanedResource]:
-    """Yield onnx-ops' deployments that are unused.
-
-    A deployment of a needed version is unused if it was created with former options.
-    """
+    """Yield each of onnx-ops' deployments that is not in `used`."""
     for name in sorted(names):
         if name not in used:
             why = "it has no traffic, and no endpoint state contains it"
@@ -314,8 +316,8 @@ def _find_unused_models(
 ) -> Iterator[OrphanedResource]:
     """Yield the stored models that no deployment serves and `needed` does not list.
 
-    `manifests` are the manifest digests of stored models by name. `own_tags` are the tags of the
-    deployments that onnx-ops created.
+    `manifests` are the manifest digests of stored models by name; empty for incomplete uploads.
+    `own_tags` are the tags of the deployments that onnx-ops created, by name.
     """
     served = {
         build_azure_name(record)

@@ -1,11 +1,12 @@
 """Client of Azure ML: requests to Azure Resource Manager, and the SDK's MLClient.
 
-Plain requests read endpoints and deployments, and change traffic, tags and instance counts. The SDK
-creates and deletes; its import takes seconds, so it is loaded only for that.
+Plain requests read endpoints and deployments. They also change traffic, tags, instance counts and
+autoscaling. The SDK makes all other requests; its import takes seconds, so it is loaded only for
+these.
 
-Reads are retried, and each write is sent once. The SDK's own retries would repeat a write even
-after another client has sent a newer write. Before this client repeats a write, a read must show
-that the write is still needed.
+Reads and idempotent requests are retried. `write` and `put_endpoint` send a change once: the SDK's
+own retries would repeat it even after another client has sent a newer one. Their callers repeat a
+change only if a read shows that it is still needed.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ API_VERSION = "api-version=2024-04-01"
 """Version of the API of workspaces, as a query."""
 
 SPARE = 1.2
-"""Ratio of the instances that Azure counts to the requested instances.
+"""Ratio of the instances that count against the quota to the requested instances.
 
 Azure reserves a fifth of a deployment's instances for upgrades, and counts this reserve.
 """
@@ -73,7 +74,7 @@ _BUSY = re.compile(r"provisioning state|another operation|is in progress", re.IG
 
 
 class BusyError(ConflictError):
-    """Azure refused a change because it is already changing the resource."""
+    """Azure refused a change: it is changing the resource, or gets too many requests."""
 
 
 class GoneError(InfrastructureError):
@@ -90,8 +91,8 @@ class RetryPolicy:
 
     `operation_s` limits an operation (a new deployment takes 5 to 20 minutes). `answer_s` limits
     the retries of a failing service, and `lag_s` the time until a read shows a write. Pauses
-    between reads grow from `pause_s` to `longest_s`. A resource is treated as missing if
-    `confirmations` reads do not find it.
+    between reads grow from `pause_s` to `longest_s`. An endpoint that this machine has not changed
+    is treated as missing if `confirmations` reads do not find it.
     """
 
     operation_s: float = 2700.0
@@ -102,12 +103,12 @@ class RetryPolicy:
     confirmations: int = 3
 
     def attempts(self, within_s: float) -> Iterator[int]:
-        """Yield attempts with growing pauses until the time is over, but at least two."""
+        """Yield attempts, at least two, with growing pauses until the time is over."""
         return attempts(within_s, self.pause_s, longest_s=self.longest_s, at_least=2)
 
 
 class AzureClient:
-    """Requests about one endpoint and its deployments.
+    """Client for one endpoint and its deployments.
 
     `owner` is the endpoint's name in onnx-ops, which tags and errors show.
     """
@@ -121,7 +122,10 @@ class AzureClient:
 
     @functools.cached_property
     def ml(self) -> MLClient:
-        """Return the SDK's client of the workspace, which reads the metadata of the cloud."""
+        """The SDK's client of the workspace.
+
+        For clouds that the SDK does not know, its creation requests the cloud's metadata.
+        """
         with translate_errors(self.owner):
             return _ml_client(self.workspace, self.options.api_timeout)
 
@@ -131,7 +135,7 @@ class AzureClient:
 
     @property
     def where(self) -> str:
-        """Return the location that errors about the endpoint show."""
+        """Location that errors about the endpoint show."""
         return f"endpoint {self.name}"
 
     @property
@@ -164,7 +168,8 @@ class AzureClient:
             role_remedy: remedy for a missing permission.
 
         Raises:
-            OnnxOpsError: the errors of `translate_errors`.
+            OnnxOpsError: Azure refuses the request, or does not answer. `_explain_answer` selects
+                the type of the error.
         """
         url = path if "api-version=" in path else f"{path}?{API_VERSION}"
         try:
@@ -188,7 +193,7 @@ class AzureClient:
             ) from error
 
     def endpoint(self) -> OnlineEndpoint | None:
-        """Read the endpoint. The answer can be slightly stale."""
+        """Read the endpoint; None if it does not exist. The answer can be stale."""
         document = self.read(self.where, lambda: self.request(self.path, where=self.where))
         return None if document is None else OnlineEndpoint(document)
 
@@ -207,11 +212,17 @@ class AzureClient:
         return {one.name: one for one in map(OnlineDeployment, documents)}
 
     def settled_endpoint(self) -> OnlineEndpoint | None:
-        """Return the endpoint as soon as Azure has completed all changes to it."""
+        """Wait until Azure has completed all changes to the endpoint, and return it.
+
+        The result is None if the endpoint does not exist.
+        """
         return self._wait_until_settled(self.where, self.endpoint)
 
     def settled_deployment(self, name: str) -> OnlineDeployment | None:
-        """Return a deployment as soon as Azure has completed all changes to it."""
+        """Wait until Azure has completed all changes to a deployment, and return it.
+
+        The result is None if the deployment does not exist.
+        """
         where, path = f"deployment {name}", self.deployment_path(name)
 
         def get() -> OnlineDeployment | None:
@@ -232,7 +243,9 @@ class AzureClient:
             raise _make_write_error(error, "HTTP 429" in error.why) from error
 
     def write(self, where: str, begin: Callable[[], Any], *, instances: int = 1) -> None:
-        """Start an operation and wait until it ends. Callers then read its result.
+        """Start an operation, and wait until it ends or `policy.operation_s` is over.
+
+        Callers then read its result.
 
         Raises:
             BusyError: another operation is running, or there are too many requests. Nothing was
@@ -374,7 +387,7 @@ def _explain_answer(
         where: location that the error shows.
         code: Azure's code of the error, if it is not part of `why`.
         instances: number of requested instances.
-        is_answer: whether Azure's service answered, and not only the client failed.
+        is_answer: whether Azure answered; False if the request failed before an answer.
         role_remedy: remedy for a missing permission.
     """
     if status == HTTPStatus.UNAUTHORIZED:
@@ -457,9 +470,10 @@ def _ml_client(workspace: Workspace | None, answer_s: float, *, registry: str = 
         )
     except LookupError as error:
         raise InfrastructureError("the Azure cloud is unknown", why=str(error)) from error
-    # The SDK's progress dots and remarks must not appear in the output of onnx-ops, in the terminal
-    # or in JSON. Before its remark about a model in a registry, the SDK creates a separate client
-    # and waits minutes for an answer.
+    # azure-ai-ml 1.35.2 prints a dot at each poll, which would break the JSON output of onnx-ops.
+    # Its check of a registry model only logs a message, but first creates a client of the registry
+    # and waits minutes for an answer. No option turns off the dots or the check; the check is from
+    # https://github.com/Azure/azure-sdk-for-python/pull/44261
     _azureml_polling.print = lambda *_, **__: None
     _endpoint_utils.check_default_deployment_template = lambda *_, **__: None
     for name in list(logging.root.manager.loggerDict):

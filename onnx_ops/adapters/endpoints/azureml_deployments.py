@@ -1,8 +1,8 @@
 """The deployments of one endpoint in Azure, and their instance counts.
 
-A deployment's immutable options are part of its name, so other options create another deployment.
-Only instance counts change. A scaled deployment has an autoscale setting of Azure Monitor, and a
-tag that records this option.
+The name of a deployment contains a digest of its immutable options, so other options create another
+deployment. Only its instance count and its tags change. A scaled deployment has an autoscale
+setting of Azure Monitor, and a tag with the limits.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class AzureDeployments:
         if not resource.environment.endswith(f"/{self._environment_name()}/versions/1"):
             yield f"image of {resource.name}: a different image, not {desired['image']}"
         for name in ("image", "control", "reports"):
-            # The digest of a fleet covers these locations, so they are not compared here.
+            # The image is compared above. A fleet's manifest digest covers the two locations.
             desired.pop(name, None)
         environment = {
             name: value
@@ -93,7 +93,14 @@ class AzureDeployments:
         )
 
     def ensure(self, name: str, deployment: Deployment) -> None:
-        """Create the deployment if it does not exist, and apply its instance count."""
+        """Create the deployment if it does not exist, and apply its instance count.
+
+        A failed deployment without traffic is deleted and created again.
+
+        Raises:
+            RefusedError: another tool created the deployment.
+            InfrastructureError: Azure could not change the instances of a deployment with traffic.
+        """
         where, has_retried = f"deployment {name}", False
 
         def step() -> bool | None:
@@ -167,9 +174,10 @@ class AzureDeployments:
         return is_owner and read_record(resource.tags) is not None
 
     def _create(self, name: str, deployment: Deployment) -> None:
-        """Create a deployment and its model.
+        """Create a deployment, and its model unless it is a fleet.
 
-        The shared environment with the image of onnx-ops and its routes is created if missing.
+        The environment that deployments share is created if missing. It contains the image of
+        onnx-ops and its routes.
         """
         from azure.ai.ml.entities import Environment, ManagedOnlineDeployment, OnlineRequestSettings
 
@@ -259,10 +267,10 @@ class Autoscaling:
         return not is_scaled and resource.instance_count == self._options.instances
 
     def apply(self, resource: OnlineDeployment) -> bool:
-        """Apply the options to a deployment; return True if nothing had to change.
+        """Apply the options; return whether count and tag of the deployment were right.
 
-        A deployment with an autoscale setting always has the tag. For a deployment without the tag,
-        no request to Azure Monitor is needed.
+        The tag is written before the autoscale setting is created, and is removed after it. So a
+        deployment without the tag has no setting of onnx-ops.
         """
         has_tag = resource.tags.get(SCALING, NOT_SCALED) == self.tag
         if has_tag and not self._is_miscounted(resource):
@@ -274,7 +282,10 @@ class Autoscaling:
         return False
 
     def update(self, resource: OnlineDeployment) -> None:
-        """Request the instance count and the tag of the options."""
+        """Request the tag of the options and, without autoscaling, the instance count.
+
+        Without autoscaling in the options, the autoscale setting is deleted first.
+        """
         if not self._options.scaled:
             self.remove(resource)
         changes: dict[str, Any] = {"tags": {**resource.tags, SCALING: self.tag}}
@@ -284,14 +295,14 @@ class Autoscaling:
         self._request(path, f"deployment {resource.name}", "PATCH", changes, ROLE_REMEDY)
 
     def remove(self, resource: OnlineDeployment) -> None:
-        """Delete the autoscale setting of a deployment."""
+        """Delete the autoscale setting of a deployment whose tag shows one."""
         if resource.tags.get(SCALING, NOT_SCALED) != NOT_SCALED:
             self._ask_monitor(self._setting_path(resource.name), "DELETE")
 
     def _is_miscounted(self, resource: OnlineDeployment) -> bool:
         """Return whether a fixed instance count differs from the options.
 
-        The result is False if another client scales the deployment.
+        The result is False if autoscaling of the options or of another client sets the count.
         """
         if self._options.scaled or resource.instance_count == self._options.instances:
             return False
@@ -391,7 +402,7 @@ class Autoscaling:
 def _limits(profile: Mapping[str, Any]) -> tuple[object, ...]:
     """Return the part of an autoscale profile that is compared.
 
-    These are the capacities, and the thresholds by direction.
+    These are the minimum and maximum of instances, and metric and threshold by direction.
     """
     capacity = profile.get("capacity", {})
     rules = {

@@ -1,8 +1,8 @@
-"""Models of an endpoint in the datastore, and in the workspace or a registry.
+"""Models of an endpoint in the datastore, in the workspace, and in a registry if set.
 
-Workspaces in all regions can read a registry. A folder of the datastore is named by its content. It
-contains `model/` and `deployment.json`, which is written last. If this file is missing, the upload
-was interrupted and is repeated.
+Workspaces in all regions can read a registry. In the datastore, the name of a model's folder
+contains the digest of its content. The folder contains `model/` and `deployment.json`, which is
+written last. If `deployment.json` is missing, the upload was interrupted and is repeated.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class AzureModels:
     def stored(self) -> dict[str, str]:
         """Return the manifest digest of each model folder in the datastore.
 
-        The digest is empty for an incomplete upload. With `traffic: table`, no model is in the
-        datastore, and the identity needs no permission on it.
+        The digest is empty for an incomplete upload. With `traffic: table`, the result is empty:
+        no model is in the datastore, and the identity needs no permission on it.
         """
         if self._options.is_table:
             return {}
@@ -80,8 +80,8 @@ class AzureModels:
     def delete(self, name: str) -> None:
         """Delete a folder, if it exists.
 
-        The asset remains, since Azure never deletes assets. The asset becomes valid again when the
-        same files are uploaded.
+        The model asset in the workspace remains. It becomes valid again when the same files are
+        uploaded.
         """
         from azure.core.exceptions import ResourceNotFoundError
 
@@ -99,7 +99,7 @@ class AzureModels:
         self._client.retry(f"model {name}", delete_files)
 
     def _ensure_asset(self, name: str, deployment: Deployment) -> str:
-        """Return the name of the workspace's model, which is created if missing."""
+        """Upload and create a missing model; return its name in the workspace."""
         from azure.ai.ml.constants import AssetTypes
         from azure.ai.ml.entities import Model
 
@@ -133,7 +133,9 @@ class AzureModels:
         The model is named by its content. A missing model is copied from the workspace.
 
         Raises:
-            RefusedError: a model that onnx-ops did not create has that name.
+            NotFoundError: the registry does not exist, or the identity cannot read it.
+            RefusedError: the registry contains a model of that name with another manifest.
+            ServiceUnavailableError: the copy does not appear in the registry in time.
         """
         from azure.ai.ml.entities import WorkspaceModelReference
 

@@ -190,7 +190,7 @@ def read_azure_options(given: Mapping[str, Json], *, where: str = "") -> AzureOp
 
 
 def _find_missing_locations(options: AzureOptions) -> Iterator[tuple[str, str]]:
-    """Yield the locations that an endpoint lacks whose instances follow a table."""
+    """Yield missing or overlapping locations of an endpoint with `traffic: table`."""
     missing = [name for name in ("control", "reports") if not getattr(options, name)]
     for name in missing:
         yield (

@@ -35,10 +35,10 @@ _SLUG_CHARACTERS = 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficPlan:
-    """The endpoint's tags, and deployments and traffic percentages by name in Azure.
+    """Desired tags of an endpoint, and its traffic and deployments by name in Azure.
 
-    `deployments` is empty if only traffic and tags change. With `since`, the endpoint needs no
-    change if it reached this traffic at that generation or a later one.
+    Traffic is in percent. `deployments` can be empty if only traffic and tags change. With `since`,
+    the endpoint needs no change if it reached this traffic at that generation or a later one.
     """
 
     generation: int
@@ -57,7 +57,8 @@ def plan_traffic(
 ) -> TrafficPlan:
     """Return the desired traffic and tags of an endpoint for a state.
 
-    `name` returns the name of a deployment in Azure, `build_azure_name` by default.
+    `name` returns the name of a deployment in Azure, `build_azure_name` by default. `where` is the
+    location that the error shows.
 
     Raises:
         UserError: the state copies requests to a deployment.

@@ -74,7 +74,7 @@ class OnlineEndpoint(AzureResource):
 
     @property
     def mirror_traffic(self) -> Mapping[str, int]:
-        """Percentages of the requests that Azure copies; only users can configure them."""
+        """Percentages of the requests that Azure copies, by name; onnx-ops sets none."""
         return self._read_percentages("mirrorTraffic")
 
     def gives_traffic(self, name: str) -> bool:
@@ -87,9 +87,9 @@ class OnlineEndpoint(AzureResource):
         return str(self.properties.get("scoringUri", ""))
 
     def build_update(self, tags: Mapping[str, str], traffic: Mapping[str, int]) -> dict[str, Any]:
-        """Return the document that changes only tags and traffic, for a PUT request.
+        """Return the document of a PUT request that changes tags and traffic.
 
-        PATCH requests can change tags, but not traffic.
+        It also ends the copies of requests. PATCH requests can change tags, but not traffic.
         """
         identity = dict(self.document.get("identity") or {})
         # The client ids of assigned identities are read-only.
@@ -161,7 +161,10 @@ class OnlineDeployment(AzureResource):
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of an ISO 8601 duration up to days; 0 for other text."""
+    """Return the seconds of an ISO 8601 duration without years, months and weeks.
+
+    The result is 0 for other text.
+    """
     match = _DURATION.fullmatch(text)
     if match is None:
         return 0.0

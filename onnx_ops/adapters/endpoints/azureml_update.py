@@ -1,8 +1,8 @@
 """Changes of an endpoint in Azure that survive a kill between any two requests.
 
-Traffic always sums to 100 %. Deployments are created first. Then tags and traffic change in one
-request, and deletions come last. Azure has no ETag for endpoints. Therefore every write follows a
-read that shows no later generation, is made under a lock of this machine, and is read back.
+Deployments are created first. Then tags and traffic change in one request, and deletions come last.
+Azure has no ETag for endpoints. Therefore each change of traffic follows a read that shows no later
+generation, is made under a lock of this machine, and is read back.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ class SentGeneration:
 
     @property
     def value(self) -> int | None:
-        """Return the last generation that this machine sent.
+        """The last generation that this machine sent.
 
-        The result is 0 if the endpoint was only created, and None if it was not created.
+        The value is 0 if this machine has only created the endpoint, and None if it has sent
+        nothing.
         """
         try:
             text = self._path.read_text(encoding="utf-8").strip()
@@ -67,7 +68,7 @@ class SentGeneration:
         return int(text) if text.isdecimal() else None
 
     def raise_to(self, generation: int) -> None:
-        """Store a generation before it is sent.
+        """Store a generation before it is sent, unless a later one is stored.
 
         If a crash prevents the request, reads show an older generation. Such reads are trusted
         after `RetryPolicy.lag_s` seconds.
@@ -75,7 +76,7 @@ class SentGeneration:
         self.store(max(generation, self.value or 0))
 
     def store(self, generation: int | None) -> None:
-        """Store the generation that reads have confirmed; None without an endpoint."""
+        """Replace the stored generation; None deletes it."""
         if generation is None:
             self._path.unlink(missing_ok=True)
             return
@@ -86,10 +87,10 @@ class SentGeneration:
 def _is_current(tags: Mapping[str, str], sent: int | None) -> bool:
     """Return whether an endpoint's tags show the generation that this machine sent.
 
-    The result is True if this machine has not sent any generation.
+    The result is also True if this machine has sent none, or the endpoint has no owner tag.
     """
-    # onnx-ops creates an endpoint together with its owner tag. An endpoint without this tag belongs
-    # to another tool, so the read is not stale.
+    # onnx-ops creates an endpoint together with its owner tag. If the tag is missing, another tool
+    # has created the endpoint or changed its tags, so the read is not stale.
     return sent is None or read_generation(tags) >= sent or OWNER not in tags
 
 
@@ -104,9 +105,10 @@ class AzureEndpoint:
         self._owner = client.owner
 
     def read(self) -> OnlineEndpoint | None:
-        """Return the endpoint, as soon as a read shows this machine's last write.
+        """Wait until a read shows this machine's last write, and return the endpoint.
 
-        The result is None if the endpoint does not exist.
+        After `RetryPolicy.lag_s` seconds, the last read is returned. The result is None if the
+        endpoint does not exist.
 
         Raises:
             RefusedError: onnx-ops did not create the endpoint.
@@ -131,8 +133,8 @@ class AzureEndpoint:
             is_confirmed = sent is None and count + 1 >= policy.confirmations
             if endpoint is None and is_confirmed:
                 return None
-        # The request did not reach Azure. The stored generation is replaced, so that the next read
-        # does not wait for the effect of the request.
+        # The last write did not reach Azure. The stored generation is replaced, so that the next
+        # read does not wait for the effect of this write.
         self._sent.store(None if endpoint is None else read_generation(endpoint.tags))
         return endpoint
 
@@ -157,7 +159,7 @@ class AzureEndpoint:
     def apply(self, plan: TrafficPlan) -> None:
         """Create deployments, route traffic, and delete unneeded deployments.
 
-        If all deployments run, the only change is the request that routes traffic.
+        If all deployments are ready, the first change is the request that routes traffic.
         """
 
         def step() -> dict[str, OnlineDeployment] | None:
@@ -168,7 +170,7 @@ class AzureEndpoint:
                     self.deployments.ensure(name, deployment)
             try:
                 self.route(plan)
-            except GoneError:  # Another client has deleted a deployment of the former state.
+            except GoneError:  # Another client has deleted the endpoint or a deployment.
                 return None
             return before
 
@@ -209,14 +211,15 @@ class AzureEndpoint:
         self.client.converge(step, retry_reads=True)
 
     def restore(self, state: EndpointState, generation: int) -> bool:
-        """Give all traffic to a deployment of the applied state, in two requests to Azure.
+        """Give all traffic to a deployment of the applied state with the second request.
 
-        Return whether the endpoint is in the requested state. With another owner, a change in
-        progress, a stale read, a deployment that does not run, or a request that fails, the result
-        is False. The caller then makes the change in several steps.
+        The first request reads the endpoint. Return whether the endpoint is in the requested state.
+        With another owner, a change in progress, a stale read, a deployment that does not run, or a
+        write that fails, the result is False. The caller then makes the change in several steps.
 
         Raises:
             ConflictError: a later generation was applied, or another state of this generation.
+            InfrastructureError: Azure accepted the change, but could not complete it.
         """
         with self._sent.lock():
             try:
@@ -265,7 +268,7 @@ class AzureEndpoint:
             self.models.delete(name)
 
     def _ensure_exists(self, plan: TrafficPlan) -> None:
-        """Create the endpoint, without traffic, if it does not exist."""
+        """Create the endpoint without traffic if it is missing, or was not fully created."""
         from azure.ai.ml.entities import (
             IdentityConfiguration,
             ManagedIdentityConfiguration,
@@ -335,7 +338,7 @@ class AzureEndpoint:
             raise
 
     def _is_shown(self, plan: TrafficPlan) -> bool:
-        """Return whether reads show a change that Azure accepted.
+        """Wait until reads show a change that Azure accepted; return whether they do.
 
         Raises:
             ConflictError: a later generation was applied meanwhile.
@@ -358,7 +361,7 @@ class AzureEndpoint:
         return False
 
     def _require_settled(self) -> OnlineEndpoint:
-        """Return the endpoint, which Azure is not changing now.
+        """Wait until Azure has completed all changes, and return the endpoint.
 
         Raises:
             GoneError: the endpoint does not exist.

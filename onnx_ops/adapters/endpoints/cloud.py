@@ -59,7 +59,11 @@ class CloudEndpoints(EndpointProvider):
 
     @abstractmethod
     def read_machine(self, config: EndpointConfig) -> str:
-        """Return the type of the machines that serve an endpoint; raise UserError."""
+        """Return the type of an endpoint's machines.
+
+        Raises:
+            UserError: the options are not valid.
+        """
 
     def explain_unservable(self, target: Target) -> str:
         """Return why the image cannot run models of the target; empty if it can."""
@@ -114,7 +118,8 @@ def verify_new_files(state: EndpointState, current: EndpointState | None) -> Non
 def preview_cloud_rollback(current: EndpointState | None, state: EndpointState) -> EndpointState:
     """Return the state after a rollback of an endpoint with native traffic.
 
-    If the endpoint does not have the deployment, the deployment alone is deployed again.
+    If the endpoint does not have the leader of `state`, only the deployments with traffic are
+    deployed again.
     """
     if current is None or current.find_deployment(state.leader()) is None:
         return drop_idle_deployments(state)

@@ -45,8 +45,8 @@ FLEET = "main"
 def build_fleet_state(config: EndpointConfig, options: ReplicaOptions) -> EndpointState:
     """Return the state of a fleet for the cloud's own provider.
 
-    The state has one deployment without a model. The digests of the deployment are those of the
-    locations, so other locations need another fleet.
+    The state has one deployment without a model. Its manifest digest is that of the locations, so
+    other locations need another fleet.
     """
     fleet = Deployment(
         name=FLEET,
@@ -101,7 +101,10 @@ class FleetEndpoints(ReplicaEndpoints):
         self._machines.validate_options(options)
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
-        """Refuse other locations, since tables and models stay at the former ones."""
+        """Refuse other locations, and what the cloud's own provider refuses.
+
+        Tables and models would stay at the former locations.
+        """
         old, new = self.read_options(before), self.read_options(after)
         for name in ("control", "reports"):
             if (was := getattr(old, name)) != (desired := getattr(new, name)):
@@ -128,7 +131,7 @@ class FleetEndpoints(ReplicaEndpoints):
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return the state of the newest table, and the fleet's drift from its options.
 
-        The result is None if the fleet does not serve.
+        The result is None if the fleet does not serve, or there is no table.
         """
         fleet = self._machines.observe(config)
         state = None if fleet is None else super().observe(config)
@@ -225,9 +228,9 @@ class FleetEndpoints(ReplicaEndpoints):
     def _wait_until_loaded(
         self, config: EndpointConfig, table: ReplicaTable, expected: int
     ) -> None:
-        """Wait until every registered replica has loaded a table.
+        """Wait until every registered instance has loaded a table.
 
-        Without an instance that reports, there is nothing to wait for: new instances read the
+        Without an instance that reports, the function returns immediately: new instances read the
         newest table before they are in service.
         """
         if any(one.is_live for one in self.list_replicas(config)):
@@ -241,7 +244,7 @@ class FleetEndpoints(ReplicaEndpoints):
     def list_orphans(
         self, config: EndpointConfig, needed: frozenset[Digest]
     ) -> tuple[OrphanedResource, ...]:
-        """List the cloud's resources of earlier options."""
+        """Return the resources in the cloud that earlier options have left."""
         return tuple(self._machines.list_orphans(config, needed))
 
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
@@ -250,7 +253,10 @@ class FleetEndpoints(ReplicaEndpoints):
 
 
 def _moves_traffic(seen: StorePlace, state: EndpointState) -> bool:
-    """Return whether a state gives traffic to other deployments than the last table."""
+    """Return whether a state changes the traffic that the newest table specifies.
+
+    The result is False without a table, or if the store lost a table.
+    """
     if seen.newest is None or seen.went_back:
         return False
     newest = drop_idle_deployments(seen.newest.table.state)
@@ -321,7 +327,7 @@ class TrafficModes(EndpointProvider):
         return self.native.explain_unservable(target)
 
     def explain_uncounted(self, source: str, options: Mapping[str, Json]) -> str:
-        """Return why the cloud's metrics cannot count the versions of a table."""
+        """Return why `source` cannot count the versions of a table; empty if it can."""
         if source != self.native.metrics_plugin or self._select(options) is self.native:
             return ""
         return (

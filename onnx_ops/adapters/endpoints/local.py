@@ -168,7 +168,7 @@ class LocalEndpoints(EndpointProvider):
         return f"the server of {config.endpoint} on this machine"
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return the running server's state; None if a deployment is missing."""
+        """Return the server's state; None if it does not answer, or a load failed."""
         server = self._server(config)
         record, answer = server.record(), _read_state(server)
         if record is None or answer.failed or answer.state is None:
@@ -194,9 +194,10 @@ class LocalEndpoints(EndpointProvider):
         return () if memory is None else (memory,)
 
     def explain_elsewhere(self, config: EndpointConfig) -> str:
-        """Return why the server may run from another state folder; empty if it does not.
+        """Return why the server can run from another state folder.
 
-        Clients of the other server would not send their requests to a server that is started here.
+        The result is empty if a server was started from this folder. Clients of a server elsewhere
+        would not send their requests to a server that is started here.
         """
         folder = self._server(config).folder
         return (
@@ -258,8 +259,8 @@ class LocalEndpoints(EndpointProvider):
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Publish the rollback; restart a server that does not answer.
 
-        A restarted server has only this state. The old workers answer until the new workers are
-        ready.
+        A restarted server has only this state. Old workers that still answer are replaced when the
+        new workers are ready; others are killed first.
         """
         server = self._server(config)
         state = replace(state, generation=generation)
@@ -267,7 +268,7 @@ class LocalEndpoints(EndpointProvider):
             return
         server.kill(self._known_port(server, config))
         with server.lock(_ROLLBACK_S):
-            # The process that previously had the lock has restarted the server.
+            # The process that previously had the lock can have restarted the server.
             if self._publish_rollback(server, state):
                 return
             tables = TableFile(server.folder)
@@ -410,7 +411,7 @@ def _read_options(values: Mapping[str, Json], where: str = "") -> LocalOptions:
 def _check_files(options: LocalOptions) -> Iterator[tuple[str, str]]:
     """Yield an error for each file name that is not valid.
 
-    The files are in the endpoint's folder, and must not have the name of a file of the server.
+    The files are in the endpoint's folder, and must not have the name of the server's log.
     """
     for key, ending in (("access_log", ".log"), ("admin_socket", ".sock")):
         name = getattr(options, key)

@@ -40,8 +40,8 @@ _VARIABLES = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUA
 _PREFIXES = ("LC_", "PYTHON", "CUDA_", "OMP_", "ORT_", "OTEL_")
 """Prefixes of the variables that the server's environment inherits.
 
-Other variables are not inherited, since they can contain secrets of the process that starts the
-server.
+Variables other than these and `_VARIABLES` are not inherited, since they can contain secrets of the
+process that starts the server.
 """
 
 
@@ -98,7 +98,10 @@ class LocalServer:
     def start(self, port: int, options: ServerOptions) -> ServerRecord:
         """Start the server and wait until it is ready.
 
-        An error shows the last lines of the server's log.
+        Raises:
+            RefusedError: other users can read the admin token.
+            ServiceUnavailableError: the server ended, or was not ready in time. The error shows the
+                last lines of the server's log.
         """
         token = self.folder / TOKEN_FILE
         if not token.exists():
@@ -166,7 +169,7 @@ class LocalServer:
             self._signal_workers(number, _STOP_S)
 
     def wait_until_stopped(self, timeout_s: float) -> bool:
-        """Return whether the server is stopped now or within the time limit."""
+        """Wait until the server has stopped; return False after the time limit."""
         return wait_until(lambda: self._pid() is None, timeout_s)
 
     def request(
@@ -197,7 +200,7 @@ class LocalServer:
             ) from error
 
     def _pid(self) -> int | None:
-        """Return the process that holds the server's lock."""
+        """Return the id of the process that holds the server's lock; None if it is free."""
         try:
             with (self.folder / LOCK_FILE).open(encoding="utf-8") as stream:
                 if try_lock(stream.fileno(), shared=True):

@@ -25,8 +25,9 @@ def find_ends(
 ) -> set[ReportSource]:
     """Return the starts that ended without a last report, one per moment.
 
-    A silent replica is treated as ended only if other replicas report. If no replica reports, the
-    store or this process was disconnected.
+    The last start of a silent replica is treated as ended only if other replicas report. If no
+    replica reports, the store or this process was disconnected. An earlier start of a replica is
+    treated as ended unless a later follower reports for the same server.
 
     Args:
         starts: the last counts of each start, and the time at which they were written.
@@ -52,7 +53,10 @@ def find_ends(
 def _has_successor(
     source: ReportSource, starts: Mapping[ReportSource, tuple[Counts, float]]
 ) -> bool:
-    """Return whether a later follower reports for the server of an ended follower."""
+    """Return whether a later start of the replica reports for the same server.
+
+    A server continues to run if only the process that follows the tables is started again.
+    """
     counts, at = starts[source]
     return any(
         other.origin == counts.origin
@@ -64,7 +68,7 @@ def _has_successor(
 
 
 def _select_moments(ended: Sequence[tuple[float, ReportSource]]) -> set[ReportSource]:
-    """Return the first end of each moment."""
+    """Return the first end of each group of ends within `SAME_MOMENT_S`."""
     selected: set[ReportSource] = set()
     began_at = float("-inf")
     for at, source in sorted(ended):

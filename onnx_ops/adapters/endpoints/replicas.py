@@ -102,16 +102,16 @@ ADOPT_S = 10.0
 _REQUEST_S = 4.0
 """Seconds within which a store must answer one request.
 
-With this limit, a command ends within ten seconds. The reconciler repeats failed requests.
+With this limit, a rollback command ends within ten seconds. The reconciler repeats failed requests.
 """
 _ROLLBACK_S = 2.6
 """Seconds to wait until the replicas that report have adopted a rollback."""
 _LOOK_S, _LOCAL_LOOK_S = 1.3, 0.1
 """Seconds between two reads of the reports, in a remote store and in a folder."""
 _COMPARED_STARTS, _COMPARED_TABLES = 8, 16
-"""Largest numbers of compared starts of a replica, and compared tables of a start.
+"""Maximum numbers of compared starts per replica, and of compared tables per start.
 
-A server reports 16 tables.
+A server reports the counts of at most 16 tables.
 """
 _KEPT_TABLES = 48
 _KEPT_REPORTS_S = 14 * 86_400.0
@@ -142,7 +142,9 @@ class SeenReplica:
 class StorePlace:
     """The tables and replicas of an endpoint, as read at one moment.
 
-    `age_s` is the age of the newest table by the store's clock. `now` is the time of this clock.
+    `digest` is that of the newest table's bytes. `age_s` is the age of this table by the store's
+    clock, and `now` the time of this clock; both are 0 if the replicas were not read. `skipped`
+    contains the objects that are not valid tables, with the reason.
     """
 
     newest: ReplicaTable | None
@@ -215,7 +217,7 @@ class ReplicaEndpoints(EndpointProvider):
     def address(self, config: EndpointConfig) -> str | None:
         """Return the address in the options, or the address of a replica that reports.
 
-        The result is None before the first table.
+        The result is None before the first table, and if no replica reports an address.
         """
         if not self._control(config).list_names(FOLDER):
             return None
@@ -225,7 +227,10 @@ class ReplicaEndpoints(EndpointProvider):
         return next(filter(None, live), None)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return the state of the newest table, and the replicas that may differ from it."""
+        """Return the newest table's state, with the replicas that can differ from it.
+
+        The result is None without a table.
+        """
         seen = self._look(config)
         if seen.newest is None:
             return None
@@ -311,7 +316,7 @@ class ReplicaEndpoints(EndpointProvider):
             and not is_published
         ):
             is_published = newest.table.state.is_equivalent(desired)
-            # The table keeps its number, since the age of this object shows when leases end.
+            # The table keeps its number, since the age of its object shows when leases end.
             number = newest.number if is_published else number
         if not is_published:
             self._publish_rollback_table(config, seen, desired, generation)
@@ -463,7 +468,7 @@ class ReplicaEndpoints(EndpointProvider):
             )
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:
-        """Check the release key, the rights, the replicas and their clocks.
+        """Check the release key, and the rights, tables, replicas and clocks of endpoints.
 
         Rights are checked on both locations.
         """
@@ -549,13 +554,17 @@ class ReplicaEndpoints(EndpointProvider):
         return not apart, found, remedy
 
     def _list_stragglers(self, config: EndpointConfig, seen: StorePlace) -> Iterator[str]:
-        """Yield the replicas that can serve an older table than the newest, with reason."""
+        """Yield a message for each replica that can serve an older table than the newest.
+
+        Another message is yielded if fewer replicas than expected have ever reported.
+        """
         newest = seen.newest
         if newest is None:
             return
         expected, count = self.count_expected(config, seen.replicas), len(seen.replicas)
         if count < expected:
-            # Either reports were deleted, or their location is not mounted on this machine.
+            # Replicas were not started, their reports were deleted, or the location of the reports
+            # is not mounted on this machine.
             yield (
                 f"only {count} of {expected} replicas have reported to "
                 f"{self._reports(config).place}"
@@ -669,7 +678,7 @@ class ReplicaEndpoints(EndpointProvider):
         )
 
     def _read_replicas(self, config: EndpointConfig) -> tuple[list[SeenReplica], float]:
-        """Return the replicas by their last status, and the store's time.
+        """Return the replicas with their last status, and the store's time.
 
         The ages of objects are computed with the store's clock. The modification time of an object
         that is written here is the store's time.
@@ -694,6 +703,8 @@ class ReplicaEndpoints(EndpointProvider):
     def _is_published(self, config: EndpointConfig, seen: StorePlace, state: EndpointState) -> bool:
         """Return whether the newest table publishes exactly this state.
 
+        If it does, its number is recorded again.
+
         Raises:
             ConflictError: the newest table has a later generation than the state.
         """
@@ -714,7 +725,12 @@ class ReplicaEndpoints(EndpointProvider):
         return is_same
 
     def _create(self, config: EndpointConfig, table: StoredTable) -> None:
-        """Create the object of a table, and record the table as the newest one."""
+        """Create the object of a table, and record the table as the newest one.
+
+        Raises:
+            ConflictError: another table has the same number.
+            MissingKeyError: the table must be signed, and this process has no key.
+        """
         control, signer = self._control(config), self._sign(config, table)
         data = encode_table(table, signer)
         if not control.create(table.number.name, data):
@@ -751,7 +767,7 @@ class ReplicaEndpoints(EndpointProvider):
     def _write_head(self, config: EndpointConfig, number: TableNumber) -> None:
         """Record the number of the newest table, and that the rollout is analyzed.
 
-        This write can fail without harm, since replicas list the tables themselves.
+        Errors are ignored: replicas list the tables themselves, and the next analysis writes again.
         """
         with suppress(OnnxOpsError):
             self._control(config).write(
@@ -840,7 +856,7 @@ class ReplicaEndpoints(EndpointProvider):
     def _clean_up(self, config: EndpointConfig) -> None:
         """Delete tables beyond the newest 48, and reports older than 14 days.
 
-        Rollbacks do not restore versions of the deleted tables.
+        Without a release key, a rollback cannot refer to a deleted table.
         """
         control, reports = self._control(config), self._reports(config)
         with suppress(OnnxOpsError):
@@ -858,7 +874,8 @@ class ReplicaEndpoints(EndpointProvider):
     ) -> Sequence[Counts]:
         """Return the counts of every start of every replica.
 
-        The counts are by the generations of the ledger.
+        The counts are by the generations of the ledger. A start that has not loaded a table is
+        left out.
         """
         seen = self._look(config)
         reporting = {
@@ -954,7 +971,10 @@ class ReplicaEndpoints(EndpointProvider):
         """Return the comparable uptimes of each start by generations of the ledger.
 
         Args:
-            names: the candidate and the stable version.
+            config: the endpoint.
+            starts: the last counts of each start, and the time of their report.
+            ended: starts that ended without a last report.
+            names: the candidate and the stable version; empty without a rollout.
         """
         is_alone = functools.cache(partial(self._is_alone, config, names))
         found: dict[ReportSource, tuple[ServerUptime, ...]] = {}
@@ -978,8 +998,9 @@ class ReplicaEndpoints(EndpointProvider):
     ) -> bool | None:
         """Return whether only the stable version got requests, without a loaded candidate.
 
-        The result is False if the candidate was loaded. The result is None for a table with which
-        replicas only loaded models, for a table of other versions, and for a deleted table.
+        The result is False if the candidate was loaded. It is None unless `names` contains the
+        candidate and the stable version. It is also None for a table with which replicas only
+        loaded models, for a table of other versions, and for a deleted table.
         """
         number = TableNumber.from_generation(generation)
         if len(names) != 2 or not number.phase:
@@ -1134,7 +1155,7 @@ def _read_report(reports: ObjectStore, entry: ListedObject, kind: type[_T]) -> _
 
 
 def _read_each(read: Callable[[_Item], _T], items: Sequence[_Item]) -> list[_T]:
-    """Read several objects concurrently."""
+    """Read several objects concurrently; return the results in the order of `items`."""
     if not items:
         return []
     with ThreadPoolExecutor(min(_READERS, len(items))) as pool:

@@ -125,7 +125,11 @@ class SageMakerVariants(CloudEndpoints):
         return memory if options.serverless else options.instance_type
 
     def place(self, config: EndpointConfig) -> str:
-        """Return region, profile and bucket; raise UserError for wrong options."""
+        """Return the endpoint's name, region, profile and location in S3.
+
+        Raises:
+            UserError: the options are not valid.
+        """
         client = self._connect(config)
         profile = f" of profile {client.options.profile}" if client.options.profile else ""
         region = client.clients("sagemaker").meta.region_name
@@ -139,9 +143,10 @@ class SageMakerVariants(CloudEndpoints):
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return the endpoint's state; during an update, the state before the update.
 
-        An idle endpoint costs two requests: its description, and the claim. The config's name
-        contains the digest of the options and the endpoint's name, so a matching name shows that
-        both are unchanged.
+        The result is None without an endpoint of onnx-ops that can answer, or if AWS is silent. An
+        idle endpoint without autoscaling costs two requests: its description, and the claim. The
+        config's name contains the digest of the options and the endpoint's name, so a matching name
+        shows that both are unchanged.
         """
         client = self._connect(config)
         try:
@@ -188,8 +193,8 @@ class SageMakerVariants(CloudEndpoints):
     ) -> EndpointState:
         """Return the state after a change.
 
-        An error is raised if the state cannot be built with the options, or files that SageMaker
-        does not store yet are missing.
+        An error is raised if the state cannot be built with the options. The same applies if files
+        that S3 does not store yet are missing, or were changed.
         """
         client = self._connect(config)
         after = state
@@ -206,6 +211,8 @@ class SageMakerVariants(CloudEndpoints):
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Upload archives, create models and a config, and update the endpoint to it.
+
+        If only weights differ from the last state, only the weights are changed.
 
         Raises:
             AlarmRollbackError: an alarm reverted the update to the state, now or in an earlier
@@ -247,7 +254,7 @@ class SageMakerVariants(CloudEndpoints):
             fence.end_update(layout.config_name)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Change only weights if the deployment is a variant; otherwise deploy it alone.
+        """Change only weights if the leader is a variant; otherwise deploy it alone.
 
         If the claim shows that the endpoint has the variant, the weights are requested before the
         endpoint is described.
@@ -344,7 +351,7 @@ class SageMakerVariants(CloudEndpoints):
         EndpointResources(self._connect(config)).delete_orphan(orphan)
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:
-        """Check package, credentials, role, bucket, image, alarms and quota."""
+        """Check package, credentials, role, bucket, image, permissions, alarms and quota."""
         if not endpoints:
             yield from diagnose({})
         for name, options in endpoints.items():
@@ -391,7 +398,7 @@ def _with_replacement(
 ) -> EndpointState:
     """Return the state of an endpoint that SageMaker is changing.
 
-    An update of an endpoint with `traffic: table` only changes instances.
+    With `traffic: table`, the update only replaces instances, so `replacements` contains it.
     """
     if not client.options.is_table:
         return state

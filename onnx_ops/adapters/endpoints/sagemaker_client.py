@@ -30,7 +30,7 @@ from onnx_ops.errors import ConflictError, ServiceUnavailableError
 T = TypeVar("T")
 
 MISSING_OBJECT = ("404", "NoSuchKey", "NotFound", "NoSuchBucket")
-"""Error codes of S3 for an object that does not exist."""
+"""Error codes of S3 for an object or a bucket that does not exist."""
 NOT_FOUND = ("could not find",)
 """SageMaker's message, in lower case, for a resource that does not exist."""
 IN_PROGRESS = ("in-progress", "in progress")
@@ -40,7 +40,7 @@ _MAX_RACES = 8
 
 
 class SageMakerClient:
-    """Requests about one endpoint."""
+    """Client for one endpoint."""
 
     def __init__(self, clients: Clients, endpoint: str, options: SageMakerOptions) -> None:
         self.clients = clients
@@ -197,7 +197,9 @@ class GenerationFence:
         self._require_latest(self.read(), generation)
 
     def settle(self, generation: int, *, reached: str = "") -> None:
-        """Record that the endpoint has reached the claimed state, and the config's name.
+        """Record that the endpoint has reached the claimed state.
+
+        `reached` is the name of its config; empty to keep the recorded name.
 
         Raises:
             ConflictError: a later generation is claimed.
@@ -228,7 +230,7 @@ class GenerationFence:
         self._put(f"{self._updates}{config_name}", json.dumps(alarms).encode(), IfNoneMatch="*")
 
     def alarms_before(self, config_name: str) -> Mapping[str, str] | None:
-        """Return the alarms' states before an update; None if no update is in progress."""
+        """Return the alarms' states before an update; None if they are not recorded."""
         answer = self._get(f"{self._updates}{config_name}")
         return None if answer is None else dict(json.loads(answer[0]))
 

@@ -290,8 +290,9 @@ def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> Finding:
 def _check_quota(quotas: Any, options: SageMakerOptions) -> Finding:
     """Check that the quota of instances suffices for an update.
 
-    An update runs old and new instances at the same time. With strategy `guarded`, an update needs
-    twice the instance count of the options. With `ab`, it needs three times this count.
+    An update runs old and new instances at the same time. With one variant (`traffic: table` or
+    strategy `guarded`), an update needs twice the instance count of the options. With strategy
+    `ab`, it needs three times this count.
     """
     name = f"{options.instance_type} for endpoint usage"
     pages = quotas.get_paginator("list_service_quotas").paginate(ServiceCode="sagemaker")

@@ -1,8 +1,8 @@
 """Conversion between the state of an endpoint and requests to SageMaker.
 
-Models and configs are immutable, so their names contain the digest of their content. The weights of
-a config are a separate part of its name. A container always trusts the keys with which it was
-created, since machines can have different keys.
+Models and configs are immutable, so their names contain the digest of their content. The digest of
+a config's weights is a separate part of its name. Trusted keys are not compared with those of
+running containers, since the machines that run onnx-ops can have different keys.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ def find_config_drift(
 
 
 def list_variants(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the production variants of a config, and its manual shadow variants."""
+    """Return the production variants of a config, and its shadow variants."""
     return [*config["ProductionVariants"], *config.get("ShadowProductionVariants", ())]
 
 

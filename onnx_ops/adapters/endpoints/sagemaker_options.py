@@ -113,7 +113,8 @@ class SageMakerOptions(AwsAccess, LeaseOptions, ContainerOptions):
     def locate(self, endpoint: str) -> ReplicaOptions:
         """Return the locations in the bucket that the instances of an endpoint follow.
 
-        Reports have a separate prefix, so that the containers' role can write there alone.
+        Reports have a separate prefix, so that the containers' role needs no permission to write
+        tables.
         """
         prefix = self.prefix.strip("/")
         return ReplicaOptions(
@@ -144,7 +145,11 @@ class SageMakerOptions(AwsAccess, LeaseOptions, ContainerOptions):
 
     @property
     def guarded(self) -> bool:
-        """Whether SageMaker shifts the traffic and monitors alarms."""
+        """Whether SageMaker updates the only variant blue/green, with alarms.
+
+        This holds for strategy `guarded`, and for `traffic: table`, where the instances split the
+        traffic between versions.
+        """
         return self.is_table or self.strategy == "guarded"
 
     @property
@@ -176,7 +181,7 @@ def read_sagemaker_options(given: Mapping[str, Json], *, where: str = "") -> Sag
 
 
 def _find_contradictions(options: SageMakerOptions) -> Iterator[tuple[str, str]]:
-    """Yield combinations that SageMaker refuses, each with the option to change."""
+    """Yield the option to change for each unsupported combination, and the reason."""
     if options.serverless:
         yield from _find_serverless_contradictions(options)
     is_shifted = options.canary_percent > 0 or options.linear_percent > 0
@@ -213,7 +218,7 @@ def _find_contradictions(options: SageMakerOptions) -> Iterator[tuple[str, str]]
 
 
 def _find_serverless_contradictions(options: SageMakerOptions) -> Iterator[tuple[str, str]]:
-    """Yield options that SageMaker refuses for an endpoint without instances."""
+    """Yield the options that an endpoint without instances does not support."""
     rules = (
         (
             "traffic",

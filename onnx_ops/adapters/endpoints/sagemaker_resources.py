@@ -118,7 +118,10 @@ class EndpointResources:
         self._create("endpoint_config", layout.config_name, layout.config)
 
     def orphans(self, needed: frozenset[Digest]) -> Iterator[OrphanedResource]:
-        """Yield resources that neither the live endpoint nor a version in `needed` uses."""
+        """Yield resources that neither the live endpoint nor a version in `needed` uses.
+
+        All uncompleted uploads are included. `needed` contains digests of manifests.
+        """
         live = self._live_configs()
         manifests = {model: self._read_manifest(model) for model in self._list_own("model")}
         configs = {name: self._models_of(name) for name in self._list_own("endpoint_config")}

@@ -129,7 +129,8 @@ class VariantScaling:
     def _targets(self, variants: Iterable[str]) -> dict[str, Mapping[str, Any]]:
         """Return the scalable targets by variant.
 
-        If the options do not scale variants, the permission to read targets is not required.
+        If the options do not scale variants, the permission to read targets is not required:
+        without it, the result is empty.
         """
         resources = {self._resource(name)["ResourceId"]: name for name in variants}
         if not resources:
@@ -145,7 +146,7 @@ class VariantScaling:
         return {resources[target["ResourceId"]]: target for target in answer["ScalableTargets"]}
 
     def _policy(self, variant: str) -> Mapping[str, Any] | None:
-        """Return the metric that our policy of a variant tracks; None without a policy."""
+        """Return the target tracking of our policy of a variant; None without a policy."""
         answer = self._call(
             "describe_scaling_policies", **self._resource(variant), PolicyNames=[_POLICY]
         )

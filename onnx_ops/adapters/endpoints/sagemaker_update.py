@@ -44,7 +44,7 @@ _TAKEN_BACK = "The traffic is unchanged. See the alarms and the log of the versi
 
 
 class EndpointUpdate:
-    """One `apply` of one endpoint, and the progress of this call.
+    """One change of one endpoint, and its progress.
 
     No alarm guards a rollback, because an alarm would return the traffic to the faulty version.
     """
@@ -74,7 +74,7 @@ class EndpointUpdate:
         self._is_deleted = False
 
     def move(self, layout: EndpointLayout, prepare: Callable[[], None]) -> None:
-        """Return once the endpoint is in service with this layout and these weights.
+        """Update the endpoint, and wait until it is in service with this layout.
 
         Args:
             layout: the desired config and weights.
@@ -119,10 +119,12 @@ class EndpointUpdate:
         is_due: bool = True,
         layout: EndpointLayout | None = None,
     ) -> bool:
-        """Return whether the running variants have the weights, once they have them.
+        """Change the weights of the running variants, and wait until they are in effect.
 
-        The result is False immediately if a change of weights alone is not enough: a variant with
-        traffic is missing, or the endpoint is neither in service nor being changed.
+        The result is False if a change of weights alone is not enough. This is the case if a
+        variant with traffic is missing, the endpoint has another config than `layout`, or onnx-ops
+        did not create it. It is also the case if the endpoint is neither in service nor being
+        changed.
 
         Args:
             weights: weights by variant; those of other variants become 0.
@@ -246,8 +248,8 @@ class EndpointUpdate:
         else:
             self._scaling.pause(description, layout)
             if description["EndpointConfigName"] == layout.config_name:
-                # The endpoint already has this config because an update was interrupted. SageMaker
-                # refuses an update to the current config, so the config is copied.
+                # The endpoint already has this config, but is not in service. SageMaker refuses an
+                # update to the current config, so the config is copied.
                 layout = layout.copy_config()
                 EndpointResources(self._client).ensure_config(layout)
             request: dict[str, Any] = {"RetainAllVariantProperties": not options.serverless}
@@ -280,7 +282,8 @@ class EndpointUpdate:
         """
         states = self._alarm_states()
         firing = [name for name, state in states.items() if state.startswith("ALARM")]
-        # An update to the last reached config restores an earlier state, so it needs no guard.
+        # An update to the last reached config restores an earlier state, so alarms that are already
+        # firing do not forbid it. The other alarms guard it.
         if self._fence.has_reached(layout.config_name):
             quiet = [name for name in states if name not in firing]
             return build_deployment_config(self._options, quiet, at_once=bool(firing))
@@ -342,6 +345,11 @@ class EndpointUpdate:
         """Return whether to repeat a request that had no effect.
 
         The endpoint must be idle and without the desired layout.
+
+        Raises:
+            AlarmRollbackError: an alarm reverted the update.
+            InfrastructureError: SageMaker reverted the update, or could neither finish nor revert
+                it.
         """
         if self._requested == "create":  # Another client created the endpoint before this request.
             self._requested = ""

@@ -15,7 +15,7 @@ from onnx_ops.domain.quantities import Json
 # Slots would break options that inherit from several dataclasses.
 @dataclass(frozen=True, kw_only=True)
 class LeaseOptions:
-    """Options of the time for which a replica serves without the object store."""
+    """Options for replicas that cannot read the store, or whose rollout is abandoned."""
 
     judge_timeout: Annotated[
         float,
