@@ -48,7 +48,10 @@ Azure accepts capitals, but converts them to lower case in the keys of the traff
 """
 
 API_TIMEOUT_S = 60.0
-"""Seconds within which Azure must answer one request."""
+"""Seconds within which Azure must answer one request of the SDK, by default.
+
+`request_resource` waits at most `TIMEOUT_S` for an answer.
+"""
 _NO_CONNECTION = re.compile(
     r"timed out|connection (aborted|refused|reset)|failed to establish", re.IGNORECASE
 )
@@ -184,7 +187,7 @@ def fetch_token(service: str = "", api_timeout_s: float = API_TIMEOUT_S) -> str:
 
 
 def is_unanswered_token_request(error: BaseException) -> bool:
-    """Return whether authentication failed because the token service was silent."""
+    """Return whether authentication failed because the token service did not answer."""
     is_answered = getattr(error, "status_code", None) is not None
     return not is_answered and _NO_CONNECTION.search(str(error)) is not None
 
@@ -211,7 +214,7 @@ def request_resource(
     Raises:
         ServiceUnavailableError: the service does not answer or requests a later retry, or a proxy
             or login page answers without JSON.
-        RefusedError: the request is not permitted.
+        RefusedError: there are no credentials, or the answer has another error status.
     """
     base = get_management_url()
     host = require_https(base, "the address of Azure Resource Manager")

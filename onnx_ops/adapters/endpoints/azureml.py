@@ -72,7 +72,7 @@ def _read_locations(config: EndpointConfig) -> ReplicaOptions:
 def _read_store_options(config: EndpointConfig) -> Mapping[str, Any]:
     """Return the options of adlfs; empty if `control` is not a location in Azure.
 
-    adlfs uses credentials only if `anon` is false.
+    With `anon` false, adlfs uses credentials whatever the variable AZURE_STORAGE_ANON contains.
     """
     is_blob = str(config.options.get("control", "")).partition("://")[0] in _BLOB_SCHEMES
     return {"anon": False} if is_blob else {}
@@ -139,7 +139,7 @@ class AzureDeploymentEndpoints(CloudEndpoints):
             return None
 
     def require_changeable(self, config: EndpointConfig) -> None:
-        """Raise an error if Azure is silent, or another tool created the endpoint."""
+        """Raise an error if Azure does not answer, or another tool owns the endpoint."""
         self._connect(config).read()
 
     def preview(
@@ -206,7 +206,7 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         self._connect(config).remove()
 
     def count_instances(self, config: EndpointConfig) -> int | None:
-        """Return how many instances serve now; None if there are none or Azure is silent."""
+        """Return how many instances serve now; None without any, or without a response."""
         endpoint = self._connect(config)
         try:
             resource = endpoint.read()

@@ -1,4 +1,4 @@
-"""Models of an endpoint in the datastore, in the workspace, and in a registry if set.
+"""Models of an endpoint in the datastore, the workspace and, if set, a registry.
 
 Workspaces in all regions can read a registry. In the datastore, the name of a model's folder
 contains the digest of its content. The folder contains `model/` and `deployment.json`, which is

@@ -2,7 +2,7 @@
 
 Deployments are created first. Then tags and traffic change in one request, and deletions come last.
 Azure has no ETag for endpoints. Therefore each change of traffic follows a read that shows no later
-generation, is made under a lock of this machine, and is read back.
+generation, and is read back. Both happen under a lock of this machine.
 """
 
 from __future__ import annotations
@@ -214,8 +214,9 @@ class AzureEndpoint:
         """Give all traffic to a deployment of the applied state with the second request.
 
         The first request reads the endpoint. Return whether the endpoint is in the requested state.
-        With another owner, a change in progress, a stale read, a deployment that does not run, or a
-        write that fails, the result is False. The caller then makes the change in several steps.
+        The result is False with another owner, a change in progress, or a stale read. It is also
+        False if a deployment does not run, or the write fails. The caller then makes the change in
+        several steps.
 
         Raises:
             ConflictError: a later generation was applied, or another state of this generation.

@@ -131,7 +131,7 @@ class FleetEndpoints(ReplicaEndpoints):
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return the state of the newest table, and the fleet's drift from its options.
 
-        The result is None if the fleet does not serve, or there is no table.
+        The result is None if the fleet or a table is missing, or the fleet does not serve.
         """
         fleet = self._machines.observe(config)
         state = None if fleet is None else super().observe(config)

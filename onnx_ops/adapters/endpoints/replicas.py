@@ -109,7 +109,7 @@ _ROLLBACK_S = 2.6
 _LOOK_S, _LOCAL_LOOK_S = 1.3, 0.1
 """Seconds between two reads of the reports, in a remote store and in a folder."""
 _COMPARED_STARTS, _COMPARED_TABLES = 8, 16
-"""Maximum numbers of compared starts per replica, and of compared tables per start.
+"""Maximum numbers of compared starts per replica, and compared tables per start.
 
 A server reports the counts of at most 16 tables.
 """
@@ -891,7 +891,7 @@ class ReplicaEndpoints(EndpointProvider):
             config, found, ended, () if request is None else tuple(request.limits_s)
         )
         epochs = self._read_epochs(config)
-        now = time.time()  # noqa: TID251 (counts are until now, whatever the clocks of replicas say)
+        now = time.time()  # noqa: TID251 (counts are until now, whatever the clocks of replicas show)
         counts = [
             replace(
                 _convert_counts(

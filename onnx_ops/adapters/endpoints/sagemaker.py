@@ -143,10 +143,10 @@ class SageMakerVariants(CloudEndpoints):
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return the endpoint's state; during an update, the state before the update.
 
-        The result is None without an endpoint of onnx-ops that can answer, or if AWS is silent. An
-        idle endpoint without autoscaling costs two requests: its description, and the claim. The
-        config's name contains the digest of the options and the endpoint's name, so a matching name
-        shows that both are unchanged.
+        The result is None without an endpoint of onnx-ops that can answer, or if AWS does not
+        respond. An idle endpoint without autoscaling costs two requests: its description, and the
+        claim. The config's name contains the digest of the options and the endpoint's name, so a
+        matching name shows that both are unchanged.
         """
         client = self._connect(config)
         try:

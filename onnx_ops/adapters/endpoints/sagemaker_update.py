@@ -304,8 +304,8 @@ class EndpointUpdate:
     ) -> None:
         """Raise AlarmRollbackError if an alarm reverted an update to this layout.
 
-        A reverted update is assumed if the update was started and an alarm has changed its state
-        since then, even if the alarm is OK again. A finished update would have put the layout into
+        A reverted update is assumed if an alarm has changed its state since the update was started.
+        This is so even if the alarm is OK again. A finished update would have put the layout into
         service. SageMaker gives its reason only as text. So the layout is not applied again even if
         the cause is uncertain.
         """
