@@ -24,11 +24,11 @@ _EMPTY = -1.0
 """Class of a place without an object."""
 
 _OUTSIDE = 1.0
-"""Number of pixels by which a box can exceed its image because coordinates were rounded."""
+"""Pixels by which a box can exceed its image, since coordinates were rounded."""
 
 
 def read_annotations(path: Path, arrays: Mapping[str, Array], *, where: str) -> Mapping[str, Array]:
-    """Return the objects of each row: their boxes, and their keypoints if there are any.
+    """Return the boxes of each row's objects, and their keypoints if there are any.
 
     `objects` has shape (rows, objects, 6): x1, y1, x2, y2, class, crowd. `poses` has also the area
     and x, y, visibility of each keypoint. Classes are numbers from 0 in the order of the ids of
@@ -119,7 +119,7 @@ def _read_points(entry: Mapping[str, Any], points: int, place: str, where: str) 
 def _read_box(
     entry: Mapping[str, Any], image: Mapping[str, Any], place: str, where: str
 ) -> list[float]:
-    """Return the corners of a box, which lies in its image."""
+    """Return the corners of a box; raise UserError if it is not in its image."""
     box = entry.get("bbox")
     if (
         not isinstance(box, list)
@@ -160,7 +160,7 @@ def _list_rows(images: Mapping[Any, Any], arrays: Mapping[str, Array], where: st
 
 
 def _stack(rows: Sequence[Sequence[Sequence[float]]], points: int) -> Mapping[str, Array]:
-    """Return the arrays of objects, with one place at least."""
+    """Return the arrays of objects, with at least one place in each row."""
     import numpy as np
 
     places = max(1, *(len(row) for row in rows)) if rows else 1

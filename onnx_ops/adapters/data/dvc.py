@@ -154,6 +154,7 @@ class DvcSource(DataSource):
         environments: folder of the environment with DVC, which is created on first use.
         repositories: folder of local copies of repositories that have a URL, and of the pointers
             that DVC found.
+        requirements: default packages of DVC's environment, apart from those for remotes.
     """
 
     environments: Path = Path(".onnx-ops/environments")
@@ -183,7 +184,7 @@ class DvcSource(DataSource):
         }
 
     def list_dependencies(self, section: DataSection) -> Iterable[str]:
-        """Yield the possible pointer files; nothing for a pinned revision."""
+        """Yield the possible pointer files; nothing for a URL or a pinned revision."""
         options = _read_options(section)
         if options.is_url or options.rev:
             return
@@ -194,7 +195,10 @@ class DvcSource(DataSource):
             yield posixpath.join(path, "dvc.lock")
 
     def sample(self, section: DataSection, root: Path) -> Sample | None:
-        """Read the first rows of the file in the checkout, without a check of its MD5."""
+        """Read the first rows of the file in the checkout, without a check of its MD5.
+
+        The result is None for a URL, a pinned revision, or a file that is not checked out.
+        """
         options = _read_options(section)
         if options.is_url:
             return None
@@ -340,7 +344,7 @@ class DvcSource(DataSource):
             repo=str(tracked.folder.resolve()),
             rev=""
             if pointer.cache
-            # Only the config file in the checkout contains the credentials, not that of a commit.
+            # A checkout has a cache. Only its config files contain the credentials, not a commit.
             else tracked.commit,
             remote=tracked.options.remote or pointer.remote,
             md5=md5,
@@ -376,7 +380,7 @@ class DvcSource(DataSource):
             process.stop()
 
     def _refresh_mirror(self, options: DvcOptions) -> Path:
-        """Update the bare copy of a repository.
+        """Create or update the bare copy of a repository; return its folder.
 
         If `rev` is a full hash and the copy has this commit, the copy is not updated.
         """
@@ -465,7 +469,7 @@ def _wrong_pointer(pointer: DvcPointer, why: str) -> DigestMismatchError:
 
 
 def _check_object(copy: Path, pointer: DvcPointer, what: str, place: str, remedy: str) -> None:
-    """Raise DigestMismatchError if the MD5 of a copy differs from its file name."""
+    """Delete a copy whose MD5 differs from its file name; raise DigestMismatchError."""
     wanted = copy.name.removesuffix(_FOLDER_SUFFIX)
     with copy.open("rb") as stream:
         digest = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -1,4 +1,4 @@
-"""Read arrays from .npz files, .npy files and tables of the project."""
+"""Read arrays from files and folders of the project, or from pinned addresses."""
 
 from __future__ import annotations
 
@@ -177,6 +177,9 @@ def read_arrays(
 
     No pickled data is loaded. The suffix of `name`, the file's original name, determines the
     format. With `most_bytes`, only the first rows of each array are read.
+
+    Raises:
+        UserError: the file has another format, is damaged, or contains no rows.
     """
     named = Path(name or path)
     suffix = find_table_suffix(named.name)
@@ -259,7 +262,8 @@ def _read_archive(
 def _read_head(archive: Any, most_bytes: int) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
     """Return the shapes of all arrays, and their first rows.
 
-    As many rows are read as fit into `most_bytes`, but at least one.
+    As many rows are read as fit into `most_bytes`, but at least one. Zeros stand for the rows of an
+    array that is stored by column.
     """
     import numpy as np
     from numpy.lib import format as npy

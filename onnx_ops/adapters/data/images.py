@@ -20,13 +20,13 @@ from onnx_ops.ports.data import Array
 from onnx_ops.protocol.images import PACKAGE, ImageLimits, check_image
 
 IMAGES = "image"
-"""Name of the array of encoded files: uint8 of shape (rows, bytes), padded with zeros."""
+"""Name of the array of encoded files: uint8 (rows, bytes), padded with zeros."""
 
 NAMES = "file_name"
 """Name of the array of paths, and of the column with paths in the table."""
 
 LABELS = "label"
-"""Name of the array of the names of folders, where there is no table."""
+"""Name of the array with the folder of each image, if there is no table."""
 
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
 
@@ -39,9 +39,10 @@ def has_images(folder: Path) -> bool:
 
 
 def read_images(folder: Path, *, where: str, limit: int | None = None) -> Mapping[str, Array]:
-    """Return the images of a folder in the order of their paths, and the columns of its table.
+    """Return a folder's images in the order of their paths, and its table's columns.
 
-    Each image is checked as the endpoint server checks it.
+    Without a table, the names of the images' folders are returned as labels. Each image is checked
+    as the endpoint server checks it.
 
     Args:
         limit: number of images to read; all by default.
@@ -82,7 +83,10 @@ def _read_image(path: Path, where: str) -> bytes:
 
 
 def _read_columns(folder: Path, names: Sequence[str], where: str) -> Mapping[str, Array]:
-    """Return the columns of the table in the order of the files, or the names of folders."""
+    """Return the columns of the table in the order of the files, or the labels.
+
+    The result is empty if there is no table, and an image is not in a subfolder.
+    """
     import numpy as np
 
     tables = [folder / f"{_TABLE}{suffix}" for suffix in SUFFIXES]

@@ -1,8 +1,7 @@
-"""Test data that ONNX models are published with.
+"""Test data in the layout of the ONNX Model Zoo and of ONNX's backend tests.
 
-A folder of this layout, which the ONNX Model Zoo and ONNX's own backend tests have, holds folders
-`test_data_set_0`, `test_data_set_1` …, with the files `input_0.pb`, `output_0.pb` …, each one
-tensor.
+A folder contains the folders `test_data_set_0`, `test_data_set_1` …, and each of these contains the
+files `input_0.pb`, `output_0.pb` …. Each file contains one tensor.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ def has_test_data(folder: Path) -> bool:
 def read_test_data(folder: Path, *, where: str, label: str | None = None) -> Mapping[str, Array]:
     """Return the inputs of all sets, joined on axis 0.
 
-    A tensor has the name in its file, or else that of the model's input or output of its number,
-    or else the file's. With `label`, the expected output of this name is returned too.
+    A tensor has the name in its file. If there is none, it has the name of the model's input or
+    output with the same number, or else that of the file. With `label`, the expected output of this
+    name is returned too.
 
     Raises:
         UserError: the sets cannot be read, have different shapes, or lack the label.
@@ -45,13 +45,16 @@ def read_test_data(folder: Path, *, where: str, label: str | None = None) -> Map
 
 
 def _list_sets(folder: Path) -> list[Path]:
-    """Return the folders of the sets, in the order of their numbers."""
+    """Return the folders of the sets, by parent folder and number."""
     found = [path for path in folder.rglob("test_data_set_*") if path.is_dir()]
     return sorted(found, key=lambda path: (path.parent, len(path.name), path.name))
 
 
 def _read_model_names(folder: Path) -> Mapping[str, Sequence[str]]:
-    """Return the names of inputs and outputs of the model beside the sets; none without a model."""
+    """Return the names of inputs and outputs of the model beside the sets.
+
+    There are no names if the folder does not contain exactly one readable model.
+    """
     from onnx_ops.onnx_graph.files import find_model_file
     from onnx_ops.onnx_graph.model_info import read_model_info
 
@@ -66,7 +69,7 @@ def _read_model_names(folder: Path) -> Mapping[str, Sequence[str]]:
 
 
 def _read_tensors(folder: Path, kind: str, names: Sequence[str], where: str) -> dict[str, Array]:
-    """Return the tensors of one kind, `input` or `output`, in the order of their numbers."""
+    """Return the tensors of kind `input` or `output`, in the order of their numbers."""
     import onnx
     from onnx import numpy_helper
 

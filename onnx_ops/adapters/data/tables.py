@@ -27,7 +27,7 @@ SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet", ".jsonl", ".ndjson
 _MOST_COLUMNS = 4096
 
 _MOST_CSV_BYTES = 1 << 31
-"""Largest size of a CSV file in bytes.
+"""Size in bytes that a CSV or JSON Lines file must not reach.
 
 pyarrow infers the types of the columns from one block, which is the whole file here.
 """
@@ -249,7 +249,8 @@ def _split_records(text: str, separator: str) -> list[list[str]]:
     """Return the first complete records of a CSV text."""
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     records: list[list[str]] = []
-    # A cell of more than 128 KiB raises this error. The records before the cell are enough.
+    # A cell of more than 131,072 characters raises this error. The records before the cell are
+    # enough.
     with contextlib.suppress(csv.Error):
         records.extend(record for record in itertools.islice(reader, _HEAD_RECORDS) if record)
     return records[:-1] if len(records) > 2 else records
@@ -258,7 +259,8 @@ def _split_records(text: str, separator: str) -> list[list[str]]:
 def _find_separator(records: Mapping[str, list[list[str]]]) -> str:
     """Return the separator that gives the most columns.
 
-    With this separator, all records must have the same number of cells.
+    With this separator, all records must have the same number of cells. The result is the comma if
+    no separator gives several columns.
     """
 
     def count_columns(separator: str) -> int:
@@ -272,7 +274,8 @@ def _find_separator(records: Mapping[str, list[list[str]]]) -> str:
 def _find_decimal_mark(records: Sequence[Sequence[str]]) -> str:
     """Return the decimal mark of the numbers.
 
-    The mark is the comma if some numbers contain a comma and none contains a point.
+    The mark is the comma if some numbers contain a comma, none contains a point, and not all commas
+    can separate thousands.
     """
     cells = [cell.strip() for record in records for cell in record]
     with_comma = any(re.fullmatch(r"[+-]?\d+,\d+", cell) for cell in cells)
@@ -354,7 +357,7 @@ def _find_text_columns(
 def _exceeds_int64(arrow: Any, column: Any) -> bool:
     """Return whether a float64 column contains identifiers.
 
-    This is so if all values are whole numbers, and some of them exceed int64.
+    This is so if all values are whole numbers below 1e30, and some of them exceed int64.
     """
     compute = importlib.import_module("pyarrow.compute")
     largest = compute.max(compute.abs(column)).as_py()

@@ -37,7 +37,7 @@ _DAY = 86_400.0
 _SETTLED = 3 * _MINUTE
 """Seconds after the end of a minute during which its counts can still grow."""
 _WINDOW = 10 * _MINUTE
-"""Window in seconds whose percentiles represent requests since the last reading."""
+"""Seconds of the window before a reading in which percentiles are read."""
 _MODEL_ERROR = "424"
 """Azure's status if the status of the container is not 200.
 
@@ -49,7 +49,8 @@ _P50, _P99 = "RequestLatency_P50", "RequestLatency_P99"
 class AzureMonitorMetrics(MetricsSource):
     """Counts and percentiles of deployments, without a histogram.
 
-    All options are those of the endpoint. Counts restart every day (UTC), which is their origin.
+    The source has no options: workspace and name are those of the endpoint. Counts restart every
+    day (UTC), which is their origin.
     `MetricsReading.at` is the end of the last minute whose numbers no longer change, about three
     minutes ago.
     """

@@ -127,7 +127,8 @@ class PrometheusMetrics(MetricsSource):
     ) -> tuple[Sequence[float], Sequence[int]] | None:
         """Return the histogram of all requests since the present instances started.
 
-        The bounds of its buckets are in seconds.
+        The result is the finite bounds of its buckets in seconds, and the count of each bucket. The
+        last bucket is unbounded. The result is None without a histogram.
         """
         bounds = self._page(config).buckets.get(deployment)
         if not bounds:

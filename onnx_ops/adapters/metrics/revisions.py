@@ -81,7 +81,8 @@ class RevisionsReading:
     def latencies(self, revision: str) -> tuple[Sequence[float], Sequence[int]] | None:
         """Return the histogram of a revision; the bounds are in seconds.
 
-        The result is None if there is no whole histogram.
+        The result is None without a histogram, or if its bounds do not range from above zero to
+        `+Inf`.
         """
         counts = self.revisions.get(revision)
         if counts is None or not counts.buckets:
@@ -176,7 +177,7 @@ class RevisionCounters:
         return labels, value
 
     def _require_single(self, series: Sequence[Labels]) -> None:
-        """Raise an error if a series is stored more than once."""
+        """Raise an error if a series other than the origin is stored more than once."""
         seen: dict[tuple[tuple[str, str], ...], Labels] = {}
         for labels in series:
             identity = tuple(

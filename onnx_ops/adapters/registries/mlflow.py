@@ -1,7 +1,7 @@
 """Registry of versions, aliases and ledger entries in MLflow.
 
-The names of versions contain release and variant, and those of aliases the target. Each ledger
-entry is also shown as a run.
+The tags of a version contain its release and variant, and the name of an alias contains the target.
+Each ledger entry is also shown as a run.
 """
 
 from __future__ import annotations
@@ -203,7 +203,11 @@ class MlflowRegistry:
         return sorted(entries, key=lambda entry: int(entry[0]))
 
     def delete_version(self, model: str, version: str) -> None:
-        """Delete a version, its LoggedModel and its run; `mlflow gc` deletes the files."""
+        """Delete a version, its LoggedModel and its run; `mlflow gc` deletes the files.
+
+        Raises:
+            RefusedError: an alias points to the version.
+        """
         if pointing := sorted(
             alias for alias, number in self.aliases(model).items() if number == version
         ):
@@ -263,7 +267,12 @@ class MlflowRegistry:
             client.delete_registered_model_alias(model, alias)
 
     def annotate(self, model: str, version: str, tags: Mapping[str, str]) -> None:
-        """Set tags of a version; raises NotFoundError or ServiceUnavailableError."""
+        """Set tags of a version.
+
+        Raises:
+            NotFoundError: the version does not exist.
+            ServiceUnavailableError: MLflow does not answer.
+        """
         entry = self._version(model, version)
         with self._mlflow.session(f"{model} version {version}") as client:
             for key, value in sorted(tags.items()):
@@ -473,7 +482,7 @@ def _show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model
 def _describe_action(body: Intent | RollbackRequested) -> tuple[str, dict[str, str]]:
     """Return the title of a begun or requested action, and its tags.
 
-    The tags name a version for each role.
+    The tags contain the reason, and the version of each role; also the alias of a selected version.
     """
     title: str = body.action.kind.value
     roles = body.action.roles

@@ -69,7 +69,7 @@ _ENVIRONMENT: Mapping[str, str] = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
-"""Environment variables that MLflow reads on use, and their values.
+"""Environment variables that MLflow reads on import or on use, and their values.
 
 Values that the user has set are not changed. With its defaults, MLflow would wait minutes for a
 server that does not respond.
@@ -160,9 +160,10 @@ class MlflowConnection:
 
     @contextmanager
     def as_default(self) -> Iterator[None]:
-        """Set MLflow's process-wide default URI within the context.
+        """Set MLflow's process-wide default URI to the database within the context.
 
-        MLflow reads this URI when it creates or downloads a version.
+        MLflow reads this URI when it creates or downloads a version. For a tracking server, nothing
+        is set.
         """
         if not self.is_database:
             yield
@@ -261,7 +262,7 @@ class MlflowConnection:
 
 
 def import_mlflow() -> None:
-    """Import MLflow's modules, with the settings that MLflow reads on import."""
+    """Import MLflow's modules, with the environment variables of `_ENVIRONMENT`."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name in _MODULES:
@@ -296,7 +297,7 @@ def suppress_codes(*codes: str) -> Iterator[None]:
 class ArtifactDownload:
     """Files of one LoggedModel or run, which other clients can have changed.
 
-    All methods raise ServiceUnavailableError if the storage does not answer.
+    Requests raise ServiceUnavailableError if the storage does not answer.
     """
 
     def __init__(self, connection: MlflowConnection, location: str, where: str) -> None:
@@ -376,19 +377,20 @@ def _get_scheme(location: str) -> str:
 class MlflowModels:
     """Read-only access to MLflow's models by URI.
 
-    A URI is `models:/NAME/VERSION` or `models:/NAME@ALIAS`.
+    A URI is `models:/NAME/VERSION` or `models:/NAME@ALIAS`. Both methods raise UserError for any
+    other URI, and the errors of `MlflowConnection.session`.
     """
 
     def __init__(self, tracking_uri: str) -> None:
         self._mlflow = MlflowConnection(tracking_uri)
 
     def fingerprint(self, uri: str) -> str:
-        """Return the version and the location of its files; both never change."""
+        """Return the version of a URI and the location of its files; neither changes."""
         name, version, source = self._version(uri)
         return f"{name}/{version} {source}"
 
     def fetch(self, uri: str, folder: Path) -> None:
-        """Download the version's files into an empty folder; raise as `fingerprint` does."""
+        """Download the files of a URI's version into an empty folder."""
         name, version, _ = self._version(uri)
         with self._mlflow.session(uri), self._mlflow.as_default():
             from mlflow.artifacts import download_artifacts

@@ -104,7 +104,8 @@ def _read_server(uri: str, model: str) -> list[VersionTags] | None:
             TypeError,
             ValueError,
         ):
-            # The server did not return MLflow's JSON, so MLflow itself must report the error.
+            # The request failed, or the server did not return MLflow's JSON. MLflow itself must
+            # report the error.
             return None
         if not token:
             return sorted(listed, key=lambda entry: int(entry[0]))

@@ -120,10 +120,10 @@ class ReleasePublisher:
         return {record.variant: versions[record.variant] for record in self._publication.variants}
 
     def _find_version(self, record: VariantRecord) -> ModelVersion | None:
-        """Return the version of this release, variant and content.
+        """Return the version of this release, variant and content; None if it is missing.
 
         If two publishers have created the same version at the same time, the lower version number
-        is used, and the higher version is deleted unless it has an alias. The same variant with
+        is used. The higher version is deleted unless it has an alias. The same variant with
         other files, for example after a change of quantization settings, is a different version.
         """
         name = self._publication.model
@@ -243,7 +243,8 @@ class ReleasePublisher:
     def _models(self, *conditions: str) -> Iterator[LoggedModel]:
         """Yield this release's models of any status.
 
-        The query does not contain the status, since MLflow's query for it fails on PostgreSQL.
+        The query does not contain the status. MLflow 3.17 compares its integer column with the text
+        of the query, which PostgreSQL refuses.
         """
         query = " and ".join(
             [f"tags.{RELEASE} = '{self._publication.lineage.release}'", *conditions]

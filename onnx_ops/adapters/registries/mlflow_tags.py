@@ -26,7 +26,7 @@ accident in the UI. MLflow's API returns hidden tags like other tags.
 DIGEST, EVIDENCE_DIGEST, DECISION = f"{_HIDDEN}digest", f"{_HIDDEN}evidence", f"{_HIDDEN}decision."
 
 MLMODEL_DIGEST = f"{_HIDDEN}mlmodel"
-"""Tag with the digest of the LoggedModel."""
+"""Tag of a LoggedModel with the digest of its file `MLmodel`."""
 
 TAG_LIMIT = 65_535
 """Maximum size of a tag's value in bytes: that of MySQL's TEXT."""

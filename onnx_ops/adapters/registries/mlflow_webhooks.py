@@ -124,7 +124,10 @@ class MlflowWebhooks:
             return self._test(client, changes)
 
     def repair(self, secret: str) -> WebhookReport | None:
-        """Install the webhook again if `check` finds a problem; otherwise return None."""
+        """Install the webhook again if `check` finds a problem; return the last report.
+
+        The result is None if no webhook is installed.
+        """
         try:
             report = self.check()
         except NotFoundError:
@@ -132,7 +135,11 @@ class MlflowWebhooks:
         return report if report.ok else self.install(report.url, secret)
 
     def check(self) -> WebhookReport:
-        """Compare the webhook with its expected state and test it, without changes."""
+        """Check the settings of the webhook; test it if they are as expected.
+
+        Raises:
+            NotFoundError: no webhook is installed.
+        """
         with self._session() as client:
             webhooks = self._webhooks(client)
             if not webhooks:
