@@ -90,7 +90,7 @@ class XgboostExporter(_BoostedExporter):
     def _convertible(self, model: object) -> object:
         """Return a copy of the model whose boosters have no column names.
 
-        The converter parses such names as numbers (`f0`, `f1` …).
+        onnxmltools only accepts names such as `f0` and `f1`, and reads the numbers in them.
         """
         copied = copy.deepcopy(model)
         for part in list_estimators(copied):
@@ -113,7 +113,8 @@ class LightgbmExporter(_BoostedExporter):
     def export(self, model: object, request: ExportRequest) -> None:
         """Convert the estimator with a JSON parser that accepts control characters.
 
-        LightGBM writes control characters in names of columns into its JSON without escapes.
+        LightGBM 4.7 writes control characters in names of columns into its JSON without escapes,
+        which Python's parser refuses by default.
         """
         with warnings.catch_warnings():
             # onnxmltools warns about each framework that is not installed.

@@ -23,7 +23,7 @@ _WRONG_AS_STEP = ("KMeans", "MiniBatchKMeans")
 """Estimators whose `predict` is converted correctly, but whose `transform` is not."""
 
 LOST_IN_FLOAT32 = 1e-6
-"""Smallest ratio of an eigenvalue to the largest one that float32 can represent.
+"""Smallest ratio of an eigenvalue to the largest one that is precise in float32.
 
 Rounding the entries of a kernel adds about 6e-8 of the largest eigenvalue to each eigenvalue.
 """

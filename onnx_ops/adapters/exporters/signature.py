@@ -73,7 +73,8 @@ def find_file_with_suffix(
 def name_axes(model: Any, section: Export) -> None:
     """Name the free axes of inputs, and name the first axis of outputs as the batch.
 
-    Other free axes lose their names.
+    Outputs get this name only if the first axes of all inputs have the same name. Other free axes
+    lose their names.
     """
     for value in model.graph.input:
         for axis, dimension in enumerate(value.type.tensor_type.shape.dim):
@@ -158,7 +159,7 @@ def check_section(section: Export, samples: Tensors, options: Collection[str] = 
 def find_section_problems(
     section: Export, samples: Tensors, options: Collection[str]
 ) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
-    """Yield an error for each entry without effect, with its location in the section."""
+    """Yield an error for each wrong free axis or option, with its location."""
     for name, axes in section.dynamic.items():
         if name not in samples:
             remedy = suggest(name, samples, f"There are {', '.join(samples)}.")

@@ -1,4 +1,4 @@
-"""Repairs of skl2onnx that are active while it converts one model."""
+"""Repairs of skl2onnx 1.20 that are active while it converts one model."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class SklearnExporter(TreeExporter):
         support integers. scikit-learn's trees also convert their rows to float32.
 
         Raises:
-            UserError: the converter refuses the layout with the types of the data.
+            UserError: the converter refuses the model, or ONNX Runtime cannot load any result.
         """
         refused: UserError | None = None
         for tried in dict.fromkeys([layout, layout.as_float32("f8"), layout.as_float32("f8", "i")]):
@@ -167,7 +167,7 @@ class SklearnExporter(TreeExporter):
         """Return the answers of the estimator.
 
         For float32, the weights of the estimator are rounded to float32, so the noise of the source
-        includes this rounding.
+        includes this rounding. The result is None if the estimator supports only float64.
         """
         estimator: Any = (
             _round_in_place(copy.deepcopy(model), set()) if precision == "float32" else model
@@ -238,7 +238,7 @@ def _answers(estimator: Any, rows: Any) -> dict[str, Array]:
 
 
 def _check_estimator(model: object) -> None:
-    """Raise an error for a model that cannot answer new rows, or has several labels.
+    """Check that a model can answer new rows, with at most one label for each row.
 
     Raises:
         UserError: the model cannot answer new rows, or answers with several labels.
@@ -287,7 +287,7 @@ def _append_steps(graph: Any, output: str, steps: Sequence[Step]) -> None:
 def _set_locale(graph: Any) -> None:
     """Set the locale of operators that convert texts to lower case.
 
-    The locale is C.UTF-8, which every Linux has. The default en_US is missing in slim images.
+    The locale is C.UTF-8, which slim images contain. The default en_US is missing in them.
     """
     from onnx import helper
 

@@ -58,8 +58,8 @@ def choose_layout(model: object, parts: list[object], request: ExportRequest) ->
     """Return the layout that fits the inputs on which the estimator was fitted.
 
     Raises:
-        UserError: the data has not the columns of the model, or the model has no names and the
-            order of the columns is not declared.
+        UserError: the data does not have the columns of the model, or the model has no names and
+            the order of the columns is not declared.
     """
     samples = request.samples
     for name, array in samples.items():
@@ -177,7 +177,8 @@ def _check_positions(model: Any, samples: Tensors, *, ordered: bool) -> None:
 def build_rows(model: object, inputs: Tensors, precision: Precision) -> Any:
     """Return the argument of `predict`.
 
-    The argument is a data frame if the estimator was fitted on one, otherwise an array.
+    The argument is a data frame if the estimator was fitted on one, otherwise an array. For a model
+    that takes texts, it is a vector.
     """
     import numpy as np
 

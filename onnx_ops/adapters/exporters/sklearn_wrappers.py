@@ -24,7 +24,8 @@ def rewrite_model(model: object) -> tuple[object, tuple[Step, ...]]:
     """Return an equivalent model that skl2onnx converts, and steps after its output.
 
     Raises:
-        UserError: the wrapper changes answers in a way that ONNX cannot express.
+        UserError: the wrapper changes answers in a way that ONNX cannot express, or a search has
+            not refitted an estimator.
     """
     model = unwrap_search(model)
     rewrite = _REWRITES.get(type(model).__name__)

@@ -178,6 +178,8 @@ class TfliteExporter(Exporter):
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Return the answers of the interpreter without its accelerated kernels.
 
+        The result is None for float64.
+
         Raises:
             ValueError: the model refuses the inputs, or some inputs are not finite. The results of
                 the kernels are undefined for inputs that are not finite.

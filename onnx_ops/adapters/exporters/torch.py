@@ -155,7 +155,8 @@ class TorchExporter(TracingExporter):
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the module.
 
-        The result is None for float64 if the module creates float32 tensors.
+        The result is None for float64 if the module runs only in float32, for example because it
+        creates float32 tensors.
         """
         torch: Any = importlib.import_module("torch")
         module: Any = model

@@ -1,4 +1,7 @@
-"""Attention without an axis of heads, which torch.onnx.export cannot translate."""
+"""Attention without an axis of heads, which torch.onnx.export cannot translate.
+
+For opsets before 23, the translation of onnxscript 0.7 supports only tensors of rank 4.
+"""
 
 from __future__ import annotations
 

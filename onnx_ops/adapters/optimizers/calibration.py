@@ -21,7 +21,8 @@ _LIBRARY = "onnxruntime.quantization.calibrate"
 _FINER = 2
 """Number of bins, as a multiple of the runtime's number.
 
-The bins are never wider than the runtime's, since a power of two is below twice the largest value.
+The bins are never wider than the runtime's, since their power of two is at most twice the largest
+value.
 """
 
 _LEAST = -126

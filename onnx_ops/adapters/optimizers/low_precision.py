@@ -55,10 +55,10 @@ class WeightOnlyOptions:
 class WeightOnlyQuantizer(Optimizer):
     """Optimizer that stores constant matrices in blocks of few bits, for size.
 
-    Options and their defaults: `bits` (8), `block` (32), `symmetric` (true), `algorithm` (rtn), and
-    `accuracy` (4 also quantizes activations to 8 bits). rtn rounds the weights. hqq and gptq
-    support 4 bits only and adjust the weights to preserve the model's results; gptq needs
-    calibration rows.
+    Options and their defaults: `bits` (8; 4 for hqq and gptq), `block` (32), `symmetric` (true),
+    `algorithm` (rtn), and `accuracy` (unset; 4 also quantizes activations to 8 bits). rtn rounds
+    the weights. hqq and gptq support 4 bits only and adjust the weights to preserve the model's
+    results; gptq needs calibration rows.
     """
 
     tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")
@@ -272,7 +272,7 @@ def _round_as_numpy_does(derived: Any, source: Any, section: Quantize) -> int:
     ONNX Runtime's converter moves the smallest values away from 0 and clips the largest.
 
     Raises:
-        UserError: a weight exceeds the range of float16.
+        UserError: a weight exceeds the range of float16, or no weight was converted.
     """
     import numpy as np
     from onnx import numpy_helper

@@ -84,7 +84,8 @@ _UNFUSED = (
 class _Job:
     """One quantization, from the prepared file to the result in a scratch folder.
 
-    `excluded` maps names that the user specified to names of nodes in the prepared file.
+    `excluded` maps names that the user specified to names of nodes in the prepared file. If the
+    model is `large`, weights are written to a separate file.
     """
 
     request: OptimizeRequest
@@ -171,7 +172,8 @@ class StaticQuantizer(Optimizer):
     def read_ranges(self, request: OptimizeRequest, path: Path, shard: tuple[int, int]) -> None:
         """Write the ranges of one part of the calibration batches.
 
-        The written file is a calibration cache of ONNX Runtime.
+        The written file is a calibration cache of ONNX Runtime. No file is written for a part
+        without batches.
         """
         options, _ = self._choose(request)
         rows = BatchReader(
@@ -305,7 +307,7 @@ def _quantize(
             remedy="Exclude the node that has the weights, or remove this node from `exclude`.",
         )
     given = read_structure(request.source)
-    # If the source is already quantized, some of its own weights have names that end in
+    # If the source is already quantized, names of some weights in the source also end in
     # `_quantized`.
     known = {tensor.name for tensor in given.graph.initializer}
     if not any(
@@ -324,9 +326,10 @@ def _quantize(
 def _prepare(source: Any, folder: Path, large: bool) -> Path:
     """Infer shapes again and simplify the graph; return the path of the result.
 
-    If simplification adds weights that are not in the source, the graph is not simplified, since a
-    quantized weight must stay comparable with its original. The source's shapes are removed first,
-    since quantizers change the shapes of weights and would fail on the old shapes.
+    A quantized weight must stay comparable with its original. Therefore the graph is not simplified
+    if simplification adds weights that the source lacks. The source's shapes are removed first,
+    since quantizers change the shapes of weights and would fail on the old shapes. If the runtime
+    cannot prepare the model, a warning is issued, and the model without preparation is returned.
     """
     known = set(collect_constants(source))
     del source.graph.value_info[:]

@@ -90,7 +90,7 @@ class _InnerRuntime(OnnxRuntime):
 
 def run_runtime() -> None:
     """Serve calls of OnnxRuntime's methods in the process of the environment."""
-    # An isolated interpreter ignores PYTHONPATH, so the processes that it starts need this variable
-    # to find the packages.
+    # The processes that this process starts find the packages through this variable. This process
+    # itself runs with option `-I`, which ignores the variable.
     os.environ["PYTHONPATH"] = sys.argv[1]
     serve(_InnerRuntime(), "benchmark")

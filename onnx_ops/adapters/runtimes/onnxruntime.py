@@ -127,7 +127,7 @@ class OnnxRuntime(Runtime):
         feed: Tensors,
         schedule: PairedBenchmarkSchedule,
     ) -> PairedBenchmarkSamples:
-        """Time several models in alternating order by the schedule."""
+        """Time several models by the schedule, in random order in each block."""
         import numpy as np
 
         order = np.random.default_rng(schedule.seed)
@@ -190,9 +190,10 @@ class OnnxRuntime(Runtime):
 
 
 def _fresh(models: Sequence[Path], order: Generator, make: Callable[[Path], _T]) -> list[_T]:
-    """Build and warm up a session of each model, in random order.
+    """Build each model's session with `make`; return results in the order of models.
 
-    The order is random, since a session's latency depends on where its memory is allocated.
+    Sessions are built in random order, since a session's latency depends on where its memory is
+    allocated.
     """
     built = {int(turn): make(models[turn]) for turn in order.permutation(len(models))}
     return [built[turn] for turn in range(len(models))]

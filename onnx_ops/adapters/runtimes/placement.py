@@ -139,7 +139,7 @@ def _is_isolated(target: Target) -> bool:
 class GuardedRuntime(OnnxRuntime):
     """Runtime in forked processes, with at most `timeout` seconds per call.
 
-    Only timed calls run in this process. Before that, a forked process has run the model once.
+    Timed calls run in this process, after a forked process has run the model once.
     """
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_S) -> None:
@@ -224,7 +224,8 @@ class GuardedRuntime(OnnxRuntime):
 def guard_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
     """Return a runtime that runs models in a forked process instead of this process.
 
-    A crash ends only the forked process. A call is limited to `timeout` seconds.
+    A crash ends only the forked process. A call is limited to `timeout` seconds. A runtime of
+    another type than ONNX Runtime in this process is returned unchanged.
     """
     guarded = GuardedRuntime(timeout or DEFAULT_TIMEOUT_S)
     if isinstance(runtime, TargetedRuntime) and type(runtime.here) is OnnxRuntime:

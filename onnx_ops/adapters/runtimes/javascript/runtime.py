@@ -135,7 +135,7 @@ class NodeRuntime(Runtime):
         feed: Tensors,
         schedule: PairedBenchmarkSchedule,
     ) -> PairedBenchmarkSamples:
-        """Time several models in alternating order by the schedule."""
+        """Time several models by the schedule, in random order in each block."""
         import numpy as np
 
         rounds = _orders(
@@ -314,7 +314,8 @@ def _model(path: Path) -> dict[str, Any]:
     place = path.resolve()
     names: tuple[str, ...] = ()
     with contextlib.suppress(UserError):
-        # The file has the `.ort` format, or the runtime will report its damage.
+        # For a file in `.ort` format, or a damaged file, no names are read. The runtime reports
+        # damage when it loads the file.
         names = list_external_names(place)
     files = {name: (place.parent / name).resolve() for name in names}
     inside = {
