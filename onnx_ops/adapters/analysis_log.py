@@ -85,7 +85,7 @@ class AnalysisLog:
         return state
 
     def _recall(self, key: RolloutKey) -> AnalysisState | None:
-        """Return the state in memory, which is removed from there if it is too old."""
+        """Return the state in memory; None if it is missing, or too old and thus removed."""
         with self._lock:
             known = self._states.get(key)
             if known is not None and self._clock.now() - known.changed_at > CACHED_S:
@@ -173,7 +173,7 @@ class AnalysisLog:
         return None if data is None else codec.loads(data, AnalysisState).key
 
     def delete_old(self, key: RolloutKey, keep_s: float, why: str) -> bool:
-        """Delete what is not needed of a rollout; return whether its attempt was ended for that.
+        """Delete the unneeded objects of a rollout; return whether its attempt was ended.
 
         An attempt whose last entry is older than `keep_s` is ended with the reason `why`. After
         another `keep_s`, no object is left.
@@ -230,7 +230,7 @@ class AnalysisLog:
             _log.warning("a checkpoint could not be written: %s", error)
 
     def _list_sequences(self, key: RolloutKey, after: int = 0) -> list[int]:
-        """Return the numbers of the entries after one, sorted."""
+        """Return the numbers of the entries after number `after`, sorted."""
         names = filter(_NAME.fullmatch, self._objects.list_names(key.folder))
         return [each for each in sorted(int(name[:8]) for name in names) if each > after]
 

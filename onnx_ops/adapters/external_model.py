@@ -81,7 +81,8 @@ class UserSuppliedModels:
     def path(self, place: str, scratch: Path) -> Path:
         """Return the model as a local path.
 
-        A remote model is downloaded into `scratch`. Raises the same errors as `digest`.
+        The content of a pinned address is downloaded into the cache, and another remote model into
+        `scratch`. Raises the same errors as `digest`.
         """
         if place.startswith(REGISTERED):
             scratch.mkdir(parents=True)

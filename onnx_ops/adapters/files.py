@@ -53,8 +53,8 @@ _CLIENTS_WITHOUT_RETRIES: Mapping[str, Mapping[str, Any]] = {
 }
 """Options that switch off the retries of clients, by scheme.
 
-Other clients have no option for this. With more than one concurrent request, s3fs requests the size
-of an object before it reads the object.
+Other clients have no option for this. With more than one concurrent request, s3fs 2026.9 requests
+the size of an object before it reads the object.
 """
 _TIME_KEYS = ("LastModified", "last_modified", "mtime", "created")
 """Keys of an object's modification time, which differ by file system."""
@@ -220,9 +220,9 @@ def open_objects(
     """Return the objects under a local path or a URL such as `s3://bucket/prefix`.
 
     Args:
-        deadline_s: seconds after which a remote request fails. A request that the store refuses
-            fails immediately, so the caller must repeat requests. With None, the client of the
-            store repeats requests, which can take a minute.
+        deadline_s: seconds after which a remote request other than an upload or download fails. A
+            request that the store refuses fails immediately, so the caller must repeat requests.
+            With None, the client of the store repeats requests, which can take a minute.
         options: options of the file system of fsspec, such as `profile` of s3fs.
     """
     if "://" not in url or url.startswith("file://"):
@@ -233,9 +233,9 @@ def open_objects(
 def _stop_retries(file_system: Any) -> None:
     """Switch off the retries of clients that have no option for this.
 
-    s3fs repeats requests even if retries of its client are off. Azure's client waits 15 s before it
-    repeats a request, and adlfs cannot pass options to this client. The attributes are not public.
-    If their names change, requests end at the deadline.
+    s3fs 2026.9 repeats requests even if retries of its client are off. Azure's client waits 15 s
+    before it repeats a request, and adlfs 2026.8 cannot pass options to this client. The attributes
+    are not public. If their names change, requests end at the deadline.
     """
     file_system.retries = 1
     with suppress(AttributeError):
@@ -254,14 +254,14 @@ class LocalObjects(ObjectStore):
         self.place = str(root)
 
     def share(self, path: Path) -> int:
-        """Create the folder of a file below the root, and return the mode for the file."""
+        """Return the mode for a file below the root; create its folder if it is shared."""
         if not (self.root.is_dir() and self.root.stat().st_mode & stat.S_IWGRP):
             return PRIVATE
         for folder in reversed(path.relative_to(self.root).parents[:-1]):
             place = self.root / folder
             # A new folder belongs to one user until its mode is set. It is renamed to its final
-            # name only then, so a killed writer never leaves a folder there to which other users
-            # cannot write.
+            # name only then. So other users can write to every folder with a final name, even if
+            # the writer is killed.
             if not place.is_dir():
                 made = Path(tempfile.mkdtemp(dir=place.parent, prefix=TEMPORARY))
                 made.chmod(stat.S_IMODE(self.root.stat().st_mode))
@@ -345,7 +345,8 @@ class LocalObjects(ObjectStore):
 class FsspecObjects(ObjectStore):
     """Objects on a remote file system.
 
-    `create` sends `If-None-Match: *`. For the parameters, see `open_objects`.
+    `create` uses fsspec's mode `create`, which sends `If-None-Match: *` to S3 and Azure. For the
+    parameters, see `open_objects`.
     """
 
     def __init__(
@@ -418,8 +419,9 @@ class FsspecObjects(ObjectStore):
             with suppress(FileNotFoundError):
                 details = self._call("find", self._path(prefix), detail=True)
             for path, info in sorted(details.items()):
-                # s3fs `_find` lists the prefix, and calls `_info` if the list is empty. If another
-                # writer adds the first object in between, the prefix is returned as a directory.
+                # In s3fs 2026.9, `_find` lists the prefix, and calls `_info` if the list is empty.
+                # If another writer adds the first object in between, the prefix is returned as a
+                # directory.
                 if info.get("type") == "directory":
                     continue
                 at = next((info[key] for key in _TIME_KEYS if info.get(key) is not None), None)
@@ -453,7 +455,7 @@ class FsspecObjects(ObjectStore):
         return False
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method of the file system, and cancel it at the deadline."""
+        """Call a method of the file system; cancel an asynchronous one at the deadline."""
         if self._deadline_s is None or not self._fs.async_impl:
             return getattr(self._fs, method)(*args, **options)
         from fsspec.asyn import sync

@@ -64,7 +64,8 @@ def request_json(
         timeout_s: time limit in seconds, by default `TIMEOUT_S`.
 
     Raises:
-        ServiceUnavailableError: no answer arrives in time, or the answer requests a later retry.
+        ServiceUnavailableError: no whole answer arrives in time, the answer exceeds `max_bytes`, or
+            its status is 5xx or requests a later retry.
         RefusedError: the answer has another error status, or is a redirect.
     """
     import httpx

@@ -1,8 +1,9 @@
-"""Downloads of pinned addresses (see `domain.pinned_address`) into a cache of this machine.
+"""Downloads of pinned addresses into a cache of this machine.
 
-A pinned address always means the same content. It is therefore downloaded once; later runs need no
-network. Files are checked whenever they are taken from the cache: a file of a web server against
-the pinned digest, files of the hub and of archives against the digest of what was downloaded.
+A pinned address (see `domain.pinned_address`) always means the same content. It is therefore
+downloaded once; later runs need no network. Files are checked whenever they are taken from the
+cache: a file of a web server against the pinned digest, files of the hub and of archives against
+the digest of what was downloaded.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class PinnedFiles:
         return digest_json(["pinned", hide_secrets(place)])
 
     def find(self, place: str) -> Path | None:
-        """Return the file or folder of an address if the cache has it; nothing is downloaded.
+        """Return the cached file or folder of an address; None if it is not in the cache.
+
+        Nothing is downloaded.
 
         Raises:
             UserError: the address is not pinned.
@@ -85,7 +88,7 @@ class PinnedFiles:
         """Return the file or folder of an address; download it if the cache lacks it.
 
         Raises:
-            UserError: the address is not pinned.
+            UserError: the address is not pinned, or an archive cannot be unpacked.
             NotFoundError: the server has no such file.
             RefusedError: the server refuses the request, or sends content with another digest.
             ServiceUnavailableError: the server does not answer.

@@ -67,7 +67,11 @@ class ServerMetrics(MetricsSource):
     def latencies(
         self, config: EndpointConfig, deployment: str
     ) -> tuple[Sequence[float], Sequence[int]] | None:
-        """Return the histogram of service times, without the time in the queue."""
+        """Return the histogram of service times, without the time in the queue.
+
+        The result is the bounds of the buckets in seconds, and the count of each bucket. It is None
+        if no server has the deployment.
+        """
         counts = self._counts(config, None)
         histograms = [
             each.deployments[deployment].service
@@ -144,8 +148,8 @@ def count_by_server(
 def _find_slow_limit(counts: Sequence[Counts], deployment: str) -> float | None:
     """Return the smallest bucket bound that is at least twice the usual latency.
 
-    The usual latency is the lower median of the servers' medians. The result is None if all bounds
-    are smaller.
+    The usual latency is the lower median of the servers' medians. The result is None without timed
+    requests, or if all bounds are smaller.
     """
     medians: dict[str, tuple[float, Sequence[float]]] = {}
     for one in counts:
@@ -380,8 +384,8 @@ class _Cells:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return two counts of each cell: a total, and a part that is at most the total.
 
-        The reported part can exceed the total if the server counted a request between reading the
-        total and the part, or if the report is forged.
+        The reported part can exceed the total if the server counted a request after it had read the
+        total. It can also do so in a forged report.
         """
         import numpy as np
 
@@ -389,7 +393,7 @@ class _Cells:
         return total, np.minimum(total, self.counts[:, part])
 
     def get_slow(self, grade: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return timed requests of each cell, and those that exceed `grade` thresholds."""
+        """Return timed requests of each cell; and those above at least `grade` thresholds."""
         timed = self.counts[:, messages.CELL_LATENCIES :]
         return timed.sum(1), timed[:, grade:].sum(1)
 

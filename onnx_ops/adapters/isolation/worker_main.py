@@ -30,7 +30,7 @@ _PLAIN = (str, int, float, bool)
 def limit_memory(limit: int, *, children_too: bool = True) -> None:
     """Limit the data memory of this process, in bytes.
 
-    A lower limit of the machine's administrator stays in force: to raise it raises an error.
+    A lower hard limit stays in force, since only a privileged process can raise it.
 
     Args:
         limit: the memory that this process can have.

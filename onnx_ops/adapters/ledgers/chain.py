@@ -145,7 +145,7 @@ class LedgerKeys:
         return ()
 
     def verify(self, stored: StoredEntry, grant: str, admitted: Mapping[Digest, str]) -> None:
-        """Raise CorruptStateError if an entry that grants something is not signed.
+        """Raise CorruptStateError if an entry that grants something is not validly signed.
 
         A signature is valid if its key is one of `admitted`. If `admitted` is empty, the keys that
         this machine trusts are valid.

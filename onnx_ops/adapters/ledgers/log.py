@@ -52,7 +52,7 @@ If the ledger is damaged before that entry, readers start at this number, and ve
 SNAPSHOT_EVERY = 4
 """Number of entries from one snapshot to the next.
 
-Reading a state takes at most this number of reads plus five.
+If the newest snapshot is valid, reading a state takes at most this number of reads plus five.
 """
 _SWEEP_EVERY = 64
 """Number of entries from one deletion of unfinished files to the next."""
@@ -74,8 +74,8 @@ class ObjectLedger(Ledger):
     """Ledger in an object store.
 
     The objects are `<endpoint>/<sequence>.jsonl`, `snapshot.json` and `adopted.json`. Entries never
-    change, so this class reads each of them once. Later entries must follow the entries that it has
-    read.
+    change, so an instance reads each of them only once to compute states. Later entries must follow
+    the entries that it has read.
 
     Args:
         keys: the keys that sign appended entries and verify entries that grant something.
@@ -299,7 +299,8 @@ class ObjectLedger(Ledger):
         """Return whether an entry exists with a number above `last` + 1.
 
         If so, entry `last` + 1 is missing. In a remote store, this object lists the names of an
-        endpoint only once, since listing many names takes as long as many reads.
+        endpoint only once, since listing many names takes as long as many reads. Later calls only
+        look for entry `last` + 2.
         """
         if endpoint in self._listed and not isinstance(self._objects, LocalObjects):
             return self._objects.read(format_name(endpoint, last + 2)) is not None

@@ -1,6 +1,7 @@
 """Notifications by GitHub issues.
 
-Each endpoint has one open issue, and each message is a comment.
+Each endpoint has one open issue, unless option `issue` names one issue for all endpoints. The first
+message opens the issue of an endpoint, and further messages are comments.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class GitHubNotifier(Notifier):
     def send(self, notification: Notification) -> None:
         """Write a comment on the newest open issue of the endpoint, or open an issue.
 
-        Only issues that onnx-ops opened are used.
+        Only issues that onnx-ops opened are used, or the issue in the options if one is set.
         """
         endpoint, text = notification.endpoint, format_body(notification)
         open_issues = (

@@ -82,7 +82,11 @@ class Keyring:
         return read_key(self._signing) if self._signing.exists() else None
 
     def create(self, path: Path | None = None) -> EcdsaSigner:
-        """Create a key pair, by default this machine's signing key."""
+        """Create a key pair, by default this machine's signing key, which is then trusted.
+
+        Raises:
+            UserError: the file of the key exists.
+        """
         path = path or self._signing
         if path.exists():
             raise UserError(

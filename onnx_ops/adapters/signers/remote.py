@@ -34,10 +34,13 @@ _FORMS = (
 def open_signer(text: str) -> Signer:
     """Return the signer that the setting `signer` names.
 
+    No request is sent. The signer of a service requests the public key at its first use, and then
+    raises the errors of the service.
+
     Raises:
-        UserError: the setting is malformed, or the key is not an ECDSA P-256 key.
+        UserError: the setting is malformed, or the environment variable does not contain an ECDSA
+            P-256 key.
         NotFoundError: the environment variable is not set.
-        OnnxOpsError: the service does not answer, or refuses the request.
     """
     kind, _, name = text.partition(":")
     if kind not in _KINDS or not name:

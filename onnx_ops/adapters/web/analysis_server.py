@@ -31,8 +31,9 @@ _LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 class AnalysisServer(BackgroundServer):
     """HTTP server that listens while this context manager is open.
 
-    Port 0 selects a free port. `handle` is called on other threads. With a token, requests need it.
-    Without a token, the server listens on loopback only, and refuses requests of web pages.
+    Port 0 selects a free port. `handle` is called on other threads. With a token, all requests
+    except `/healthz` need it. Without a token, the server listens on loopback only, and refuses
+    requests of web pages.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ def read_analysis_token(file: Path | None, environ: Mapping[str, str]) -> str:
     Raises:
         RefusedError: other users can read the file.
         NotFoundError: the file does not exist.
-        UserError: the token is too short.
+        UserError: the token is too short, or not ASCII.
     """
     token, where = environ.get(VARIABLE), VARIABLE
     if token is None:

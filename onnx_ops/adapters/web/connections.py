@@ -1,7 +1,7 @@
 """Limits of the connections of the webhook receiver.
 
 Clients that connect and send nothing, or only a part of a request, must not block deliveries.
-uvicorn's own `limit_concurrency` only refuses further connections, and uvicorn waits without a
+uvicorn's own `limit_concurrency` only refuses further connections. uvicorn 0.54 waits without a
 limit for the head of the first request on a connection.
 """
 
@@ -33,7 +33,8 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start a connection, and enforce the limits.
 
-        If a limit is exceeded, the oldest connection that waits for its client is closed.
+        If a limit is exceeded, the oldest other connection that waits for its client is closed. If
+        there is none, the new connection is closed.
         """
         super().connection_made(transport)
         self.opened_at = self.loop.time()
