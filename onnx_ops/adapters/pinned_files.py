@@ -47,7 +47,7 @@ _FILES, _RECORD = "files", "digest"
 """Parts of a cached folder: the downloaded files, and their digest."""
 
 _TIMEOUT_S = 30.0
-"""Longest wait for the next bytes of a download."""
+"""Seconds to wait for the next bytes of a download."""
 
 _CHUNK_BYTES = 1 << 20
 

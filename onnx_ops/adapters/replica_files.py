@@ -47,7 +47,7 @@ def download_model(objects: ObjectStore, digest: Digest, folder: Path) -> Manife
     The caller must compare the copied files with the returned manifest.
 
     Raises:
-        NotFoundError: the store has no such version.
+        NotFoundError: the store has no such version, or lacks one of its files.
         CorruptStateError: the manifest is not the one with this digest, or names files outside the
             folder.
         ServiceUnavailableError: the store does not answer.

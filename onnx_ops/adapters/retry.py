@@ -12,7 +12,10 @@ T = TypeVar("T")
 
 
 def retry(call: Callable[[], T], is_transient: Callable[[Exception], bool], attempts: int) -> T:
-    """Return what a call returns, repeating it after transient errors."""
+    """Return what a call returns, repeating it after transient errors.
+
+    The call is made at most `attempts` times; the last error is raised.
+    """
     for _ in range(attempts - 1):
         try:
             return call()
@@ -39,7 +42,7 @@ def attempts(
 
 
 def wait_until(is_done: Callable[[], bool], timeout_s: float, pause_s: float = 0.02) -> bool:
-    """Return whether a condition becomes true within `timeout_s`."""
+    """Wait until a condition is true; return False if it is not within `timeout_s`."""
     # The condition can become true during the last pause, so it is checked once more.
     return any(is_done() for _ in attempts(timeout_s, pause_s)) or is_done()
 

@@ -250,7 +250,8 @@ class AzureDeploymentEndpoints(CloudEndpoints):
     def _observe(self, config: EndpointConfig) -> tuple[EndpointState | None, Mapping[str, str]]:
         """Return the endpoint's state, and the names of its deployments in Azure.
 
-        The keys of the mapping are the names of the deployments in onnx-ops.
+        The keys of the mapping are the names of the deployments in onnx-ops. The state is None if
+        it is not valid, or users have configured copies of requests.
         """
         endpoint = self._connect(config)
         resource = endpoint.read()

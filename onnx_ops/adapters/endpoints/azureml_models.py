@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from azure.storage.blob import ContainerClient
 
 _VERSION = "1"
-"""Version of every model, since the content of a model name never changes."""
+"""Version of every model: the models of one name always have the same content."""
 _BLOCK_BYTES = 8 << 20
 
 

@@ -135,7 +135,7 @@ def read_generation(tags: Mapping[str, str]) -> int:
 def read_state(
     tags: Mapping[str, str], traffic: Mapping[str, int], records: Mapping[str, Deployment]
 ) -> EndpointState | None:
-    """Return the endpoint's state; None if it is not valid.
+    """Return the endpoint's state; None if tags and traffic contradict the records.
 
     Args:
         tags: tags of the endpoint.

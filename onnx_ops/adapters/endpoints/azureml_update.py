@@ -95,7 +95,7 @@ def _is_current(tags: Mapping[str, str], sent: int | None) -> bool:
 
 
 class AzureEndpoint:
-    """One endpoint in Azure: reads that are not stale, and fenced changes."""
+    """One endpoint in Azure: current reads, and changes in the order of generations."""
 
     def __init__(self, client: AzureClient, sent: SentGeneration) -> None:
         self.client = client
@@ -322,7 +322,7 @@ class AzureEndpoint:
         return plan_names(listed, {name: 100}, generation=generation, since=state.generation)
 
     def _write(self, endpoint: OnlineEndpoint, plan: TrafficPlan) -> None:
-        """Send tags and traffic once, on top of the endpoint that was just read."""
+        """Send tags and traffic once; keep the other settings that were just read."""
         foreign = {
             key: value for key, value in endpoint.tags.items() if not key.startswith("onnx-ops-")
         }
@@ -387,7 +387,10 @@ class AzureEndpoint:
 
 
 def _matches(endpoint: OnlineEndpoint, plan: TrafficPlan) -> bool:
-    """Return whether the endpoint already has the plan's traffic and tags."""
+    """Return whether the endpoint already has the plan's traffic and tags.
+
+    A generation from `since` up to that of the plan is accepted, if `since` is set.
+    """
     wanted, generation = dict(plan.tags), read_generation(endpoint.tags)
     if 0 < plan.since <= generation < plan.generation:
         wanted[GENERATION] = str(generation)

@@ -81,6 +81,10 @@ def verify_files(deployment: Deployment) -> dict[str, Path]:
     """Return the verified model files of a deployment, by relative POSIX name.
 
     The names are sorted.
+
+    Raises:
+        NotFoundError: the files are not on this machine.
+        DigestMismatchError: the files do not match the deployment's manifest.
     """
     folder = Path(deployment.location)
     manifest = digest_folder(folder) if deployment.location else Manifest(files={})

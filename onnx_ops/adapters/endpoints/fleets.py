@@ -1,8 +1,8 @@
 """Cloud endpoints whose instances follow signed routing tables, as replicas do.
 
 The cloud runs a *fleet*: one deployment of our image without a model. All that changes in a rollout
-is a table in object storage. The cloud's control plane is only needed to create the fleet, and to
-change its options.
+is a table in object storage. The cloud's control plane is only needed to create and delete the
+fleet, and to change its options.
 """
 
 from __future__ import annotations

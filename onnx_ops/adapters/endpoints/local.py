@@ -341,8 +341,8 @@ class LocalEndpoints(EndpointProvider):
             port = next(filter(_is_free, candidates), None)
             if port is None:
                 raise ServiceUnavailableError("no port is free", where=server.folder.name)
-        # The working directory of the server is its own folder. With a relative path, both folders
-        # can be moved together.
+        # The working directory of the server is its own folder. With a relative path, this folder
+        # and that of the trusted keys can be moved together.
         trusted = (
             ""
             if self._trusted is None

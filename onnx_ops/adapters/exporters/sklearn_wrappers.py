@@ -16,7 +16,7 @@ from onnx_ops.errors import UserError
 Step = tuple[str, Any]
 """An ONNX operator and its second input.
 
-The second input is an array, or None for an operator with one input.
+The second input is an array or a number, or None for an operator with one input.
 """
 
 
