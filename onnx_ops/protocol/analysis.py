@@ -114,7 +114,7 @@ def parse_flagger_call(document: Mapping[str, Any]) -> FlaggerCall:
     The revisions are those of `metadata`, by default the names of Flagger's workloads.
 
     Raises:
-        UserError: a field is missing or no name.
+        UserError: a field is missing or is not a valid name, or `metadata` is not an object.
     """
     name = check_name(document.get("name"), "name")
     metadata = document.get("metadata") or {}
@@ -133,7 +133,7 @@ def check_name(value: object, what: str) -> str:
     """Return a name that a client sent.
 
     Raises:
-        UserError: the value is not a text, is too long, or has a character that names cannot have.
+        UserError: the value is not a text that matches `_NAME`.
     """
     if not isinstance(value, str) or _NAME.fullmatch(value) is None:
         raise UserError(
@@ -164,7 +164,7 @@ def parse_step(value: object) -> int | None:
     """Return the number of a step; None if it is absent or empty.
 
     Raises:
-        UserError: the text is not a whole number from 0 to `MAX_STEP`.
+        UserError: the value is not a whole number from 0 to `MAX_STEP`.
     """
     if value is None or value == "":
         return None

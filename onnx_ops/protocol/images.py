@@ -1,8 +1,9 @@
 """Checks of encoded images before a model decodes them.
 
-libjpeg, which onnxruntime-extensions decodes with, ends the process at most errors in a file, such
-as a wrong marker or a wrong Huffman table. A file therefore reaches the decoder of a model only
-after Pillow has decoded it, which reports these errors. A header decides on the size before that.
+onnxruntime-extensions decodes JPEG files with libjpeg. With version 0.15, most errors in a file end
+the process, such as a wrong marker or a wrong Huffman table. Therefore a model gets only files that
+Pillow has decoded, which raises an exception for such errors. The size in the header is checked
+before Pillow decodes a file.
 
 - PNG: https://www.w3.org/TR/png-3/#11IHDR
 - JPEG: ITU-T T.81, B.2.2 (frame header)
@@ -37,7 +38,7 @@ _START_OF_SCAN = b"\xff\xda"
 _MAX_SEGMENTS = 4096
 """Largest number of segments and fill bytes before the frame of a JPEG file."""
 _MAX_SCANS = 128
-"""Largest number of scans of a JPEG file.
+"""Largest number of start-of-scan markers in a JPEG file.
 
 Each scan of a progressive file can visit every block of the image, and takes only a few bytes.
 """
@@ -71,8 +72,8 @@ def read_image_header(content: bytes) -> ImageHeader:
     """Return what the header of an encoded image announces.
 
     Raises:
-        UserError: the file is neither PNG nor JPEG, is of a kind that is not decoded, or ends in
-            its header.
+        UserError: the file is neither PNG nor JPEG, is of a kind that is not decoded, or has a
+            header that is corrupt, truncated or without pixels.
     """
     if content.startswith(_PNG):
         header = _read_png_header(content)
@@ -98,7 +99,7 @@ def _read_png_header(content: bytes) -> ImageHeader:
 
 
 def _read_jpeg_header(content: bytes) -> ImageHeader:
-    """Return the size in the frame header, which must precede the first scan."""
+    """Return what the frame header announces; it must precede the first scan."""
     place = 2
     for _ in range(_MAX_SEGMENTS):
         if place + 4 > len(content):
@@ -141,8 +142,8 @@ def check_image(content: bytes, limits: ImageLimits) -> ImageHeader:
     """Check that an encoded image is within the limits and can be decoded.
 
     Raises:
-        UserError: the file has too many bytes or pixels, is neither PNG nor JPEG, or is corrupt or
-            truncated.
+        UserError: the file has too many bytes, pixels or scans, is of a kind that is not decoded,
+            or is corrupt or truncated.
     """
     if len(content) > limits.max_bytes:
         raise UserError(f"the image has {len(content)} bytes, and the limit is {limits.max_bytes}")
@@ -165,7 +166,7 @@ def _decode(content: bytes, header: ImageHeader) -> None:
     computes few of its pixels.
 
     Raises:
-        UserError: the image is corrupt or truncated.
+        UserError: the image is corrupt or truncated, or its size differs from `header`.
     """
     from PIL import Image
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 USER_KEY_HEADER = "x-user-key"
 """Header with the key of a user.
 
-One deployment answers all requests with the same key until the split or its epoch ends.
+One deployment answers all requests with the same key until the split, or an epoch of it, ends.
 """
 REQUEST_ID_HEADER = "x-request-id"
 """Header with the id of a request, which is copied to the response."""
@@ -86,10 +86,11 @@ _CELL_BYTES = 2 + 4 * CELL_FIELDS
 class AdminState:
     """Response to GET and PUT of the state; the state is None before a publication.
 
-    `failed` contains deployments that could not be loaded after a restart, with the reason.
-    `out_of_service` contains deployments that crashed or blocked workers, with the reason. They get
-    no requests until the next publication. `counting_failure` is the reason why a rollout currently
-    gets no evidence; empty if nothing failed. `memory` is None if it cannot be read.
+    `failed` contains deployments that could not be loaded after a restart, and shadow deployments
+    without a process, with the reason. `out_of_service` contains deployments that crashed or
+    blocked workers, with the reason. They get no requests until the next publication.
+    `counting_failure` is the reason why a rollout currently gets no evidence; empty if nothing
+    failed. `memory` is None if it cannot be read.
     """
 
     state: EndpointState | None
@@ -121,8 +122,8 @@ class DeploymentCounts:
     Attributes:
         statuses: requests that are evidence about the deployment, by HTTP status; `other` stands
             for statuses without a counter. Shadow requests are excluded.
-        unjudged: all other requests by HTTP status. A client has selected the deployment, or every
-            version with traffic refuses the request.
+        unjudged: all other requests by HTTP status. A client has selected the deployment, the
+            server had no lease, or every version with traffic refuses the request.
         latency: histogram of the time from the last byte of a request to its response. It has one
             bucket more than `Counts.bounds_s`.
         service: histogram of the same time minus the time in the queue. It contains only requests
@@ -168,8 +169,8 @@ class TableCounts:
 class EpochCounts:
     """Counts of the requests that were routed in one epoch of a split.
 
-    The split of `generation` was valid for the whole epoch. It assigns users anew in each epoch.
-    `cells` has the format of `TableCounts.cells`.
+    No other split than that of `generation` was valid in the epoch. It assigns users anew in each
+    epoch. `cells` has the format of `TableCounts.cells`.
     """
 
     generation: int
@@ -196,7 +197,7 @@ class Counts:
         origin: id of the server's start. A different id means that all counts were reset.
         at: seconds since the epoch, on the server's clock.
         bounds_s: upper bounds of the latency histograms in seconds.
-        deployments: counts of each deployment since it was first published.
+        deployments: counts of each deployment of the current table, summed over all tables.
         tables: counts by generation of the table, the current one last.
         epochs: closed epochs in ascending order. Their counts do not change any more.
         open_epoch: counts of the current epoch so far.
@@ -243,7 +244,9 @@ def decode_cells(text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64
     A user can send requests to several servers. Therefore add the counts of all servers before you
     compare users.
 
-    Raises ValueError or zlib.error.
+    Raises:
+        ValueError: the text is not in base64, is truncated, or contains invalid cells.
+        zlib.error: the decoded text is not a zlib stream.
     """
     import numpy as np
 

@@ -29,7 +29,7 @@ SILENT_S = 20.0
 MAX_REPORT_BYTES = 8 << 20
 
 _LARGEST_COUNT = 1 << 48
-"""Largest count in a report. The sum of 32,768 such counts has 63 bits."""
+"""Largest count in a report. The sum of 32,767 such counts fits into an int64."""
 _REPLICA = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
 _START = re.compile(r"[0-9a-f]{12}")
 _SEPARATOR = "~"
@@ -51,7 +51,8 @@ class ReplicaStatus:
         skipped: objects in the folder of the tables that are not valid tables, with the reason.
         out_of_service: deployments that get no requests, with the reason.
         has_lease: whether it can give traffic to a candidate.
-        lapsed: requests that the fallback answered because the replica had no lease.
+        lapsed: requests that the fallback answered, or that were refused, because the replica had
+            no lease.
         beat: number of this report.
         at: seconds since the epoch, on the replica's clock.
         address: address for clients; empty if it is unknown.
@@ -82,7 +83,7 @@ class ReplicaStatus:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the replica serves all deployments of its table."""
+        """Whether all deployments of its table are loaded, and it refuses no newer table."""
         return not self.failed and not self.refused
 
 
@@ -121,7 +122,8 @@ class ReportSource:
 def has_possible_counts(counts: Counts) -> bool:
     """Return whether a server can have reported these counts.
 
-    Each number must be between 0 and `_LARGEST_COUNT`. The counts by cell must be decodable.
+    Each number must be between 0 and `_LARGEST_COUNT`. The counts by cell of the tables and of the
+    open epoch must be decodable.
     """
     opened = {} if counts.open_epoch is None else counts.open_epoch.cells
     if not all(map(has_possible_cells, (opened, *(table.cells for table in counts.tables)))):

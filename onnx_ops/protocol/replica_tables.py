@@ -29,19 +29,16 @@ FOLDER = "table"
 HEAD = "head.json"
 """Name of an object beside the folder: the last `TableHead` that was written.
 
-Only the time at which it was written has an effect.
+Replicas read the named table early. They regard a changed beat as an analysis of the rollout.
 """
 PAYLOAD_TYPE = "application/vnd.onnx-ops.replica-table+json"
 LEASE_S = 30.0
 """Seconds for which a replica can give traffic to a candidate.
 
-The lease begins when the replica lists the tables.
+The lease begins at the last listing of the tables or the last report, whichever is earlier.
 """
 DEADLINE_S = 5.0
-"""Longest duration in seconds of a request that began under the lease.
-
-A replica has the same time to adopt a table.
-"""
+"""Seconds after `LEASE_S` from which a silent replica counts as without a lease."""
 MAX_TABLE_BYTES = 4 << 20
 
 _NAME = re.compile(r"(\d{8})-([01])\.json")
@@ -118,7 +115,7 @@ class RollbackTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableHead:
-    """Number of the last table, and how often the endpoint's rollout was analyzed."""
+    """Number of the newest table, and a beat that each analysis of a rollout changes."""
 
     number: TableNumber
     beat: int
@@ -145,8 +142,9 @@ def decode_table(
     """Parse the object of a table. Without a verifier, signatures are not checked.
 
     Raises:
-        CorruptStateError: the object is not a table of this endpoint with this number.
-        InvalidSignatureError: no trusted key has signed the table.
+        CorruptStateError: the object is too large, or is not a table of this endpoint with this
+            number.
+        InvalidSignatureError: no trusted key has signed the table, which is no `RollbackTable`.
     """
     where = number.name
     if len(data) > MAX_TABLE_BYTES:
@@ -223,7 +221,9 @@ def find_newest(
     read: Callable[[TableNumber], StoredTable],
     above: TableNumber | None = None,
 ) -> tuple[ReplicaTable | None, Mapping[str, str]]:
-    """Return the highest valid table, and why higher objects are invalid, by name.
+    """Return the highest valid table, and why other objects were skipped, by name.
+
+    The table is None if no object that was read is valid.
 
     Args:
         names: names of the objects in the folder of the tables.
@@ -301,7 +301,8 @@ def plan_tables(
     """Return the table that loads new models, and the table of the state.
 
     Before a model gets its first traffic, all replicas must load it while the traffic stays
-    unchanged. The first table causes this load. It is None if no model must be loaded first.
+    unchanged. The first table causes this load. It is None if there is no previous table, or if
+    `_plan_load` returns None.
 
     Args:
         before: the newest table.
@@ -344,8 +345,8 @@ def _plan_load(
     """Return the table with which replicas load the new models of a state.
 
     Its traffic is the traffic of the previous table. The result is None if no new model gets
-    traffic. It is also None if a deployment with traffic gets other files, because the previous
-    traffic cannot continue in that case.
+    traffic. It is also None if a deployment with traffic gets other files or settings, because the
+    previous traffic cannot continue in that case.
     """
     old, served = before.table.state, before.table.state.split
     new = [d for d in state.deployments if d not in old.deployments]

@@ -111,7 +111,11 @@ def encode_table(table: RoutingTable) -> bytes:
 
 
 def decode_table(data: bytes, *, where: str = "") -> RoutingTable:
-    """Parse a table that `encode_table` wrote. Raises CorruptStateError."""
+    """Parse a table that `encode_table` wrote.
+
+    Raises:
+        CorruptStateError: the data has another format or version, or does not match its checksum.
+    """
     try:
         document: Any = json.loads(data)
     except ValueError as error:
@@ -141,7 +145,10 @@ class TableFile:
         self._previous = folder / PREVIOUS_FILE
 
     def read(self) -> RoutingTable | None:
-        """Return the last valid table, if any. Invalid files are logged and not deleted."""
+        """Return the current table, or the previous one if the current one is invalid.
+
+        The result is None if no file is valid. Invalid files are logged and not deleted.
+        """
         for path in (self._current, self._previous):
             try:
                 table = self._load(path)
@@ -153,7 +160,7 @@ class TableFile:
         return None
 
     def write(self, table: RoutingTable) -> None:
-        """Write a table durably, and store the last valid table as the previous one.
+        """Write a table durably, and store a valid current table as the previous one.
 
         After an OSError, `read` returns the old table.
         """

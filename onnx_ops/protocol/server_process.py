@@ -49,7 +49,7 @@ AUDIT_FILE = "audit.jsonl"
 FINAL_COUNTS_FILE = "counts.json"
 """The counts of a server that has stopped, including its last requests."""
 
-# The following files and environment variables belong to a cloud container.
+# The following constants describe containers: those of cloud endpoints, and replicas.
 DEPLOYMENT_FILE = "deployment.json"
 """File in a container that describes the deployment, without its location."""
 MODEL_FOLDER = "model"
@@ -279,13 +279,13 @@ def _started(process: int) -> str:
 
     The result is empty if the process does not run, and `unknown` if the time cannot be read.
     """
-    # Some systems hide the processes of other users.
+    # Some systems refuse access to the processes of other users.
     with contextlib.suppress(PermissionError):
         if Path("/proc/self").exists():
             return read_start_time(process) or ""
     with contextlib.suppress(PermissionError):
-        # The kernel refuses the signal if the process belongs to another user, so the process
-        # exists.
+        # The kernel refuses the signal with EPERM only if the process exists and belongs to another
+        # user.
         try:
             os.kill(process, 0)
         except ProcessLookupError:
@@ -304,7 +304,7 @@ def register_worker(folder: Path) -> Path:
 
 
 def list_workers(folder: Path) -> tuple[int, ...]:
-    """Return the running workers of a folder; remove the files of ended workers."""
+    """Return the ids of a folder's running workers; remove the files of ended workers."""
     running = []
     for path in sorted((folder / WORKERS_FOLDER).glob("[0-9]*")):
         try:

@@ -50,7 +50,10 @@ class WebhookDelivery:
 
 
 def sign_delivery(secret: str, delivery: str, timestamp: str, body: bytes) -> str:
-    """Return the signature header: base64 of the HMAC-SHA256 of `id.timestamp.body`."""
+    """Return the signature header: `v1,` and base64 of an HMAC-SHA256.
+
+    The signed text is `id.timestamp.body`.
+    """
     mac = hmac.new(secret.encode(), f"{delivery}.{timestamp}.".encode() + body, hashlib.sha256)
     return f"{_SIGNATURE_VERSION},{base64.b64encode(mac.digest()).decode()}"
 
@@ -63,8 +66,9 @@ def verify_delivery(
     Header names are in lower case. `now` is in seconds since the epoch.
 
     Raises:
-        InvalidSignatureError: the delivery was not signed with the secret.
-        RefusedError: the delivery is too old, or its time is in the future.
+        InvalidSignatureError: the delivery was not signed with the secret, or its id is empty or
+            too long.
+        RefusedError: the timestamp is invalid, or differs from `now` by more than `TOLERANCE_S`.
         UserError: the delivery is signed but names no model.
     """
     delivery, timestamp = headers.get(ID_HEADER, ""), headers.get(TIMESTAMP_HEADER, "")
