@@ -25,7 +25,7 @@ from onnx_ops.serving.inference.tensors import RequestBody, may_contain_literals
 _MAX_TEXTS = 256
 _MAX_TEXT_BYTES = 8192
 _MAX_TENSOR_BYTES = 1 << 16
-"""Largest size in bytes of all tensors of a request that get dedicated memory."""
+"""Largest total size in bytes of the inputs and outputs of a bound run."""
 _DATA = b'"data":'
 
 Bind = Callable[[InferenceRequest, Sequence[Array]], "BoundRun | None"]
@@ -76,7 +76,7 @@ class BoundRun:
     def learn_response(self, response: RawResponse) -> None:
         """Learn the text before and after the data in the response.
 
-        The response contains the current outputs.
+        The response contains the current outputs. If there are several, nothing is learned.
         """
         if len(self.outputs) == 1:
             self._start, _, self._end = response.body.rpartition(self._encode())
@@ -135,7 +135,7 @@ class BoundRuns:
         self._known: dict[object, BoundRun | None] = {}
         """Bound runs by text; None for a text that cannot have a bound run."""
         self._seen: set[int] = set()
-        """Hashes of texts that arrived once."""
+        """Hashes of texts that have arrived."""
 
     def load(self, body: RequestBody, header_length: int | None) -> BoundRun | None:
         """Return the bound run for a body, loaded with its data; None if none fits."""
@@ -159,7 +159,12 @@ class BoundRuns:
         outputs: Sequence[Array],
         response: RawResponse,
     ) -> None:
-        """Record the text of a request whose run had these outputs and this response."""
+        """Record the text of a request; bind a run when the text arrives a second time.
+
+        Args:
+            outputs: outputs of the request's run.
+            response: response with these outputs.
+        """
         if header_length is None:
             text = bytes(body)
             start = text.find(_DATA) + len(_DATA)

@@ -4,7 +4,7 @@ The analysis of a rollout sets a watch. The watch defines which two deployments 
 which latencies are slow. A request is counted in the epoch in which it was routed, regardless of
 when it is answered. Each worker has a ring of memory blocks. A block belongs to one epoch of one
 generation of the routing table, under one watch. The tag of the block names the epoch, the
-generation and the watch. When a later epoch uses the same block, it is reset.
+generation and the watch. When a request with another tag uses the block, the block is reset.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class CellPlace:
 
 
 class CellCounter:
-    """Counts of one worker. A worker that replaces another one continues its counts.
+    """Counter of one worker. A worker that replaces another one continues its counts.
 
     Counting a request takes 0.05 µs without a watch, and 0.7 µs if its deployment is watched
     (`benchmarks.count_cost`).
@@ -101,7 +101,10 @@ class CellCounter:
         return self._header[WATCH] != 0
 
     def count(self, draw: CellDraw, slot: int, cell: int, status: int, seconds: float) -> None:
-        """Count a request; `seconds` are 0 if its latency is not comparable."""
+        """Count a request if its deployment is watched.
+
+        `seconds` are 0 if its latency is not comparable.
+        """
         block = self._block
         if block is None or block.draw is not draw or block.watch != self._header[WATCH]:
             block = self._open_block(draw)
@@ -146,7 +149,7 @@ class CellCounter:
             place.block.memory.counts[place.at + _IN_PROGRESS] -= 1
 
     def count_feedback(self, draw: CellDraw, slot: int, cell: int, success: bool) -> None:
-        """Count an entry of feedback.
+        """Count an entry of feedback if its deployment is watched.
 
         Call this only for splits without epochs. Otherwise, the epoch of the response can already
         be closed when the feedback arrives.
@@ -279,8 +282,8 @@ def _take_over(memory: CellBlock) -> None:
 class CellTotals:
     """Counts by cell, summed over all workers.
 
-    The cell numbers have shape (n,), and the counts have shape (n, `CELL_FIELDS`). Cells of the
-    second deployment follow those of the first.
+    The shapes are (n,) for `cells` and `in_progress`, and (n, `CELL_FIELDS`) for `counts`. Cells of
+    the second deployment follow those of the first.
     """
 
     cells: npt.NDArray[np.int64]

@@ -130,9 +130,10 @@ def compress(body: bytes, coding: bytes) -> bytes:
 
 @functools.lru_cache(maxsize=64)
 def choose_coding(accept_encoding: bytes) -> bytes:
-    """Return the content coding that a client prefers; empty if it accepts none.
+    """Return the content coding that a client prefers; empty if it prefers none.
 
-    The `Accept-Encoding` header states the preference (RFC 9110, 12.5.3).
+    The `Accept-Encoding` header states the preference (RFC 9110, 12.5.3). A header of more than
+    `_MAX_ACCEPT_BYTES` is ignored.
     """
     weights: dict[bytes, float] = {}
     if len(accept_encoding) <= _MAX_ACCEPT_BYTES:

@@ -60,7 +60,8 @@ them could exhaust the memory.
 Run = Callable[..., Sequence[Array]]
 """Function that returns the requested outputs for a feed.
 
-Runs on a thread pass the options of a `RunMonitor`.
+The arguments are the names of the outputs and the feed. A call on a thread also passes the run
+options that a `RunMonitor` yields.
 """
 
 
@@ -92,9 +93,13 @@ class DeployedModel:
         body: RequestBody,
         charge: Charge = lambda _: None,
     ) -> InferenceRequest:
-        """Return the decoded request. Raises UserError if it does not fit the model.
+        """Return the decoded request.
 
         The size of a decompressed body is charged with `charge`.
+
+        Raises:
+            UserError: the request does not fit the model.
+            ServiceUnavailableError: raised by `charge`.
         """
         if route.coding:
             body = inflate(body, route.coding, self.max_body, charge)
@@ -121,7 +126,7 @@ class LoadedDeployment(DeployedModel):
         queue: requests that do not run inline.
         latency: estimate of the duration of `run`.
         options: options of runs on the event loop.
-        is_unbounded: whether the inputs decide how often a part of the model runs.
+        is_unbounded: whether the inputs decide how often a part of the model runs, or are images.
         must_queue: whether no request runs on the event loop.
         release_memory: returns to the system the memory that only large requests needed.
         size_bytes: size of the model's files.
@@ -154,7 +159,12 @@ class LoadedDeployment(DeployedModel):
         return int(length) <= _MAX_INLINE_TEXT and not self.signature.has_text_input
 
     def answer(self, request: InferenceRequest, *options: Any) -> RawResponse:
-        """Run one request. Raises OnnxOpsError (see `LoadedModel.run`)."""
+        """Run one decoded request; return its response.
+
+        Raises:
+            OnnxOpsError: the run failed (see `LoadedModel.run`), or the outputs do not fit the
+                format of the response.
+        """
         started_at = time.perf_counter()
         arrays = self.run(request.outputs, request.feed, *options)
         self.latency.observe(time.perf_counter() - started_at)
@@ -163,7 +173,11 @@ class LoadedDeployment(DeployedModel):
     def answer_inline(
         self, route: InferenceRoute, head: RequestHead, body: RequestBody
     ) -> RawResponse:
-        """Decode and run one request on the event loop. Raises OnnxOpsError."""
+        """Decode and run one request on the event loop; return its response.
+
+        Raises:
+            OnnxOpsError: the request does not fit the model, or `answer` raised the error.
+        """
         if route.invocation or self.bound_runs is None:
             return self.answer(self.decode(route, head, body))
         value = head.get(_BINARY_LENGTH)
@@ -176,8 +190,8 @@ class LoadedDeployment(DeployedModel):
                 self.latency.observe(time.perf_counter() - started_at)
                 return bound.build_response() or self.encode(bound.request, bound.outputs)
             except BOUND_ERRORS:
-                # Either the shape of an output depends on the data, or the model rejects the
-                # request. The code below handles both.
+                # The shape of an output depends on the data, the model rejects the request, or the
+                # run was ended. The code below handles all of these.
                 pass
         request = read_infer(body, length, self.signature)
         started_at = time.perf_counter()
@@ -195,7 +209,8 @@ class LoadedDeployment(DeployedModel):
 class InferenceRoute:
     """Model and version that a path selects, and the content coding of the body.
 
-    Without a model, the path selects any model.
+    Without a model, the path selects any model. `invocation` states whether the body can have a
+    form of MLflow.
     """
 
     invocation: bool = False
@@ -299,7 +314,12 @@ class TableSnapshot:
         return loaded
 
     def get_version(self, version: str) -> LoadedDeployment:
-        """Return the deployment of a version. Raises NotFoundError for an unknown version."""
+        """Return the deployment of a version.
+
+        Raises:
+            NotFoundError: no deployment of the table has this version.
+            ServiceUnavailableError: the deployment could not be loaded.
+        """
         for deployment in self.table.state.deployments:
             if deployment.version == version:
                 return self.get_deployment(deployment.name)
@@ -310,9 +330,9 @@ class TableSnapshot:
     def get_leader(self, previous: LatencyEstimator) -> LatencyEstimator:
         """Return the latency of the leader, which decides where models run.
 
-        The leader stays the same while it gets traffic, which is until a rollout ends. Otherwise,
-        the deployment with the most traffic becomes the leader. If several deployments have equal
-        traffic, this is the oldest of them.
+        The leader stays the same while it gets traffic, so it does not change during a rollout.
+        Then the loaded deployment with the most traffic becomes the leader. If several deployments
+        have equal traffic, this is the oldest of them.
         """
         weights = self.table.state.split.weights
         serving = {
@@ -339,7 +359,7 @@ class TableSnapshot:
             loaded.must_queue = loaded.is_unbounded or must_queue
 
     def is_warm(self) -> bool:
-        """Return whether every deployment with traffic has completed its warm-up.
+        """Return whether every deployment with traffic, and the replica, are warmed up.
 
         Latencies are compared only after the warm-up.
         """
@@ -364,15 +384,17 @@ class PendingRequest:
         started_at: when the request arrived. This and the next two times are on the clock of
             `time.perf_counter`.
         deadline: time after which the request does not start to run.
-        expires_at: time at which its run is ended.
-        draw: the assignment of users that selected the deployment; None if the client selected it.
+        expires_at: time at which its run is ended; in a batch, the latest of these times counts.
+        draw: the assignment of users that selected the deployment; None if the client selected it,
+            or if the fallback answers without a lease.
         cell: the user's cell, or `KEYLESS_CELL`.
         place: where the request is counted as in progress, if it is counted by user.
         is_judged: whether its result is evidence about its version.
         comparable: whether its latency can be compared with other deployments (see
             `TrafficRouter`).
         queue_seconds: time in the queue.
-        service_seconds: run time; 0 if the request ran in a batch with others.
+        service_seconds: time to decode the request, run it, and encode its response; 0 if it was
+            taken from the queue together with others.
         abandoned: whether the client has disconnected.
     """
 
@@ -415,7 +437,7 @@ class LoadedDeployments:
     ) -> None:
         self.endpoint = endpoint
         self.routes: Mapping[bytes, InferenceRoute] = {}
-        """Inference paths of the snapshot that answered last.
+        """Routes of the snapshot that was used last, by path.
 
         A newer snapshot can already be published.
         """
@@ -486,7 +508,10 @@ class LoadedDeployments:
     def prepare(self, revision: TableRevision) -> None:
         """Load the deployments of a table before the event loop switches to it.
 
-        Switching then takes no time. Raises what `load_model` raises.
+        Switching then takes no time.
+
+        Raises:
+            OnnxOpsError: a deployment could not be loaded (see `load_model`).
         """
         loaded = {
             d.deployment: d
@@ -566,8 +591,8 @@ class LoadedDeployments:
     ) -> ControlReplica | None:
         """Return the control replica; None if it is not needed or cannot be loaded.
 
-        A control replica is needed if two deployments have different traffic shares, and the model
-        has at most `_MAX_REPLICA_BYTES`.
+        A control replica is needed if exactly two deployments get traffic, and their shares differ.
+        A model of more than `_MAX_REPLICA_BYTES` has none.
         """
         shares = sorted(
             (weight, name) for name, weight in table.state.split.weights.items() if weight

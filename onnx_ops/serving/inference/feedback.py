@@ -43,7 +43,7 @@ class _Subject:
 
 
 class FeedbackCounter:
-    """Counts feedback of clients for the deployment that sent the response.
+    """Counter of the clients' feedback, for the deployments that sent the responses.
 
     Each worker stores its last request ids in memory that all workers read. The entry of a request
     is one number, at the index that the hash of the id selects. It consists of 36 bits of the hash,
@@ -104,9 +104,9 @@ class FeedbackCounter:
     def _count_cell(self, subject: _Subject, success: bool) -> None:
         """Count feedback by user.
 
-        Feedback is counted only if the current split assigns the user to the same deployment. In a
-        split with epochs, no feedback is counted by user, because an epoch is closed before its
-        feedback arrives.
+        Feedback is counted only if it is evidence, and if the current split assigns the user to the
+        same deployment. In a split with epochs, no feedback is counted by user, because an epoch is
+        closed before its feedback arrives.
         """
         try:
             snapshot = self._deployments.get_current()
@@ -122,7 +122,10 @@ class FeedbackCounter:
         self._cells.count_feedback(snapshot.router.get_draw(0), subject.slot, subject.cell, success)
 
     def _find_subject(self, entry: dict[str, Any]) -> _Subject | None:
-        """Return the subject of an entry, and delete its request id."""
+        """Return the subject of an entry; None if it is unknown.
+
+        A request id is deleted, so that it is counted once.
+        """
         try:
             if "deployment" in entry:
                 loaded = self._deployments.get_current().get_deployment(entry["deployment"])
@@ -147,7 +150,7 @@ class FeedbackCounter:
         return None
 
     def _find_sealed(self, text: str) -> _Subject | None:
-        """Return the subject of a token that was not counted before."""
+        """Return the subject of a valid token that was not counted before; else None."""
         snapshot = self._deployments.get_current()
         token = None if snapshot.tokens is None else snapshot.tokens.open(text)
         if token is None:
@@ -173,8 +176,9 @@ class FeedbackCounter:
     def _find_answer(self, key: bytes) -> _Subject | None:
         """Return which deployment answered a user's cell last.
 
-        If this server has not answered the cell, return the deployment that would answer it, or
-        None in a split with epochs. In that case, the split of the response is unknown.
+        If this server has not answered the cell, the split of the response is unknown. The result
+        is then the deployment that would answer the cell, and the feedback is no evidence. In a
+        split with epochs, the result is None.
         """
         snapshot = self._deployments.get_current()
         cell = snapshot.router.get_cell(key)
@@ -201,7 +205,11 @@ def _find_sticky_slot(snapshot: TableSnapshot, cell: int) -> int:
 
 
 def _read_entries(body: bytes) -> list[dict[str, Any]]:
-    """Return the valid entries of a body. Raises UserError."""
+    """Return the entries of a body.
+
+    Raises:
+        UserError: the body is not JSON, has too many entries, or an entry is invalid.
+    """
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:

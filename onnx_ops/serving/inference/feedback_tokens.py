@@ -42,7 +42,7 @@ class FeedbackToken:
 
 
 class FeedbackTokens:
-    """Seals and opens tokens under a routing table that has a feedback key.
+    """Cipher of feedback tokens, for a routing table that has a feedback key.
 
     A token is a nonce and a payload, sealed with AES-GCM (NIST SP 800-38D), in base64url. So
     clients can neither read nor change the payload. The nonce is a random prefix of this object and
@@ -81,7 +81,7 @@ class FeedbackTokens:
         """Return the parsed payload of a token; None for an invalid token.
 
         A token is invalid if it belongs to another endpoint, was changed, or names a deployment
-        that no longer exists.
+        that the table does not contain with the same files.
         """
         if len(text) != _TOKEN_CHARACTERS or not text.isascii():
             return None

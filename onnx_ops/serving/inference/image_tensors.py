@@ -1,7 +1,8 @@
 """Inputs of requests that are encoded images.
 
-A client sends each image as it is in its file: as an element of BYTES, or in base64 in JSON. The
-arrays of these inputs hold Python bytes. Each image is checked before a model decodes it.
+A client sends each image as it is in its file: as an element of BYTES, as a raw body, or in base64
+in JSON. The arrays of these inputs hold Python bytes. Each image is checked before a model decodes
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ IMAGE_DTYPE = "image"
 
 
 class ImageReader(TensorReader):
-    """Builds arrays of encoded images for one input. All methods raise UserError."""
+    """Reader of the encoded images of one input.
+
+    The methods raise UserError if a request does not fit the input or the limits, or if an image
+    cannot be decoded.
+    """
 
     __slots__ = ("_limits",)
 

@@ -67,7 +67,9 @@ class TrustPolicy:
     def authorize(self, deployment: Deployment) -> Record:
         """Return the signed record that permits this server to load the deployment.
 
-        Raises RefusedError.
+        Raises:
+            RefusedError: no trusted key permits the deployment, or the server is bound to another
+                model or target.
         """
         record = verify_authority(deployment, self._keys)
         bound = self._read_binding()
@@ -84,7 +86,7 @@ class TrustPolicy:
         return record
 
     def bind(self, state: EndpointState) -> None:
-        """Bind the server to the model and target of its first publication."""
+        """Bind the server to the model and target of a state, unless it is bound already."""
         if self._read_binding() is None:
             leader = state.leader()
             binding = EndpointBinding(model=leader.model, target=read_authority_target(leader))
@@ -120,7 +122,8 @@ class ModelCopies:
         required.
 
         Raises:
-            RefusedError: no trusted key has signed these files, or a library of custom operators.
+            RefusedError: `TrustPolicy.authorize` refuses the deployment, or its target declares no
+                such library of custom operators.
             NotFoundError: the deployment's folder does not exist.
             DigestMismatchError: the files differ from the manifest, or a library is not among them.
             InfrastructureError: the files cannot be read or copied.
@@ -197,7 +200,7 @@ class ModelCopies:
                         remedy="Fetch the version again; its files were changed after they were "
                         "registered.",
                     )
-                # The existing copy is damaged, so it is replaced.
+                # If a copy exists, it is damaged, so it is replaced.
                 shutil.rmtree(copy, ignore_errors=True)
                 temporary.rename(copy)
             finally:
@@ -214,7 +217,7 @@ def _read_copy(copy: Path, digest: Digest) -> Manifest | None:
 
 
 def _copy_files(source: Path, target: Path) -> Manifest:
-    """Copy all regular files below a folder; return the digests of the copies."""
+    """Copy all regular files below a folder; return the manifest of the copies."""
     files: dict[str, Digest] = {}
     for path in sorted(source.rglob("*")):
         if path.is_file():

@@ -65,9 +65,10 @@ _IMAGE_DECODER = "DecodeImage"
 """Operator of onnxruntime-extensions whose name is in the errors of its runs."""
 
 _UNKNOWN_CATEGORY = "Unknown Category"
-"""Message of a `Fail` error that only inputs cause.
+"""Part of the message of a `Fail` error that only inputs cause.
 
-OneHotEncoder with `handle_unknown="error"` raises this error.
+The operator OneHotEncoder raises this error for an unknown category if its attribute `zeros` is 0.
+scikit-learn's `handle_unknown="error"` is exported in this way.
 """
 
 BOUND_ERRORS = (RuntimeError, *RUNTIME_ERRORS)
@@ -94,7 +95,7 @@ multiple of `_ALIGNMENT`.
 """
 _ALIGNMENT = 64
 _PACKED_PLACE = re.compile(rb"\|(\d+);\d+;")
-"""Position of packed weights in their file.
+"""Pattern of the position of packed weights in their file.
 
 The runtime writes the position into the model as `KEY|OFFSET;LENGTH;FLAGS`.
 """
@@ -114,14 +115,16 @@ _UNBOUNDED_OPERATORS = (
     b'"\x0cGreedySearch',
     b'"\x08Sampling',
 )
-"""Operators that run subgraphs as often as their inputs determine.
+"""Encoded types of operators whose inputs determine how often a subgraph runs.
 
-The runtime converts the operators after `_LOOP_OPERATORS` to loops.
+ONNX Runtime expands SequenceMap to a Loop. The search operators of its contrib domain run their
+decoder subgraph once for each generated token.
 """
 _PADDING_OPERATORS = (b"Tokenizer", b'"\x0bStringSplit')
-"""Operators that split texts, and pad the words of every text to those of the longest.
+"""Parts of the encoded types of operators that split texts into words.
 
-The operators of onnxruntime-extensions end in the first name too.
+The operators pad the words of every text to the number of words of the longest. The first name also
+matches the tokenizers of onnxruntime-extensions, whose names end with it.
 """
 _SEARCHED_BYTES = 1 << 20
 _WARM_UP_RUNS = 3
@@ -153,7 +156,7 @@ def open_session(
 
     Raises:
         InfrastructureError: an execution provider is not available, or does not start.
-        one of RUNTIME_ERRORS: the runtime cannot load the model.
+        Exception: one of `RUNTIME_ERRORS`, if the runtime cannot load the model.
     """
     execution = execution or Execution()
     wanted = [provider.name for provider in execution.providers]
@@ -254,11 +257,13 @@ def measure_folder(folder: Path) -> int:
 class PackedModelCache:
     """Optimized models with packed weights, mapped by all workers of a machine.
 
-    The key of an entry consists of the model's manifest, the processor's features and the runtime's
-    version. An entry is used only while its files have the digests that were recorded when it was
-    made. It is made only if its model returns the same bits as the original.
+    The key of an entry consists of the model's manifest, its execution settings and libraries, the
+    processor's features, and the runtime's version. An entry is used only while its files have the
+    digests that were recorded when it was made. It is made only if its model returns the same bits
+    as the original.
 
-    Only the server's user may write in its folder. Models smaller than `min_bytes` have no entry.
+    Only the server's user may write in its folder. A model has no entry if it is smaller than
+    `min_bytes`, or runs on another provider than the CPU.
     """
 
     def __init__(self, folder: Path, min_bytes: int) -> None:
@@ -351,7 +356,7 @@ class PackedModelCache:
 
 
 def _save_packed(path: Path, folder: Path, open_model: Callable[..., Any], least_bytes: int) -> Any:
-    """Open a session of a model, and write the model with packed weights.
+    """Return a session of a model, which has written the model with packed weights.
 
     Weights of at least `least_bytes` are in a separate file.
     """
@@ -395,7 +400,10 @@ def return_same_bits(first: Any, second: Any) -> bool:
 
 
 def _build_sample(spec: TensorSpec, random: np.random.Generator | None = None) -> Array:
-    """Return zeros or random floats, of size 1 in every free dimension."""
+    """Return a sample input: zeros or random floats, empty texts, or sample images.
+
+    Every free dimension has size 1.
+    """
     shape = tuple(d if isinstance(d, int) else 1 for d in spec.shape)
     if spec.dtype == "string":
         return np.full(shape, "", dtype=object)
@@ -454,11 +462,12 @@ def _describe_entry(folder: Path) -> dict[str, object]:
 class LoadedModel:
     """A loaded model. `run` is thread-safe.
 
-    `native` is the runtime's function behind `session.run`. `session.run` also checks for missing
-    inputs and fallback providers, which takes a sixth of the time of a small model. `options` are
-    the options of runs on the event loop. `seconds` is the time of a run on one row; 0 if unknown.
-    `size_bytes` is the size of all files. `is_unbounded` states whether the inputs decide how often
-    a part of the model runs.
+    `native` is the runtime's function behind `session.run`. `session.run` also checks the inputs
+    (in version 1.31: for WebGPU graphs, missing inputs, and the owners of values). The checks take
+    a sixth of the time of a small model. `options` are the options of runs on the event loop.
+    `seconds` is the time of a run on one row; 0 if unknown. `size_bytes` is the size of all files.
+    `is_unbounded` states whether the inputs decide how often a part of the model runs, or are
+    images.
     """
 
     deployment: Deployment
@@ -478,8 +487,11 @@ class LoadedModel:
         A model that decodes images runs one image at a time. So the memory for a request is that of
         its largest image, and a batch has no padding.
 
-        Raises InputsRejectedError, RunTimeoutError or InfrastructureError. Raises UserError for an
-        image that cannot be decoded.
+        Raises:
+            InputsRejectedError: the model rejects the inputs.
+            RunTimeoutError: the run was ended through its options.
+            InfrastructureError: the run failed for another reason.
+            UserError: an image cannot be decoded, or the shape of an output depends on the image.
         """
         options = options or self.options
         if not self.signature.images:
@@ -542,8 +554,9 @@ class LoadedModel:
         `arrays` are the outputs of the request. The result is also None if the bound run returns
         other bits.
         """
-        # `session.run_with_iobinding` first searches for a WebGPU graph, which takes ten times as
-        # long as a small run. Therefore the function that it calls next is called directly.
+        # In ONNX Runtime 1.31, `session.run_with_iobinding` first reads a WebGPU graph id from the
+        # options. This takes more than ten times as long as a small run. Therefore the function
+        # that it calls next is called directly.
         native = getattr(getattr(self.session, "_sess", None), "run_with_iobinding", None)
         if native is None or self.session.get_providers() != [CPU]:
             return None
@@ -589,11 +602,14 @@ class LoadedModel:
         return arrays
 
     def warm_up(self) -> float:
-        """Run the model on zeros; return the seconds of the last run.
+        """Run the model on its smallest inputs; return the seconds of the last run.
 
-        Every free dimension has size 1. The result is 0 if the model fails, and such a size or a
-        category was assumed. If only the batch size and numbers were assumed, a failure is an
-        error.
+        See `_build_least_feed`. If the model fails, and one of these inputs was guessed, the result
+        is 0. An input is guessed if it has a free size besides the batch, or if it holds texts,
+        images or categories.
+
+        Raises:
+            InfrastructureError: the model fails, and no input was guessed.
         """
         feed = self._build_least_feed()
         started_at = 0.0
@@ -602,7 +618,7 @@ class LoadedModel:
                 started_at = time.perf_counter()
                 self.run(tuple(self.signature.outputs), feed)
         except (UserError, InfrastructureError) as error:
-            # A guessed input has a free size besides the batch, or holds categories.
+            # A column of integers often holds categories.
             is_guess = any(
                 any(isinstance(d, str) for d in spec.shape[1:])
                 or spec.dtype in ("string", IMAGE_DTYPE)
@@ -622,7 +638,7 @@ class LoadedModel:
         return time.perf_counter() - started_at
 
     def _build_least_feed(self) -> Tensors:
-        """Return zeros, with size 1 for every free dimension."""
+        """Return zeros, empty texts or sample images; every free dimension has size 1."""
         return {
             name: _build_sample(self.signature.inputs[name]) for name in self.signature.required
         }
@@ -661,7 +677,10 @@ def load_model(
     `ModelCopies.fetch` makes the copy.
 
     Raises:
+        OnnxOpsError: `ModelCopies.fetch` raised the error.
+        NotFoundError: the files contain no model.
         UserError: the protocol cannot represent an input or output of the model.
+        MissingPackageError: the model decodes images, and Pillow is not installed.
         InfrastructureError: the runtime cannot load or run the model.
     """
     folder = copies.fetch(deployment)
@@ -696,7 +715,11 @@ def load_model(
 
 
 def _read_encoded_inputs(session: Any) -> frozenset[str]:
-    """Return the inputs that take encoded images. Raises UserError for an invalid property."""
+    """Return the names of the inputs that take encoded images.
+
+    Raises:
+        UserError: the model's property is invalid.
+    """
     properties = session.get_modelmeta().custom_metadata_map
     return frozenset(parse_encoded_inputs(properties.get(ENCODED_PROPERTY, "")))
 

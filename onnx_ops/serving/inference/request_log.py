@@ -46,7 +46,7 @@ Writer = Callable[[Sequence[RequestRecord]], object]
 
 
 class RequestLog:
-    """Passes answered requests to writers, on a thread, ten times per second.
+    """Log that passes answered requests to writers, on a thread, ten times per second.
 
     Requests beyond the capacity of the buffer are dropped and counted.
     """
@@ -140,7 +140,10 @@ def _format_id(value: bytes | None) -> str | None:
 
 
 def find_collector() -> str:
-    """Return the variable that names the collector; empty if none is configured."""
+    """Return the variable that names the collector.
+
+    The result is empty if no collector is configured, or if OpenTelemetry is disabled.
+    """
     if (
         os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
         or os.environ.get("OTEL_TRACES_EXPORTER") == "none"
@@ -150,7 +153,7 @@ def find_collector() -> str:
 
 
 class SpanWriter:
-    """Sends a span for each request, as a child of the caller's span.
+    """Writer of a span for each request, as a child of the caller's span.
 
     Spans that the collector does not accept in time are dropped.
     """

@@ -51,8 +51,9 @@ class LatencyEstimator:
     """Exponentially weighted mean of run times in seconds; each run has weight 1/8.
 
     If the system suspends a run to run another process, a fast model seems slow. Therefore a slow
-    run of a fast model enters the mean as at most 1 ms or four times the mean. So a single slow run
-    does not move the model off the event loop. Runs of more than 100 ms enter the mean unchanged.
+    run of a fast model enters the mean as at most 1 ms or four times the mean, whichever is larger.
+    So a single slow run does not move the model off the event loop. Runs of more than 100 ms enter
+    the mean unchanged.
     """
 
     seconds: float = 0.0
@@ -101,10 +102,11 @@ class WorkerThreads:
 
     See docs/adr/0008-endpoint-server.md.
 
-    Requests start in the order of their arrival, across all queues. If the queues took turns,
-    requests to the version with most of the traffic would wait longer. A rollout would then measure
-    a difference between equal versions. For the same reason, queues have no separate threads: a
-    model was measured 45 % slower on one of two threads.
+    Requests start in the order of their arrival, across all queues below their limits of batches
+    (`max_batches`). If the queues took turns, requests to the version with most of the traffic
+    would wait longer. A rollout would then measure a difference between equal versions. For the
+    same reason, queues have no separate threads: a model was measured 45 % slower on one of two
+    threads.
 
     A batch is overdue if it takes far longer than the batches of a waiting queue. Another batch
     then starts beside it. So a model that hangs does not delay other models.
@@ -271,7 +273,11 @@ class RequestQueue(Generic[T]):
     _batches: int = 0
 
     def put(self, item: T) -> None:
-        """Add an item. Raises QueueFullError if the queue is full."""
+        """Add an item.
+
+        Raises:
+            QueueFullError: `limit` items are waiting (see `WorkerThreads.count_queued`).
+        """
         with self.threads.changed:
             queued = self.threads.count_queued(self)
             if queued >= self.limit:

@@ -1,6 +1,7 @@
 """Request bodies: Open Inference v2, MLflow's scoring forms, and CSV.
 
-Every function raises `UserError` or `TooLargeError`. The message names the tensor.
+For a body that is malformed or does not fit the model, the functions raise `UserError`, or its
+subclass `TooLargeError`. If one tensor is the cause, the message names it.
 
 - https://github.com/kserve/open-inference-protocol (inference_rest.md), and its extension for
   binary data as in Triton and KServe: `Inference-Header-Content-Length` bytes of JSON, then the
@@ -228,7 +229,8 @@ def read_invocation(
     """Decode a body for `/invocations`: any form of MLflow, CSV, or Open Inference v2.
 
     Args:
-        content_type: `text/csv`, `SAGEMAKER_TYPE`, or anything else for JSON.
+        content_type: `text/csv`, `SAGEMAKER_TYPE`, or anything else for JSON. Without a header
+            length, `application/octet-stream` is refused.
         header_length: as for `read_infer`. A body with this header is an Open Inference request.
     """
     kind, _, options = content_type.partition(";")

@@ -66,7 +66,9 @@ class LeaseLapsedError(ServiceUnavailableError):
 
 
 class InputsRejectedError(UserError):
-    """The inputs match the model's signature but make its run fail (422).
+    """The inputs match the model's signature but make its run fail.
+
+    The status is 422, and 500 for invocations (see `build_error_from`).
 
     Another version of the model can accept the same inputs. For example, the vocabulary of this
     version can lack tokens that clients send.
@@ -147,7 +149,10 @@ def format_deployment_headers(deployment: str) -> bytes:
 
 
 def format_echoed_headers(head: RequestHead) -> bytes:
-    """Return the header lines that copy the request id and the trace context."""
+    """Return the header lines that copy the request id and the trace context.
+
+    Values of more than `_MAX_ECHO_BYTES`, and values that are not ASCII, are not copied.
+    """
     lines = b""
     for name in _ECHOED:
         value = head.get(name)
@@ -168,7 +173,10 @@ def encode_outputs(
     """Return the body of a response, and the header lines that describe it.
 
     JSON has no NaN and no infinities, so they are written as null. The binary form can represent
-    them. Raises UserError if a table was requested and the outputs do not fit one.
+    them.
+
+    Raises:
+        UserError: a table was requested, and the outputs do not fit one.
     """
     if request.response_format is not _INFER:
         return _encode_predictions(request, arrays), _JSON_LINE

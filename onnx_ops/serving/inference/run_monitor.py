@@ -54,7 +54,7 @@ class _LimitedRun:
 
 
 class RunMonitor:
-    """Ends the runs of one process at their deadlines, on a separate thread.
+    """Monitor that ends runs of one process at their deadlines, on a separate thread.
 
     Args:
         thread_runs: numbers of runs in progress, by slot and kind (see
@@ -97,13 +97,14 @@ class RunMonitor:
     def limit(self, deadline: float, slot: int = 0, cell: int = 0) -> Iterator[Any]:
         """Yield the options of runs on this thread, which are ended at a deadline.
 
-        Raises RunTimeoutError.
-
         Args:
             deadline: time on the clock of `time.perf_counter`.
             slot: slot of the deployment.
-            cell: cell of the user plus 1; 0 if a client has selected the deployment. Slot and cell
-                are recorded while the run is in progress.
+            cell: cell of the user plus 1; 0 if a client has selected the deployment. While the run
+                is in progress, it is counted by slot, and by whether `cell` is 0.
+
+        Raises:
+            RunTimeoutError: the run was ended at the deadline.
         """
         started_at = time.perf_counter()
         run = _LimitedRun(deadline, ort.RunOptions(), slot, cell)

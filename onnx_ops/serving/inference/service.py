@@ -86,10 +86,11 @@ The context limits the time of the runs, and yields the run options for this.
 
 
 class InferenceService:
-    """Answers inference requests. Only `run_batch` is called outside the event loop.
+    """Service for inference requests.
 
-    Requests that reach no deployment are counted in slot 0. `deadline_s` is the longest time in a
-    queue, and `run_timeout_s` the longest time of a run.
+    Only `run_batch` is called outside the event loop. Requests that reach no deployment are counted
+    in slot 0. `deadline_s` is the longest time in a queue, and `run_timeout_s` the longest time of
+    a run.
     """
 
     def __init__(
@@ -212,9 +213,11 @@ class InferenceService:
         return time.clock_gettime_ns(time.CLOCK_BOOTTIME) < self._header[LEASE]
 
     def _get_served(self) -> TableSnapshot:
-        """Return the current table.
+        """Return the snapshot of the current table.
 
-        Raises LeaseLapsedError if the table needs a lease and the server has none.
+        Raises:
+            LeaseLapsedError: the table is leased, and the server has no lease for it.
+            ServiceUnavailableError: this worker has no current table.
         """
         snapshot = self.deployments.get_current()
         if snapshot.router.is_leased and not self.has_serving_lease():
@@ -232,7 +235,7 @@ class InferenceService:
         )
 
     def _fall_back(self, snapshot: TableSnapshot) -> LoadedDeployment:
-        """Return the deployment that answers without a lease.
+        """Return the deployment that answers without a lease; count the request as lapsed.
 
         The split has not routed the request, so the request is no evidence.
         """
@@ -263,7 +266,7 @@ class InferenceService:
 
         If every version with traffic refuses a request, its client is the cause. Otherwise, a
         client could decide a rollout by sending many such requests to one version. Therefore the
-        other versions decode the request too.
+        other versions decode the request too. Without another version, every error is counted.
         """
         is_refusal = isinstance(error, UserError) and not isinstance(error, InputsRejectedError)
         if not is_refusal or snapshot is None or loaded is None:
@@ -337,7 +340,10 @@ class InferenceService:
             self.deployments.get_current().queue_unbounded()
 
     def _read_timeout_s(self, head: RequestHead) -> float:
-        """Return the seconds after which the client no longer needs the response."""
+        """Return the seconds after which the client no longer needs the response.
+
+        The result is infinite if the head has no limit.
+        """
         if (value := head.get(_TIMEOUT)) is None:
             return _NEVER
         if not value.isdigit() or len(value) > 9:
@@ -347,7 +353,9 @@ class InferenceService:
     def choose(self, model: str, version: str | None, head: RequestHead) -> LoadedDeployment:
         """Return the deployment that answers a request with this path and head.
 
-        Raises NotFoundError or ServiceUnavailableError.
+        Raises:
+            NotFoundError: the endpoint has no such model, version or deployment.
+            ServiceUnavailableError: the deployment is not loaded, or the server has no lease.
         """
         snapshot = self._get_served()
         requested = self._find_requested(
@@ -380,7 +388,7 @@ class InferenceService:
         self._unrouted[get_column(status)] += 1
 
     def run_batch(self, requests: Sequence[PendingRequest]) -> None:
-        """Run requests of one deployment, on a thread."""
+        """Run requests of one deployment on a thread; pass the results to the event loop."""
         started_at = time.perf_counter()
         for request in requests:
             request.queue_seconds = started_at - request.started_at
@@ -485,7 +493,7 @@ class InferenceService:
         if loaded.warm_up:
             loaded.warm_up -= 1
             service_s = 0.0
-        if service_s == seconds:  # The times are equal if the request ran on the event loop.
+        if service_s == seconds:  # The request ran on the event loop, and is comparable.
             count_request(loaded.row, status, seconds)
         else:
             count_queued_request(loaded.row, status, seconds, service_s)
@@ -506,12 +514,13 @@ class InferenceService:
     ) -> None:
         """Mirror and log a request that is answered and counted.
 
-        The request is recorded for feedback, and its response gets the feedback token.
+        If the split has routed the request, it is also recorded for feedback, and its response gets
+        the feedback token. Only responses with status 200 are mirrored.
         """
         status = response.status
         if loaded is not None and snapshot is not None:
-            # A request for which a client selected the deployment must not affect an A/B test or a
-            # shadow.
+            # Without a draw, a client selected the deployment, or the fallback answered. Such a
+            # request must not affect an A/B test or a shadow.
             if draw is not None:
                 request_id = head.get(_REQUEST_ID)
                 self.feedback.remember(
@@ -531,7 +540,12 @@ class InferenceService:
     def _find_requested(
         self, snapshot: TableSnapshot, route: InferenceRoute, head: RequestHead
     ) -> LoadedDeployment | None:
-        """Return the deployment that the path or a header of a request names, if any."""
+        """Return the deployment that the path or a header of a request names, if any.
+
+        Raises:
+            NotFoundError: the model, version or deployment does not exist.
+            ServiceUnavailableError: the deployment is not loaded.
+        """
         if route.model is not None and route.model != snapshot.model:
             raise snapshot.build_model_error(route.model)
         if route.version is not None:
@@ -608,7 +622,8 @@ def _forget_frames(error: OnnxOpsError) -> OnnxOpsError:
 def group_requests(requests: Mapping[int, InferenceRequest], *, batchable: bool) -> list[list[int]]:
     """Group the positions of requests that can run in one batch.
 
-    The requests of a group have equal outputs, types, and shapes except axis 0.
+    The requests of a group have equal outputs, types, and shapes except axis 0. Together they have
+    at most `MAX_BATCH_ROWS` rows. A request whose `rows` is 0 is alone in its group.
     """
     if not batchable:
         return [[position] for position in requests]
@@ -636,7 +651,8 @@ def _run_together(
 ) -> list[tuple[Array, ...]] | None:
     """Return outputs by request; None if the run fails or the row counts differ.
 
-    Raises RunTimeoutError.
+    Raises:
+        RunTimeoutError: the run was ended at its deadline.
     """
     feed = {
         name: np.concatenate([request.feed[name] for request in requests])

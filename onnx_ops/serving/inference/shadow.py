@@ -58,7 +58,7 @@ _MAX_SEND_PAUSE_S = 0.08
 While the shadow process is busy, each attempt that sends nothing doubles the pause.
 """
 _MAX_SENT_BYTES = 1 << 20
-"""Maximum number of bytes that are sent in one step.
+"""Number of sent bytes after which one step sends no further messages.
 
 Without the limit, a large body would delay other requests.
 """
@@ -139,7 +139,8 @@ class ShadowQueue:
     are dropped and counted.
 
     Args:
-        connect: opens a non-blocking connection to the shadow process of a slot. Raises OSError.
+        connect: opens a non-blocking connection to the shadow process of a slot. It raises OSError
+            if there is no such process.
         limit: maximum number of buffers in one queue. A message has one to three buffers.
     """
 
@@ -246,7 +247,9 @@ class _ShadowLink:
     def _send(self) -> None:
         """Send the first messages of the queue, up to about `_MAX_SENT_BYTES`.
 
-        Raises BlockingIOError, or OSError if the connection is lost.
+        Raises:
+            BlockingIOError: the socket accepts no more data at present.
+            OSError: the connection is lost, or cannot be opened.
         """
         end = self._queued_bytes - _MAX_SENT_BYTES
         while self._buffers and self._queued_bytes > end:
@@ -298,10 +301,11 @@ def run_mirrored_request(model: DeployedModel, row: MetricsRow, request: Mirrore
 
 
 def responses_differ(expected: RawResponse, actual: RawResponse, tolerance: float) -> bool:
-    """Return whether an output is missing, reshaped, or beyond the tolerance.
+    """Return whether an output is missing, added, reshaped, or beyond the tolerance.
 
-    A floating-point number can differ by `tolerance` times the largest finite number of its output
-    in `expected`. Infinities and NaN must be at the same positions. All other values must be equal.
+    A floating-point number can differ by `tolerance` times the largest finite absolute value of its
+    output in `expected`. Infinities and NaN must be at the same positions. All other values must be
+    equal.
     """
     before, after = _decode_outputs(expected), _decode_outputs(actual)
     return before.keys() != after.keys() or any(

@@ -30,7 +30,7 @@ It applies to models that pad the words of every text to those of the longest. I
 one text of 100,000 words beside 100,000 texts of one letter would need terabytes of memory.
 """
 _LONG_TEXT = MAX_PADDED_CHARACTERS >> 10
-"""Length of a text from which such a model does not run a request together with others.
+"""Length of a text above which a model that pads texts runs its request alone.
 
 A batch contains up to 1,024 rows.
 """
@@ -53,7 +53,8 @@ class InferenceRequest:
             array of objects.
         outputs: the requested outputs, in the order of the response.
         rows: length of axis 0, if that axis is free in every input of the feed and in every output,
-            and has the same length in all inputs. Otherwise 0; such a request cannot be batched.
+            and has the same length in all inputs. Otherwise 0, and also for images and for texts
+            above `_LONG_TEXT`; such a request cannot be batched.
         request_id: the client's id of the request, which is copied to the response.
         binary: for each output, whether its data is written in the binary form; empty if none is.
         is_sagemaker: whether the content type contains the length of the JSON, because SageMaker
@@ -70,7 +71,7 @@ class InferenceRequest:
 
 
 class TensorWriter:
-    """Writes one output of a model as JSON or as bytes."""
+    """Writer of one output of a model as JSON or as bytes."""
 
     __slots__ = ("_is_text", "_last", "_last_binary", "_prefix")
 
@@ -186,9 +187,12 @@ class ModelSignature:
         self.outputs_prefix = self.response_prefix + b',"outputs":['
 
     def check_feed(self, feed: dict[str, Array]) -> int:
-        """Check a feed for completeness, sizes and NaN; return its rows.
+        """Check a feed for completeness, sizes, long texts and NaN; return its rows.
 
         `InferenceRequest.rows` describes the result.
+
+        Raises:
+            UserError: a check failed.
         """
         # Most models need none of the checks, so the conditions avoid calls for each request.
         if len(feed) != len(self.readers):
@@ -238,7 +242,11 @@ class ModelSignature:
                     )
 
     def get_reader(self, name: object) -> TensorReader:
-        """Return the reader of an input. Raises UserError if the model has no such input."""
+        """Return the reader of an input.
+
+        Raises:
+            UserError: the model has no such input.
+        """
         reader = self.readers.get(name) if isinstance(name, str) else None
         if reader is None:
             raise UserError(
@@ -247,7 +255,11 @@ class ModelSignature:
         return reader
 
     def get_only_input(self, form: str) -> str:
-        """Return the only input. Raises UserError if the model has several inputs."""
+        """Return the only required input, or the only input if none is required.
+
+        Raises:
+            UserError: there are several such inputs, or none.
+        """
         names = [name for name in self.inputs if name in self.required] or list(self.inputs)
         if len(names) != 1:
             raise UserError(
@@ -290,7 +302,8 @@ def _check_lengths(feed: Mapping[str, Array]) -> int:
     """Return the length of the longest text of a feed.
 
     Raises:
-        TooLargeError: the texts of an input, padded to the longest, exceed the limit.
+        TooLargeError: an input has several texts, which exceed `MAX_PADDED_CHARACTERS` if they are
+            padded to the longest.
     """
     most = 0
     for name, array in feed.items():

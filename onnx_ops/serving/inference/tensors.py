@@ -105,7 +105,7 @@ _SMALL_LISTS = ("shape", "columns", "index", "parameters", "outputs")
 _EMPTY_LIMIT = 1 << 16
 """Largest product of the nonzero dimensions of an empty tensor.
 
-A model can return arrays with this number of elements.
+A model can return an output with all of these dimensions and without the empty one.
 """
 _MAX_RANK = 32
 
@@ -204,7 +204,7 @@ class LargeArray(LazyArray):
     def _divide(self) -> Iterator[bytes]:
         """Yield flat arrays that together contain all elements.
 
-        Brackets are replaced by spaces, which separate the elements on both sides.
+        The text is cut at commas, and its brackets are replaced by spaces.
         """
         start, cut = self._start, 0
         while cut >= 0:
@@ -216,7 +216,11 @@ class LargeArray(LazyArray):
             start = cut + 1
 
     def to_lists(self) -> list[Any]:
-        """Return the array as nested Python lists."""
+        """Return the array as nested Python lists.
+
+        Raises:
+            UserError: the text is not JSON.
+        """
         try:
             lists: list[Any] = orjson.loads(self._body[self._start : self._end])
         except orjson.JSONDecodeError as error:
@@ -227,8 +231,9 @@ class LargeArray(LazyArray):
 def _take_large_arrays(body: bytes) -> tuple[bytes, dict[str, LazyArray]]:
     """Return a body in which a text replaces each large array of numbers.
 
-    Also return these arrays by their text. Brackets inside a text of the client are safe. The
-    quotes of the inserted texts would end the client's text, so the body would not be valid JSON.
+    Also return these arrays by their text. Only the first `_LOOKED_AT` lists of the body are
+    examined. Brackets inside a text of the client are safe. The quotes of the inserted texts would
+    end the client's text, so the body would not be valid JSON.
     """
     taken: dict[str, LazyArray] = {}
     parts: list[bytes] = []
@@ -285,10 +290,13 @@ def _count_letter(text: bytes, letter: str) -> int:
 
 
 def parse_document(body: bytes) -> tuple[Any, bool]:
-    """Parse a JSON body, with large arrays of numbers as `LazyArray`.
+    """Parse a JSON body; return the document, and whether it can contain booleans.
 
-    Return the document, and whether it can contain booleans. NaN and infinities are errors, as in
-    strict JSON.
+    In a body of at least `LARGE_BODY_BYTES`, arrays of numbers can become `LazyArray`.
+
+    Raises:
+        UserError: the body is not strict JSON, which has no NaN and no infinities.
+        TooLargeError: the body exceeds `MAX_VALUES`, `MAX_CONTAINERS` or `MAX_KEYS`.
     """
     literals = may_contain_literals(body)
     if len(body) >= LARGE_BODY_BYTES:
@@ -312,7 +320,7 @@ def parse_document(body: bytes) -> tuple[Any, bool]:
 
 
 def _check_objects(document: Any) -> None:
-    """Check the number of keys of every object of a document."""
+    """Raise TooLargeError if an object of a document has too many keys."""
     pending = [document]
     while pending:
         value = pending.pop()
@@ -353,8 +361,9 @@ def _parse_lazily(body: bytes) -> Any:
     """Parse a body by simdjson; return None if orjson must parse it.
 
     orjson must parse a body whose arrays are irregular. A parser retains memory of about 14 times
-    its largest body. Therefore each thread reuses a parser only for smaller bodies. A parser
-    refuses to parse while a lazy array of the last body exists; orjson is then used.
+    its largest body. Therefore each thread reuses a parser only for bodies up to
+    `_CACHED_PARSER_BYTES`. A parser refuses to parse while a lazy array of the last body exists;
+    orjson is then used.
     """
     taken: dict[str, LazyArray] = {}
     if len(body) >= _LARGE_ARRAY_BYTES:
@@ -376,7 +385,7 @@ def _parse_lazily(body: bytes) -> Any:
 
 @dataclass(slots=True, eq=False)
 class _LazyWalk:
-    """Converts a simdjson document.
+    """Conversion of a simdjson document to Python objects and lazy arrays.
 
     `brackets` counts the lists of the document. `taken` contains the arrays that were replaced by
     texts in the document. Its keys are these texts.
@@ -406,7 +415,7 @@ class _LazyWalk:
         self.brackets += 1
         items = []
         for item in value:
-            # simdjson makes lazy arrays only for values of objects, so these arrays are lists.
+            # Only values of objects become lazy arrays; arrays in a list become lists.
             if type(item) is simdjson.Array:
                 items.append(item.as_list())
                 self.brackets += _count_lists(items[-1])
@@ -447,7 +456,10 @@ def _count_lists(value: Any) -> int:
 
 
 class TensorReader:
-    """Builds arrays for one input of a model. All methods raise UserError."""
+    """Reader of the arrays of one input of a model.
+
+    The methods raise UserError if the data of a request does not fit the input.
+    """
 
     __slots__ = (
         "_pack",

@@ -107,7 +107,11 @@ class TrafficRouter:
         return self.slots[draw.slots[cell]]
 
     def get_pinned(self, head: RequestHead) -> str | None:
-        """Return the deployment that the headers of a request select, if any."""
+        """Return the deployment that the headers of a request select, if any.
+
+        Raises:
+            NotFoundError: the table has no such deployment.
+        """
         for header in _PINS:
             if (value := head.get(header)) is not None:
                 name = value.decode("latin-1")
