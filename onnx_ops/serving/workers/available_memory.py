@@ -68,8 +68,8 @@ class _MemoryGroup:
     def read_limit(self) -> int | None:
         """Return the group's limit in bytes; None if it has no limit."""
         limit = _read_text(self.folder / self.limit_file).strip()
-        # Without a limit, version 2 of control groups writes `max`, and version 1 writes the
-        # largest number of pages.
+        # Without a limit, version 2 of control groups writes `max`. Version 1 writes the largest
+        # multiple of the page size.
         return int(limit) if limit.isdecimal() and int(limit) < _UNLIMITED_BYTES else None
 
     def read_available_bytes(self) -> int | None:
@@ -149,9 +149,9 @@ class _Memory(ctypes.Structure):
 
 
 class GpuMemory:
-    """Reads the free memory of GPUs through NVML.
+    """Reader of the free memory of GPUs through NVML.
 
-    Without the library, or for an unknown GPU, no number is returned.
+    Without the library, or for a GPU that NVML cannot identify, no number is returned.
     """
 
     def __init__(self, gpus: Iterable[str]) -> None:
@@ -165,8 +165,9 @@ class GpuMemory:
         if library.nvmlInit_v2():
             return
         self._library = library
-        # CUDA numbers the visible GPUs in the order of this variable. Without the variable, CUDA
-        # numbers several GPUs by speed.
+        # CUDA lists the visible GPUs in the order of this variable. A number in it, and the order
+        # without it, refer to GPUs sorted by speed, unless CUDA_DEVICE_ORDER is PCI_BUS_ID. NVML
+        # sorts GPUs by bus, so without this setting, the numbers of several GPUs are not used.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         count = ctypes.c_uint()
         library.nvmlDeviceGetCount_v2(ctypes.byref(count))

@@ -40,7 +40,11 @@ class ListenerSockets:
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket."""
+    """Return a listening TCP socket; port 0 selects a free port.
+
+    Raises:
+        ServiceUnavailableError: the address or port cannot be used.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -80,7 +84,10 @@ def listen_unix(path: Path) -> socket.socket:
 def connect_unix(path: Path, *, timeout_s: float) -> socket.socket:
     """Return a connection to a Unix socket.
 
-    With a timeout of 0 it is non-blocking. Raises OSError.
+    With a timeout of 0 it is non-blocking.
+
+    Raises:
+        OSError: the connection fails, or is not accepted within the timeout.
     """
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     client.settimeout(timeout_s)
@@ -105,7 +112,8 @@ def get_shadow_path(folder: Path, origin: str, slot: int) -> Path:
 def receive_sockets(folder: Path, host: str, port: int) -> ListenerSockets | None:
     """Return the sockets of workers whose supervisor has died.
 
-    Return None if there are no such workers, or if the socket has another host or port.
+    Return None if there are no such workers, if they do not answer in time, or if the socket has
+    another host or port.
     """
     try:
         with connect_unix(folder / HANDOVER_SOCKET, timeout_s=_HANDOVER_S) as client:
@@ -142,7 +150,7 @@ def send_sockets(listeners: ListenerSockets) -> None:
 
 @contextlib.contextmanager
 def _shorten(path: Path) -> Iterator[str]:
-    """Yield an address for a Unix socket that has at most 108 bytes (unix(7))."""
+    """Yield a short address for a Unix socket; unix(7) limits addresses to 108 bytes."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"

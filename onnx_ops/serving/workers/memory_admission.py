@@ -78,7 +78,7 @@ class MemoryNeed:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class MemoryMeter:
-    """Measures the memory of a process that loads new deployments.
+    """Meter of the memory of a process that loads new deployments.
 
     It kills the process before the process exhausts the memory.
 
@@ -86,8 +86,8 @@ class MemoryMeter:
         before_bytes: private memory of the process at its start.
         available_bytes: memory that was available before its start, by kind. A kind that cannot be
             read is missing.
-        has_exceeded: whether the process was killed because it needed more than the available
-            memory.
+        has_exceeded: whether the last sample exceeds the available memory. `watch` then kills the
+            process.
     """
 
     gpu_memory: GpuMemory
@@ -160,7 +160,11 @@ class MemoryMeter:
 def measure_memory(pid: int) -> tuple[int, int]:
     """Return the private resident bytes of a process, and its resident file bytes.
 
-    Private bytes are shared with no other process. Raises OSError.
+    Private bytes are those of anonymous memory. They include pages that a fork still shares with
+    its parent. File bytes include shared memory.
+
+    Raises:
+        OSError: the process has ended.
     """
     _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()
     return (int(resident) - int(shared)) * mmap.PAGESIZE, int(shared) * mmap.PAGESIZE
@@ -218,7 +222,11 @@ def find_shortage(memory: ServerMemory, peak_bytes: int) -> str:
 def check_memory(
     deployments: Sequence[Deployment], needs: Mapping[str, MemoryNeed], available: Mapping[str, int]
 ) -> None:
-    """Raise InfrastructureError if deployments exceed the available memory of a kind."""
+    """Check the memory of deployments against the available memory, by kind.
+
+    Raises:
+        InfrastructureError: the deployments exceed the available memory of a kind.
+    """
     names = ", ".join(deployment.name for deployment in deployments)
     for kind, need in needs.items():
         memory = f"memory of GPU {kind}" if kind else "memory"

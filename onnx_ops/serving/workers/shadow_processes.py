@@ -82,7 +82,8 @@ def run_shadow_process(
 ) -> None:
     """Run a shadow process until its supervisor ends, or closes `control`.
 
-    The supervisor has the other end of `control`. The counters of the process are in `row`.
+    If the deployment cannot be loaded, the process reports the reason and returns. The supervisor
+    has the other end of `control`. The counters of the process are in `row`.
     """
     _end_with_parent(supervisor)
     prefer_for_oom_kill()
@@ -159,7 +160,7 @@ def answer_mirrored_requests(
                         data = connection.recv(_READ_BYTES)
                     except ConnectionError:
                         data = b""
-                    if not data:  # Without data, the worker has ended.
+                    if not data:  # The worker has ended, or has closed the connection.
                         selector.unregister(connection)
                         connection.close()
                         del received[connection]
@@ -177,7 +178,8 @@ class _Shadow:
 
     Attributes:
         control: control socket of the running process; None without a process.
-        failed: why the deployment has no process; empty if it has one.
+        failed: why the deployment has no process until the next publication; empty if it has one,
+            or will get one.
     """
 
     deployment: Deployment

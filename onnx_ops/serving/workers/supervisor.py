@@ -122,8 +122,10 @@ class TablePublisher:
     def is_published(self, desired: EndpointState | RoutingTable) -> bool:
         """Return whether exactly this state, or table, is published.
 
-        Raises ConflictError if the generation is older than the current one, or equal with
-        different content.
+        Raises:
+            UserError: the deployments are not all of one model.
+            ConflictError: the generation is older than the current one, or equal with different
+                content.
         """
         state = desired.state if isinstance(desired, RoutingTable) else desired
         if len({d.model for d in state.deployments}) != 1:
@@ -148,7 +150,7 @@ class TablePublisher:
     def build_revision(self, desired: EndpointState | RoutingTable) -> TableRevision:
         """Return the revision that publishes a state or a table.
 
-        Call this only if `is_published` returns False.
+        Call `is_published` first, because it validates the state.
         """
         if isinstance(desired, RoutingTable):
             return self._build_revision(desired)
@@ -161,6 +163,9 @@ class TablePublisher:
 
         Call this when every worker has prepared the revision, without awaiting anything in between.
         Otherwise, a worker that starts meanwhile would not get the revision.
+
+        Raises:
+            ServiceUnavailableError: the table could not be written.
         """
         try:
             # The feedback key is not stored on disk. The follower sends it again after a restart.
@@ -260,10 +265,10 @@ class Supervisor:
         return "; ".join(f"{what}: {why}" for what, why in self._failures.items())
 
     def collect_counts(self, request: UserCountsRequest | None = None) -> Counts:
-        """Return the counts of every published deployment; by user if requested.
+        """Return the counts of the current table's deployments; by user if requested.
 
-        If a watched deployment gets neither traffic nor mirrored requests, its cold starts are
-        measured in the background.
+        If a watched deployment gets neither traffic nor mirrored requests, there are no counts by
+        user. Instead, the cold starts of all watched deployments are measured in the background.
         """
         self._watched = request or self._watched
         if request is not None and not self._can_count_users(request):
@@ -275,10 +280,11 @@ class Supervisor:
         return replace(counts, failure=self._describe_failures(), open_epoch=open_epoch)
 
     def _can_count_users(self, request: UserCountsRequest) -> bool:
-        """Return whether the watched deployments get requests.
+        """Return whether the watched deployments get requests, or no table is published.
 
-        If not, their cold starts are measured instead. Requests are counted by user as soon as the
-        candidate can get requests.
+        If not, the measurement of their cold starts is started, unless it is running or a
+        publication is in progress. Requests are counted by user as soon as the candidate can get
+        requests.
         """
         if (current := self._publisher.current) is None:
             return True
@@ -356,7 +362,7 @@ class Supervisor:
         """Publish a state or a table.
 
         After the method has returned, every response is based on this state or a later one. If an
-        error is raised, nothing has changed.
+        OnnxOpsError is raised, the published state has not changed.
         """
         state = desired.state if isinstance(desired, RoutingTable) else desired
         async with self._publishing:
@@ -427,7 +433,7 @@ class Supervisor:
             await self._shadows.stop(min(_SHADOW_DRAIN_S, max(0.0, deadline - time.monotonic())))
 
     def _keep_counts(self) -> None:
-        """Write the counts of all requests, for readers after the end of this process."""
+        """Write the last counts to a file, for readers after the end of this process."""
         try:
             write_durably(
                 self._folder / FINAL_COUNTS_FILE,
@@ -561,8 +567,8 @@ def serve(
                 "the server's folder cannot be used", where=str(folder), why=why
             ) from error
         gc.collect()
-        # Otherwise, the first garbage collection of every worker would copy the memory that all
-        # workers share.
+        # Without this call, the first garbage collection of every worker would copy the memory that
+        # all workers share.
         gc.freeze()
         supervisor = Supervisor(folder, options, listeners, publisher, shared, must_load=must_load)
         asyncio.run(supervisor.run(admin))
@@ -577,7 +583,11 @@ def serve(
 
 @contextlib.contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder. The system releases it when the process ends."""
+    """Hold the lock of a folder during the block; remove files of an earlier server.
+
+    Raises:
+        ConflictError: another server uses the folder.
+    """
     with (folder / LOCK_FILE).open("a+", encoding="utf-8") as stream:
         # A client that checks whether the server runs holds the lock for a moment.
         for _ in range(_LOCK_ATTEMPTS):

@@ -64,7 +64,7 @@ class TrialReport:
 
     Attributes:
         seconds: time until the models were verified, loaded and warm.
-        private_bytes: memory at its end that it shared with no other process.
+        private_bytes: private memory at its end (see `measure_memory`).
         resident_bytes: peak of its resident memory, including mapped files.
         deployment_bytes: private memory that each deployment has added, by name.
         has_packed: whether it packed models for the cache. Packing takes memory that the next load
@@ -98,8 +98,11 @@ async def measure_cold_start(
 ) -> float:
     """Return the seconds until deployments are loaded and warm in a separate process.
 
-    Raises what `run_trial_load` raises except errors of admission, because no worker will load the
-    deployments.
+    The memory is not checked, because no worker will load the deployments.
+
+    Raises:
+        OnnxOpsError: a deployment cannot be loaded (see `load_model`).
+        InfrastructureError: the process crashed or exceeded its time.
     """
     return (await _run_process(deployments, folder, options, None, limit_s=limit_s)).seconds
 
@@ -117,11 +120,16 @@ async def run_trial_load(
     The function checks that the memory suffices for all workers. If the available memory cannot be
     read, the process also allocates as much as the other workers will need.
 
-    Raises what `load_model` raises. Raises InfrastructureError if the process crashed or exceeded
-    its time, or if the deployments exceed the memory.
+    If the process has packed models for the cache, a second process loads them again and is
+    measured.
 
     Args:
-        limit_s: seconds after which the process is killed.
+        limit_s: seconds for both processes, after which the running process is killed.
+
+    Raises:
+        OnnxOpsError: a deployment cannot be loaded (see `load_model`).
+        InfrastructureError: a process crashed or exceeded its time, or the deployments exceed the
+            memory.
     """
     started_at = time.monotonic()
     with closing(MemoryMeter.open(deployments)) as meter:
@@ -171,7 +179,16 @@ async def _run_process(
     *,
     limit_s: int,
 ) -> TrialReport:
-    """Run one process that loads deployments; return its report."""
+    """Run one process that loads deployments; return its report.
+
+    Args:
+        plan: the workers beside which the process runs; None without a check of the memory.
+        meter: measures the process.
+
+    Raises:
+        OnnxOpsError: a deployment cannot be loaded (see `load_model`).
+        InfrastructureError: the process crashed, or exceeded its time or the available memory.
+    """
     pids = plan.pids if plan is not None else ()
     others = (
         plan.size - 1
@@ -253,9 +270,9 @@ def _run_trial(
             model.run_random()
         private = _measure_private_bytes()
         if (size := others * (private - sizes[0])) > 0:
-            # The mapping also represents the memory of the other workers. An OSError means that the
-            # sum exceeds the limit of a single process. This limit does not apply to the sum, so
-            # the error is ignored.
+            # The mapping stands for the memory of the other workers. An OSError means that the sum
+            # exceeds the limit of a single process. This limit does not apply to the sum, so the
+            # error is ignored.
             with suppress(OSError):
                 mmap.mmap(
                     -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE

@@ -112,9 +112,10 @@ class FinishRevision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady:
-    """Message from a worker: it accepts connections.
+    """Message from a worker or a shadow process: it has loaded its deployments.
 
-    `failed` contains the deployments that could not be loaded, with the reason.
+    A worker that has sent the message accepts connections. `failed` contains the deployments that
+    could not be loaded, with the reason.
     """
 
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -143,7 +144,7 @@ def encode_message(message: ControlMessage) -> bytes:
 
 
 class ControlChannel:
-    """One end of the control socket between the supervisor and a worker."""
+    """One end of the control socket between the supervisor and one of its processes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -155,12 +156,16 @@ class ControlChannel:
         return cls(*await asyncio.open_connection(sock=end))
 
     async def send(self, message: ControlMessage) -> None:
-        """Send a message. Raises ConnectionError if the other process has ended."""
+        """Send a message.
+
+        Raises:
+            ConnectionError: the other process has ended.
+        """
         self._writer.write(encode_message(message))
         await self._writer.drain()
 
     async def receive(self) -> ControlMessage | None:
-        """Return the next message; None after the other process has ended."""
+        """Return the next message; None after the other end was closed."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             return codec.loads(
@@ -177,7 +182,15 @@ class ControlChannel:
 def load_deployment(
     deployment: Deployment, folder: Path, options: ServerOptions, *, control: bool = False
 ) -> LoadedModel:
-    """Load the model of a deployment as a worker does. Raises OnnxOpsError."""
+    """Load the model of a deployment as a worker does.
+
+    Args:
+        folder: folder of the server.
+        control: whether the model is a control replica, whose packed files are separate.
+
+    Raises:
+        OnnxOpsError: the model cannot be loaded (see `load_model`).
+    """
     entries = folder / (CONTROL_PACKED_FOLDER if control else PACKED_FOLDER)
     cache = PackedModelCache(entries, options.prepack or sys.maxsize)
     copies = ModelCopies(folder / COPIES_FOLDER, TrustPolicy.from_options(folder, options))
@@ -220,7 +233,7 @@ class Worker:
         )
 
     def run(self) -> None:
-        """Serve until the supervisor requests the end and all requests are answered."""
+        """Serve until SIGTERM, then drain: answer the requests within the drain time."""
         record = register_worker(self.folder)
         self.shared.reset_gauges(self.number)
         gc.freeze()  # Objects that the process inherited are never freed before it ends.
@@ -337,7 +350,7 @@ class Worker:
         end_process(slot, cell)
 
     async def _follow(self, channel: ControlChannel, failed: Mapping[str, str]) -> None:
-        """Process the supervisor's messages; after its death, wait for the next one."""
+        """Process the supervisor's messages; after its death, pass on the sockets."""
         try:
             await channel.send(WorkerReady(failed=failed))
             while (message := await channel.receive()) is not None:

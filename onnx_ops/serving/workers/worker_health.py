@@ -105,7 +105,10 @@ def is_deadlier(
 
 
 class WorkerHealth:
-    """Charges deaths of workers to deployments. Only the supervisor uses it."""
+    """Record of the deaths of workers, charged to deployments.
+
+    Only the supervisor uses it.
+    """
 
     def __init__(self, shared: SharedMetrics) -> None:
         self._shared = shared
@@ -150,7 +153,8 @@ class WorkerHealth:
     def record_death(self, worker: int) -> str:
         """Charge the death of a worker to the runs that it had in progress.
 
-        Return the names of their deployments; empty if there were no runs.
+        Return the names of the deployments of the suspect runs (see `_take_runs`); empty if there
+        were no runs.
         """
         self._shared.get_shadow_row(0)[WORKER_RESTARTS] += 1
         runs, suspects = self._take_runs(worker)

@@ -22,7 +22,7 @@ from onnx_ops.serving.inference.tensors import release_parsers
 _log = logging.getLogger(__name__)
 
 TRIM_RATIO = 1.2
-"""Ratio of growth of the resident memory above which it is trimmed."""
+"""Ratio of the resident memory to its smallest value, above which it is trimmed."""
 CHECK_S = 2.0
 _REST_S = 10.0
 """Shortest time in seconds between two trims.
@@ -31,9 +31,9 @@ While large requests continue to arrive, they cause the page faults of at most o
 time.
 """
 _MAX_REST_S = 160.0
-"""Longest time in seconds between two trims.
+"""Longest pause in seconds after a trim.
 
-Each trim that does not return enough memory doubles the time until the next one.
+Each trim that does not return enough memory doubles the pause, up to this limit.
 """
 
 
@@ -45,8 +45,9 @@ def use_one_arena() -> None:
     """Let all threads of this process and of its forks share one arena of malloc.
 
     Call this before the threads start. An arena returns memory only from its end. After large
-    requests on several threads, workers retained up to 80 % of their size in several arenas, but 20
-    % in one arena. The shared arena does not slow down requests measurably.
+    requests on several threads, workers retained up to 80 % of their size in several arenas. In one
+    arena, they retained 20 %. The shared arena does not slow down requests measurably. The variable
+    MALLOC_ARENA_MAX takes precedence.
     """
     if "MALLOC_ARENA_MAX" not in os.environ:
         with suppress(AttributeError):  # Only the GNU C library has `mallopt`.
@@ -54,7 +55,7 @@ def use_one_arena() -> None:
 
 
 class MemoryTrimmer:
-    """Trims the memory of a worker after it has grown.
+    """Trimmer of the memory of a worker.
 
     The runtime's arena returns memory only at the end of a run. Therefore each model runs once on
     its smallest inputs.
@@ -76,9 +77,10 @@ class MemoryTrimmer:
         self._least_bytes += max(0, read_resident_bytes() - before)
 
     def check(self) -> bool:
-        """Trim the memory if it has grown since the models were loaded.
+        """Trim the memory if it exceeds `TRIM_RATIO` times its smallest value.
 
-        Return whether it was trimmed. Call this on a thread.
+        Return whether it was trimmed. After a trim, the next one waits for a pause. Call this on a
+        thread.
         """
         resident = read_resident_bytes()
         self._least_bytes = min(self._least_bytes, resident)

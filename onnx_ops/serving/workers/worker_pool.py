@@ -52,7 +52,7 @@ _STABLE_S = 60.0
 """Seconds for which a worker must run to be replaced without a pause.
 
 A worker that was ended by a run is replaced immediately if it lived longer than this. Otherwise,
-the pause grows with each such death.
+the pause grows with each such death after the first.
 """
 _MAX_RUN_PAUSE_S = 2.0
 
@@ -148,9 +148,10 @@ class WorkerPool:
         take longer than `limit_s` are killed.
 
         Raises:
-            OnnxOpsError: the error of the first worker that cannot prepare the revision.
-            InfrastructureError: loading the revision kills workers.
-            ServiceUnavailableError: loading the revision takes too long.
+            OnnxOpsError: a worker reported this error in place of the prepared revision.
+            InfrastructureError: a worker died `_ATTEMPTS_PER_REVISION` times during the
+                preparation.
+            ServiceUnavailableError: the workers did not prepare the revision within `limit_s`.
         """
         attempts = dict.fromkeys(self._numbers, _ATTEMPTS_PER_REVISION)
         prepared: set[int] = set()
@@ -210,7 +211,11 @@ class WorkerPool:
             await asyncio.wait(exits)
 
     async def _prepare_worker(self, number: int, revision: TableRevision) -> int | None:
-        """Return the id of the process that prepared the revision; None if it died."""
+        """Return the id of the process that prepared the revision; None if it died.
+
+        Raises:
+            OnnxOpsError: the worker could not prepare the revision.
+        """
         async with self._changed:
             await self._changed.wait_for(lambda: number in self._workers)
         worker = self._workers[number]
@@ -335,8 +340,8 @@ def fork_child(run: Callable[[], None], *, keep: Collection[int]) -> int:
     The child exits with code 1 if `run` raises. It inherits the standard files and the files in
     `keep`.
     """
-    # Otherwise, handlers of this process would handle a signal that arrives before the child has
-    # set its handlers.
+    # All signals are blocked until the child has set its handlers. Before that, the handlers that
+    # it inherits from this process would handle them.
     signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = os.fork()
     if pid:
@@ -387,7 +392,7 @@ async def _wait_first(*futures: asyncio.Future[Any]) -> None:
 def compute_restart_pause_s(failures: int) -> float:
     """Return the pause in seconds before a failed process is replaced.
 
-    The result is 0 after the first failure.
+    The result is 0 after at most one failure.
     """
     return min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**failures) if failures > 1 else 0.0
 
