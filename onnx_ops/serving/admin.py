@@ -46,7 +46,11 @@ from onnx_ops.serving.inference.responses import RawResponse, RequestHead, build
 
 
 def read_token(folder: Path) -> str:
-    """Return the admin token of a server's folder; create it on first use."""
+    """Return the admin token of a server's folder; create it on first use.
+
+    Raises:
+        RefusedError: other users can read the token, or it is empty.
+    """
     path = folder / TOKEN_FILE
     if not path.exists():
         write_durably(path, secrets.token_urlsafe(32).encode())
@@ -140,8 +144,8 @@ class AdminApp(HttpApp):
     async def put_state(self, head: RequestHead, body: bytes) -> RawResponse:
         """Publish a state, and respond when it is served or refused.
 
-        The status is 200 when the state is served, 409 if it is outdated, and 422 if it cannot be
-        loaded.
+        The status is 200 when the state is served, 400 if the body is no state, 409 if the state is
+        outdated, 503 for a ServiceUnavailableError, and 422 for any other error.
         """
         try:
             state = codec.loads(body, EndpointState)
@@ -161,7 +165,7 @@ class AdminApp(HttpApp):
         return await self._publish(head, table)
 
     def put_lease(self, _head: RequestHead, body: bytes) -> RawResponse:
-        """Set the end of the lease that the published table needs."""
+        """Set the ends of both leases; return them with the number of lapsed requests."""
         try:
             lease = codec.loads(body, Lease)
         except CorruptStateError as error:
@@ -187,15 +191,20 @@ def _build_response(content: bytes, status: int = 200) -> RawResponse:
 class AuditTrail:
     """File to which each requested change and its result are written durably.
 
-    A change that cannot be recorded is not applied (ServiceUnavailableError). `actor` is `token`
-    for clients with the admin token, and `uid:N` for a user of the Unix socket.
+    A change whose request cannot be recorded is not applied (ServiceUnavailableError). `actor` is
+    `token` for clients with the admin token. For clients of the Unix socket, it is `uid:N` with the
+    user id of the server.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / AUDIT_FILE
 
     def record_request(self, actor: str, state: EndpointState) -> None:
-        """Record a change that is about to be made."""
+        """Record a change that is about to be made.
+
+        Raises:
+            ServiceUnavailableError: the file cannot be written.
+        """
         names = {d.name: f"{d.model}/{d.version}" for d in state.deployments}
         split = {"weights": dict(state.split.weights), "shadow": dict(state.split.shadow)}
         self._write(
@@ -209,7 +218,11 @@ class AuditTrail:
         )
 
     def record_result(self, actor: str, state: EndpointState, error: str = "") -> None:
-        """Record the result of a change. `error` is the reason if nothing changed."""
+        """Record the result of a change. `error` is the reason if nothing changed.
+
+        Raises:
+            ServiceUnavailableError: the file cannot be written.
+        """
         line = {"what": "refused", "why": error} if error else {"what": "published"}
         self._write({**line, "who": actor, "generation": state.generation})
 

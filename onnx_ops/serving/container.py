@@ -3,8 +3,8 @@
 Usage: `python -m onnx_ops.serving.container [serve]`.
 
 `ONNX_OPS_MODEL_DIR` or `AZUREML_MODEL_DIR` names the model's folder; default: `/opt/ml/model`. This
-folder, or a folder below it, has a `deployment.json` beside the version's files in `model/`, or
-only a `model.onnx`.
+folder, or a folder at most three levels below it, has a `deployment.json` beside the version's
+files in `model/`, or only a `model.onnx`.
 
 With `ONNX_OPS_FOLLOW` and `ONNX_OPS_REPORTS`, the container is a replica. It follows the tables at
 the first URL, and writes its reports to the second URL.
@@ -51,7 +51,7 @@ _REPLICA_VARIABLES = {
 """Flags of the follower, with the environment variables that set them."""
 _ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 (the container's own network; the cloud calls from outside)
 _MAX_DEPTH = 3
-"""Levels of folders that are searched for the model.
+"""Levels of folders below the model's folder that are also searched for the model.
 
 Azure ML mounts a model below `AZUREML_MODEL_DIR`, in a folder with the model's name or path.
 """
@@ -137,9 +137,14 @@ def _follow(folder: Path, environment: Mapping[str, str]) -> NoReturn:
 
 
 def find_deployment(root: Path, environment: Mapping[str, str]) -> Deployment:
-    """Return the deployment in a model folder.
+    """Return the deployment in a model folder, or in a folder below it.
 
-    Without `deployment.json`, the deployment is derived from the environment.
+    Without `deployment.json`, the names come from the environment, and the manifest from the files.
+
+    Raises:
+        NotFoundError: no folder contains a deployment or a model.
+        InfrastructureError: a folder cannot be read.
+        CorruptStateError: `deployment.json` is not a deployment.
     """
     try:
         level = [root]

@@ -1,13 +1,14 @@
 """Metrics of all workers: in shared memory, and as Prometheus scrapes them.
 
 The memory is anonymous and allocated before the first fork. So it needs no file and outlives any
-worker. Each number has 8 bytes, is aligned, and has exactly one writer. Only the counted tokens
-have several writers. A reader sees the old value or the new value of a number.
+worker. Each number is aligned, and has 8 bytes, or 4 bytes in counts by cell. At any time, it has
+one writer, except that all workers write the counted tokens and delete counted request ids. A
+reader sees the old value or the new value of a number.
 
     header:      published revision; its epoch; the watch of a rollout (see `cell_counts`);
         deployments out of service; leases
-    processes:   one per worker, `PROCESS_NUMBERS` each: its heartbeat, and what it runs (see
-        `worker_health`)
+    processes:   one per worker, `PROCESS_NUMBERS` each: its heartbeat, its lapsed requests, and
+        what it runs (see `worker_health`)
     labels:      one text per slot, written by the supervisor
     rows:        one per worker and slot, and one per slot for its shadow process, `COLUMNS` numbers
         each
@@ -54,7 +55,7 @@ EPOCH = 1
 The epoch is written before the revision.
 """
 WATCH = 2
-"""Index in the header: the number of the watch.
+"""Index in the header: the number of the watch; 0 without a watch.
 
 For each of two deployments, the next fields are its slot, and its thresholds as indices into
 `BOUNDS_S`.
@@ -140,7 +141,7 @@ _NUMBER_BYTES = 8
 STATUSES = (200, 400, 404, 408, 413, 415, 422, 429, 431, 499, 500, 503, 504)
 """HTTP statuses with a counter.
 
-499 means that the client closed the connection before its request ran.
+499 means that the client closed the connection before its queued request was answered.
 """
 STEPS = 16
 """Latency buckets per factor of two.
@@ -164,8 +165,9 @@ workers, but each worker uses at least `MIN_WARM_UP_REQUESTS`.
 MIN_WARM_UP_REQUESTS = 16
 
 # The following constants are columns of a row. Comparable requests that ran on the event loop are
-# counted in the INLINE columns, and all other requests in the QUEUED columns. Comparable requests
-# that waited in the queue are also counted in the SERVICE columns, without their time in the queue.
+# counted in the INLINE columns, as are requests that reached no deployment. All other requests are
+# counted in the QUEUED columns. Comparable requests that waited in the queue are also counted in
+# the SERVICE columns, without their time in the queue.
 _COLUMN_OF = {status: column for column, status in enumerate(STATUSES)}
 OTHER_STATUS = len(STATUSES)
 _STATUS_COLUMNS: Sequence[tuple[int | str, int]] = (*_COLUMN_OF.items(), ("other", OTHER_STATUS))
@@ -206,7 +208,10 @@ _SHOWN_BOUNDS = BOUNDS_S[::_SHOWN_STEPS]
 Dashboards need no finer steps, and the page has an eighth of the lines.
 """
 _TRACE_PARENT = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-"""Header with a trace: https://www.w3.org/TR/trace-context/#traceparent-header"""
+"""Pattern of a trace context.
+
+See https://www.w3.org/TR/trace-context/#traceparent-header.
+"""
 _TRACE_PARENT_BYTES = 55
 _EXEMPLAR = struct.Struct(f"={_TRACE_PARENT_BYTES}sdd")
 """Trace context, latency in seconds, and time in seconds since the epoch."""
@@ -230,7 +235,10 @@ def make_thread_runs() -> MetricsRow:
 
 
 def find_bound(latency_s: float) -> int:
-    """Return the index of a latency in `BOUNDS_S`, or of the next larger bound."""
+    """Return the index of a latency in `BOUNDS_S`, or of the next larger bound.
+
+    For a latency above all bounds, the result is their number.
+    """
     return bisect_left(BOUNDS_S, latency_s * (1 - _ROUNDING))
 
 
@@ -242,7 +250,8 @@ def count_judged(row: Sequence[int]) -> Mapping[int | str, int]:
 def count_unjudged(row: Sequence[int]) -> Mapping[int | str, int]:
     """Return the requests of a slot that are no evidence about its version, by status.
 
-    Clients have selected the version for these requests, or every version refuses them.
+    Clients have selected the version for these requests, the server had no lease, or every version
+    refuses them.
     """
     return {status: row[UNJUDGED + column] for status, column in _STATUS_COLUMNS}
 
@@ -336,7 +345,7 @@ class SharedMetrics:
         return self._rows[start : start + COLUMNS]
 
     def get_process_state(self, worker: int) -> MetricsRow:
-        """Return a worker's heartbeat, and the runs that it has recorded."""
+        """Return a worker's heartbeat, lapsed requests and recorded runs."""
         return self._processes[worker * PROCESS_NUMBERS : (worker + 1) * PROCESS_NUMBERS]
 
     def get_thread_runs(self, worker: int) -> MetricsRow:
@@ -415,14 +424,21 @@ class SharedMetrics:
 
 
 class SlotAllocator:
-    """Assigns slots to deployments. A deployment that returns gets its earlier slot."""
+    """Assignment of slots to deployments.
+
+    A deployment that returns gets its earlier slot, unless another deployment got it meanwhile.
+    """
 
     def __init__(self, shared: SharedMetrics) -> None:
         self._shared = shared
         self._slots: dict[Deployment, int] = {}
 
     def assign(self, table: RoutingTable, previous: RoutingTable | None) -> Mapping[str, int]:
-        """Return slots by deployment name, resetting the oldest slots if needed."""
+        """Return slots by deployment name, resetting the oldest slots if needed.
+
+        Raises:
+            UserError: there are too many deployments, or the names of a deployment are too long.
+        """
         wanted = table.state.deployments
         in_use = {*wanted, *(previous.state.deployments if previous else ())}
         if len(in_use) >= SLOTS:
@@ -455,7 +471,10 @@ def _get_labels(deployment: Deployment) -> Mapping[str, str]:
 
 
 def count_request(row: MetricsRow, status: int, seconds: float) -> None:
-    """Count one request that ran inline, with the time until its response was ready."""
+    """Count one request in the INLINE columns.
+
+    `seconds` is the time until its response was ready.
+    """
     row[_COLUMN_OF.get(status, OTHER_STATUS)] += 1
     row[INLINE_BUCKETS + bisect_left(BOUNDS_S, seconds)] += 1
     row[INLINE_NANOSECONDS] += int(seconds * 1e9)

@@ -4,9 +4,9 @@ Requests are counted by generation of the routing table, by epoch, and by cell o
 
 In a split with epochs, all requests of a user are routed to one version for the length of an epoch.
 So a user in an epoch is one random assignment, regardless of its number of requests. An epoch is
-reported after its requests were answered. Counting may begin and end within an epoch, but only at
-times that depend on neither version. An epoch in which the table or the watch changed is not
-reported.
+reported once its requests were answered, or once its memory is needed for another epoch. Counting
+may begin and end within an epoch, but only at times that depend on neither version. An epoch in
+which the table or the watch changed is not reported.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NO_BOUND = len(BOUNDS_S)
 _TABLES = 16
 """Number of generations whose counts are reported."""
 _KEPT_S = 3600.0
-"""Shortest time in seconds for which closed epochs are reported.
+"""Time in seconds for which closed epochs are reported, within `_KEPT_BYTES`.
 
 So a reader that was disconnected for less than this time misses no epoch.
 """
@@ -77,9 +77,9 @@ class _EndedEpoch:
 
 
 class RolloutCounts:
-    """Counts of a server by table and epoch; begins and closes the epochs.
+    """Counts of a server by table and epoch.
 
-    The object is used only by the supervisor.
+    The object also begins and closes the epochs. Only the supervisor uses it.
     """
 
     def __init__(self, shared: SharedMetrics) -> None:
@@ -129,7 +129,8 @@ class RolloutCounts:
     def turn_epoch(self, now: float, *, is_complete: bool = True) -> None:
         """Begin the next epoch.
 
-        The epoch that ends is reported only if all deployments were loaded (`is_complete`).
+        The epoch that ends is reported only if a watch is set, and if all deployments were loaded
+        (`is_complete`).
         """
         if self._table is None or not self.epoch_s:
             return
@@ -183,7 +184,10 @@ class RolloutCounts:
         )
 
     def _set_watch(self, request: UserCountsRequest) -> None:
-        """Let the workers count two deployments by user; skip an unchanged request."""
+        """Let the workers count the first two deployments of a request by user.
+
+        An unchanged request changes nothing. Otherwise, the earlier epochs are dropped.
+        """
         slots = {} if self._table is None else self._table.revision.slots
         names = sorted(request.limits_s)[:2]
         wanted: list[int] = []
@@ -212,8 +216,8 @@ class RolloutCounts:
     def _close_epochs(self, reused_by: int | None = None) -> None:
         """Close the ended epochs in their order.
 
-        An epoch is closed when it has no request in progress, or when the next epoch reuses its
-        memory.
+        An epoch is closed when it ended at least `_SETTLE_S` or a quarter of an epoch ago, and has
+        no request in progress. It is also closed when epoch `reused_by` reuses its memory.
         """
         settle_s = min(_SETTLE_S, self.epoch_s / 4)
         reused = [

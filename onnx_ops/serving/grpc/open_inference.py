@@ -210,11 +210,15 @@ _MAX_VARINT_BYTES = 10
 
 
 def decode_request(data: bytes) -> Any:
-    """Return the parsed ModelInferRequest. Raises UserError.
+    """Return the parsed ModelInferRequest.
 
     Parsing turns a field of two bytes into an object of a hundred bytes. Therefore the fields of
     the message and of its inputs are counted before parsing. The elements of typed contents are not
     counted, because each of them takes at least one byte.
+
+    Raises:
+        UserError: the message is malformed.
+        TooLargeError: the message and its inputs have more than `MAX_KEYS` fields.
     """
     try:
         fields = _list_fields(data, 0, len(data), MAX_KEYS)
@@ -230,9 +234,12 @@ def decode_request(data: bytes) -> Any:
 def _list_fields(data: bytes, place: int, end: int, limit: int) -> list[tuple[int, int, int]]:
     """Return number, start and end of each field between two offsets of a message.
 
-    Raises DecodeError, IndexError or TooLargeError.
-
     https://protobuf.dev/programming-guides/encoding describes the wire types.
+
+    Raises:
+        DecodeError: a field has an unknown wire type, or a number has too many bytes.
+        IndexError: a number continues beyond the end of `data`.
+        TooLargeError: there are more than `limit` fields.
     """
     fields = []
     while place < end:
@@ -257,7 +264,12 @@ def _list_fields(data: bytes, place: int, end: int, limit: int) -> list[tuple[in
 
 
 def _read_varint(data: bytes, place: int) -> tuple[int, int]:
-    """Return a varint and the offset after it."""
+    """Return a varint and the offset after it.
+
+    Raises:
+        DecodeError: the number has too many bytes.
+        IndexError: the number continues beyond the end of `data`.
+    """
     value = 0
     for position in range(_MAX_VARINT_BYTES):
         value |= (data[place + position] & 0x7F) << 7 * position
@@ -270,7 +282,10 @@ def encode_request(message: Any) -> tuple[bytes, int]:
     """Return a ModelInferRequest in the binary form of HTTP, and its header length.
 
     The header length is the number of bytes of JSON at the start. All outputs are requested in the
-    binary form. Raises UserError if the tensors and their data do not match.
+    binary form.
+
+    Raises:
+        UserError: the tensors and their data do not match.
     """
     inputs, data = message.inputs, message.raw_input_contents
     if not data:

@@ -65,7 +65,7 @@ _TIMEOUT = messages.TIMEOUT_HEADER.encode()
 _BODY_HEADERS = ("content-type", messages.BINARY_LENGTH_HEADER)
 _MAX_TIMEOUT_MS = 10**9 - 1
 _MAX_STREAMED = 64
-"""Maximum number of requests of one stream that are answered at the same time.
+"""Size of the queue of a stream's requests that are answered at the same time.
 
 A full batch has the same number of requests.
 """
@@ -118,11 +118,11 @@ class InferenceServicer:
         return self._responses["ServerLive"](live=True)
 
     async def get_readiness(self, _message: Any, _context: Any) -> Any:
-        """Return a response which states whether every deployment with traffic is loaded."""
+        """Return a response which states whether the server is ready (see `is_ready`)."""
         return self._responses["ServerReady"](ready=is_ready(self._app))
 
     async def get_model_readiness(self, message: Any, context: Any) -> Any:
-        """Return a response which states whether the model is loaded."""
+        """Return a response which states whether the model is loaded and in service."""
         model, version = message.name, message.version or None
         head = _read_head(context)
         response = self._app.call(
@@ -272,7 +272,7 @@ def _get_codec(method: str) -> Mapping[str, Any]:
 
 
 def is_ready(app: PublicApp) -> bool:
-    """Return whether every deployment with traffic is loaded."""
+    """Return whether the server is ready for requests (see `PublicApp.get_readiness`)."""
     return app.call(app.get_readiness, {}, b"").status == 200
 
 

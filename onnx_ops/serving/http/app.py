@@ -104,7 +104,8 @@ class HttpApp:
     def find(self, method: bytes, url: bytes) -> InferenceRoute | Handler | RawResponse:
         """Return the route, the handler or the error response for a request.
 
-        Raises httptools.HttpParserInvalidURLError.
+        Raises:
+            httptools.HttpParserInvalidURLError: the URL is invalid.
         """
         path = unquote((httptools.parse_url(url).path or b"").decode("latin-1"))
         methods = self._routes.get(path) or self.find_methods(path)
@@ -155,7 +156,7 @@ class HttpApp:
             return _respond_to_error(error)
 
     def count_rejected(self, status: int) -> None:
-        """Count a request that was rejected before it was read."""
+        """Count a request that was rejected before it could reach a deployment."""
         if self.service is not None:
             self.service.count_rejected(status)
 
@@ -288,7 +289,12 @@ class PublicApp(HttpApp):
         return _build_json(document, lines=loaded.header_lines)
 
     def get_model_readiness(self, model: str, number: str | None, head: RequestHead) -> RawResponse:
-        """Return a response which states whether the model is loaded."""
+        """Return a response which states that the model is ready.
+
+        Raises:
+            NotFoundError: the model, version or deployment does not exist.
+            ServiceUnavailableError: the deployment is not loaded, or is out of service.
+        """
         loaded = self.service.choose(model, number, head)
         self.service.check_in_service(loaded)
         return _build_json({"name": loaded.deployment.model, "ready": True})

@@ -3,9 +3,9 @@
 Responses are sent in the order of the requests.
 
 A request is answered from the parser's callbacks, without a separate task or object. Its head is a
-dictionary, and its body is bytes. Only queued inferences and awaitable responses are answered
-later. Until then, later requests of the connection wait in `_backlog`, and further data of the
-client stays in its socket.
+dictionary, and its body is bytes. Only queued inferences, awaitable responses and compressed
+responses are sent later. Until then, later requests of the connection wait in `_backlog`, and
+further data of the client stays in its socket.
 """
 
 from __future__ import annotations
@@ -65,9 +65,8 @@ _BINARY_LENGTH = BINARY_LENGTH_HEADER.encode()
 _MIN_COMPRESSED = 1 << 14
 """Size in bytes from which a response is compressed for clients that accept it.
 
-Compression runs on a thread and takes about 0.2 ms. For smaller responses, it would cost more time
-than it saves.
-Many clients accept compression by default.
+Compression runs on a thread and takes about 0.2 ms. Many clients accept it by default. For smaller
+responses, it would cost more time than it saves.
 """
 _UNIQUE_HEADERS = (b"host", b"origin")
 """Headers that can occur at most once.
@@ -83,7 +82,7 @@ _LIST_HEADERS = (
 )
 """Headers whose values are joined (RFC 9110, 5.3).
 
-All of the values affect how the request is read.
+All of the values affect how the request is read or answered.
 """
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _STATUS_LINE = {
@@ -346,7 +345,11 @@ class HttpProtocol(TimedConnection):
         self._head_bytes = 0
 
     def _check_head(self, head: dict[bytes, bytes], length: bytes | None) -> None:
-        """Check a head, and find its answer. Raises RequestRejectedError."""
+        """Check a head, and find its answer.
+
+        Raises:
+            RequestRejectedError: the head violates a rule of HTTP, a limit, or the `HostPolicy`.
+        """
         # `_packet_bytes` can include bytes after the head, so a large packet is checked by the size
         # of the head alone.
         size = self._head_bytes + self._packet_bytes
@@ -419,7 +422,11 @@ class HttpProtocol(TimedConnection):
             self._must_continue = expects
 
     def on_body(self, body: bytes) -> None:
-        """Add a part of the body. Raises RequestRejectedError beyond the limit."""
+        """Add a part of the body.
+
+        Raises:
+            RequestRejectedError: the body exceeds its limit.
+        """
         if self._is_sized and not self._body:
             self._body = body
         elif self._answer is None:
@@ -718,7 +725,7 @@ async def serve_connections(
 ) -> None:
     """Accept connections until `stop` is set, then wait for them to end.
 
-    The wait takes at most `drain_s` seconds.
+    Connections that have not ended after `drain_s` seconds are aborted.
     """
     loop = asyncio.get_running_loop()
     server = await loop.create_server(build, sock=listener, backlog=_BACKLOG)

@@ -1,9 +1,10 @@
-"""Conversion of the two headers that SageMaker forwards to and from a container.
+"""Conversion of SageMaker's headers to and from headers of the server.
 
-SageMaker passes `CustomAttributes` and `InferenceId` to a container, and drops the caller's other
-headers. Of the response's headers, only `CustomAttributes` reaches the caller. In a request, this
-header contains the user and the selected deployment: `user=anna;pin=digits-cnn-2`. In a response,
-it contains the deployment that answered and its feedback token: `deployment=digits-cnn-2;token=…`.
+SageMaker passes only headers of its API to a container. Among them are the content type,
+`CustomAttributes` and `InferenceId`. Of the response's headers, `CustomAttributes` reaches the
+caller, but those with the deployment and the token do not. In a request, this header contains the
+user and the selected deployment: `user=anna;pin=digits-cnn-2`. In a response, it contains the
+deployment that answered and its feedback token: `deployment=digits-cnn-2;token=…`.
 """
 
 from __future__ import annotations

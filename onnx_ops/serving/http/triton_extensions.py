@@ -60,8 +60,8 @@ def build_statistics(
 ) -> Mapping[str, object]:
     """Return the statistics of a version from the counters of its slots.
 
-    Triton's other fields are omitted. They need the numbers of rows, the times of their parts, and
-    the time of the last request, which are not recorded.
+    Triton's other fields are omitted. They need the numbers of rows, the times of the parts of a
+    request, and the time of the last request, which are not recorded.
     """
     row = [sum(column) for column in zip(*rows, strict=True)]
     successes = row[get_column(200)]
