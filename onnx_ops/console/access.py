@@ -1,8 +1,8 @@
 """Access rules of the console, and what its pages can load.
 
-The console changes nothing, so it permits only GET and HEAD. Requests from other machines need a
-token. On loopback, the Host header must be an allowed name, since a web page can make its own name
-resolve to this machine.
+The console changes nothing, so it permits only GET and HEAD. If there is a token, every request
+needs it; a console that other machines can reach must have one. On loopback, the Host header must
+be an allowed name, since a web page can make its own name resolve to this machine.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class AccessControl:
     Args:
         app: the pages.
         token: the token that a request needs; empty for none.
-        hosts: names in the Host header that are allowed without a port; None allows every name.
+        hosts: allowed names in the Host header, whose port is ignored; None allows every name.
     """
 
     def __init__(self, app: ASGIApp, *, token: str, hosts: Collection[str] | None) -> None:
@@ -87,7 +87,10 @@ class AccessControl:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond to one request; pass lifespan events to the pages unchanged."""
+        """Respond to one request; pass lifespan events to the pages unchanged.
+
+        WebSockets are ignored.
+        """
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return

@@ -159,7 +159,7 @@ class Pages:
         )
 
     async def show_releases(self) -> Page:
-        """Return the page with all registered versions of the endpoints' models."""
+        """Return the page with all registered versions of the snapshot's models."""
         snapshot = await self.read_snapshot()
         results = await asyncio.gather(
             *(self._read_versions(model) for model in snapshot.models), return_exceptions=True
@@ -268,9 +268,9 @@ class Pages:
         return await self._reads.get(("versions", model), read, ttl_s=_REGISTRY_TTL_S)
 
     async def _find_release(self, model: str, version: str) -> _ReleaseDetail:
-        """Return a version of a model that has an endpoint.
+        """Return a version of one of the snapshot's models.
 
-        Other names cause no request to the registry.
+        Names of other models cause no request to the registry.
 
         Raises:
             NotFoundError: there is no such version.

@@ -18,7 +18,7 @@ from onnx_ops.errors import InternalError, OnnxOpsError, ServiceUnavailableError
 
 _log = logging.getLogger(__name__)
 _MAX_RESULTS = 256
-"""Maximum number of stored results; the least recently used results are removed."""
+"""Maximum number of stored results; those that were read longest ago are removed."""
 _MAX_THREADS = 8
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class SharedReads:
     """Shared values by key.
 
     All methods must be called on one event loop; the reads run on threads. A viewer waits at most
-    `wait_s` seconds for a read. Then the viewer gets the previous value, or an error if there is
+    `wait_s` seconds for a read. Then the viewer gets the previous result, or an error if there is
     none. The read continues, and no second read of the key is started.
     """
 
@@ -52,6 +52,7 @@ class SharedReads:
 
         Raises:
             OnnxOpsError: the read failed. The error is also reused for `ttl_s` seconds.
+            ServiceUnavailableError: the first read of the key takes longer than `wait_s`.
         """
         result = self._results.get(key)
         if result is None or time.monotonic() - result.at >= ttl_s:

@@ -33,8 +33,8 @@ _CONCURRENT = 8
 class EndpointReading:
     """The data of one endpoint that could be read.
 
-    `state` is None if the ledger could not be read. `status` is None if the provider did not
-    respond. In both cases, `error` is the reason.
+    `state` is None if the ledger could not be read. `status` is None if the ledger is damaged, or
+    if the provider did not respond. In all of these cases, `error` is the reason.
     """
 
     name: str
@@ -49,8 +49,8 @@ class Snapshot:
     """All endpoints at a time, in seconds since the epoch.
 
     `models` are the models of endpoints and of ledgers without endpoints. `error` is the reason why
-    the endpoints could not be listed. `revision` changes if any other field except `at` has
-    changed.
+    the endpoints could not be listed. `revision` changes if the pages show other data (see
+    `_compute_revision`).
     """
 
     at: float
