@@ -96,7 +96,7 @@ def evaluate_change(
         hand_over: folder for the evaluations with which `release_change` continues.
         metrics_folder: folder with the records of earlier commits, for comparisons without the
             project's store.
-        records: whether the folder gets the records of this commit too.
+        records: whether `metrics_folder` gets the records of this commit too.
     """
     project = open_project()
     if metrics_folder is not None:
@@ -335,7 +335,7 @@ def _local(place: str) -> Path | None:
 
 
 def read_results(folder: Path) -> tuple[Checked, ...]:
-    """Read the results of the other functions of this module.
+    """Return the results that `evaluate_change` or `release_change` wrote to a folder.
 
     The results are not trusted: code of a pull request can have replaced them.
 

@@ -62,8 +62,9 @@ _NONE = re.compile(r"0+")
 class Event:
     """The event of a workflow.
 
-    `base` is the previous commit; it is empty for a new branch. `pull_request` is the number of the
-    pull request, or None.
+    For a pull request, `commit` is its head, and `base` is the head of its base branch. Otherwise,
+    `base` is the branch's previous commit; it is empty for a new branch, and for events without
+    one. `pull_request` is the number of the pull request, or None.
     """
 
     commit: str
@@ -113,7 +114,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_event(environ: Mapping[str, str]) -> Event:
-    """Return the workflow's event; raise UserError outside a workflow."""
+    """Return the workflow's event.
+
+    Raises:
+        UserError: this is no run of a workflow, or the event has an invalid commit.
+    """
     variable = "GITHUB_EVENT_PATH"
     try:
         document = json.loads(Path(environ[variable]).read_text(encoding="utf-8"))
@@ -149,7 +154,7 @@ def run(
     """
     root = open_project().settings.root
     # After a force push, the event's previous commit is not in the checkout. The first push of a
-    # branch has no previous commit.
+    # branch has no previous commit. In both cases, the parent of HEAD is used.
     base = since or next(
         (name for name in (event.base, "HEAD~1") if name and resolve_commit(root, name)), ""
     )

@@ -20,7 +20,7 @@ class RunContext:
     """
 
     def in_context(self) -> bool:
-        """Return whether the process is a flow run."""
+        """Return whether this code runs inside a flow run."""
         return bool(_flow_run())
 
     def tags(self) -> dict[str, str]:
@@ -34,7 +34,8 @@ class RunContext:
 def _flow_run() -> str:
     """Return the id of the current flow run.
 
-    Prefect's worker sets the id in the environment. The result is empty outside a flow run.
+    Until Prefect is imported, the id is read from the environment, where Prefect's worker sets it.
+    The result is empty outside a flow run.
     """
     if "prefect" not in sys.modules:
         return os.environ.get("PREFECT__FLOW_RUN_ID", "")

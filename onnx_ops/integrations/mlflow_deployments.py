@@ -181,9 +181,10 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         config: Mapping[str, str] | None = None,
         endpoint: str | None = None,
     ) -> dict[str, str]:
-        """Promote another version for the endpoint's target.
+        """Promote a version for the endpoint's target, if `model_uri` is given; reconcile.
 
-        Approval steps of the rollout still wait for a person.
+        Approval steps of the rollout still wait for a person. A provider or target in `config` must
+        be that of the endpoint.
         """
         _check_flavor(flavor)
         journal = Journal.open(self._context, name)
@@ -259,7 +260,8 @@ class OnnxOpsDeployments(BaseDeploymentClient):
             raise ServiceUnavailableError(
                 "the endpoint has no address", where=name, remedy=f"See `onnx-ops status {name}`."
             )
-        # MLflow's `dump_input_data` cannot serialize a dict of arrays.
+        # In MLflow 3.17, `dump_input_data` fails for a dict of inputs, because it iterates over the
+        # keys as if they were pairs.
         if isinstance(inputs, dict):
             plain = {
                 key: value.tolist() if hasattr(value, "tolist") else value

@@ -60,8 +60,9 @@ _REASON = re.compile(rf"{re.escape(OVERRIDE_TAG_PREFIX)}({NAME_PATTERN})")
 class Configuration:
     """Settings of the server's operator.
 
-    `keys` are the trusted keys, or None if no folder is configured. `signer` signs overrides; if it
-    is None, overrides are refused.
+    `keys` are the trusted keys, or None if no folder is configured. Without a `policy`, users are
+    not checked. `signer` signs overrides; if it is None, overrides are refused. `basic_auth` states
+    whether MLflow's basic-auth identifies users.
     """
 
     keys: TrustedKeys | None = None
@@ -109,7 +110,8 @@ def read_configuration(environ: Mapping[str, str]) -> Configuration:
 class Guard:
     """The rules for changes, applied to the server's store.
 
-    `user` is empty if the server does not authenticate users.
+    The methods raise RefusedError if a change is refused. Their argument `user` is empty if the
+    server does not authenticate users.
     """
 
     def __init__(self, configuration: Configuration, versions: ServerStore, clock: Clock) -> None:
@@ -390,9 +392,9 @@ class Guard:
 
 @contextmanager
 def _prefix_refusals(done: str) -> Iterator[None]:
-    """Put `done` before the message of every error that the block raises.
+    """Convert errors of the block to RefusedError, with `done` before the message.
 
-    Every error refuses the change, also if it could not be checked.
+    So a change that could not be checked is refused, too.
     """
     try:
         yield
@@ -403,8 +405,8 @@ def _prefix_refusals(done: str) -> Iterator[None]:
 def is_guarded_tag(folded_key: str) -> bool:
     """Return whether the guard protects a tag.
 
-    The guard protects the tags of decisions, of overrides, and of everything that was recorded at
-    registration.
+    The guard protects the tags of decisions and overrides. It also protects the tags that identify
+    a registered version: its release, variant and digest.
     """
     return folded_key.startswith((DECISION, OVERRIDE_TAG_PREFIX)) or folded_key in _IDENTITY
 

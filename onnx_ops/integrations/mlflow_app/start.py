@@ -43,7 +43,10 @@ def create_app() -> FastAPI | Flask:
 
 
 def refuse_to_start_wrong() -> None:
-    """Exit with the reason if the configuration of the application is invalid."""
+    """Exit with the reason if the configuration of the application is invalid.
+
+    With basic-auth, the first user is created if it does not exist.
+    """
     from mlflow.exceptions import MlflowException
 
     try:
@@ -82,7 +85,7 @@ CHECKS: Mapping[str, Check] = {
 
 
 def install(app: Flask, guard: Guard) -> None:
-    """Make the guard check every request of the application.
+    """Make the guard check the requests of `CHECKS` before MLflow handles them.
 
     Raises:
         UserError: this MLflow lacks a handler that the guard checks.

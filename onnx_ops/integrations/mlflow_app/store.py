@@ -52,7 +52,10 @@ class ServerStore:
         )
 
     def registered_here(self, model: str) -> bool:
-        """Return whether onnx-ops registered any version of the model."""
+        """Return whether onnx-ops registered any version of the model.
+
+        The result is False for names that do not match `_PLAIN`, which the query cannot contain.
+        """
         stored = (
             None
             if _PLAIN.fullmatch(model)
