@@ -143,8 +143,8 @@ class AccessControl:
 def choose_hosts(address: str, allowed: Collection[str]) -> frozenset[str] | None:
     """Return the allowed names of a server that listens on an IP address.
 
-    None allows every name. On other addresses than loopback, the valid names depend on the network,
-    and requests need the token, which a web page does not have.
+    None allows every name. On other addresses than loopback, the valid names depend on the network.
+    There, requests need the token, which a web page does not have.
     """
     names = {name.strip().lower() for name in allowed if name.strip()}
     if not (ip_address(address).is_loopback or names):

@@ -72,8 +72,8 @@ def read_image_header(content: bytes) -> ImageHeader:
     """Return what the header of an encoded image announces.
 
     Raises:
-        UserError: the file is neither PNG nor JPEG, is of a kind that is not decoded, or has a
-            header that is corrupt, truncated or without pixels.
+        UserError: the file is neither PNG nor JPEG, or is of a kind that is not decoded. Or the
+            header is corrupt or truncated, or announces no pixels.
     """
     if content.startswith(_PNG):
         header = _read_png_header(content)
@@ -162,8 +162,8 @@ def check_image(content: bytes, limits: ImageLimits) -> ImageHeader:
 def _decode(content: bytes, header: ImageHeader) -> None:
     """Decode an image with Pillow.
 
-    A JPEG file is decoded at an eighth of its size, where the decoder reads all of its bytes, and
-    computes few of its pixels.
+    A JPEG file is decoded at an eighth of its size. The decoder then reads all of the bytes, and
+    computes few of the pixels.
 
     Raises:
         UserError: the image is corrupt or truncated, or its size differs from `header`.

@@ -54,8 +54,8 @@ FAILURE_STATUSES = frozenset({"422", "429", "500", "503", "504", "other"})
 """Statuses of requests that are counted as errors of the deployment.
 
 The model failed on inputs that fit its signature, was not loaded, or answered too late. Queue
-overflow (429) and timeouts (504) can be counted without bias, because the requests of all
-deployments are served in the order of arrival.
+overflow (429) and timeouts (504) can be counted without bias, because requests start in the order
+of arrival, regardless of their deployment.
 """
 REJECTION_STATUSES = frozenset({"400", "404", "413", "415"})
 """Statuses of requests that were rejected before they reached a model."""
@@ -126,13 +126,14 @@ class DeploymentCounts:
             server had no lease, or every version with traffic refuses the request.
         latency: histogram of the time from the last byte of a request to its response. It has one
             bucket more than `Counts.bounds_s`.
-        service: histogram of the same time minus the time in the queue. It contains only requests
-            that did not run in a batch with others.
+        service: histogram of the same time minus the time in the queue. It contains only judged
+            requests whose latency can be compared. Requests of the warm-up, or in a batch with
+            others, are excluded.
         shadow_answered: mirrored requests that the shadow deployment answered.
         shadow_differing: mirrored requests whose responses differ.
         shadow_failed: mirrored requests that failed.
-        feedback: number of feedback entries that clients sent.
-        successes: number of feedback entries that report a success.
+        feedback: number of feedback entries that are evidence about the deployment.
+        successes: number of these entries that report a success.
     """
 
     statuses: Mapping[str, int]

@@ -144,8 +144,8 @@ class AdminApp(HttpApp):
     async def put_state(self, head: RequestHead, body: bytes) -> RawResponse:
         """Publish a state, and respond when it is served or refused.
 
-        The status is 200 when the state is served, 400 if the body is no state, 409 if the state is
-        outdated, 503 for a ServiceUnavailableError, and 422 for any other error.
+        The status is 200 when the state is served, and 400 if the body is no state. It is 409 if
+        the state is outdated, 503 for a ServiceUnavailableError, and 422 for any other error.
         """
         try:
             state = codec.loads(body, EndpointState)

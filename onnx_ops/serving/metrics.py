@@ -182,21 +182,21 @@ SHADOW_SENT, SHADOW_DROPPED, SHADOW_DONE, SHADOW_FAILED = (IN_PROGRESS + k for k
 LOADS, LOAD_FAILURES, LOAD_NANOSECONDS = (SHADOW_FAILED + k for k in range(1, 4))
 CONNECTIONS, CONNECTIONS_REFUSED, LOG_DROPPED = (LOAD_NANOSECONDS + k for k in range(1, 4))
 SHADOW_DIFFERING, FEEDBACK, SUCCESSES, UNKNOWN_FEEDBACK = (LOG_DROPPED + k for k in range(1, 5))
-# This column counts the time of requests without status 200, which INLINE_NANOSECONDS and
+# The next column counts the time of requests without status 200, which INLINE_NANOSECONDS and
 # QUEUED_NANOSECONDS include.
 FAILED_NANOSECONDS = UNKNOWN_FEEDBACK + 1
 SHADOW_RESTARTS = FAILED_NANOSECONDS + 1
 EPOCH_FAILURES = SHADOW_RESTARTS + 1
 WORKER_DEATHS = EPOCH_FAILURES + 1
-# These columns count feedback on requests that are no evidence. FEEDBACK and SUCCESSES do not
-# include it.
+# The next two columns count feedback on requests that are no evidence. FEEDBACK and SUCCESSES do
+# not include it.
 UNJUDGED_FEEDBACK, UNJUDGED_SUCCESSES = (
     WORKER_DEATHS + 1,
     WORKER_DEATHS + 2,
 )
 WORKER_RESTARTS = UNJUDGED_SUCCESSES + 1
-# These columns count, by status, requests that are no evidence about a version. The columns by
-# status count them, too.
+# The columns from UNJUDGED on count, by status, requests that are no evidence about a version. The
+# columns by status count them, too.
 UNJUDGED = WORKER_RESTARTS + 1
 COLUMNS = UNJUDGED + OTHER_STATUS + 1
 _GAUGES = (QUEUED, IN_PROGRESS, CONNECTIONS)

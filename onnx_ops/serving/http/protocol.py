@@ -140,7 +140,7 @@ class HttpProtocol(TimedConnection):
         self._upgrade_offered = self._must_continue = False
         self._discarded_bytes = 0
         self._reader: LargeBodyReader | None = None
-        # The following attributes describe the responses.
+        # The following attributes describe the responses, and the requests that wait for them.
         self._pending: PendingRequest | PendingResponse | None = None
         self._pending_keep_alive = True
         self._held_bytes = 0
@@ -155,7 +155,7 @@ class HttpProtocol(TimedConnection):
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._feed = self._parser.feed_data
 
-    # The following methods handle events of the transport.
+    # The following methods handle received data and other events of the transport.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start a connection, or reject it because of the connection limit."""
@@ -283,7 +283,7 @@ class HttpProtocol(TimedConnection):
         self._held_bytes = size
         return limits.has_room
 
-    # The parser calls the following methods.
+    # The parser calls the public ones of the following methods.
 
     def on_message_begin(self) -> None:
         """Start a request."""
@@ -458,7 +458,7 @@ class HttpProtocol(TimedConnection):
         else:
             self._respond_to(answer, self._head, body, self._keep_alive)
 
-    # The following methods send responses.
+    # The following methods send responses, and continue with waiting requests.
 
     def _respond_to(
         self, answer: Answer, head: dict[bytes, bytes], body: Body, keep_alive: bool

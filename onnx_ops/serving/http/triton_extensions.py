@@ -60,14 +60,13 @@ def build_statistics(
 ) -> Mapping[str, object]:
     """Return the statistics of a version from the counters of its slots.
 
-    Triton's other fields are omitted. They need the numbers of rows, the times of the parts of a
-    request, and the time of the last request, which are not recorded.
+    Triton's other fields are omitted, because their values are not recorded: the numbers of rows,
+    the times of the parts of a request, and the time of the last request.
     """
     row = [sum(column) for column in zip(*rows, strict=True)]
     successes = row[get_column(200)]
     failed_ns = row[FAILED_NANOSECONDS]
-    # The difference can be below 0, because the workers write their counters while this code reads
-    # them.
+    # The difference can be below 0, because the workers write their counters during the sum.
     success_ns = max(0, get_request_latency(row).nanoseconds - failed_ns)
     return {
         "name": model,

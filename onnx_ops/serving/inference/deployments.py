@@ -53,8 +53,8 @@ Only the header of such a body is text.
 _MAX_REPLICA_BYTES = 64 << 20
 """Size in bytes of a model above which it has no control replica.
 
-Larger models do not stay in the processor's caches at any share of the traffic, and a replica of
-them could exhaust the memory.
+Larger models do not stay in the processor's caches at any share of the traffic. A replica of them
+could exhaust the memory.
 """
 
 Run = Callable[..., Sequence[Array]]

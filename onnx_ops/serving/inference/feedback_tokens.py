@@ -80,8 +80,8 @@ class FeedbackTokens:
     def open(self, text: str) -> FeedbackToken | None:
         """Return the parsed payload of a token; None for an invalid token.
 
-        A token is invalid if it belongs to another endpoint, was changed, or names a deployment
-        that the table does not contain with the same files.
+        A token is invalid if it belongs to another endpoint or was changed. It is also invalid if
+        the table does not contain its deployment with the same files.
         """
         if len(text) != _TOKEN_CHARACTERS or not text.isascii():
             return None

@@ -104,8 +104,7 @@ _LOOP_OPERATORS = (b'"\x04Loop', b'"\x04Scan')
 """Encoded types of loop nodes in a model file: field 4, the length, and the name.
 
 The bodies of loops allocate memory in every iteration. If two threads run such a model at the same
-time, they spend most of the time waiting for the lock of the session's arena. Runs of 380 µs then
-took 800 µs.
+time, they mostly wait for the lock of the session's arena. Runs of 380 µs then took 800 µs.
 """
 _UNBOUNDED_OPERATORS = (
     *_LOOP_OPERATORS,

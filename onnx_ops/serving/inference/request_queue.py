@@ -51,9 +51,9 @@ class LatencyEstimator:
     """Exponentially weighted mean of run times in seconds; each run has weight 1/8.
 
     If the system suspends a run to run another process, a fast model seems slow. Therefore a slow
-    run of a fast model enters the mean as at most 1 ms or four times the mean, whichever is larger.
-    So a single slow run does not move the model off the event loop. Runs of more than 100 ms enter
-    the mean unchanged.
+    run of a fast model enters the mean as at most the larger of 1 ms and four times the mean. So a
+    single slow run does not move the model off the event loop. Runs of more than 100 ms enter the
+    mean unchanged.
     """
 
     seconds: float = 0.0

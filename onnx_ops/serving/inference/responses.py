@@ -227,8 +227,8 @@ def _encode_predictions(request: InferenceRequest, arrays: Sequence[Array]) -> b
                     "send inputs or instances"
                 )
             flat = array[:, 0] if array.shape[1:] == (1,) else array
-            # Numbers are converted through JSON, so that float32 is written with the fewest digits
-            # and NaN becomes null, as in the other JSON forms.
+            # Numbers are converted through JSON, as in the other JSON forms. So float32 is written
+            # with the fewest digits, and NaN becomes null.
             columns[name] = (
                 flat.tolist()
                 if flat.dtype.kind == "O"

@@ -49,12 +49,12 @@ class InferenceRequest:
     """One decoded request.
 
     Attributes:
-        feed: one array per input. A bfloat16 array contains its bits as uint16, and text is an
-            array of objects.
+        feed: one array per input. A bfloat16 array contains its bits as uint16. Text and images are
+            arrays of objects.
         outputs: the requested outputs, in the order of the response.
-        rows: length of axis 0, if that axis is free in every input of the feed and in every output,
-            and has the same length in all inputs. Otherwise 0, and also for images and for texts
-            above `_LONG_TEXT`; such a request cannot be batched.
+        rows: length of axis 0; 0 if the request cannot be batched. In a request that can be
+            batched, axis 0 is free in all inputs of the feed and in all outputs. It has the same
+            length in all inputs. There are no images, and no texts above `_LONG_TEXT`.
         request_id: the client's id of the request, which is copied to the response.
         binary: for each output, whether its data is written in the binary form; empty if none is.
         is_sagemaker: whether the content type contains the length of the JSON, because SageMaker

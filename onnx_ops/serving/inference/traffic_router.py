@@ -27,8 +27,8 @@ class CellDraw:
 
     Epoch 0 lasts as long as the split. `slots` has, for each cell, an index into
     `TrafficRouter.slots`. `is_timed` states whether latencies are counted by cell. They are counted
-    for all requests of an epoch or for none, because the requests that are left out could otherwise
-    all belong to one version.
+    for all requests of an epoch or for none. Otherwise, the requests that are left out could all
+    belong to one version.
     """
 
     generation: int
