@@ -218,7 +218,7 @@ _EXEMPLAR = struct.Struct(f"={_TRACE_PARENT_BYTES}sdd")
 _EXEMPLARS = len(_SHOWN_BOUNDS) + 1
 
 MetricsRow = memoryview
-"""The numbers of one worker about one slot, by column; format `Q`."""
+"""Numbers with format `Q`, usually those of one worker about one slot, by column."""
 
 
 def make_row() -> MetricsRow:

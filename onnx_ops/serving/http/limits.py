@@ -117,7 +117,7 @@ class TimedConnection(asyncio.Protocol):
     """A connection with time limits.
 
     Attributes:
-        stage: what the connection does.
+        stage: what the connection does, such as `READING`.
         since: when this stage began, on the clock of `ConnectionLimits.now`.
     """
 

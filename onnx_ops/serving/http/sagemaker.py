@@ -2,9 +2,9 @@
 
 SageMaker passes only headers of its API to a container. Among them are the content type,
 `CustomAttributes` and `InferenceId`. Of the response's headers, `CustomAttributes` reaches the
-caller, but those with the deployment and the token do not. In a request, this header contains the
-user and the selected deployment: `user=anna;pin=digits-cnn-2`. In a response, it contains the
-deployment that answered and its feedback token: `deployment=digits-cnn-2;token=…`.
+caller, but those with the deployment and the token do not. In a request, `CustomAttributes`
+contains the user and the selected deployment: `user=anna;pin=digits-cnn-2`. In a response, it
+contains the deployment that answered and its feedback token: `deployment=digits-cnn-2;token=…`.
 """
 
 from __future__ import annotations

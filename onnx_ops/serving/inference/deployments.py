@@ -530,9 +530,9 @@ class LoadedDeployments:
             self._retired.append(snapshot)
 
     def release(self) -> list[LoadedDeployment]:
-        """Return the deployments that are no longer needed; the caller frees their memory.
+        """Return the deployments that are no longer needed.
 
-        Freeing large models takes time.
+        The caller frees their memory on a thread, because this takes time for large models.
         """
         retired, self._retired = self._retired, []
         needed = {

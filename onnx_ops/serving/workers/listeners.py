@@ -103,8 +103,9 @@ def connect_unix(path: Path, *, timeout_s: float) -> socket.socket:
 def get_shadow_path(folder: Path, origin: str, slot: int) -> Path:
     """Return the path of the Unix socket of a slot's shadow process.
 
-    Workers whose supervisor has died use other slots. The path contains the origin of
-    `SharedMetrics`, so these workers cannot connect to the shadow processes of the next supervisor.
+    Workers whose supervisor has died can have other slots for the same deployments. The path
+    contains the origin of `SharedMetrics`, so these workers cannot connect to the shadow processes
+    of the next supervisor.
     """
     return folder / f"shadow-{origin}-{slot}.sock"
 

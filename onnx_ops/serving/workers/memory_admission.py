@@ -173,8 +173,8 @@ def measure_memory(pid: int) -> tuple[int, int]:
 def estimate_restarts(pids: Collection[int], size: int, before_bytes: int) -> int:
     """Return the bytes that missing workers of a pool of this size will need.
 
-    The estimate for each missing worker is the median memory of the running workers. `before_bytes`
-    is the private memory of a worker at its start.
+    The estimate for each missing worker is the median memory of the running workers. The result is
+    0 if no worker is running. `before_bytes` is the private memory of a worker at its start.
     """
     used = _measure_workers(pids, before_bytes)
     return (size - len(used)) * statistics.median_low(used) if used else 0

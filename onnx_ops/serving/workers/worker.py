@@ -112,7 +112,7 @@ class FinishRevision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady:
-    """Message from a worker or a shadow process: it has loaded its deployments.
+    """Message from a worker or a shadow process: its loads have ended.
 
     A worker that has sent the message accepts connections. `failed` contains the deployments that
     could not be loaded, with the reason.

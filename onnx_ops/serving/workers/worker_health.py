@@ -55,10 +55,10 @@ Above this factor, the deployment is taken out of service. The deaths are compar
 Requests that end a worker with every version are evidence against no version.
 """
 MIN_SHARED_DEATHS = 2
-"""Deaths while several deployments ran, after which new workers run one at a time.
+"""Number of deaths with several running deployments that isolates new workers.
 
-A single such death can be accidental. For example, an operator or a lack of memory can end a worker
-regardless of what it runs.
+Isolated workers run one deployment at a time. A single such death can be accidental. For example,
+an operator or a lack of memory can end a worker regardless of what it runs.
 """
 
 
@@ -97,7 +97,8 @@ def is_deadlier(
 ) -> bool:
     """Return whether a deployment ends workers far more often than the stable one.
 
-    The deaths are compared per request.
+    The deaths are compared per request, from `MIN_DEATHS` on. One death and one request are added
+    to those of the stable deployment, so that the ratio is defined without any.
     """
     if deaths < MIN_DEATHS:
         return False
