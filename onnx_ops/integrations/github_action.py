@@ -63,8 +63,8 @@ class Event:
     """The event of a workflow.
 
     For a pull request, `commit` is its head, and `base` is the head of its base branch. Otherwise,
-    `base` is the branch's previous commit; it is empty for a new branch, and for events without
-    one. `pull_request` is the number of the pull request, or None.
+    `base` is the branch's previous commit; it is empty for a new branch. `pull_request` is the
+    number of the pull request, or None.
     """
 
     commit: str
@@ -117,7 +117,7 @@ def read_event(environ: Mapping[str, str]) -> Event:
     """Return the workflow's event.
 
     Raises:
-        UserError: this is no run of a workflow, or the event has an invalid commit.
+        UserError: this is no run of a workflow, or the event lacks a valid commit.
     """
     variable = "GITHUB_EVENT_PATH"
     try:
