@@ -44,7 +44,7 @@ def read_problems(tmp_path: Path, text: str) -> list[tuple[int, str, str]]:
     return [(each.line, each.path, each.message) for each in raised.value.problems]
 
 
-def test_load_analysis_config_of_complete_file_binds_each_key(tmp_path: Path) -> None:
+def test_load_analysis_config_of_complete_file_binds_policy(tmp_path: Path) -> None:
     path = tmp_path / "analysis.yaml"
     path.write_text(WHOLE.replace("      select:", "      histogram: seconds\n      select:"))
     config = load_analysis_config(path)
@@ -84,7 +84,7 @@ def test_load_analysis_config_with_problem_reports_its_line(
     ), problems
 
 
-def test_policy_of_client_replaces_only_its_keys() -> None:
+def test_bind_policy_replaces_given_keys_and_rejects_unknown_keys() -> None:
     defaults = AnalysisPolicy(min_requests=(7,), max_duration=100.0)
     policy = bind_policy({"min_requests": 50}, defaults)
     assert policy == AnalysisPolicy(min_requests=(50,), max_duration=100.0)
@@ -92,7 +92,7 @@ def test_policy_of_client_replaces_only_its_keys() -> None:
         bind_policy({"guardrail": []}, defaults)
 
 
-def test_rollouts_are_kept_for_a_day_or_longer(tmp_path: Path) -> None:
+def test_load_analysis_config_reads_keep_of_a_day_or_longer(tmp_path: Path) -> None:
     path = tmp_path / "analysis.yaml"
     path.write_text(SHORT)
     assert load_analysis_config(path).keep == 30 * 86_400.0

@@ -163,7 +163,7 @@ class Callable: ...
         ("absent", {"a"}, []),
     ],
 )
-def test_check_arguments_against_signature_runs_no_module(
+def test_check_arguments_compares_names_with_signature(
     root: Path, function: str, given: set[str], problems: list[tuple[str, str]]
 ) -> None:
     (root / "code/more.py").write_text(CALLS)
@@ -173,7 +173,7 @@ def test_check_arguments_against_signature_runs_no_module(
     assert all(part in text for (_, text), (_, part) in zip(found, problems, strict=True)), found
 
 
-def test_find_missing_imports_lists_missing_modules_of_all_imports(
+def test_find_missing_imports_follows_project_modules_and_skips_optional_imports(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (root / "code/top.py").write_text(

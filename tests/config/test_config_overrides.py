@@ -68,7 +68,7 @@ WRONG = (
 )
 
 
-def test_override_with_wrong_value_reports_its_place(
+def test_override_with_wrong_path_or_value_is_named_in_problem(
     problems: Problems, pipeline_text: str, golden: Golden
 ) -> None:
     lines = []
@@ -110,7 +110,7 @@ def test_environment_variable_in_allowed_place_is_replaced(load: Load, pipeline_
     assert pipeline.deploy[0].options == {"region": "dev-1"}
 
 
-def test_environment_variable_in_wrong_place_reports_problem(
+def test_wrong_environment_variable_reference_reports_problem(
     problems: Problems, pipeline_text: str, golden: Golden
 ) -> None:
     lines = []

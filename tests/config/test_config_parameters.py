@@ -81,7 +81,7 @@ def test_parameters_file_without_references_is_not_read(
     assert load(pipeline_text).parameters == {}
 
 
-def test_parameter_in_override_is_resolved_or_replaced(
+def test_override_replaces_parameter_reference_and_can_contain_one(
     load: Load, params: Path, pipeline_text: str
 ) -> None:
     text = pipeline_text.replace("epochs: 3", "epochs: '${params:train.epochs}'")
@@ -149,7 +149,7 @@ def test_pipeline_with_parameters_key_reports_unknown_key(
     assert "unknown key 'parameters'" in said
 
 
-def test_parameter_change_updates_keys_of_stages_that_use_it(
+def test_parameter_change_updates_settings_of_stages_that_use_it(
     load: Load, project: Path, params: Path, pipeline_text: str
 ) -> None:
     text = pipeline_text.replace(

@@ -88,7 +88,7 @@ deploy:
     golden("errors", "\n".join(problems(text)))
 
 
-def test_load_pipeline_with_wrong_part_reports_it_only(
+def test_load_pipeline_with_one_wrong_value_reports_one_problem(
     problems_after: Problems, golden: Golden
 ) -> None:
     found = [

@@ -1,4 +1,4 @@
-"""A plugin and its options have the same spelling in every file."""
+"""Sections that name a plugin: each has a key for the name, and `options`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_section_of_plugin_has_its_name_and_options(kind: str) -> None:
 
 
 @pytest.mark.parametrize("file", [Pipeline, Target, FileSettings, AnalysisServiceConfig])
-def test_file_has_values_of_plugins_only_as_options(file: type) -> None:
+def test_file_sections_have_free_mappings_only_as_plugin_options(file: type) -> None:
     sections = {section for section, _ in SECTIONS.values()}
     for section in find_dataclasses(file, set()):
         for key, (_, hint) in file_fields(section).items():

@@ -54,7 +54,7 @@ def test_load_policy_without_overrides_names_file_as_place(tmp_path: Path) -> No
         ("rules: [{aliases: x, users: [a]}]\nrules: []", ":2:1"),
     ],
 )
-def test_load_policy_with_wrong_rule_reports_its_place(
+def test_load_policy_of_invalid_file_reports_problem(
     tmp_path: Path, text: str, problem: str
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
@@ -80,7 +80,7 @@ def test_policy_rule_for_model_and_alias_returns_first_match() -> None:
     assert policy.rule("Digits", "champion-cuda") is None
 
 
-def test_is_among_with_unknown_user_matches_wildcard_only() -> None:
+def test_is_among_matches_named_user_or_wildcard_but_not_empty_name() -> None:
     assert is_among("", ("*",))
     assert not is_among("", ("", "alice"))
     assert is_among("alice", ("bob", "alice"))

@@ -104,7 +104,7 @@ def test_provider_options_of_unknown_provider_are_not_checked(project: Path) -> 
         TargetFiles(project).load("one")
 
 
-def test_target_file_of_project_overrides_profile_of_same_name(project: Path) -> None:
+def test_target_files_prefer_project_and_suggest_names_of_both_sources(project: Path) -> None:
     assert TargetFiles(project).load("cpu-all").session.intra_op_threads == 0
     (project / "configs/targets/cpu-all.yaml").write_text(
         "name: cpu-all\nsession: {intra_op_threads: 3}\n"
@@ -139,7 +139,7 @@ def test_target_digest_depends_on_plugin_package() -> None:
     assert one.digest() != bare.digest()
 
 
-def test_target_profiles_page_lists_each_profile() -> None:
+def test_target_profiles_page_states_options_and_measurement_of_each_profile() -> None:
     text = (ROOT / "docs/target-profiles.md").read_text(encoding="utf-8")
     rows = {
         line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| `")
@@ -156,7 +156,7 @@ def test_target_profiles_page_lists_each_profile() -> None:
     } == UNMEASURED
 
 
-def test_profile_file_has_one_comment_only_if_unmeasured() -> None:
+def test_only_unmeasured_profile_files_have_a_not_measured_comment() -> None:
     comments = {
         name: (PROFILES / f"{name}.yaml").read_text(encoding="utf-8").count("# Not measured: ")
         for name in profile_names()
@@ -164,7 +164,7 @@ def test_profile_file_has_one_comment_only_if_unmeasured() -> None:
     assert comments == {name: int(name in UNMEASURED) for name in profile_names()}
 
 
-def test_is_measured_of_project_target_file_returns_none(project: Path) -> None:
+def test_is_measured_of_profile_returns_bool_and_of_other_target_none(project: Path) -> None:
     files = TargetFiles(project)
     assert [files.is_measured(name) for name in ("cuda", "tensorrt", "nowhere")] == [
         True,

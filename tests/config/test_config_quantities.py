@@ -63,7 +63,7 @@ def test_parse_quantity_with_unit_returns_value(written: str, unit: str, value: 
         ("9" * 50 + " s", "s", f"expected a duration, e.g. 5 ms, got the text '{'9' * 50} s'"),
     ],
 )
-def test_parse_quantity_of_wrong_value_explains_expected_format(
+def test_parse_quantity_of_wrong_value_raises_value_error(
     written: object, unit: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message) + "$"):

@@ -16,7 +16,7 @@ from onnx_ops.errors import ConfigError
 from onnx_ops.printable import show
 
 Load = Callable[..., Pipeline]
-SECRET = "s3cr3t-token-of-another-service"  # noqa: S105 (of no account)
+SECRET = "s3cr3t-token-of-another-service"  # noqa: S105 (not a real secret)
 
 
 @pytest.fixture
@@ -75,13 +75,13 @@ def test_explain_path_outside_project_names_setting(root: Path, text: str) -> No
         ("/", "/etc/passwd", True),
     ],
 )
-def test_explain_path_with_allowed_path_ends_at_its_border(
+def test_explain_path_allows_only_paths_below_allowed_path(
     root: Path, allowed: str, text: str, expected: bool
 ) -> None:
     assert (Reach(paths=(allowed,)).explain_path(text, root) == "") is expected
 
 
-def test_explain_package_of_allowed_package_includes_its_modules() -> None:
+def test_explain_package_allows_only_modules_of_allowed_package() -> None:
     reach = Reach(packages=("company.metrics",))
     assert (
         reach.explain_package("company.metrics")
@@ -126,7 +126,7 @@ def test_load_pipeline_error_shows_variable_name_instead_of_value(load: Load) ->
     assert show(f"opened /{SECRET}/x.csv") == "opened ${env:FOLDER_OF_DATA}/x.csv"
 
 
-def test_load_pipeline_with_path_outside_project_reads_nothing(load: Load) -> None:
+def test_load_pipeline_with_path_outside_project_raises_before_preflight(load: Load) -> None:
     read: list[object] = []
     with pytest.raises(ConfigError):
         load(

@@ -94,7 +94,7 @@ ODD = (
 
 
 @pytest.mark.parametrize("data", ODD)
-def test_load_pipeline_of_odd_bytes_raises_own_error(project: Path, data: bytes) -> None:
+def test_load_pipeline_of_odd_bytes_raises_onnx_ops_error(project: Path, data: bytes) -> None:
     path = project / "toy.yaml"
     path.write_bytes(data)
     with pytest.raises(OnnxOpsError) as caught:

@@ -64,10 +64,9 @@ def test_rollout_policy_with_all_keys_is_loaded_and_planned(load: Load, pipeline
     )
 
 
-def test_rollout_policy_with_one_request_count_uses_it_for_all_steps(
+def test_rollout_policy_with_one_request_count_needs_it_on_each_canary_step(
     load: Load, pipeline_text: str
 ) -> None:
-    """This is the example of the design."""
     rails = "guardrails: [errors, latency_p50, latency_p99]"
     rollout = f"{{steps: [10%, 50%, 100%], min_requests: 300, {rails}, scale_down_delay: 24h}}"
     policy = load(pipeline_text.replace(PLAIN, rollout)).deploy[0].rollout
@@ -139,7 +138,7 @@ def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
         ("{shadow: {}, ab_test: {duration: 1 d}}", "split sticky shadow feedback", []),
     ],
 )
-def test_rollout_policy_beyond_provider_capabilities_reports_problem(
+def test_rollout_policy_reports_missing_provider_capabilities(
     find_problems: FindProblems, pipeline_text: str, rollout: str, able: str, found: list[str]
 ) -> None:
     text = pipeline_text.replace(PLAIN, rollout)

@@ -134,7 +134,7 @@ def test_example_file_names_schema_and_conforms_to_it(kind: str, path: Path) -> 
     Draft202012Validator(schema_of(kind)).validate(read_text(text, source=path.name).value)
 
 
-def test_schema_accepts_files_valid_for_loader(pipeline_text: str) -> None:
+def test_schema_accepts_valid_files(pipeline_text: str) -> None:
     schema = schema_of("pipeline")
     assert accepts(schema, pipeline_text)
     assert accepts(schema, pipeline_text.replace("  - {endpoint", "  {endpoint"))
@@ -161,7 +161,7 @@ def test_schema_accepts_files_valid_for_loader(pipeline_text: str) -> None:
         ("export:\n  framework: sklearn\n", ""),
     ],
 )
-def test_schema_rejects_files_invalid_for_loader(pipeline_text: str, old: str, new: str) -> None:
+def test_schema_rejects_invalid_files(pipeline_text: str, old: str, new: str) -> None:
     assert not accepts(schema_of("pipeline"), pipeline_text.replace(old, new))
 
 
@@ -178,7 +178,7 @@ def test_schema_rejects_files_invalid_for_loader(pipeline_text: str, old: str, n
         ("kind: parity", "kind: '${params:kind}'", False),
     ],
 )
-def test_schema_accepts_parameter_reference_where_loader_does(
+def test_schema_accepts_parameter_reference_only_where_allowed(
     pipeline_text: str, old: str, new: str, fits: bool
 ) -> None:
     text = pipeline_text.replace(

@@ -36,7 +36,9 @@ def test_list_options_describes_each_server_option() -> None:
 
 
 @given(OPTIONS)
-def test_bind_options_of_formatted_flags_returns_same_options(options: ServerOptions) -> None:
+def test_format_flags_preserves_options_and_format_option_variables_omits_defaults(
+    options: ServerOptions,
+) -> None:
     parser = argparse.ArgumentParser()
     for name, kind, default, _ in list_options():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)

@@ -112,7 +112,7 @@ def test_load_settings_of_binary_file_raises_user_error(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_find_root_returns_nearest_folder_with_settings_file(tmp_path: Path) -> None:
+def test_find_root_prefers_settings_file_then_targets_folder_then_start(tmp_path: Path) -> None:
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
     assert find_root(inner) == inner
@@ -122,7 +122,7 @@ def test_find_root_returns_nearest_folder_with_settings_file(tmp_path: Path) -> 
     assert find_root(inner) == tmp_path / "a"
 
 
-def test_load_settings_from_to_environ_returns_same_settings(tmp_path: Path) -> None:
+def test_to_environ_preserves_settings(tmp_path: Path) -> None:
     settings = load(tmp_path, PROFILES + "ledger = 's3://bucket/ledger'\n", ONNX_OPS_PROFILE="prod")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -182,7 +182,7 @@ def test_load_settings_with_wrong_notifiers_raises_user_error(
 
 
 @pytest.mark.parametrize("name", ["production", "prodction"])
-def test_load_settings_with_profile_and_no_file_raises_user_error(
+def test_load_settings_without_file_rejects_all_profiles_but_default(
     tmp_path: Path, name: str
 ) -> None:
     with pytest.raises(UserError, match=f"no profile '{name}', and no settings file"):

@@ -16,7 +16,7 @@ def write(project: Path, name: str, text: str) -> None:
     (project / f"configs/targets/{name}.yaml").write_text(text)
 
 
-def test_load_target_with_name_only_uses_defaults(project: Path) -> None:
+def test_target_files_list_names_and_load_defaults_of_file_with_name_only(project: Path) -> None:
     assert TargetFiles(project).load("cpu-1t") == Target(name="cpu-1t")
     assert TargetFiles(project).names() == ("cpu-1t", "old")
     assert TargetFiles(project / "models").names() == ()
@@ -59,7 +59,7 @@ def test_load_target_with_other_name_than_file_raises_config_error(project: Path
         TargetFiles(project).load("one")
 
 
-def test_load_target_with_unknown_name_suggests_similar_name(project: Path) -> None:
+def test_load_target_with_unknown_name_suggests_similar_name_or_lists_names(project: Path) -> None:
     with pytest.raises(
         NotFoundError, match=r"no target is called 'cpu-1'\. Did you mean 'cpu-1t'\?"
     ):
@@ -73,7 +73,7 @@ def test_load_target_with_unknown_name_suggests_similar_name(project: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["../targets/cpu-1t", "/etc/passwd", "", "cpu-1t\n", "CPU-1T"])
-def test_load_target_with_path_as_name_raises_not_found_error(project: Path, name: str) -> None:
+def test_load_target_with_invalid_name_raises_not_found_error(project: Path, name: str) -> None:
     with pytest.raises(NotFoundError):
         TargetFiles(project).load(name)
 
@@ -132,7 +132,7 @@ def test_load_target_with_gates_does_not_change_digest(project: Path) -> None:
         ("{kind: metric, min: 90%}", "'metric'"),
     ],
 )
-def test_load_target_with_wrong_gate_reports_its_place(
+def test_load_target_with_wrong_gate_raises_config_error(
     project: Path, entry: str, said: str
 ) -> None:
     write(project, "phone", f"name: phone\ngates:\n  - {entry}\n")

@@ -88,7 +88,7 @@ TRAPS = (
 )
 
 
-def test_read_text_with_ambiguous_yaml_reports_its_place(golden: Golden) -> None:
+def test_read_text_with_ambiguous_or_invalid_yaml_reports_its_place(golden: Golden) -> None:
     lines = []
     for text in TRAPS:
         (problem,) = refusals(text)
@@ -106,7 +106,7 @@ def test_read_text_with_aliases_returns_separate_values() -> None:
     assert result["a"] is not result["c"]
 
 
-def test_read_text_of_alias_bomb_raises_config_error() -> None:
+def test_read_text_of_alias_bomb_reports_limit_of_values() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
     (problem,) = refusals("\n".join(lines))
@@ -114,12 +114,12 @@ def test_read_text_of_alias_bomb_raises_config_error() -> None:
 
 
 @pytest.mark.parametrize("text", ["&a [*a]", "[" * 5000, "&a {b: *a}", "- " * 5000, "{a: " * 5000])
-def test_read_text_with_deep_nesting_raises_config_error(text: str) -> None:
+def test_read_text_with_deep_nesting_reports_limit_of_levels(text: str) -> None:
     (problem,) = refusals(text)
     assert "40 levels" in problem
 
 
-def test_read_text_with_too_many_values_raises_config_error() -> None:
+def test_read_text_with_too_many_values_reports_limit_of_values() -> None:
     (problem,) = refusals("- a\n" * 30_000)
     assert "more than 20000 values" in problem
 
@@ -189,7 +189,7 @@ def test_read_text_of_any_text_returns_value_or_located_problems(text: str) -> N
     assert all(problem.startswith("x.yaml:") for problem in refusals(text))
 
 
-def test_read_file_of_missing_pipeline_lists_existing_pipelines(
+def test_read_file_of_missing_pipeline_suggests_existing_pipelines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "configs" / "pipelines"
