@@ -15,9 +15,9 @@ from tests.measure.scripted import Scripted
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the runtime and the machine, with fixed measurements and load.
+    """Replace the runtime, the machine's fingerprint and its load with fixed ones.
 
-    They work for the files of `tool_files`.
+    The runtime times `good.onnx`, `wrong.onnx` and `int8.onnx`.
     """
     runtime = Scripted({Path("good.onnx"): 1.0, Path("wrong.onnx"): 1.2, Path("int8.onnx"): 0.6})
     machine = replace(

@@ -333,7 +333,7 @@ def test_command_with_unexpected_exception_exits_with_4(
 
 
 @pytest.mark.parametrize(("given", "meant"), [("prmote", "promote"), ("Gate", "gate"), ("zzz", "")])
-def test_command_with_misspelt_choice_suggests_similar_choice(
+def test_command_with_wrong_choice_lists_choices_and_suggests_similar_choice(
     project: Path, given: str, meant: str
 ) -> None:
     done = run_command("run", "configs/pipelines/digits-mlp.yaml", "--until", given, cwd=project)

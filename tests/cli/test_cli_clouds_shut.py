@@ -1,4 +1,4 @@
-"""Every command that uses a cloud, by a user without access to the cloud.
+"""Commands that use a cloud, run by a user without access to the cloud.
 
 The tests check messages and exit codes.
 """

@@ -43,6 +43,6 @@ def test_doctor_with_azureml_provider_checks_its_endpoints_only(tmp_path: Path) 
         assert "20%" in str(bad[0]["remedy"])
 
 
-def test_doctor_with_unknown_provider_exits_with_2(tmp_path: Path) -> None:
+def test_doctor_with_provider_accepts_local_and_rejects_unknown_name(tmp_path: Path) -> None:
     assert list(look(tmp_path, "local")[1]) == ["local"]
     assert look(tmp_path, "azure")[0] == 2

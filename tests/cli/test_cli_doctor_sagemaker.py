@@ -208,7 +208,7 @@ def _missing(_: str) -> str:
     raise PackageNotFoundError
 
 
-def test_doctor_with_sagemaker_provider_checks_it_alone(
+def test_doctor_with_provider_option_checks_that_provider_alone(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],

@@ -1,7 +1,4 @@
-"""Exit codes and standard output of commands.
-
-They report steps, rollouts and JSON. The tests need no process for each command.
-"""
+"""Exit codes and standard output of commands, tested without processes."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ SILENT = StepReport(endpoint="digits", did="", why="waits", stable=True, registr
     ("steps", "code"),
     [([REFUSED, QUIET], 5), ([SILENT], 4), ([REFUSED, SILENT], 5), ([SILENT, QUIET], 0)],
 )
-def test_exit_after_steps_with_refused_or_failed_step_exits_with_its_code(
+def test_exit_after_steps_exits_with_5_if_refused_and_4_if_last_step_failed(
     steps: list[StepReport], code: int
 ) -> None:
     if not code:
@@ -38,7 +35,7 @@ def test_exit_after_steps_with_refused_or_failed_step_exits_with_its_code(
     assert ended.value.exit_code == code
 
 
-def test_exit_after_steps_with_errors_exits_with_worst_code() -> None:
+def test_exit_after_steps_with_errors_exits_with_highest_code_of_errors() -> None:
     errors = {"a": UserError("no such endpoint"), "b": ServiceUnavailableError("no answer")}
     with pytest.raises(typer.Exit) as ended:
         exit_after_steps({"digits": [REFUSED]}, errors)

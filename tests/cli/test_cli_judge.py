@@ -84,7 +84,7 @@ def test_judge_with_slices_reports_each_slice(folder: Path, golden: Golden) -> N
         ("country", "", "a metric in slices needs labels"),
     ],
 )
-def test_judge_with_wrong_slices_is_wrong_input(
+def test_judge_with_wrong_slices_exits_with_2(
     folder: Path, slices: str, labels: str, message: str
 ) -> None:
     _write_sliced_rows(folder)

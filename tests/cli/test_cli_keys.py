@@ -106,7 +106,7 @@ def test_keys_retire_reports_versions_that_lose_their_decision(project: Path) ->
     assert f"{short_digest(old)}  retired" in keys("list").stdout
 
 
-def test_keys_retire_keeps_earlier_grants_in_ledger(project: Path) -> None:
+def test_keys_retire_keeps_earlier_ledger_entries_valid(project: Path) -> None:
     keys("new")
     old = signing_key(project)
     bind_endpoint(open_project().context, config_of("digits"), RolloutPolicy())

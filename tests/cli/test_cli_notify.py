@@ -75,7 +75,7 @@ def test_notify_without_pending_notifications_sends_nothing(inbox: WebhookSink) 
         (["nowhere"], {}, "no endpoint of that name"),
     ],
 )
-def test_notify_with_wrong_settings_exits_with_2(
+def test_notify_with_wrong_settings_or_arguments_exits_with_2(
     arguments: list[str], environ: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environ.items():

@@ -61,7 +61,9 @@ def test_gate_report_at_any_width_keeps_words_whole(sink: io.StringIO) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 80])
-def test_print_table_beyond_width_becomes_list(sink: io.StringIO, width: int) -> None:
+def test_print_table_beyond_width_fits_width_and_keeps_paths_whole(
+    sink: io.StringIO, width: int
+) -> None:
     print_table(("name", "found"), [["signing key", "mode 0600 of a key that signs all decisions"]])
     assert all(len(line) <= width for line in sink.getvalue().splitlines())
     print_table(("name", "path"), [["signing key", PATH], ["trusted", PATH]])

@@ -168,14 +168,14 @@ def test_status_runs_shows_running_and_waiting_stages(
 
 
 @pytest.mark.parametrize("status", [(), (BUSY,)])
-def test_status_runs_with_available_workers_exits_with_0(
+def test_status_runs_with_no_pools_or_running_workers_exits_with_0(
     status: tuple[PoolStatus, ...], pools: Mock, tmp_path: Path
 ) -> None:
     pools.read_status.return_value = status
     assert run_command("status", "--runs", cwd=tmp_path).code == 0
 
 
-def test_status_runs_without_prefect_server_exits_with_2(tmp_path: Path) -> None:
+def test_status_runs_without_prefect_address_or_with_endpoint_exits_with_2(tmp_path: Path) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     # Other tests of this process may have set an address.
@@ -222,7 +222,7 @@ def test_doctor_reports_workers_of_each_pool(
         (ServiceUnavailableError("it does not answer"), True, [(False, False)]),
     ],
 )
-def test_doctor_with_unreachable_prefect_fails_if_project_uses_pools(
+def test_doctor_with_prefect_error_fails_only_for_configured_server_of_used_pools(
     error: Exception,
     named: bool,
     states: list[tuple[bool, bool]],

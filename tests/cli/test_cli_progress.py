@@ -64,7 +64,7 @@ def test_step_progress_with_damaged_durations_shows_no_time_left(
     assert shown(clock, ["a"], [1]) == ["a … 1 s"]
 
 
-def test_working_without_terminal_prints_long_steps_only(
+def test_working_without_terminal_prints_steps_only_after_print_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -112,7 +112,7 @@ def run_side_by_side(console: Console, clock: list[float], jobs: int = 2) -> lis
     return lines
 
 
-def test_step_progress_of_concurrent_stages_shares_line_with_time_left(clock: list[float]) -> None:
+def test_run_progress_of_concurrent_stages_shares_line_with_time_left(clock: list[float]) -> None:
     console = Console(file=io.StringIO(), force_terminal=True)
     assert run_side_by_side(console, clock) == [
         "[0/3 done] quantize/a, quantize/b …",
@@ -136,7 +136,7 @@ def test_step_progress_with_parallel_jobs_divides_time_left(clock: list[float]) 
     progress.end()
 
 
-def test_step_progress_of_concurrent_stages_without_terminal_prints_lines(
+def test_run_progress_of_concurrent_stages_without_terminal_prints_lines(
     clock: list[float], tmp_path: Path
 ) -> None:
     console = Console(file=io.StringIO(), width=80)

@@ -81,7 +81,7 @@ def test_check_of_small_min_rows_notes_needed_rows(project: Path) -> None:
     assert "a slice of fewer than 59 rows cannot pass" in note
 
 
-def test_run_with_wrong_function_fails_before_training(project: Path) -> None:
+def test_run_with_wrong_slices_function_reports_row_counts(project: Path) -> None:
     name = write(project, "{by: [old], use: slicing:short}")
     done = run_command("run", name, "--until", "tags", cwd=project)
     assert "column 'old' has 1 value, and the scored data set has 400 rows" in done.stdout

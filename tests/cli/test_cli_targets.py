@@ -32,7 +32,7 @@ def listed(project: Path) -> Mapping[str, Mapping[str, object]]:
     return {one["name"]: one for one in run_command("targets", "--json", cwd=project).parsed()}
 
 
-def test_targets_lists_each_target_and_profile_once(project: Path) -> None:
+def test_targets_lists_each_target_and_profile_with_status(project: Path) -> None:
     found = listed(project)
     assert set(found) == {"boards", "cpu-1t", "node", "wrong", *profile_names()}
     assert found["cpu-1t"] == {

@@ -136,7 +136,9 @@ def test_reconcile_watch_without_webhooks_converges_by_polling(site: Site) -> No
     assert site.done() == ["first-deployment", "restore", "finish"]
 
 
-def test_webhooks_repair_of_changed_webhook_restores_it(server: str, tmp_path: Path) -> None:
+def test_mlflow_webhooks_install_check_and_repair_restore_changed_webhook(
+    server: str, tmp_path: Path
+) -> None:
     ours, woken, refused = MlflowWebhooks(server, "tested"), list[str](), list[str]()
     client = ours._mlflow._client
     with listening(wake=woken.append, refused=refused.append) as it:
@@ -166,7 +168,7 @@ def test_webhooks_repair_of_changed_webhook_restores_it(server: str, tmp_path: P
 
 
 @pytest.mark.nightly
-def test_webhooks_install_on_closed_server_names_settings_to_change(
+def test_mlflow_webhooks_on_closed_server_name_settings_to_change(
     server: str, mlflow: Path, tmp_path: Path
 ) -> None:
     """A server that has lost its key cannot read its webhooks either."""
@@ -188,7 +190,9 @@ def test_webhooks_install_on_closed_server_names_settings_to_change(
 
 
 @pytest.mark.nightly
-def test_webhooks_check_without_server_key_raises_error_after_restart(tmp_path: Path) -> None:
+def test_mlflow_webhooks_check_after_loss_of_server_key_raises_service_unavailable_error(
+    tmp_path: Path,
+) -> None:
     with listening(wake=print, refused=print) as receiver:
         with mlflow_server(tmp_path, environ=OPEN) as url:
             assert MlflowWebhooks(url).install(receiver.address, SECRET).ok
