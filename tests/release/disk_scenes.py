@@ -26,9 +26,9 @@ STATE = ".onnx-ops"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskWorld(FakeWorld):
-    """A world whose persistent state is below `root`, as in a project.
+    """A world whose ledger, model folders and store are below `root`, as in a project.
 
-    Everything else is memory of a process, and ends with it.
+    The registry and the endpoints are in memory, and outlive the processes.
     """
 
     root: Path

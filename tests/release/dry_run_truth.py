@@ -95,7 +95,7 @@ def command(context: Context, endpoint: str, word: OperatorCommand) -> object:
 
 
 def prune_models(context: Context) -> object:
-    """Remove what is not needed."""
+    """Prune the model as the command does, and return the removed versions."""
     done = prune(context, plan_pruning(context, [MODEL], keep=1, older_than_s=DAY))
     return {model: [one.version for one in versions] for model, versions in done.remove.items()}
 
@@ -202,7 +202,7 @@ def disturb(scene: Scene, random_: random.Random) -> None:
 def count_requests(scene: Scene, random_: random.Random) -> None:
     """Count requests of all versions, some of which failed, in the present generations.
 
-    The fake counts requests when it is read, so it is read at once.
+    The fake counts requests when it is read, so it is read immediately.
     """
     counted = scene.world.provider.counted
     for version in VERSIONS:

@@ -133,7 +133,7 @@ def end_of_deletion(scene: Scene) -> Mapping[str, Any]:
 
 
 def full_house() -> Scene:
-    """Return a scene with versions 1 to 5, and a store with an unreferenced object.
+    """Return a scene with versions 1 to 5, and a store with two unreferenced objects.
 
     Version 3 serves, and version 2 is the previous one.
     """

@@ -118,9 +118,9 @@ def with_candidate(scene: Scene, *, verdict: Verdict = Verdict.PASS) -> Scene:
 
 
 def pair() -> Scene:
-    """Return a scene with two endpoints on version 1.
+    """Return a scene with two endpoints that have served version 1.
 
-    The first one has followed to version 2, which the second one has not seen yet.
+    The first one now serves version 2, which the second one has not seen yet.
     """
     scene = Scene()
     scene.bind("digits-a")

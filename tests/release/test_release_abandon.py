@@ -80,7 +80,7 @@ def test_require_no_orphans_with_endpoint_that_serves_nothing_passes(scene: Scen
     require_no_orphans(scene.context, here().pipeline, [here()])
 
 
-def test_bind_endpoint_with_changed_immutable_option_raises_user_error(scene: Scene) -> None:
+def test_bind_endpoint_rejects_change_of_immutable_options_only(scene: Scene) -> None:
     with pytest.raises(UserError, match="auth"):
         bind_endpoint(scene.context, here(auth="token"), AT_ONCE, abandon="never mind")
     with pytest.raises(UserError, match="auth"):

@@ -125,7 +125,9 @@ def test_bind_endpoint_first_entry_names_project_place_and_keys(site: Site) -> N
     assert first.origin.project == site.scene.context.root.resolve().name
 
 
-def test_grant_with_unadmitted_key_writes_nothing(site: Site) -> None:
+def test_send_command_with_unadmitted_key_raises_missing_key_error_and_writes_nothing(
+    site: Site,
+) -> None:
     other, before = site.open(OTHER, MAIN, OTHER), dict(site.objects.data)
     with pytest.raises(MissingKeyError, match="orders to advance") as caught:
         send_command(other, ENDPOINT, OperatorCommand.ADVANCE)
@@ -135,7 +137,7 @@ def test_grant_with_unadmitted_key_writes_nothing(site: Site) -> None:
     assert find_missing_key(other, MAIN.key) == {}
 
 
-def test_admit_key_makes_its_grants_readable_to_other_machines(site: Site) -> None:
+def test_admit_key_makes_its_entries_readable_to_other_machines(site: Site) -> None:
     assert admit_key(site.scene.context, {OTHER.key: OTHER.trusted_keys}) == (ENDPOINT,)
     assert admit_key(site.scene.context, {OTHER.key: OTHER.trusted_keys}) == ()
     other = site.open(OTHER, MAIN, OTHER)
@@ -180,7 +182,7 @@ def test_withdraw_key_preserves_state_for_machines_without_that_key(site: Site) 
     assert site.read(OTHER) == state
 
 
-def test_grant_by_withdrawn_key_is_refused_even_where_key_is_trusted(site: Site) -> None:
+def test_entry_by_withdrawn_key_is_refused_even_where_key_is_trusted(site: Site) -> None:
     rotate(site)
     with pytest.raises(MissingKeyError):
         send_command(site.open(MAIN, MAIN), ENDPOINT, OperatorCommand.ADVANCE)
@@ -219,7 +221,7 @@ def test_withdraw_key_for_last_key_is_refused(site: Site) -> None:
 
 
 def steal(site: Site) -> int:
-    """Let a thief with the key of `MAIN` advance and lift a rejection.
+    """Let a thief with the key of `MAIN` send a command and lift a rejection.
 
     Return the last honest entry.
     """
@@ -253,7 +255,7 @@ def test_withdraw_key_that_was_stolen_discards_entries_of_thief(site: Site) -> N
         site.read(OTHER)
 
 
-def test_reconcile_after_withdrawal_of_stolen_key_moves_traffic(site: Site) -> None:
+def test_reconcile_after_withdrawal_of_stolen_key_keeps_traffic_and_history(site: Site) -> None:
     last = steal(site)
     owner = site.open(OTHER, MAIN, OTHER)
     withdraw_key(owner, MAIN.key, keep={ENDPOINT: last})
@@ -395,7 +397,7 @@ def test_adopt_after_kill_can_be_repeated(site: Site, point: str) -> None:
     roll_back(site.open(MAIN, MAIN), ENDPOINT, candidate_only=True)
 
 
-def test_adopt_after_adoption_by_other_process_raises_conflict_error(site: Site) -> None:
+def test_adopt_after_adoption_by_other_process_raises_ledger_conflict_error(site: Site) -> None:
     site.damage(site.count)
     operators = site.open(MAIN, MAIN), site.open(MAIN, MAIN)
     adoptions = [find_adoption(one, ENDPOINT) for one in operators]
@@ -435,10 +437,10 @@ def test_forged_adoption_raises_corrupt_state_error(
 
 @pytest.mark.parametrize("pointer", [b"", b"{}", b"7", b"-1", b"1e9", b"99999999", b"true"])
 def test_forged_adoption_pointer_raises_corrupt_state_error(site: Site, pointer: bytes) -> None:
-    """Forge the pointer to the last adoption.
+    """Forge the pointer to the last of two adoptions.
 
-    There are two adoptions, the second after a rollback. Storage can damage what is between them,
-    but cannot undo it.
+    The second adoption follows a rollback and a damaged entry. A pointer to the first one must not
+    undo the rollback.
     """
     operator = site.open(MAIN, MAIN)
     adopt(operator, Adoption(state=site.read(MAIN), count=site.count, damage=""))

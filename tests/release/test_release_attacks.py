@@ -71,7 +71,7 @@ THIEF = FakeSigner(b"has no trusted key")
 class Loading(FakeProvider):
     """Provider that loads as the server does, up to the runtime.
 
-    `loaded` holds the files that the runtime would open.
+    `loaded` contains the digests of the files that the runtime would open.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -592,7 +592,7 @@ def test_attack_on_real_server_loads_only_approved_files(
         site.local.stop(site.config)
 
 
-def test_ledger_entry_without_signed_decision_is_refused_before_provider_call() -> None:
+def test_ledger_entry_without_signed_decision_is_refused_and_moves_no_traffic() -> None:
     """The process refuses the entry before the server does.
 
     Not every provider has a server that verifies decisions.

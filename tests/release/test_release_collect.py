@@ -114,7 +114,7 @@ def test_find_unreferenced_keeps_content_named_by_ledger_or_decision(
     assert collectable(context) == [by_nobody]
 
 
-def test_find_unreferenced_without_registry_raises_service_unavailable(
+def test_find_unreferenced_without_registry_raises_service_unavailable_error(
     world: tuple[Scene, Context],
 ) -> None:
     scene, context = world
@@ -161,7 +161,7 @@ nodes = st.integers(0, 12).map(lambda n: digest_bytes(b"%d" % n))
 
 
 @given(st.dictionaries(nodes, st.sets(nodes)), st.sets(nodes))
-def test_find_reachable_from_roots_returns_exactly_linked_digests(
+def test_find_reachable_returns_roots_and_all_linked_digests(
     graph: dict[Digest, set[Digest]], roots: set[Digest]
 ) -> None:
     found = find_reachable(roots, lambda digest: graph.get(digest, ()))

@@ -41,7 +41,7 @@ FACES = replace(config_of("faces"), provider="local", model="faces", target="gpu
 class Site:
     """Endpoints on a real folder of ledgers.
 
-    `digits` and `digits-eu` serve one model, and `faces` is bound to another one.
+    `digits` is bound to one model, and `faces` and `faces-eu` to another one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,7 +58,7 @@ class Site:
             self.scene.serve(self.scene.publish(seed))
 
     def break_entry(self, endpoint: str, number: int) -> None:
-        """Damage an entry that no snapshot covers."""
+        """Damage an entry, and delete the snapshot, which could replace it."""
         path = self.folder / endpoint / f"{number:08d}.jsonl"
         path.write_bytes(path.read_bytes()[:40])
         path.with_name("snapshot.json").unlink(missing_ok=True)

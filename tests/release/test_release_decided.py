@@ -122,7 +122,7 @@ def test_signed_decision_with_altered_field_raises_refused_error(
     manifest=digests | st.just(record().manifest),
     target=names,
 )
-def test_signed_pass_for_other_version_or_target_raises_invalid_signature(**about: Any) -> None:
+def test_signed_pass_counts_only_for_its_version_and_target(**about: Any) -> None:
     genuine = signed(record(**about))
     here = version(replace(genuine), decisions={TARGET: genuine})
     if genuine.record == record():
@@ -133,7 +133,7 @@ def test_signed_pass_for_other_version_or_target_raises_invalid_signature(**abou
 
 
 @given(st.binary(min_size=64, max_size=64), st.booleans())
-def test_decision_signed_by_untrusted_key_raises_invalid_signature(
+def test_decision_signed_by_untrusted_key_raises_invalid_signature_error(
     noise: bytes, claims_trusted: bool
 ) -> None:
     genuine = signed(record(), STRANGER)
@@ -250,7 +250,7 @@ def given_override(signer: FakeSigner = SIGNER, **changes: Any) -> dict[str, str
     return override_tags(sign_record(override_record(version(), **changes), signer).envelope)
 
 
-def test_read_override_for_other_version_or_target_returns_none() -> None:
+def test_read_override_returns_only_trusted_override_of_version_and_target() -> None:
     assert read_override(version(tags=given_override()), TARGET, SIGNER) is not None
     assert read_override(version(tags=given_override()), "cuda", SIGNER) is None
     assert read_override(version(tags=given_override(STRANGER)), TARGET, SIGNER) is None

@@ -335,7 +335,7 @@ def try_histories(count: int, *, registry: bool, ledger: bool, folder: Path) -> 
 
 
 @pytest.mark.parametrize(("registry", "ledger"), [(False, True), (True, False), (True, True)])
-def test_forged_histories_move_no_traffic_forward(
+def test_forged_histories_move_traffic_only_to_approved_versions(
     registry: bool, ledger: bool, tmp_path: Path
 ) -> None:
     try_histories(HISTORIES, registry=registry, ledger=ledger, folder=tmp_path)
@@ -343,7 +343,7 @@ def test_forged_histories_move_no_traffic_forward(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("registry", "ledger"), [(False, True), (True, False), (True, True)])
-def test_forged_histories_at_nightly_scale_move_no_traffic_forward(
+def test_forged_histories_at_nightly_scale_move_traffic_only_to_approved_versions(
     registry: bool, ledger: bool, tmp_path: Path
 ) -> None:
     try_histories(NIGHTLY_HISTORIES, registry=registry, ledger=ledger, folder=tmp_path)

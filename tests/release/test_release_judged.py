@@ -114,7 +114,7 @@ def test_rollout_without_counts_stays_at_step_and_can_be_aborted(golden: Golden)
     assert scene.traffic() == {"v1": 100}
 
 
-def test_rollout_start_without_counts_raises_service_unavailable() -> None:
+def test_rollout_start_without_counts_raises_service_unavailable_error() -> None:
     scene = Scene()
     scene.bind(policy=GUARDED)
     scene.promote(scene.publish("a"))

@@ -1,6 +1,6 @@
 """A process without a trusted key.
 
-The tests also cover the value of an outcome without an observation.
+The tests also cover forged outcomes of actions.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_abort_and_pause_without_key_stop_rollout(trial: Site) -> None:
         (lambda c: roll_back(c, ENDPOINT, to="3"), "was not stable, or is rejected"),
     ],
 )
-def test_grant_without_key_is_refused(
+def test_signed_operation_without_key_raises_missing_key_error_and_writes_nothing(
     trial: Site, grant: Callable[[Context], object], what: str
 ) -> None:
     before = dict(trial.objects.data)

@@ -95,7 +95,7 @@ def behind_a_server(*, refusing: bool) -> Scene:
     return with_candidate(serving("a", world=world), verdict=Verdict.FAIL)
 
 
-def test_promote_with_override_behind_veto_server_records_one_override() -> None:
+def test_promote_with_override_signed_by_server_records_one_override() -> None:
     scene = behind_a_server(refusing=False)
     scene.promote("2", override=True, reason="sure")
     scene.reconcile()

@@ -223,7 +223,7 @@ def test_find_successor_of_reused_version_number_returns_none(scene: Scene) -> N
     )
 
 
-def test_run_with_one_of_two_endpoints_promoted_manually_skips_both(scene: Scene) -> None:
+def test_run_after_manual_promotion_on_two_endpoints_is_skipped(scene: Scene) -> None:
     scene.bind("digits-eu")
     scene.reconcile_all()
     promote_by_alias(scene, "1")

@@ -66,9 +66,9 @@ class SageMaker(Scene):
         )
 
     def reconcile_while_the_alarm_fires(self) -> list[StepReport]:
-        """Reconcile while the alarm fires.
+        """Reconcile, and let the alarm fire as soon as the update runs.
 
-        The alarm fires once the update is under way, until all is over.
+        The alarm still fires when this function returns.
         """
         self.fake.behave(reads=400)
         reports: list[StepReport] = []

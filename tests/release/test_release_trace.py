@@ -27,11 +27,11 @@ def whats(found: RolloutTimeline | None) -> list[str]:
     return [] if found is None else [step.what for step in found.steps]
 
 
-def test_trace_of_endpoint_without_steps_is_none() -> None:
+def test_build_timeline_of_endpoint_without_steps_returns_none() -> None:
     assert traced(serving("a", "b")) is None
 
 
-def test_trace_of_rollout_lists_steps_from_start_to_finish() -> None:
+def test_build_timeline_of_rollout_lists_steps_from_start_to_finish() -> None:
     scene = on_trial(OperatorCommand.ADVANCE)
     found = must(traced(scene))
     assert (found.candidate.name, found.stable and found.stable.name, found.end) == (
@@ -51,7 +51,7 @@ def test_trace_of_rollout_lists_steps_from_start_to_finish() -> None:
     assert traced(scene) == found, "what came afterwards is another story"
 
 
-def test_trace_of_rolled_back_rollout_keeps_its_counts() -> None:
+def test_build_timeline_of_rolled_back_rollout_keeps_its_counts() -> None:
     scene = on_trial()
     bind_judged(scene)
     count(scene)

@@ -44,25 +44,25 @@ def test_measure_traffic_returns_rate_of_window(make_scene: Callable[[], Scene])
     assert sum(measured.latencies) == 1000
 
 
-def test_measure_traffic_without_requests_raises_error() -> None:
+def test_measure_traffic_without_requests_raises_user_error() -> None:
     scene = serving("a")
     with pytest.raises(UserError, match="no request was counted in 20 s"):
         measure_traffic(scene.context, "digits", 20.0, sleep=make_sleep(scene, 0))
 
 
-def test_measure_traffic_without_new_reading_raises_error() -> None:
+def test_measure_traffic_without_new_reading_raises_service_unavailable_error() -> None:
     with pytest.raises(ServiceUnavailableError, match="no counts of this time"):
         measure_traffic(serving("a").context, "digits", 20.0, sleep=lambda _: None)
 
 
-def test_measure_traffic_without_metrics_raises_error() -> None:
+def test_measure_traffic_without_metrics_raises_service_unavailable_error() -> None:
     scene = serving("a")
     scene.world.provider.counted.down = True
     with pytest.raises(ServiceUnavailableError, match="do not answer"):
         measure_traffic(scene.context, "digits", 20.0, sleep=lambda _: None)
 
 
-def test_measure_traffic_of_endpoint_without_version_raises_error() -> None:
+def test_measure_traffic_of_endpoint_without_version_or_unknown_endpoint_raises_error() -> None:
     with pytest.raises(UserError, match="serves no version"):
         measure_traffic(serving().context, "digits", 20.0, sleep=lambda _: None)
     with pytest.raises(NotFoundError):
@@ -97,7 +97,7 @@ def make_reading(requests: tuple[int, ...]) -> MetricsReading:
 
 
 @pytest.mark.parametrize("users", [1, 10, 300])
-def test_estimate_users_returns_number_of_equally_active_users(users: int) -> None:
+def test_estimate_users_is_within_factor_two_of_equally_active_users(users: int) -> None:
     random = np.random.default_rng(users)
     blocks = random.integers(0, USER_BLOCKS, users)
     requests = np.bincount(blocks[random.integers(0, users, 20_000)], minlength=USER_BLOCKS)

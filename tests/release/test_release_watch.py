@@ -35,7 +35,7 @@ from tests.support.golden import Golden
 
 
 class Counting:
-    """A port that counts its calls."""
+    """A port that records the names of its calls."""
 
     def __init__(self, port: object) -> None:
         self._port = port

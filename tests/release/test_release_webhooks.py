@@ -160,7 +160,7 @@ def copies() -> Callable[[], Scene]:
 
 @dataclass
 class Heard:
-    """A receiver that wakes the last of the bells, and a way to post to it."""
+    """A receiver that adds models to the last queue of `bells`, and a function that posts to it."""
 
     bells: list[ReconcileQueue]
     clock: FakeClock

@@ -86,7 +86,7 @@ def test_write_off_server_records_reason_and_ends_server(scene: Scene, servers: 
         ("r3", " ", UserError, "needs a reason"),
     ],
 )
-def test_write_off_server_that_reports_or_is_unknown_is_refused(
+def test_write_off_server_of_reporting_or_unknown_server_or_without_reason_raises_error(
     scene: Scene, servers: Servers, name: str, reason: str, error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
@@ -132,7 +132,7 @@ def count(server: str, errors: int) -> GenerationCounts:
 
 
 @pytest.mark.parametrize(("errors", "expected"), [(2, []), (90, ["r2"])])
-def test_status_with_failing_replica_names_outlier(
+def test_status_names_outlier_only_for_failing_replica(
     scene: Scene, capsys: pytest.CaptureFixture[str], errors: int, expected: list[str]
 ) -> None:
     scene.world.provider.count_by_server = lambda config, servers, deployments: [  # type: ignore[method-assign]
