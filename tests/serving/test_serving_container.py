@@ -118,7 +118,7 @@ def test_container_with_plain_model_serves_it(container: Container, tmp_path: Pa
         ),
     ],
 )
-def test_container_with_invalid_start_exits_with_one_line(
+def test_container_with_invalid_start_exits_with_message_without_traceback(
     container: Container, arguments: list[str], environment: Mapping[str, str], code: int, said: str
 ) -> None:
     process = container.start(*arguments, **environment)

@@ -219,7 +219,9 @@ def test_second_server_in_same_folder_is_refused(server: Server) -> None:
     assert not (server.folder / SERVER_FILE).exists()
 
 
-def test_server_start_with_problem_prints_one_line(tmp_path: Path, server: Server) -> None:
+def test_server_start_with_problem_exits_with_code_without_traceback(
+    tmp_path: Path, server: Server
+) -> None:
     code, error = started(tmp_path / "other", server.port)
     assert (code, "port cannot be used" in error) == (4, True)
     open_token = tmp_path / "open"

@@ -133,7 +133,7 @@ def test_encode_request_with_mismatched_contents_raises_user_error(message: Any,
         encode_request(message)
 
 
-def test_encode_request_with_parameters_and_outputs_preserves_them() -> None:
+def test_encode_request_copies_parameters_and_requests_binary_outputs() -> None:
     tensor = {
         "name": "x",
         "datatype": "FP32",
@@ -177,7 +177,7 @@ def test_decode_request_of_serialized_message_returns_equal_message() -> None:
         ),
     ],
 )
-def test_decode_request_with_too_many_fields_is_refused(data: bytes) -> None:
+def test_decode_request_with_too_many_fields_raises_too_large_error(data: bytes) -> None:
     with pytest.raises(TooLargeError, match="4096 fields"):
         decode_request(data)
 
@@ -195,11 +195,11 @@ def test_decode_request_with_too_many_fields_is_refused(data: bytes) -> None:
         b"\x0d\x00",
     ],
 )
-def test_decode_request_of_malformed_bytes_is_refused(data: bytes) -> None:
+def test_decode_request_of_malformed_bytes_raises_user_error(data: bytes) -> None:
     with pytest.raises(UserError, match="not a ModelInferRequest"):
         decode_request(data)
 
 
-def test_encode_request_with_too_many_texts_is_refused() -> None:
+def test_encode_request_with_too_many_texts_raises_too_large_error() -> None:
     with pytest.raises(TooLargeError, match="raw_input_contents"):
         encode_request(request("BYTES", [65537], bytes_contents=[b""] * 65537))

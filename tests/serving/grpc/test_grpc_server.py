@@ -145,7 +145,7 @@ def test_grpc_infer_error_has_matching_code_and_http_message(
     ("data", "code", "status"),
     [(b"\x2a\x00" * 5000, Code.RESOURCE_EXHAUSTED, 413), (b"\x2a", Code.INVALID_ARGUMENT, 400)],
 )
-def test_grpc_unparsable_message_returns_error_code_in_call_and_stream(
+def test_grpc_unparsable_message_returns_same_error_in_call_and_stream(
     worker: Worker, connect: Connect, data: bytes, code: Any, status: int
 ) -> None:
     channel = connect(worker.grpc_port).channel
@@ -170,7 +170,9 @@ def test_grpc_infer_with_unknown_deployment_returns_not_found(
     assert caught.value.code() is Code.NOT_FOUND
 
 
-def test_grpc_metadata_and_readiness_match_http(worker: Worker, connect: Connect) -> None:
+def test_grpc_server_and_model_calls_report_readiness_and_metadata(
+    worker: Worker, connect: Connect
+) -> None:
     client = connect(worker.grpc_port)
     assert client.call("ServerLive").live
     assert client.call("ServerReady").ready
@@ -281,7 +283,7 @@ def test_grpc_request_after_cancellation_is_not_run(
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
-def test_grpc_message_above_size_limit_returns_resource_exhausted(
+def test_grpc_message_above_size_or_total_limit_returns_error(
     blue: Deployment, connect: Connect, compression: Any
 ) -> None:
     bounds = {"max_body": 1 << 16}
@@ -344,7 +346,7 @@ def test_grpc_answers_have_feedback_token_only_if_table_has_key(
             )
 
 
-def test_grpc_stream_requests_run_as_one_batch(
+def test_grpc_stream_runs_queued_requests_as_one_batch(
     gate: Gate, blue: Deployment, connect: Connect
 ) -> None:
     with behind(gate, replace(blue, batchable=True)) as worker:

@@ -133,7 +133,7 @@ class Attack:
 
 
 def build_attack(draw: random.Random) -> Attack:
-    """Build some requests, most of them damaged.
+    """Build some requests, in many cases with damaged bytes.
 
     If a request contains another one in its body, its framing is left intact.
     """

@@ -204,7 +204,7 @@ def test_compressed_body_above_received_byte_limit_returns_413(worker: Worker) -
         pytest.param(BODY, "Identity", 200, id="Identity"),
     ],
 )
-def test_invalid_compressed_body_returns_error_and_keeps_connection(
+def test_body_with_any_content_coding_returns_status_and_keeps_connection(
     worker: Worker, body: bytes, coding: str, status: int
 ) -> None:
     with worker.connect() as client:

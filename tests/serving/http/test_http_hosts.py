@@ -39,7 +39,7 @@ def is_allowed(
 @pytest.mark.parametrize(
     "host", ["127.0.0.1:8080", "localhost:8080", "LocalHost:8080", "[::1]:8080"]
 )
-def test_is_allowed_with_loopback_host_returns_true(host: str) -> None:
+def test_host_policy_with_loopback_host_allows_request(host: str) -> None:
     assert is_allowed(host)
 
 
@@ -50,17 +50,17 @@ def test_is_allowed_with_loopback_host_returns_true(host: str) -> None:
         *("localhost:8080.evil.example", "127.0.0.1:8080@evil.example", "", None),
     ],
 )
-def test_is_allowed_with_foreign_host_on_loopback_returns_false(host: str | None) -> None:
+def test_host_policy_with_foreign_host_on_loopback_refuses_request(host: str | None) -> None:
     assert not is_allowed(host)
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "localhost:80"])
-def test_is_allowed_with_omitted_port_80_returns_true(host: str) -> None:
+def test_host_policy_on_port_80_allows_host_with_or_without_port(host: str) -> None:
     assert is_allowed(host, port=80)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.2", "::1"])
-def test_is_allowed_with_listening_address_returns_true(address: str) -> None:
+def test_host_policy_allows_listening_address_and_refuses_foreign_host(address: str) -> None:
     assert is_allowed(f"[{address}]:8080" if ":" in address else f"{address}:8080", address=address)
     assert not is_allowed("evil.example:8080", address=address)
 
@@ -77,13 +77,13 @@ def test_is_allowed_with_listening_address_returns_true(address: str) -> None:
     ],
 )
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])  # noqa: S104 (what a container listens on)
-def test_is_allowed_with_host_list_accepts_listed_hosts(
+def test_host_policy_with_host_list_allows_only_listed_and_loopback_hosts(
     host: str, allowed: bool, address: str
 ) -> None:
     assert is_allowed(host, address=address, hosts="Models.example, gpu-box:8080,") is allowed
 
 
-def test_is_allowed_on_all_addresses_without_list_returns_true() -> None:
+def test_host_policy_on_all_addresses_refuses_only_origins_outside_list() -> None:
     assert is_allowed("evil.example", "https://evil.example", address="0.0.0.0")  # noqa: S104
     assert is_allowed(None, "https://evil.example", address="::")
     assert not is_allowed(
@@ -91,7 +91,7 @@ def test_is_allowed_on_all_addresses_without_list_returns_true() -> None:
     )
 
 
-def test_is_allowed_with_origin_list_accepts_only_listed_origins() -> None:
+def test_host_policy_with_origin_list_allows_only_listed_origins() -> None:
     host = "localhost:8080"
     allowed = "https://good.example, http://localhost:3000"
     assert not is_allowed(host, "https://good.example")
@@ -103,7 +103,7 @@ def test_is_allowed_with_origin_list_accepts_only_listed_origins() -> None:
     assert not is_allowed(host, "http://good.example", origins=allowed)
 
 
-def test_is_allowed_with_star_accepts_any_host_and_origin() -> None:
+def test_host_policy_with_star_allows_any_host_or_any_origin() -> None:
     assert is_allowed("evil.example", "null", hosts="*", origins="*")
     assert not is_allowed("evil.example", "null", hosts="*")
     assert not is_allowed("evil.example", origins="*")
@@ -124,7 +124,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         ("POST", "/feedback", b'{"feedback": []}'),
     ],
 )
-def test_request_with_foreign_host_or_origin_returns_403(
+def test_request_returns_403_only_with_foreign_host_or_origin(
     endpoint: Server, method: str, path: str, body: bytes | None
 ) -> None:
     for headers, status in (
@@ -146,7 +146,7 @@ def test_request_with_foreign_host_or_origin_returns_403(
 
 
 @pytest.mark.parametrize("refused", [{"host": "evil.example"}, {"origin": "https://evil.example"}])
-def test_repeated_request_head_with_foreign_host_or_origin_returns_403(
+def test_repeated_request_head_returns_403_only_with_foreign_host_or_origin(
     endpoint: Server, refused: dict[str, str]
 ) -> None:
     usual = {"host": "models.example", "origin": "https://good.example", "x-user-key": "anna"}

@@ -1,6 +1,6 @@
-"""Each request gets one response, however its bytes are altered and split.
+"""The responses to requests do not depend on how their bytes are split.
 
-The response does not depend on how the bytes are split.
+This also holds for altered bytes.
 """
 
 from __future__ import annotations

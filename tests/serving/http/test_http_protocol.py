@@ -341,7 +341,7 @@ def test_incomplete_large_body_returns_408_and_frees_memory(hasty: Worker) -> No
         (post(INFER, BODY, {"azureml-model-deployment": "grey"}), b"404"),
     ],
 )
-def test_malformed_request_returns_error_status(
+def test_invalid_request_returns_error_status(
     worker: Worker, request_bytes: bytes, status: bytes
 ) -> None:
     answer = worker.send(request_bytes)

@@ -134,7 +134,7 @@ def test_failed_invocation_names_deployment_in_attributes(worker: Worker) -> Non
         ("pin=red", "no deployment is named 'red'"),
     ],
 )
-def test_unreadable_attributes_raise_error_with_reason(
+def test_invocation_with_unusable_attributes_returns_error_with_reason(
     worker: Worker, text: str, reason: str
 ) -> None:
     status, _, body = invoke(worker, CustomAttributes=text)
@@ -145,7 +145,7 @@ def test_unreadable_attributes_raise_error_with_reason(
 
 
 @given(st.text(min_size=1), st.text(min_size=1))
-def test_percent_encoded_values_are_read_as_sent(user: str, pin: str) -> None:
+def test_read_attributes_decodes_percent_encoded_values(user: str, pin: str) -> None:
     text = f"user={quote(user, '')};pin={quote(pin, '')}"
     if len(text) <= 1024:
         head = read_attributes({CUSTOM_ATTRIBUTES: text.encode()})
@@ -154,7 +154,9 @@ def test_percent_encoded_values_are_read_as_sent(user: str, pin: str) -> None:
 
 
 @given(st.binary())
-def test_any_attributes_are_read_or_refused(text: bytes) -> None:
+def test_read_attributes_of_any_bytes_returns_known_headers_or_raises_user_error(
+    text: bytes,
+) -> None:
     try:
         head = read_attributes({CUSTOM_ATTRIBUTES: text})
     except UserError:
@@ -162,7 +164,7 @@ def test_any_attributes_are_read_or_refused(text: bytes) -> None:
     assert set(head) <= {CUSTOM_ATTRIBUTES, b"x-user-key", b"x-amzn-sagemaker-target-variant"}
 
 
-def test_added_attributes_are_one_line_of_visible_ascii() -> None:
+def test_add_attributes_writes_one_line_of_escaped_values() -> None:
     lines = b"content-type: a\r\nx-onnx-ops-deployment: d;x=1\r\nx-onnx-ops-feedback: T_-\r\n"
     response = add_attributes(RawResponse(200, lines, b""))
     added = response.lines.removeprefix(lines)

@@ -149,7 +149,7 @@ def attack(draw: random.Random, corpus: list[Seed]) -> Literal["read", "refused"
 
 
 def check(call: InferenceRequest, model: ModelSignature) -> None:
-    """Assert what `Call` promises, and that an answer to the call can be written."""
+    """Assert what `InferenceRequest` promises, and that an answer can be written."""
     assert model.required <= call.feed.keys() <= model.inputs.keys()
     for name, array in call.feed.items():
         reader = model.readers[name]

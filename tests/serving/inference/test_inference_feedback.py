@@ -159,7 +159,7 @@ def test_feedback_for_overwritten_request_id_is_unknown() -> None:
 
 @pytest.mark.parametrize("kind", ["request_id", "key"])
 def test_feedback_on_answer_of_earlier_split_is_counted_but_not_judged(kind: str) -> None:
-    """A new candidate has early feedback only, which differs from late feedback."""
+    """Early feedback differs from late feedback, and a new candidate has early feedback only."""
     earlier, table = make_table(1, old=90, new=10), make_table(5)
     server = FeedbackServer(earlier)
     key, cell = find_user(table, "old")

@@ -176,7 +176,7 @@ def test_tokens_reported_after_100_000_others_are_mostly_counted() -> None:
         server.report(rest[start : start + 1000])
     counted, unknown = server.report(late)
     assert counted + unknown == 1000
-    assert unknown < 40  # with 3 of 8 tokens in a bucket on average, 1.2 % are full
+    assert unknown < 40  # a bucket holds 8; with 3 on average, 1.2 % of the buckets are full
 
 
 def test_token_of_earlier_split_is_counted_but_not_judged() -> None:
@@ -232,10 +232,7 @@ class TestProcess:
             yield server
 
     def test_routed_answers_have_distinct_tokens(self, server: ServerFamily) -> None:
-        """Some answers use memory that is bound to an earlier text.
-
-        Compressed answers and errors are included.
-        """
+        """An answer with an error has a token too."""
         answers = [ask(server) for _ in range(20)]
         answers.append(ask(server, body=b"{", status=400))
         tokens = [answer.headers[FEEDBACK_HEADER] for answer in answers]

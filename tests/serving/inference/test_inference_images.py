@@ -72,7 +72,7 @@ def build_binary(images: Sequence[bytes]) -> tuple[bytes, int]:
     return header + tail, len(header)
 
 
-def test_images_are_read_from_json_binary_form_and_raw_body() -> None:
+def test_read_infer_reads_images_from_json_binary_form_and_raw_body() -> None:
     signature = build_signature()
     from_json = read_infer(encode_body(build_tensor(PNG, JPEG)), None, signature)
     from_binary = read_infer(*build_binary([PNG, JPEG]), signature)
@@ -100,12 +100,14 @@ def test_images_are_read_from_json_binary_form_and_raw_body() -> None:
         (build_tensor(b"x" * 5001), "image 0: the image has 5001 bytes"),
     ],
 )
-def test_invalid_images_are_refused_with_cause(tensor: dict[str, Any], cause: str) -> None:
+def test_read_infer_of_invalid_images_raises_user_error_with_cause(
+    tensor: dict[str, Any], cause: str
+) -> None:
     with pytest.raises(UserError, match=cause):
         read_infer(encode_body(tensor), None, build_signature(max_images=3, max_bytes=5000))
 
 
-def test_inputs_with_different_numbers_of_rows_are_refused() -> None:
+def test_read_infer_with_different_numbers_of_images_and_rows_raises_user_error() -> None:
     weight = {"name": "weight", "datatype": "FP32", "shape": [3, 1], "data": [1, 2, 3]}
     with pytest.raises(UserError, match="2 in 'image', 3 in 'weight'"):
         read_infer(encode_body(build_tensor(PNG, JPEG), weight), None, build_signature())
@@ -133,7 +135,7 @@ def build_feed(*images: bytes) -> dict[str, Any]:
     return {"image": array}
 
 
-def test_model_runs_one_image_at_a_time(deployment: Deployment) -> None:
+def test_loaded_model_runs_several_images_and_refuses_corrupt_ones(deployment: Deployment) -> None:
     model = load_once(deployment)
     assert model.signature.inputs["image"].dtype == IMAGE_DTYPE
     assert model.is_unbounded
@@ -147,7 +149,9 @@ def test_model_runs_one_image_at_a_time(deployment: Deployment) -> None:
 
 
 @pytest.mark.parametrize("value", ["[]", "{", '{"image": "sound"}', '"image"'])
-def test_invalid_property_is_refused_at_load(tmp_path: Path, value: str) -> None:
+def test_load_once_with_invalid_image_property_raises_user_error(
+    tmp_path: Path, value: str
+) -> None:
     write_mean_model(tmp_path / "model")
     path = tmp_path / "model" / "model.onnx"
     model = onnx.load(path)

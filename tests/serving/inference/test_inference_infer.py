@@ -301,7 +301,7 @@ def test_texts_of_padding_model_are_bounded_by_longest_and_not_batched_if_long()
     assert read([long, *["b"] * 1999], signature(inputs)) == 2000
 
 
-def test_check_feed_returns_rows_and_rejects_unequal_symbols() -> None:
+def test_read_infer_returns_rows_and_rejects_unequal_sizes_of_one_symbol() -> None:
     model = signature([spec("a", "float32", "n", "?"), spec("b", "float32", "n", "?")])
 
     def tensor(name: str, rows: int, columns: int) -> dict[str, object]:
@@ -327,7 +327,7 @@ def test_check_feed_returns_rows_and_rejects_unequal_symbols() -> None:
     )
 
 
-def test_read_infer_without_optional_input_succeeds() -> None:
+def test_read_infer_requires_all_but_optional_inputs() -> None:
     model = signature(
         [spec("x", "float32", "batch", 2), spec("t", "float32", 1)], optional=frozenset({"t"})
     )
@@ -452,7 +452,7 @@ def test_read_infer_of_invalid_binary_text_names_problem(
         read_infer(json_part + tail, len(json_part), signature([spec("s", "string", "n")]))
 
 
-def test_read_infer_with_too_many_texts_is_refused() -> None:
+def test_read_infer_with_too_many_texts_raises_too_large_error() -> None:
     count = MAX_VALUES + 1
     tensor = {
         "name": "s",
@@ -501,7 +501,7 @@ def test_encode_outputs_of_float32_writes_shortest_text() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, 3])
-def test_read_infer_of_nan_is_refused_if_source_refuses_nan(value: float) -> None:
+def test_read_infer_of_nan_raises_user_error_only_if_model_refuses_nan(value: float) -> None:
     body, length = binary({"x": ("float32", np.array([[1, value]], np.float32))})
     np.testing.assert_equal(read_infer(body, length, PIXELS).feed["x"][0, 1], np.float32(value))
     strict = signature(INPUTS, OUTPUTS, refuses_nan=True)

@@ -172,7 +172,7 @@ def test_load_after_replacement_between_check_and_session_loads_verified_files(
     ],
     ids=["changed", "missing", "added"],
 )
-def test_fetch_of_damaged_copy_copies_files_again(
+def test_fetch_of_damaged_copy_copies_files_again_or_raises_not_found_error(
     tmp_path: Path, damage: Callable[[Path], object], is_source_intact: bool
 ) -> None:
     shared = ReplacedFolder(tmp_path, has_library=False)

@@ -114,7 +114,7 @@ def test_read_invocation_of_invalid_body_names_problem(document: object, message
         read(document)
 
 
-def test_read_invocation_with_missing_input_names_raises_user_error() -> None:
+def test_read_invocation_with_unfit_inputs_raises_user_error() -> None:
     with pytest.raises(UserError, match="this model has age, city"):
         read({"inputs": [[1]]}, TABLE)
     with pytest.raises(UserError, match="no input 'size'"):
@@ -131,7 +131,7 @@ def predictions(call: InferenceRequest, arrays: list[np.ndarray[Any, Any]]) -> A
     return json.loads(body)["predictions"]
 
 
-def test_predictions_are_returned_by_name_or_as_records() -> None:
+def test_encode_outputs_returns_predictions_by_name_or_as_records() -> None:
     # ONNX Runtime returns int64 tensors with the type `longlong`.
     values: list[np.ndarray[Any, Any]] = [
         np.array([1, 0], np.longlong),
@@ -270,7 +270,7 @@ def test_read_invocation_of_table_with_missing_values_reads_nan(body: object) ->
     assert feed["city"].tolist() == [[""], ["Oslo"]]
 
 
-def test_read_invocation_with_deep_lists_beside_null_is_refused() -> None:
+def test_read_invocation_with_deep_lists_beside_null_raises_user_error() -> None:
     deep = "[" * 900 + "]" * 900
     model = signature([spec("x", "float32", "batch", 2)])
     with pytest.raises(UserError, match="contains a list"):

@@ -67,7 +67,9 @@ def test_load_with_changed_external_data_raises_digest_mismatch_error(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["relative", "absolute"])
-def test_load_with_external_data_outside_folder_is_refused(tmp_path: Path, kind: str) -> None:
+def test_load_with_external_data_outside_folder_raises_infrastructure_error(
+    tmp_path: Path, kind: str
+) -> None:
     (tmp_path / "secret.bin").write_bytes(bytes(16))
     folder = tmp_path / "m"
     place = {"relative": "../secret.bin", "absolute": str(tmp_path / "secret.bin")}[kind]
@@ -138,7 +140,9 @@ def test_load_of_model_that_rejects_empty_text_succeeds(build: Callable[..., Dep
         model.run(("y",), {"city": np.array([["Rome"]], object)})
 
 
-def test_load_of_model_that_fails_on_zeros_is_refused(build: Callable[..., Deployment]) -> None:
+def test_load_of_model_that_fails_on_zeros_raises_infrastructure_error(
+    build: Callable[..., Deployment],
+) -> None:
     shape = helper.make_node("Constant", [], ["s"], value=helper.make_tensor("s", INT, [1], [3]))
     reshape = helper.make_node("Reshape", ["x", "s"], ["y"])
     deployment = build([shape, reshape], [("x", FLOAT, ["b", 2])], [("y", FLOAT, [3])])
@@ -300,7 +304,7 @@ SCAN = helper.make_graph(
     ],
     ids=lambda value: getattr(value, "op_type", ""),
 )
-def test_session_of_model_with_loop_disables_memory_arena(
+def test_open_session_disables_memory_arena_only_for_models_with_loops(
     tmp_path: Path, node: onnx.NodeProto, shape: list[int | str], arena: bool
 ) -> None:
     times = [numpy_helper.from_array(np.array(3, np.int64), "n")] if node.op_type == "Loop" else []
@@ -312,7 +316,7 @@ def test_session_of_model_with_loop_disables_memory_arena(
     "operator", ["Loop", "Scan", "SequenceMap", "BeamSearch", "GreedySearch", "Sampling"]
 )
 @pytest.mark.parametrize("place", ["graph", "branch", "function"])
-def test_has_operator_with_nested_loop_returns_true(
+def test_has_operator_finds_loop_operators_in_graph_branch_and_function(
     tmp_path: Path, operator: str, place: str
 ) -> None:
     node = helper.make_node(operator, ["x"], ["y"])
@@ -333,7 +337,7 @@ def test_has_operator_with_nested_loop_returns_true(
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7])
-def test_has_operator_across_read_chunks_returns_true(
+def test_has_operator_finds_only_whole_name_across_read_chunks(
     tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "_SEARCHED_BYTES", piece_bytes)

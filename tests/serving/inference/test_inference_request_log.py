@@ -1,4 +1,4 @@
-"""Spans at a collector of their protocol, and exemplars on the metrics page."""
+"""Spans at an OTLP collector, and exemplars on the metrics page."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def attributes(span: Span) -> dict[str, Any]:
     return {a.key: getattr(a.value, str(a.value.WhichOneof("value"))) for a in span.attributes}
 
 
-def test_request_with_traceparent_is_child_of_caller_span(
+def test_spans_of_requests_follow_traceparent_and_have_status(
     tmp_path: Path, collector: Collector
 ) -> None:
     with serving(tmp_path, "--endpoint=digits", blue=100) as server:
@@ -111,7 +111,7 @@ def test_request_with_traceparent_is_child_of_caller_span(
 
 
 def exemplars(page: str) -> set[str]:
-    """Return the traces on a page, each with the bucket of its latency."""
+    """Return the traces on a page, and check that each latency lies in its bucket."""
     traces = set()
     for family in text_string_to_metric_families(page):  # type: ignore[no-untyped-call]
         lower = 0.0

@@ -662,7 +662,7 @@ def in_binary(rows: int, *, json_bytes: int = 0) -> tuple[bytes, dict[str, str]]
         (in_binary(60_000)[0], {"inference-header-content-length": "x"}, False),
     ],
 )
-def test_long_json_body_is_decoded_on_thread(
+def test_should_run_inline_depends_on_length_of_json_and_binary_parts(
     blue: Deployment, request_body: bytes, headers: dict[str, str], at_once: bool
 ) -> None:
     with Worker(state_of(blue, blue=100), bounds={"max_body": 4 << 20}).running() as worker:
@@ -673,7 +673,9 @@ def test_long_json_body_is_decoded_on_thread(
     assert status(answer) == (400 if "x" in headers.values() else 200)
 
 
-def test_long_binary_text_is_decoded_on_thread(build: Callable[..., Deployment]) -> None:
+def test_should_run_inline_of_long_binary_text_returns_false(
+    build: Callable[..., Deployment],
+) -> None:
     """Each text element is a separate object.
 
     A megabyte of text elements takes as long as a megabyte of JSON.

@@ -204,7 +204,7 @@ def test_parse_document_in_concurrent_threads_returns_own_data() -> None:
 @pytest.mark.parametrize(
     "body", [b"[" + b"0," * (1 << 22) + b"0,0]", b"[[" + b"[]," * (1 << 20) + b"[]]]"]
 )
-def test_parse_document_with_too_many_values_is_refused_before_parsing(
+def test_parse_document_with_too_many_values_raises_too_large_error_before_parsing(
     body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensors, "simdjson", None)
@@ -214,7 +214,7 @@ def test_parse_document_with_too_many_values_is_refused_before_parsing(
 
 
 @pytest.mark.parametrize("inner", ['"a": [1, [2], 3]', '"a": 1'])
-def test_parse_document_with_too_many_keys_is_refused_on_both_paths(inner: str) -> None:
+def test_parse_document_with_too_many_keys_raises_too_large_error_on_both_paths(inner: str) -> None:
     keys = ", ".join(f'"{number}": 1' for number in range(tensors.MAX_KEYS))
     for body in (
         f'{{"parameters": {{{keys}, {inner}}}}}',

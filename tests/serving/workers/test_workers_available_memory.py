@@ -119,7 +119,7 @@ def test_read_available_bytes_of_damaged_files_raises_nothing(
     assert (root.read() or 0) >= 0
 
 
-def test_list_gpus_names_devices_of_cuda_only() -> None:
+def test_list_gpus_names_devices_of_cuda_and_tensorrt_only() -> None:
     base = fileless_deployment("a")
     providers = [
         Provider(name="CPUExecutionProvider"),

@@ -230,7 +230,7 @@ def test_record_hang_charges_event_loop_run_before_thread_runs(
     assert site.health._deaths == charged
 
 
-def test_record_death_of_selected_run_charges_no_deployment() -> None:
+def test_record_death_charges_no_share_to_selected_run() -> None:
     site = Site()
     site.die_on_threads((NEW, SELECTED), (OLD, ROUTED))
     assert site.health._deaths == {OLD: Fraction(1, 2)}
