@@ -14,7 +14,7 @@ BUCKET = "registry"
 def s3() -> Iterator[str]:
     """Yield the URL of an S3 server with one empty bucket.
 
-    The environment variables name the server until the fixture ends.
+    Environment variables name the server until the context ends.
     """
     import boto3
     from moto.server import ThreadedMotoServer

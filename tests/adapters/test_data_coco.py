@@ -51,7 +51,9 @@ class TestFileWithAnnotations(DataSourceSuite):
     section = fixed(FILE)
 
 
-def test_objects_are_in_the_order_of_images_with_numbered_classes(root: Path) -> None:
+def test_load_annotations_returns_objects_in_order_of_images_with_numbered_classes(
+    root: Path,
+) -> None:
     objects = SOURCE.load(FILE, root)["objects"]
     assert objects.shape == (3, 2, 6)
     np.testing.assert_array_equal(objects[0], [[10, 20, 40, 28, 1, 0], [1, 2, 4, 6, 0, 0]])
@@ -60,13 +62,13 @@ def test_objects_are_in_the_order_of_images_with_numbered_classes(root: Path) ->
     assert build_dataset(SOURCE.load(FILE, root), FILE, "data").label is not None
 
 
-def test_objects_follow_the_image_of_each_row(root: Path) -> None:
+def test_load_annotations_with_image_ids_returns_objects_of_each_row(root: Path) -> None:
     write(root, make_annotations(), image_id=np.array([5, 7, 7]))
     objects = SOURCE.load(FILE, root)["objects"]
     assert objects[:, 0, 2].tolist() == [5, 40, 40]
 
 
-def test_poses_have_area_and_keypoints(root: Path) -> None:
+def test_load_annotations_with_keypoints_returns_poses_with_area(root: Path) -> None:
     content = make_annotations()
     content["annotations"][0]["keypoints"] = [1, 2, 2, 3, 4, 1]
     write(root, content)
@@ -76,7 +78,7 @@ def test_poses_have_area_and_keypoints(root: Path) -> None:
     assert poses[2, 0].tolist() == [0, 0, 5, 5, 0, 1, 25, 0, 0, 0, 0, 0, 0]
 
 
-def test_fingerprint_changes_with_annotations(root: Path) -> None:
+def test_file_fingerprint_of_changed_annotations_differs(root: Path) -> None:
     before = SOURCE.fingerprint(FILE, root)
     assert SOURCE.fingerprint(replace(FILE, annotations=""), root) != before
     content = make_annotations()
@@ -85,7 +87,7 @@ def test_fingerprint_changes_with_annotations(root: Path) -> None:
     assert SOURCE.fingerprint(FILE, root) != before
 
 
-def test_missing_annotations_are_reported(root: Path) -> None:
+def test_load_missing_annotations_raises_not_found_error(root: Path) -> None:
     with pytest.raises(NotFoundError):
         SOURCE.load(replace(FILE, annotations="none.json"), root)
 
@@ -104,7 +106,7 @@ def test_missing_annotations_are_reported(root: Path) -> None:
         ({"keypoints": [1, 2]}, "annotation 1 has 2 values of keypoints"),
     ],
 )
-def test_wrong_annotation_is_reported_with_its_id(
+def test_load_wrong_annotation_raises_user_error_with_its_id(
     root: Path, change: dict[str, Any], expected: str
 ) -> None:
     content = make_annotations()
@@ -116,25 +118,25 @@ def test_wrong_annotation_is_reported_with_its_id(
 
 
 @pytest.mark.parametrize("content", [[], {}, {"images": [], "categories": [], "annotations": [1]}])
-def test_file_of_another_format_is_refused(root: Path, content: Any) -> None:
+def test_load_annotations_of_other_format_raises_user_error(root: Path, content: Any) -> None:
     write(root, content)
     with pytest.raises(UserError, match="the annotations have no list"):
         SOURCE.load(FILE, root)
 
 
-def test_row_of_unknown_image_is_reported(root: Path) -> None:
+def test_load_row_of_unknown_image_raises_user_error(root: Path) -> None:
     write(root, make_annotations(), image_id=np.array([5, 7, 8]))
     with pytest.raises(UserError, match="row 2 is of image 8"):
         SOURCE.load(FILE, root)
 
 
-def test_array_with_the_name_of_objects_is_refused(root: Path) -> None:
+def test_load_array_named_like_objects_raises_user_error(root: Path) -> None:
     write(root, make_annotations(), objects=np.zeros(3))
     with pytest.raises(UserError, match="Rename the array"):
         SOURCE.load(FILE, root)
 
 
-def test_text_in_place_of_annotations_is_refused(root: Path) -> None:
+def test_load_annotations_that_are_not_json_raises_user_error(root: Path) -> None:
     (root / FILE.annotations).write_text("{", encoding="utf-8")
     with pytest.raises(UserError, match="the annotations are not JSON"):
         SOURCE.load(FILE, root)

@@ -186,7 +186,7 @@ def test_dvc_fingerprint_with_wrong_options_raises_error(
     assert "secret@" not in str(caught.value)
 
 
-def test_dvc_fingerprint_outside_git_repository_raises_not_found_error(
+def test_dvc_fingerprint_outside_git_repository_or_of_other_source_raises_error(
     tmp_path: Path, reads: DvcSource, repository: Repository
 ) -> None:
     (tmp_path / "plain").mkdir()

@@ -235,7 +235,7 @@ def test_load_csv_with_mixed_columns_returns_type_of_each_column(tmp_path: Path)
     assert arrays["day"][0, 0] == "2024-01-02"
 
 
-def test_load_parquet_with_typed_columns_returns_same_types_as_csv(tmp_path: Path) -> None:
+def test_load_parquet_with_typed_columns_returns_type_of_each_column(tmp_path: Path) -> None:
     columns = {
         "age": pa.array([40.5, None]),
         "visits": pa.array([3, 4], pa.int16()),

@@ -24,7 +24,7 @@ def write_images(root: Path, **files: bytes) -> Path:
     return root / "images"
 
 
-def test_images_are_rows_of_bytes_in_order_of_paths(tmp_path: Path) -> None:
+def test_load_images_returns_rows_of_bytes_in_order_of_paths(tmp_path: Path) -> None:
     write_images(tmp_path, b_png=PNG, a_jpg=JPEG)
     arrays = FileSource().load(SECTION, tmp_path)
     assert list(arrays) == ["image", "file_name"]
@@ -34,13 +34,13 @@ def test_images_are_rows_of_bytes_in_order_of_paths(tmp_path: Path) -> None:
     assert not any(arrays["image"][0][len(JPEG) :])
 
 
-def test_labels_are_names_of_folders(tmp_path: Path) -> None:
+def test_load_images_in_folders_returns_names_of_folders_as_labels(tmp_path: Path) -> None:
     write_images(tmp_path, dog__1_png=PNG, cat__1_jpeg=JPEG)
     arrays = FileSource().load(SECTION, tmp_path)
     assert arrays["label"].tolist() == ["cat", "dog"]
 
 
-def test_columns_of_table_follow_order_of_images(tmp_path: Path) -> None:
+def test_load_images_with_table_returns_columns_in_order_of_images(tmp_path: Path) -> None:
     folder = write_images(tmp_path, b_png=PNG, a_jpg=JPEG)
     (folder / "metadata.csv").write_text("file_name,class\nb.png,1\na.jpg,0\n")
     arrays = FileSource().load(SECTION, tmp_path)
@@ -61,7 +61,9 @@ def test_columns_of_table_follow_order_of_images(tmp_path: Path) -> None:
         ("file_name,image\nb.png,1\na.jpg,0\n", "'image' is the array of files"),
     ],
 )
-def test_table_that_does_not_fit_images_is_refused(tmp_path: Path, table: str, cause: str) -> None:
+def test_load_images_with_unfit_table_raises_user_error(
+    tmp_path: Path, table: str, cause: str
+) -> None:
     folder = write_images(tmp_path, b_png=PNG, a_jpg=JPEG)
     (folder / "metadata.csv").write_text(table)
     with pytest.raises(UserError, match=cause):
@@ -69,7 +71,7 @@ def test_table_that_does_not_fit_images_is_refused(tmp_path: Path, table: str, c
 
 
 @pytest.mark.parametrize("content", [b"", PNG[:60], JPEG[:-30], b"GIF89a"])
-def test_image_that_cannot_be_decoded_is_named_with_its_path(
+def test_load_undecodable_image_raises_user_error_with_its_path(
     tmp_path: Path, content: bytes
 ) -> None:
     write_images(tmp_path, dog__bad_png=content, dog__good_png=PNG)
@@ -78,7 +80,7 @@ def test_image_that_cannot_be_decoded_is_named_with_its_path(
     assert str(tmp_path / "images" / "dog/bad.png") in str(caught.value)
 
 
-def test_folder_without_images_is_not_found(tmp_path: Path) -> None:
+def test_load_folder_without_images_raises_not_found_error(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     with pytest.raises(NotFoundError, match="without images"):
         FileSource().load(SECTION, tmp_path)

@@ -155,7 +155,7 @@ def test_azureml_apply_killed_at_any_write_keeps_traffic_and_completes(
     assert died == len(moments) > 0
 
 
-def test_azureml_apply_overtaken_by_later_generation_changes_nothing(
+def test_azureml_apply_overtaken_by_later_generation_raises_conflict_error_and_keeps_state(
     world: World, tmp_path: Path
 ) -> None:
     """Another machine applies a later generation while this one creates a deployment."""

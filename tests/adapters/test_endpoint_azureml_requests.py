@@ -188,7 +188,7 @@ def test_azureml_rollback_after_manual_traffic_change_restores_traffic(world: Wo
     assert world.scale() == 2.0
 
 
-def test_azureml_rollback_below_applied_generation_raises_conflict(
+def test_azureml_rollback_below_applied_generation_raises_conflict_error(
     world: World, tmp_path: Path
 ) -> None:
     world.apply(5, blue=90, green=10)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.services
 COUNTED = ("step", "observe", "rollback", "repeated rollback")
 """Operations whose reads are counted too; those of others depend on the cloud's speed."""
 NETWORK_OF_TABLE = {"s3:GetObject", "s3:ListBucket", "s3:PutObject"}
-"""What a follower does in its container."""
+"""Actions of a follower in its container."""
 FOR_SCALING = {
     "application-autoscaling:DeregisterScalableTarget",
     "application-autoscaling:PutScalingPolicy",
@@ -50,7 +50,7 @@ WEIGHTS = "sagemaker:UpdateEndpointWeightsAndCapacities"
 NATIVE_ONLY = {
     WEIGHTS,
     "cloudwatch:GetMetricData",
-    "s3:AbortMultipartUpload",  # uploads of archives that were interrupted
+    "s3:AbortMultipartUpload",  # interrupted uploads of archives
 }
 """What metrics, weights and archives of `traffic: native` need.
 

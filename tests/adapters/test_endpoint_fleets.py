@@ -182,7 +182,9 @@ def test_fleet_with_other_client_id_drifts_until_applied(azure: AzureFleet) -> N
     assert azure.drift() == []
 
 
-def test_fleet_update_reverted_by_alarm_rejects_no_release(amazon: SageMakerFleet) -> None:
+def test_fleet_update_reverted_by_alarm_raises_infrastructure_error_and_keeps_serving(
+    amazon: SageMakerFleet,
+) -> None:
     cloudwatch = client(amazon.fake, "cloudwatch")
     cloudwatch.put_metric_alarm(
         AlarmName="errors",

@@ -404,7 +404,7 @@ def test_local_workers_without_supervisor_answer_until_takeover(site: Site) -> N
     assert not site.provider.is_unsupervised(CONFIG)
 
 
-def test_local_is_unsupervised_without_live_workers_returns_false(site: Site) -> None:
+def test_local_is_unsupervised_with_supervisor_or_without_workers_returns_false(site: Site) -> None:
     assert not site.provider.is_unsupervised(CONFIG)
     site.apply(1, blue=100)
     assert not site.provider.is_unsupervised(CONFIG)

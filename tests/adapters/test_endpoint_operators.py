@@ -121,7 +121,7 @@ def test_endpoint_with_custom_operators_keeps_them_after_restart_and_rollback(
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_model_copies_fetch_of_undeclared_library_raises_refused_error(
+def test_model_copies_fetch_accepts_only_declared_library(
     tmp_path: Path, doubling: Deployment, library: CustomOps, declared: bool
 ) -> None:
     signer = FakeSigner()

@@ -43,7 +43,7 @@ def test_find_ends_of_server_that_outlived_follower_is_empty() -> None:
 @pytest.mark.parametrize(
     ("age_s", "other_age_s", "is_ended"), [(36, 1, True), (34, 1, False), (500, 500, False)]
 )
-def test_find_ends_of_silent_replica_includes_it_after_lease(
+def test_find_ends_includes_silent_replica_only_after_lease_and_beside_live_replica(
     age_s: float, other_age_s: float, is_ended: bool
 ) -> None:
     starts = {
@@ -55,7 +55,7 @@ def test_find_ends_of_silent_replica_includes_it_after_lease(
 
 
 @pytest.mark.parametrize("has_last_counts", [True, False])
-def test_find_ends_of_final_status_without_last_counts_includes_start(
+def test_find_ends_of_final_status_includes_start_only_without_last_counts(
     has_last_counts: bool,
 ) -> None:
     # If the status is final without last counts, an operator has written the server off.

@@ -394,7 +394,7 @@ class TestFailures:
             site.apply(2, blue=100)
         site.apply(3, blue=100)
 
-    def test_replica_apply_of_candidate_without_ready_replica_raises_error(
+    def test_replica_apply_of_candidate_without_ready_replica_raises_service_unavailable_error(
         self, site: ReplicaSite, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(replicas, "_PREPARE_S", 2.0)
@@ -518,7 +518,7 @@ def test_replica_apply_after_loss_of_rollback_table_serves_stable_version(
 
 
 class TestSilent:
-    """Replicas that stopped reporting, by their last status: two killed followers."""
+    """Replicas that stopped reporting: one is cut off, and the other has ended."""
 
     @pytest.fixture
     def cut(
@@ -682,7 +682,7 @@ class TestDiagnosis:
         )
 
 
-def test_object_store_list_without_credentials_raises_unavailable_error(
+def test_object_store_list_without_credentials_raises_service_unavailable_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):

@@ -242,7 +242,7 @@ def test_build_layout_with_other_weights_keeps_config_unless_image_changes(
     )
 
 
-def test_deployment_with_signed_decision_fits_container_environment(tmp_path: Path) -> None:
+def test_encode_variables_of_signed_deployment_fits_limits_and_is_read_back(tmp_path: Path) -> None:
     plain = scaling_deployment(tmp_path / "model", name="v1", version="1", scale=2.0)
     signature = EnvelopeSignature(keyid=digest_bytes(b"key"), sig="s" * 96)
     signed = replace(
@@ -324,7 +324,7 @@ def test_build_layout_with_invalid_endpoint_name_raises_user_error(name: str) ->
         ((0, 0), (50, 50), False),
     ],
 )
-def test_has_weights_requires_equal_current_and_desired_weights(
+def test_has_weights_requires_current_and_desired_weights_in_requested_ratio(
     current: tuple[int, int], desired: tuple[int, int], arrived: bool
 ) -> None:
     variants = [

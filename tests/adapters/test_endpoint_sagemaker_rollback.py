@@ -247,7 +247,7 @@ def test_sagemaker_remove_sends_constant_number_of_requests_for_each_resource(si
         }
 
 
-def test_sagemaker_delete_orphan_describes_no_more_with_more_orphans(site: Site) -> None:
+def test_sagemaker_delete_orphan_sends_at_most_five_requests(site: Site) -> None:
     config = config_of("orphans")
     site.apply(1, config, blue=100)
     make_leftovers(site, "orphans", 3)
