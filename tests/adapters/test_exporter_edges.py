@@ -63,7 +63,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("exporter", [SK, TORCH])
 @pytest.mark.parametrize("message", SECTIONS)
-def test_export_with_setting_without_effect_raises_user_error(
+def test_export_with_wrong_setting_raises_user_error(
     exporter: Exporter, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -96,7 +96,7 @@ def test_export_with_setting_without_effect_raises_user_error(
         ),
     ],
 )
-def test_export_of_model_with_unsupported_outputs_raises_user_error(
+def test_export_of_unsupported_model_raises_user_error_with_cause(
     exporter: Exporter, model: Callable[[], object], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -227,7 +227,7 @@ def test_name_axes_of_outputs_uses_batch_axis_shared_by_inputs(
 
 
 @pytest.mark.parametrize(("opset", "nearest"), [(8, 9), (9, 9), (17, 17), (18, 17)])
-def test_check_opset_outside_converter_range_raises_user_error(opset: int, nearest: int) -> None:
+def test_check_opset_accepts_only_range_of_converter(opset: int, nearest: int) -> None:
     section = Export(framework="keras", opset=opset)
     if opset == nearest:
         check_opset(section, 9, 17, "tool")

@@ -199,7 +199,9 @@ def test_convert_onnx_file_with_external_weights_includes_them(tmp_path: Path) -
     np.testing.assert_array_equal(answers["y"], [[2, 3], [2, 3]])
 
 
-def test_reference_outputs_of_source_too_new_for_runtime_are_computed(tmp_path: Path) -> None:
+def test_collect_reference_outputs_of_source_too_new_for_runtime_returns_groups(
+    tmp_path: Path,
+) -> None:
     source = tmp_path / "mine.onnx"
     write_perceptron(source, opset=28, ir_version=14)
     path = converted(source, section())
@@ -218,7 +220,7 @@ def test_convert_onnx_file_with_unsupported_operator_names_it(tmp_path: Path) ->
     assert "LayerNormalization" in str(caught.value)
 
 
-def test_onnx_export_without_convert_option_refuses_newer_file(tmp_path: Path) -> None:
+def test_onnx_export_with_missing_or_wrong_convert_option_raises_user_error(tmp_path: Path) -> None:
     source = tmp_path / "mine.onnx"
     write_perceptron(source, opset=21)
     with pytest.raises(UserError, match="newer than the opset or IR version") as caught:

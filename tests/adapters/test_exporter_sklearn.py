@@ -298,7 +298,7 @@ def test_sklearn_export_with_unsuitable_model_or_data_raises_user_error(tmp_path
             model_runs.export(SklearnExporter(), model, samples, tmp_path / "m.onnx", section)
 
 
-def test_sklearn_load_of_damaged_pickle_raises_user_error(tmp_path: Path) -> None:
+def test_sklearn_load_accepts_single_valid_pickle_only(tmp_path: Path) -> None:
     rows, labels = load("iris")
     estimator = sk("linear_model.LogisticRegression", max_iter=500).fit(rows, labels)
     (tmp_path / "mine.pkl").write_bytes(pickle.dumps(estimator))

@@ -220,7 +220,7 @@ def test_export_of_lightgbm_with_categorical_columns_raises_user_error(tmp_path:
         LightgbmExporter().export(model, request)
 
 
-def test_export_with_matrix_in_other_column_order_raises_user_error(tmp_path: Path) -> None:
+def test_export_with_matrix_refuses_only_known_columns_in_other_order(tmp_path: Path) -> None:
     model = sk("impute.SimpleImputer")
     model = piped(model, sk("linear_model.LogisticRegression")).fit(
         Dataset(inputs=NUMBERS).frame(), LABEL

@@ -124,7 +124,7 @@ def test_run_guarded_after_timeout_stops_process_and_shows_its_stack(work: objec
     assert "hang" in crash.value.output
 
 
-def test_run_guarded_above_memory_limit_raises_crash_error() -> None:
+def test_run_guarded_above_memory_limit_raises_process_crash_error() -> None:
     with pytest.raises(ProcessCrashError, match=r"more memory than its limit of 0\.6 GB"):
         run_guarded(eat, memory=600_000_000)
 

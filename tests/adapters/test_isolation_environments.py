@@ -240,7 +240,7 @@ def test_npm_packages_with_missing_version_show_npm_output(packages: NpmPackages
     assert not list(packages.folder.glob(f"*/{MARKER}"))
 
 
-def test_parse_pins_of_inexact_version_raises_user_error() -> None:
+def test_parse_pins_accepts_exact_versions_only() -> None:
     exact = ("onnxruntime-web@1.30.0", "@scope/name@1.2.3-rc.1")
     assert parse_pins(exact) == {"onnxruntime-web": "1.30.0", "@scope/name": "1.2.3-rc.1"}
     others = "name name@latest name@^1.2.3 name@1.2 ./name@1.2.3 --flag@1.2.3 git+ssh://x@1.2.3"

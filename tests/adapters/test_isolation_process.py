@@ -234,7 +234,9 @@ def test_isolated_exporter_with_much_output_limits_memory(
     assert psutil.Process().memory_info().rss - before < 50e6
 
 
-def test_isolated_exporter_error_keeps_its_type(exporter: IsolatedExporter, tmp_path: Path) -> None:
+def test_isolated_exporter_keeps_own_errors_and_wraps_others_in_stage_error(
+    exporter: IsolatedExporter, tmp_path: Path
+) -> None:
     model = load(exporter, tmp_path / "m")
     with pytest.raises(RefusedError) as refused:
         exporter.export(model, request(tmp_path / "o", "refuse"))

@@ -186,7 +186,7 @@ def test_state_of_restored_ledger_with_other_entries_ignores_snapshot(
 @pytest.mark.parametrize("first", [1, 4, 8])
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("has_snapshot", [True, False])
-def test_ledger_state_with_missing_entries_raises_error_unless_in_snapshot(
+def test_ledger_state_with_missing_entries_raises_corrupt_state_error_unless_in_snapshot(
     tmp_path: Path, first: int, count: int, has_snapshot: bool
 ) -> None:
     ledger = open_folder(tmp_path)
@@ -207,7 +207,9 @@ def test_ledger_state_with_missing_entries_raises_error_unless_in_snapshot(
         open_folder(tmp_path).read(ENDPOINT)
 
 
-def test_ledger_state_in_open_reader_with_missing_entries_raises_error(tmp_path: Path) -> None:
+def test_ledger_state_in_open_reader_with_missing_entries_raises_corrupt_state_error(
+    tmp_path: Path,
+) -> None:
     writer, reader = (open_folder(tmp_path) for _ in range(2))
     for sequence in range(1, 8):
         writer.append(command_entry(sequence))

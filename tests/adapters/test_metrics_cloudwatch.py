@@ -87,7 +87,9 @@ def test_cloudwatch_read_returns_percentiles_of_last_complete_minute(site: Site)
     assert later.quantiles == {}
 
 
-def test_cloudwatch_read_while_endpoint_is_deleted_raises_unavailable_error(site: Site) -> None:
+def test_cloudwatch_read_while_endpoint_is_deleted_raises_service_unavailable_error(
+    site: Site,
+) -> None:
     config = config_of("changing")
     site.apply(1, config, blue=100)
     site.fake.behave(reads=9)

@@ -218,7 +218,7 @@ def test_prometheus_latencies_of_scraped_histogram_fix_thresholds(
     assert tally.over_p50 is not None
 
 
-def test_prometheus_read_with_threshold_between_buckets_returns_none(
+def test_prometheus_read_with_threshold_between_buckets_counts_no_exceedances_for_it(
     scraped: Scraped, source: PrometheusMetrics
 ) -> None:
     scraped.answer(1, 200, FAST)
@@ -283,7 +283,7 @@ def test_prometheus_read_of_other_server_uses_configured_series(inbox: WebhookSi
     assert source.capabilities() == {"exceedances"}
 
 
-def test_prometheus_read_without_samples_raises_unavailable_error(
+def test_prometheus_read_without_samples_raises_service_unavailable_error(
     scraped: Scraped, source: PrometheusMetrics
 ) -> None:
     scraped.instances = {}
@@ -291,7 +291,7 @@ def test_prometheus_read_without_samples_raises_unavailable_error(
         source.read(CONFIG, {"v1": None})
 
 
-def test_prometheus_read_with_partial_answer_raises_unavailable_error(
+def test_prometheus_read_with_partial_answer_raises_service_unavailable_error(
     scraped: Scraped, source: PrometheusMetrics
 ) -> None:
     scraped.more = {"warnings": ["a store is down"]}
@@ -313,7 +313,7 @@ def test_prometheus_read_with_partial_answer_raises_unavailable_error(
         Reply(document={"data": {"result": [{"metric": 3}]}}),
     ],
 )
-def test_prometheus_read_with_wrong_reply_raises_unavailable_error(
+def test_prometheus_read_with_wrong_reply_raises_service_unavailable_error(
     inbox: WebhookSink, source: PrometheusMetrics, reply: Reply
 ) -> None:
     inbox.answer = lambda _: reply

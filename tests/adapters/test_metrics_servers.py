@@ -155,7 +155,7 @@ def test_several_servers_read_with_common_user_counts_one_unit(servers: list[Ser
         )
 
 
-def test_several_servers_read_with_unusable_server_raises_unavailable_error(
+def test_several_servers_read_with_unusable_server_raises_service_unavailable_error(
     servers: list[ServerFamily], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = source_of(servers)
@@ -337,7 +337,7 @@ def test_server_metrics_read_with_fixed_thresholds_counts_exceedances() -> None:
     assert raised == [2, 2], "16 bounds a doubling: the second one is 9 % higher"
 
 
-def test_server_metrics_read_with_threshold_between_buckets_returns_none() -> None:
+def test_server_metrics_read_with_threshold_that_is_no_bound_counts_no_exceedances() -> None:
     server = Server()
     server.answer(1, 200, 0.001)
     limits = LatencyThresholds(p50_s=0.0011, p99_s=5e9, requests=1)
@@ -516,7 +516,7 @@ def test_server_metrics_read_with_latency_distribution_counts_by_user() -> None:
     assert set(server.read({"v2": None, "v1": limits}).epochs) == set()
 
 
-def test_server_metrics_read_with_invalid_cells_raises_unavailable_error() -> None:
+def test_server_metrics_read_with_invalid_cells_raises_service_unavailable_error() -> None:
     server = Server()
     counts = server.counts.collect()
     big = encode_cells(np.arange(10), np.zeros((10, 31), np.int64))

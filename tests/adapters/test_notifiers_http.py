@@ -27,7 +27,7 @@ from onnx_ops.testing.notifiers import (
 )
 
 MODELS: dict[str, Json] = {"repository": "acme/models"}
-TOKEN = "ghp_0123456789"  # noqa: S105 (nobody's)
+TOKEN = "ghp_0123456789"  # noqa: S105 (not a real secret)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def no_secrets_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestWebhook(NotifierSuite):
-    secret = "T0/B0/hidden"  # noqa: S105 (nobody's)
+    secret = "T0/B0/hidden"  # noqa: S105 (not a real secret)
 
     @pytest.fixture
     def notifier(
@@ -155,7 +155,7 @@ def test_format_message_with_long_reason_cuts_it() -> None:
         assert len(block["text"]["text"]) <= 3000
 
 
-def test_github_notifier_with_invalid_issue_list_raises_unavailable_error(
+def test_github_notifier_with_invalid_issue_list_raises_service_unavailable_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with WebhookSink().open() as inbox:
@@ -252,7 +252,7 @@ def test_webhook_notifier_with_options_raises_options_error(tmp_path: Path) -> N
     assert "hidden" not in repr(caught.value.as_document())
 
 
-def test_request_json_above_size_limit_raises_unavailable_error() -> None:
+def test_request_json_above_size_limit_raises_service_unavailable_error() -> None:
     text = "x" * (MAX_ANSWER_BYTES - len('""'))
     inbox = WebhookSink(
         lambda letter: Reply(document=text if letter.path == "/largest" else text + "x")

@@ -116,7 +116,9 @@ def test_static_quantizer_of_fused_graph_raises_stage_error(
     assert read_model_info(request.path).opsets["com.microsoft"] == 1
 
 
-def test_shape_optimizer_fixes_dimensions_other_than_batch(perceptron: OptimizeRequest) -> None:
+def test_shape_optimizer_fixes_only_known_dimensions_other_than_batch(
+    perceptron: OptimizeRequest,
+) -> None:
     model = read_model(perceptron.source)
     model.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "features"
     write_model(model, perceptron.source)
@@ -157,7 +159,7 @@ def test_fp16_optimizer_rounds_tiny_weights_to_nearest_half(
     assert stored["second.weight"][0, 0] == np.float16(tiny)
 
 
-def test_fp16_optimizer_with_too_large_weights_raises_error_unless_excluded(
+def test_fp16_optimizer_with_too_large_weights_raises_user_error_unless_excluded(
     perceptron: OptimizeRequest,
 ) -> None:
     """The converter would clip them without a warning."""
@@ -318,7 +320,7 @@ WRONG: list[tuple[Optimizer, Mapping[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("optimizer", "options", "said"), WRONG)
-def test_low_precision_optimizer_with_wrong_options_raises_user_error(
+def test_optimizer_with_wrong_options_raises_user_error(
     perceptron: OptimizeRequest, optimizer: Optimizer, options: Mapping[str, object], said: str
 ) -> None:
     section = replace(perceptron.section, calibrate=Calibrate())
@@ -365,7 +367,7 @@ def write_products(path: Path, kind: str) -> None:
         (WEIGHTS, "float64"),
     ],
 )
-def test_optimizer_with_weights_of_other_precision_names_them(
+def test_optimizer_with_weights_of_other_precision_raises_user_error_with_their_type(
     perceptron: OptimizeRequest, optimizer: Optimizer, kind: str
 ) -> None:
     write_products(perceptron.source, kind)
@@ -390,7 +392,7 @@ def test_dynamic_quantizer_of_quantized_model_raises_user_error(
     assert caught.value.remedy == "Use the float model from which it was made."
 
 
-def test_fp16_optimizer_of_model_above_protobuf_limit_raises_error(
+def test_fp16_optimizer_of_model_above_protobuf_limit_raises_too_large_error(
     perceptron: OptimizeRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(low_precision, "PROTOBUF_LIMIT", 100)

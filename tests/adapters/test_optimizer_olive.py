@@ -115,7 +115,7 @@ def test_olive_quantizes_returns_true_only_for_precision_passes(kind: str, quant
         ),
     ],
 )
-def test_olive_config_with_search_or_code_raises_user_error(
+def test_olive_inline_files_of_unusable_config_raises_user_error(
     change: Mapping[str, Any], expected: str
 ) -> None:
     with pytest.raises(UserError, match=expected) as refused:
@@ -123,7 +123,7 @@ def test_olive_config_with_search_or_code_raises_user_error(
     assert refused.value.remedy
 
 
-def test_olive_config_outside_project_raises_user_error(tmp_path: Path) -> None:
+def test_olive_inline_files_accepts_only_valid_config_file_in_project(tmp_path: Path) -> None:
     root = tmp_path / "project"
     root.mkdir()
     (root / "int8.json").write_text(json.dumps(CONFIG))
@@ -175,7 +175,7 @@ def write_inputs(root: Path) -> None:
         np.savez(root / name, **rows(64, seed=seed))  # type: ignore[arg-type]
 
 
-def test_olive_stage_key_depends_on_content_of_config_file(
+def test_olive_stage_depends_on_used_fields_of_config_file_and_requirements(
     tmp_path: Path,
 ) -> None:
     for folder in ("configs/targets", "configs/olive", "configs/pipelines"):
@@ -247,7 +247,7 @@ def ask(optimizer: IsolatedOptimizer, folder: Path, name: str) -> OptimizeReques
     )
 
 
-def test_isolated_optimizer_passes_whole_request_to_tool(
+def test_isolated_optimizer_passes_request_to_tool_and_has_its_attributes(
     strange: IsolatedOptimizer, tmp_path: Path
 ) -> None:
     request = ask(strange, tmp_path, "copy")
@@ -263,7 +263,7 @@ def test_isolated_optimizer_passes_whole_request_to_tool(
     ("name", "kind", "expected"),
     [("abort", StageError, "SIGABRT"), ("refuse", RefusedError, "the moon")],
 )
-def test_isolated_optimizer_with_failing_tool_raises_its_error(
+def test_isolated_optimizer_keeps_own_errors_and_raises_stage_error_after_crash(
     strange: IsolatedOptimizer, tmp_path: Path, name: str, kind: type[OnnxOpsError], expected: str
 ) -> None:
     with pytest.raises(kind, match=expected):

@@ -78,7 +78,7 @@ def operators(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
-def test_static_quantizer_with_each_calibration_method_keeps_predictions(
+def test_static_quantizer_with_each_calibration_method_keeps_most_predictions(
     perceptron: OptimizeRequest, method: str
 ) -> None:
     section = replace(STATIC, calibrate=Calibrate(method=method))  # type: ignore[arg-type]
@@ -333,7 +333,7 @@ def test_batch_reader_returns_all_rows_in_small_batches(perceptron: OptimizeRequ
 
 
 @pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
-def test_static_quantizer_with_more_rows_uses_constant_memory(
+def test_static_quantizer_with_more_rows_does_not_keep_activations_in_memory(
     convolution: OptimizeRequest, method: str
 ) -> None:
     """More rows enlarge only the counts of the histograms.
@@ -385,7 +385,7 @@ def test_static_quantizer_recipe_depends_on_machine_unless_set(
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_static_quantizer_with_symmetric_activations_has_zero_points_of_zero(
+def test_static_quantizer_sets_all_zero_points_to_zero_only_if_symmetric(
     convolution: OptimizeRequest, symmetric: bool
 ) -> None:
     section = replace(STATIC, options={"activations": "int8", "symmetric": symmetric})
@@ -398,7 +398,7 @@ def test_static_quantizer_with_symmetric_activations_has_zero_points_of_zero(
     assert all(zero == 0 for zero in zeros) is symmetric
 
 
-def test_static_quantizer_with_types_without_kernel_raises_user_error(
+def test_static_quantizer_with_unsupported_options_raises_user_error(
     convolution: OptimizeRequest,
 ) -> None:
     section = replace(STATIC, options={"activations": "int8", "weights": "uint8"})
@@ -415,7 +415,9 @@ def test_static_quantizer_with_types_without_kernel_raises_user_error(
         )
 
 
-def test_static_quantizer_of_fixed_batch_calibrates_with_it(perceptron: OptimizeRequest) -> None:
+def test_static_quantizer_of_fixed_batch_calibrates_with_full_batches_only(
+    perceptron: OptimizeRequest,
+) -> None:
     write_perceptron(perceptron.source, batch=4)
     assert len(BatchReader(rows(11), read_model_info(perceptron.source))) == 2
     StaticQuantizer().optimize(replace(perceptron, calibration=rows(11)))

@@ -71,7 +71,7 @@ def test_fetch_of_damaged_file_downloads_again(web: WebFiles, pinned: PinnedFile
     assert pinned.fetch(place).read_bytes() == b"model"
 
 
-def test_fetch_of_changed_file_raises_error_and_keeps_nothing(
+def test_fetch_of_changed_file_raises_digest_mismatch_error_and_keeps_nothing(
     web: WebFiles, pinned: PinnedFiles
 ) -> None:
     web.files["m.onnx"] = b"model"
@@ -88,7 +88,7 @@ def test_fetch_of_changed_file_raises_error_and_keeps_nothing(
     ("status", "error"),
     [(404, NotFoundError), (403, RefusedError), (503, ServiceUnavailableError)],
 )
-def test_fetch_of_refused_file_raises_error_without_signature(
+def test_fetch_with_error_status_raises_matching_error_without_signature(
     web: WebFiles, pinned: PinnedFiles, status: int, error: type[Exception]
 ) -> None:
     web.statuses["m.onnx"] = status
@@ -97,7 +97,7 @@ def test_fetch_of_refused_file_raises_error_without_signature(
     assert "secret" not in str(raised.value)
 
 
-def test_fetch_without_server_raises_service_error(pinned: PinnedFiles) -> None:
+def test_fetch_without_server_raises_service_unavailable_error(pinned: PinnedFiles) -> None:
     with pytest.raises(ServiceUnavailableError, match="could not be downloaded"):
         pinned.fetch(f"http://127.0.0.1:9/m.onnx#sha256={'0' * 64}")
 
@@ -148,7 +148,7 @@ def test_fetch_of_hub_folder_or_file_includes_external_data(
     assert not hub.requests
 
 
-def test_fetch_of_missing_hub_file_or_repository_raises_error(
+def test_fetch_of_missing_hub_file_or_repository_raises_not_found_error(
     hub: WebFiles, pinned: PinnedFiles
 ) -> None:
     hub.hub["o/n"] = {"README.md": b""}
@@ -195,7 +195,7 @@ def _model_zoo_files(folder: Path) -> tuple[dict[str, bytes], np.ndarray, str, s
 
 
 @pytest.mark.parametrize("suffix", ["tar.gz", "zip"])
-def test_archive_of_model_zoo_gives_model_and_rows(
+def test_archive_of_model_zoo_gives_model_rows_and_known_labels(
     web: WebFiles, tmp_path: Path, suffix: str
 ) -> None:
     files, rows, name, output = _model_zoo_files(tmp_path)
@@ -217,7 +217,7 @@ def test_archive_of_model_zoo_gives_model_and_rows(
         source.load(FileData(file=place, label="other"), tmp_path)
 
 
-def test_archive_with_path_out_of_its_folder_is_refused_or_confined(
+def test_fetch_of_invalid_archive_raises_user_error_or_skips_paths_outside(
     web: WebFiles, tmp_path: Path
 ) -> None:
     pinned = PinnedFiles(cache=tmp_path / "pinned")
@@ -232,7 +232,9 @@ def test_archive_with_path_out_of_its_folder_is_refused_or_confined(
     assert not list(tmp_path.rglob("evil"))
 
 
-def test_test_data_of_different_shapes_is_refused(web: WebFiles, tmp_path: Path) -> None:
+def test_load_of_invalid_or_missing_test_data_raises_user_error(
+    web: WebFiles, tmp_path: Path
+) -> None:
     files, _, _, _ = _model_zoo_files(tmp_path)
     files["mlp/test_data_set_1/input_0.pb"] = numpy_helper.from_array(
         np.ones((2, 3), np.float32)

@@ -114,7 +114,7 @@ class TestOnADatabase(RegistrySuite):
         _overwrite(self.files, registry, record, name)
 
 
-def test_list_of_aliases_over_several_pages_is_complete(
+def test_registry_all_aliases_over_several_pages_is_complete(
     registry: MlflowRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(3):
@@ -154,7 +154,7 @@ class TestOnAServer(RegistrySuite):
         description = client_of(registry).get_model_version("reported", version).description
         assert f"[Report]({page.removeprefix(mlflow_server[0] + '/')})" in str(description)
 
-    def test_publish_keeps_model_description_edited_by_user(
+    def test_publish_updates_model_description_unless_edited_by_user(
         self, registry: MlflowRegistry, tmp_path: Path
     ) -> None:
         client = client_of(registry)
@@ -614,7 +614,7 @@ def test_fetch_with_missing_file_raises_digest_mismatch_error(
         registry.fetch(record, tmp_path)
 
 
-def test_fetch_with_path_outside_folder_in_manifest_raises_error(
+def test_fetch_with_path_outside_folder_in_manifest_raises_digest_mismatch_error(
     registry: MlflowRegistry, mlflow_home: Path, tmp_path: Path
 ) -> None:
     record = publish(registry, tmp_path, "outside")
@@ -647,7 +647,7 @@ def test_fetch_of_version_copied_to_other_storage_raises_refused_error(
         registry.fetch(copied, tmp_path)
 
 
-def test_fetch_with_failing_storage_client_raises_unavailable_error(
+def test_fetch_with_failing_storage_client_raises_service_unavailable_error(
     registry: MlflowRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = publish(registry, tmp_path, "broken-client")
@@ -670,7 +670,7 @@ def test_version_of_foreign_model_raises_not_found_error(registry: MlflowRegistr
         registry.version("foreign", "1")
 
 
-def test_registry_lookup_with_wrong_name_raises_error_with_hint(
+def test_registry_with_unknown_or_invalid_name_raises_user_error(
     registry: MlflowRegistry, tmp_path: Path
 ) -> None:
     version = publish(registry, tmp_path, "spelled").version
@@ -694,11 +694,15 @@ def test_registry_lookup_with_wrong_name_raises_error_with_hint(
         (False, ["", "..", "/etc/passwd", "a/../b", "a//b", "a\\b", "C:evil", "a\x00", "b/"]),
     ],
 )
-def test_is_safe_name_of_path_outside_folder_returns_false(safe: bool, names: list[str]) -> None:
+def test_is_safe_name_accepts_only_relative_names_inside_folder(
+    safe: bool, names: list[str]
+) -> None:
     assert [name for name in names if mlflow_folder.is_safe_name(name) is not safe] == []
 
 
-def test_publish_of_invalid_record_writes_nothing(registry: MlflowRegistry, tmp_path: Path) -> None:
+def test_publish_of_invalid_record_raises_error_and_creates_no_version(
+    registry: MlflowRegistry, tmp_path: Path
+) -> None:
     release = publication(tmp_path, model="unsent", seed="a")
     record = release.variants[0]
     path = record.files["model.onnx"]
@@ -771,7 +775,7 @@ def test_publish_and_fetch_print_nothing(
 @pytest.mark.parametrize(
     "address", ["http://u:secret@{}", "postgresql+psycopg2://u:secret@{}/mlflow"]
 )
-def test_aliases_without_reachable_server_raise_unavailable_error(address: str) -> None:
+def test_aliases_without_reachable_server_raise_service_unavailable_error(address: str) -> None:
     registry = MlflowRegistry(
         address.format(f"127.0.0.1:{free_port()}"), artifact_root="s3://bucket"
     )
@@ -781,7 +785,7 @@ def test_aliases_without_reachable_server_raise_unavailable_error(address: str) 
     assert caught.value.remedy
 
 
-def test_aliases_with_damaged_database_raise_unavailable_error(tmp_path: Path) -> None:
+def test_aliases_with_damaged_database_raise_service_unavailable_error(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"this is not a database" * 1000)
     registry = MlflowRegistry(f"sqlite:///{tmp_path}/mlflow.db")
     with pytest.raises(ServiceUnavailableError):
@@ -794,7 +798,9 @@ def test_registry_with_unsupported_tracking_uri_raises_user_error(uri: str) -> N
         MlflowRegistry(uri)
 
 
-def test_registry_where_shows_command_or_url_without_secrets(tmp_path: Path) -> None:
+def test_registry_shows_command_or_url_without_secrets_and_requires_artifact_root(
+    tmp_path: Path,
+) -> None:
     registry = MlflowRegistry(f"sqlite:///{tmp_path}/my mlflow.db")
     command = registry.where("digits")
     assert f"'sqlite:///{tmp_path}/my mlflow.db'" in command

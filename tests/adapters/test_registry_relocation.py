@@ -57,7 +57,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("is_copied", [False, True])
-def test_open_project_after_move_or_copy_uses_its_own_artifacts(
+def test_registry_of_moved_or_copied_project_uses_its_own_artifacts(
     root: Path, tmp_path: Path, is_copied: bool
 ) -> None:
     new = tmp_path / "renamed shop"
@@ -108,7 +108,7 @@ def test_relocate_artifacts_leaves_root_with_similar_prefix_unchanged(
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a database"])
-def test_relocate_artifacts_of_invalid_database_changes_nothing(
+def test_relocate_artifacts_of_invalid_or_missing_database_relocates_nothing(
     tmp_path: Path, content: bytes | None
 ) -> None:
     path = tmp_path / "mlflow.db"

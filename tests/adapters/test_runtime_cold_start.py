@@ -48,7 +48,7 @@ def test_cold_start_with_larger_weights_reports_larger_peak_memory(tmp_path: Pat
     assert 60 * MB < samples.peak_bytes[0, 1] < 250 * MB
 
 
-def test_cold_start_with_string_input_of_any_name_returns_durations(tmp_path: Path) -> None:
+def test_cold_start_with_string_input_named_file_returns_durations(tmp_path: Path) -> None:
     path = write_identity(tmp_path / "m.onnx", TensorProto.STRING, name="file")
     feed = {"file": np.array(["a", "bc"], dtype=object)}
     samples = OnnxRuntime().starts((path,), CPU, feed, StartSchedule(rounds=1, requests=1))
@@ -76,7 +76,7 @@ def measure_child(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str) ->
         ("print('{\"load_ns\": 1}')\nraise SystemExit(3)", "exit code 3"),
     ],
 )
-def test_cold_start_with_crashing_process_raises_measurement_error(
+def test_cold_start_with_failed_process_raises_measurement_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, expected: str
 ) -> None:
     with pytest.raises(MeasurementError, match=expected) as caught:
@@ -93,13 +93,13 @@ def test_cold_start_with_hanging_process_raises_measurement_error(
         measure_child(tmp_path, monkeypatch, "import time\ntime.sleep(3600)")
 
 
-def test_cold_start_with_failing_session_keeps_error_message(file: Path) -> None:
+def test_cold_start_with_invalid_session_setting_raises_measurement_error(file: Path) -> None:
     target = replace(CPU, session=SessionSettings(config={"": "1"}))
     with pytest.raises(MeasurementError, match="cannot run the model"):
         cold_start.measure_start(file, target, rows(1), 1)
 
 
-def test_cold_start_of_two_models_keeps_their_order_and_varies_first_model(
+def test_starts_of_two_models_returns_columns_in_given_order_and_alternates_first_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from onnx_ops.adapters.runtimes import onnxruntime as adapter
@@ -142,7 +142,7 @@ print(mark - resident, cold_start.compute_added_memory(resident, mark))
     assert 70 * MB < added < 200 * MB
 
 
-def test_compute_added_memory_without_new_peak_returns_unknown(
+def test_compute_added_memory_is_known_only_after_new_peak(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cold_start, "_status", lambda: {"VmRSS": 50, "VmHWM": 90})

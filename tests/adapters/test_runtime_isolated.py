@@ -1,6 +1,6 @@
 """ONNX Runtime in an isolated interpreter.
 
-It returns the same samples. Every way in which its process can end is tested.
+Its outputs are those of the current process. Its process is killed or exceeds its time limit.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_isolated_runtime_returns_same_outputs_as_current_process(
 
 
 @pytest.mark.parametrize("do", ["benchmark", "sample", "under_load"])
-def test_isolated_runtime_after_kill_raises_error_and_restarts(
+def test_isolated_runtime_after_kill_raises_stage_error_and_restarts(
     runtime: TargetedRuntime, file: Path, do: str
 ) -> None:
     def kill() -> None:

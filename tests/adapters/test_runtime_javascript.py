@@ -100,14 +100,14 @@ class TestNodeWasm(RuntimeSuite):
     def test_starts_return_durations_and_memory_of_fresh_processes(
         self, runtime: Runtime, target: Target, file: Path
     ) -> None:
-        """Each start takes seconds, so the tests of each commit use Node only."""
+        """Each start takes seconds, so the tests of each commit use `cpu` in Node only."""
         super().test_starts_return_durations_and_memory_of_fresh_processes(runtime, target, file)
 
     @pytest.mark.nightly
     def test_runtime_with_invalid_file_or_feed_raises_measurement_error(
         self, runtime: Runtime, target: Target, file: Path, tmp_path: Path
     ) -> None:
-        """The tests of each commit use Node only; this test adds the browser."""
+        """The tests of each commit use the provider `cpu` of Node only; this test adds `wasm`."""
         super().test_runtime_with_invalid_file_or_feed_raises_measurement_error(
             runtime, target, file, tmp_path
         )
@@ -125,7 +125,7 @@ class TestBrowser(RuntimeSuite):
     def test_starts_return_durations_and_memory_of_fresh_processes(
         self, runtime: Runtime, target: Target, file: Path
     ) -> None:
-        """Each start takes seconds, so the tests of each commit use Node only."""
+        """Each start takes seconds, so the tests of each commit use `cpu` in Node only."""
         super().test_starts_return_durations_and_memory_of_fresh_processes(runtime, target, file)
 
 
@@ -210,7 +210,7 @@ def test_javascript_benchmark_with_coarse_clock_times_several_calls(
     assert not slow.preempted.any()
 
 
-def test_node_rewritten_writes_optimized_graph(
+def test_node_rewritten_writes_optimized_graph_except_for_wasm(
     node: NodeRuntime, wasm: NodeRuntime, other_node: NodeRuntime, file: Path, tmp_path: Path
 ) -> None:
     node.rewritten(file, NODE, tmp_path / "copy.onnx")
@@ -223,7 +223,7 @@ def test_node_rewritten_writes_optimized_graph(
 
 
 @pytest.mark.nightly
-def test_javascript_runtime_with_ort_format_equals_source(
+def test_javascript_runtime_with_ort_format_returns_outputs_of_source(
     node: NodeRuntime, other_node: NodeRuntime, other_browser: NodeRuntime, file: Path
 ) -> None:
     before = run(file, rows(17), NODE, node)["scores"]
@@ -235,7 +235,9 @@ def test_javascript_runtime_with_ort_format_equals_source(
         assert runtime.sample(file, phone, rows(1), runs=2, warmup=1).nanoseconds.shape == (2,)
 
 
-def test_node_runtime_after_kill_raises_error_and_restarts(node: NodeRuntime, file: Path) -> None:
+def test_node_runtime_after_kill_raises_stage_error_and_restarts(
+    node: NodeRuntime, file: Path
+) -> None:
     with ended_in_the_middle(lambda: os.kill(pid(node), signal.SIGKILL)) as measure:
         node.run(file, NODE, (rows(1),))
         with pytest.raises(StageError, match="signal SIGKILL before it could benchmark") as killed:
@@ -246,7 +248,7 @@ def test_node_runtime_after_kill_raises_error_and_restarts(node: NodeRuntime, fi
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("role", ["", "renderer"])
-def test_browser_runtime_after_kill_raises_error_and_restarts(
+def test_browser_runtime_after_kill_raises_stage_error_and_restarts(
     browser: BrowserRuntime, file: Path, role: str
 ) -> None:
     with ended_in_the_middle(lambda: kill_chromium(browser, role)) as measure:

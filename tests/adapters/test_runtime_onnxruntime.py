@@ -111,7 +111,7 @@ def test_session_for_target_receives_its_settings(
     assert providers == [("CPUExecutionProvider", {"arena_extend_strategy": "kSameAsRequested"})]
 
 
-def test_onnxruntime_facts_with_missing_provider_name_available_providers(file: Path) -> None:
+def test_onnxruntime_facts_with_missing_provider_raise_measurement_error(file: Path) -> None:
     target = replace(CPU, providers=(Provider(name="CUDAExecutionProvider"), *CPU.providers))
     if "CUDAExecutionProvider" in list_providers():
         target = replace(CPU, providers=(Provider(name="NoneExecutionProvider"),))
@@ -266,7 +266,7 @@ def test_run_load_window_with_failing_call_raises_its_error() -> None:
     assert len(answered) < 10_000
 
 
-def test_run_load_window_without_threads_raises_measurement_error() -> None:
+def test_run_load_window_with_too_few_threads_raises_measurement_error() -> None:
     with ThreadPoolExecutor(2) as pool:
         start = pool.submit
         left = [1]
@@ -323,7 +323,7 @@ def test_onnxruntime_under_load_separates_models_and_seeds_their_order(
     )
 
 
-def test_onnxruntime_facts_of_invalid_model_raise_error_without_fallback(
+def test_onnxruntime_facts_of_invalid_model_raise_measurement_error_without_fallback(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """ONNX Runtime's fallback would print a message and continue with other providers."""
@@ -366,7 +366,9 @@ def refused(file: Path, target: Target) -> MeasurementError:
     return caught.value
 
 
-def test_onnxruntime_with_missing_plugin_package_raises_error_with_remedy(file: Path) -> None:
+def test_onnxruntime_with_missing_plugin_package_raises_measurement_error_with_remedy(
+    file: Path,
+) -> None:
     error = refused(
         file, Target(name="acme", providers=(Provider(name="Acme", package="no_such_provider"),))
     )
@@ -374,14 +376,14 @@ def test_onnxruntime_with_missing_plugin_package_raises_error_with_remedy(file: 
     assert error.remedy.startswith("Run pip install no-such-provider ")
 
 
-def test_onnxruntime_with_package_without_plugin_raises_error(
+def test_onnxruntime_with_package_without_plugin_raises_measurement_error(
     file: Path, package: Callable[[str], Target], golden: Golden
 ) -> None:
     golden("errors", refused(file, package("")).what)
 
 
 @pytest.mark.parametrize("library", ["/nowhere/libacme.so", onnx.__file__])
-def test_onnxruntime_with_unloadable_plugin_library_raises_error(
+def test_onnxruntime_with_unloadable_plugin_library_raises_measurement_error(
     file: Path, package: Callable[[str], Target], library: str
 ) -> None:
     error = refused(file, package(f"def get_library_path():\n    return {library!r}\n"))

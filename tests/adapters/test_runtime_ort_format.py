@@ -44,7 +44,7 @@ class TestOrtFormat(RuntimeSuite):
 
 
 @pytest.mark.parametrize("target", [PHONE, COMPILED], ids=lambda target: target.name)
-def test_session_with_ort_format_runs_ort_file_and_equals_source(
+def test_session_with_ort_format_runs_ort_file_and_returns_outputs_of_source(
     file: Path, target: Target
 ) -> None:
     session = build_session(file, target)
@@ -69,7 +69,7 @@ def test_prepare_model_file_twice_reuses_file_of_same_format(file: Path) -> None
     assert prepare_model_file(file, COMPILED) != first
 
 
-def test_cold_start_with_ort_format_loads_ort_file(file: Path) -> None:
+def test_cold_start_with_ort_format_returns_load_time(file: Path) -> None:
     samples = OnnxRuntime().starts((file,), PHONE, rows(1), StartSchedule(rounds=1, requests=2))
     assert int(samples.load_ns[0, 0]) > 0
 
@@ -143,7 +143,9 @@ def test_prepare_model_file_with_other_external_weights_writes_other_file(tmp_pa
     assert made[0] != made[1]
 
 
-def test_prepare_model_file_with_two_operator_libraries_raises_error(file: Path) -> None:
+def test_prepare_model_file_with_two_operator_libraries_raises_measurement_error(
+    file: Path,
+) -> None:
     library = CustomOps(path="a.so", digest="sha256:" + "0" * 64, domains=("a",))  # type: ignore[arg-type]
     with pytest.raises(MeasurementError, match="one library"):
         prepare_model_file(file, replace(PHONE, custom_ops=(library, library)))

@@ -135,7 +135,7 @@ def test_read_key_readable_by_others_raises_refused_error(
         create_key(path)
 
 
-def test_read_key_of_invalid_file_raises_error(tmp_path: Path) -> None:
+def test_read_key_of_missing_or_invalid_file_raises_user_error(tmp_path: Path) -> None:
     path = tmp_path / "signing.pem"
     with pytest.raises(NotFoundError):
         read_key(path)

@@ -146,7 +146,7 @@ def test_keyring_retire_of_signing_key_raises_refused_error(keyring: Keyring) ->
         keyring.retire(one)
 
 
-def test_keyring_find_with_unique_prefix_returns_key(keyring: Keyring) -> None:
+def test_keyring_find_accepts_only_unambiguous_prefix(keyring: Keyring) -> None:
     keyring.rotate(admit_nowhere)
     with pytest.raises(NotFoundError, match="Trusted: "):
         keyring.find("zz")
@@ -162,7 +162,7 @@ def test_keyring_find_with_unique_prefix_returns_key(keyring: Keyring) -> None:
         keyring.find(repeated)
 
 
-def test_keyring_list_keys_without_signing_key_shows_trusted_keys_only(tmp_path: Path) -> None:
+def test_keyring_without_signing_key_lists_trusted_keys_and_cannot_rotate(tmp_path: Path) -> None:
     create_key(tmp_path / "elsewhere" / "ci.pem")
     (tmp_path / "trusted").mkdir()
     shutil.copy(tmp_path / "elsewhere" / "ci.pub.pem", tmp_path / "trusted")
@@ -200,7 +200,7 @@ def test_keyring_rotate_with_unreachable_ledger_keeps_old_signing_key(
     assert keyring.rotate(admit_nowhere) == (old.key, read_key(places[0]).key)
 
 
-def test_keyring_trust_of_foreign_key_for_role_stores_one_copy(
+def test_keyring_trust_for_role_stores_one_copy_of_valid_public_key(
     keyring: Keyring, places: tuple[Path, Path]
 ) -> None:
     signer = create_key(places[0].parent / "elsewhere" / "reconciler.pem")

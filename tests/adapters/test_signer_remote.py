@@ -33,7 +33,7 @@ RECORD = b"entry 1"
 
 
 def require_verifiable(signer: Signer, folder: Path) -> None:
-    """Assert that only the printed public key verifies a signature."""
+    """Assert that the public key verifies the signature of this record, and of no other."""
     folder.mkdir(exist_ok=True)
     (folder / "remote.pub.pem").write_bytes(signer.public_pem())
     trusted = TrustedKeys(folder)
@@ -52,7 +52,7 @@ class TestEnvironment:
         assert signer.key == made.key
         require_verifiable(signer, tmp_path / "trusted")
 
-    def test_open_signer_with_missing_or_wrong_variable_names_it(
+    def test_open_signer_with_missing_or_wrong_variable_raises_user_error_without_secret(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with pytest.raises(NotFoundError, match="SECRET_PEM is not set"):
@@ -194,7 +194,7 @@ class TestKeyVault:
     @pytest.mark.parametrize(
         ("name", "token"), [("none", "https://vault.azure.net"), ("good", "another")]
     )
-    def test_key_vault_key_without_permission_raises_refused_error(
+    def test_key_vault_key_unknown_or_without_permission_raises_refused_error(
         self, vault: str, name: str, token: str
     ) -> None:
         with pytest.raises(RefusedError):

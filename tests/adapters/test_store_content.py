@@ -126,7 +126,9 @@ def test_remote_store_cache_above_limit_evicts_oldest_content(tmp_path: Path) ->
     assert third.exists()
 
 
-def test_store_path_of_changed_content_with_old_times_raises_error(tmp_path: Path) -> None:
+def test_store_path_of_changed_content_with_old_times_raises_corrupt_state_error(
+    tmp_path: Path,
+) -> None:
     store = ContentStore(LocalObjects(tmp_path), tmp_path)
     path = store.path(store.put_bytes(CONTENT))
     times = path.stat()
@@ -389,7 +391,9 @@ def test_model_folders_admit_with_outside_weights_raises_refused_error(tmp_path:
     assert folders.location(manifest.digest()) is None
 
 
-def test_model_folders_location_of_damaged_folder_returns_none(tmp_path: Path, model: Path) -> None:
+def test_model_folders_location_of_damaged_folder_returns_none_until_admit(
+    tmp_path: Path, model: Path
+) -> None:
     manifest = digest_folder(model)
     folders = ModelFolders(tmp_path / "models")
     place = Path(folders.admit(model, manifest))

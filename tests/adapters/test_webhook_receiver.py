@@ -1,6 +1,6 @@
 """The webhook receiver over real HTTP.
 
-Deliveries are lost, doubled, reordered, forged, stale or oversize. Its secret is tested too.
+Deliveries are doubled, forged, stale, oversize or concurrent. Its secret is tested too.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def listening() -> Iterator[Listening]:
         yield found
 
 
-def test_webhook_receiver_metrics_with_ledger_failure_returns_503(listening: Listening) -> None:
+def test_webhook_receiver_metrics_are_served_unless_ledger_fails(listening: Listening) -> None:
     import httpx
 
     url = listening.url.replace("/webhooks/mlflow", "/metrics")
@@ -143,7 +143,9 @@ def test_webhook_delivery_with_signed_invalid_body_returns_400(listening: Listen
     assert listening.woken == []
 
 
-def test_webhook_receiver_at_other_path_returns_404(listening: Listening) -> None:
+def test_webhook_receiver_with_other_path_or_method_returns_404_or_405(
+    listening: Listening,
+) -> None:
     import httpx
 
     base = listening.url.removesuffix("/webhooks/mlflow")
@@ -155,7 +157,9 @@ def test_webhook_receiver_at_other_path_returns_404(listening: Listening) -> Non
     ]
 
 
-def test_webhook_receiver_with_concurrent_deliveries_accepts_all(listening: Listening) -> None:
+def test_webhook_receiver_with_concurrent_deliveries_wakes_once_for_each(
+    listening: Listening,
+) -> None:
     with ThreadPoolExecutor(8) as pool:
         statuses = list(
             pool.map(
@@ -244,7 +248,9 @@ def test_webhook_error_response_contains_no_secret(listening: Listening) -> None
     assert SECRET not in answer.text + str(answer.headers)
 
 
-def test_webhook_receiver_on_taken_port_raises_unavailable_error(listening: Listening) -> None:
+def test_webhook_receiver_on_taken_port_raises_service_unavailable_error(
+    listening: Listening,
+) -> None:
     import httpx
 
     port = httpx.URL(listening.url).port
