@@ -346,8 +346,9 @@ class Follower:
         if adopted is None:
             if not self._uptimes:
                 # The counts record the start of a server even if it ends before its first table.
+                now = time.time()  # noqa: TID251 (readers take the time of the report)
                 self._write_counts(
-                    Counts(origin=self._source.start, at=began, bounds_s=(), deployments={})
+                    Counts(origin=self._source.start, at=now, bounds_s=(), deployments={})
                 )
             return
         limits = adopted.limits_s

@@ -55,7 +55,7 @@ _CONCLUSIONS = {
 ERROR is not a failure: a model could not be measured, and a person has to find the cause.
 """
 
-_NONE = re.compile(r"0+")
+_NONE = re.compile(r"0*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from onnx_ops.adapters.files import FsspecObjects, LocalObjects
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import ConflictError, InfrastructureError, UserError
+from onnx_ops.errors import AlarmRollbackError, ConflictError, InfrastructureError, UserError
 from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite
 from tests.adapters.fleet_site import (
     AzureFleet,
@@ -201,8 +201,9 @@ def test_fleet_update_reverted_by_alarm_raises_infrastructure_error_and_keeps_se
     amazon.apply(1, blue=100)
     with_options(amazon, image="registry.example/onnx-ops:bad")
     amazon.fake.behave(taken_back="alarm errors fired")
-    with pytest.raises(InfrastructureError):
+    with pytest.raises(InfrastructureError) as raised:
         amazon.apply(2, blue=100)
+    assert not isinstance(raised.value, AlarmRollbackError), "no release may be rejected"
     assert amazon.invoke("anna").deployment == "blue"
     assert amazon.observed().is_equivalent(amazon.state(blue=100))
 

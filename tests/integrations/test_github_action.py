@@ -327,6 +327,14 @@ def test_read_event_with_invalid_commit_raises_user_error(
         read_event(os.environ)
 
 
+@pytest.mark.parametrize("document", [{"before": "0" * 40}, {"inputs": {}}])
+def test_read_event_without_previous_commit_returns_empty_base(
+    runner: Runner, document: dict[str, Any]
+) -> None:
+    runner.event(document)
+    assert read_event(os.environ).base == ""
+
+
 def test_changed_since_without_repository_or_commit_raises_user_error(
     tmp_path: Path, runner: Runner
 ) -> None:
