@@ -1,9 +1,9 @@
 """Balance outlier channels between a normalization and the products that read it.
 
-Afterwards, 8 bits are enough for both. A normalization may scale a few channels far up, and the
-weights of the next product scale them down again. One quantization step for all channels is then
-too coarse for the other channels. Part of the factor is moved into the weights, as by gamma
-migration (Wei et al. 2022, arXiv 2209.13325) and SmoothQuant (Xiao et al. 2023, arXiv 2211.10438).
+A normalization may scale a few channels far up, and the weights of the next product scale them down
+again. One quantization step for all channels is then too coarse for the other channels. Part of the
+factor is moved into the weights, as by gamma migration (Wei et al. 2022, arXiv 2209.13325) and
+SmoothQuant (Xiao et al. 2023, arXiv 2211.10438), so that 8 bits suffice for values and weights.
 Factors are powers of two, so that the float function does not change by a single bit.
 """
 
@@ -59,9 +59,9 @@ class _Norm:
 
 
 def balance_channels(model: onnx.ModelProto) -> int:
-    """Balance outlier channels in place, and return the number of these channels.
+    """Balance outlier channels in place, and return the number of balanced channels.
 
-    Their exponents are recorded in the metadata.
+    Their exponents replace those in the metadata.
     """
     from onnx import numpy_helper
 
@@ -95,7 +95,7 @@ def balance_channels(model: onnx.ModelProto) -> int:
 def write_balanced(source: Path, path: Path) -> bool:
     """Write `source` with balanced outlier channels, and return True.
 
-    Without outlier channels, write nothing and return False.
+    If no channel can be balanced, write nothing and return False.
     """
     model = read_model(source)
     if not balance_channels(model):
@@ -109,6 +109,9 @@ def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
 
     The exponents are recorded in the metadata of `derived`. Without exponents, write nothing and
     return False.
+
+    Raises:
+        MeasurementError: the exponents are not valid, or do not fit the values of `source`.
     """
     recorded = {entry.key: entry.value for entry in share_structure(derived).metadata_props}.get(
         PROPERTY
@@ -131,7 +134,8 @@ def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
 def _fold_copies(model: onnx.ModelProto) -> None:
     """Remove each Identity of a constant, so that its readers read the constant.
 
-    Exporters share equal constants through Identity nodes.
+    Exporters share equal constants through Identity nodes. An Identity that produces an output of a
+    graph remains.
     """
     constants = {tensor.name for tensor in model.graph.initializer} - {
         value.name for value in model.graph.input
@@ -192,7 +196,7 @@ def _find_norms(
     def find_shifted(add: onnx.NodeProto, index: int) -> tuple[tuple[onnx.NodeProto, int], ...]:
         """Return the inputs of a Mul, and of the Add that shifts its result.
 
-        The result is empty if another node reads the result of the Mul.
+        The result is empty without such a Mul, or if its result is used elsewhere too.
         """
         inner = add.input[1 - index]
         scale = find_affine(inner)
@@ -202,7 +206,7 @@ def _find_norms(
     def find_axis(node: onnx.NodeProto, value: str) -> int | None:
         """Return the channel axis of the weights that a node multiplies a value by.
 
-        Return None if the weights cannot be changed.
+        Return None for other nodes, and for weights that cannot be changed.
         """
         is_product = node.op_type in ("MatMul", "Gemm") and node.input[0] == value
         if not (is_product and is_constant(node.input[1], 2) and len(readers[node.input[1]]) == 1):
@@ -238,8 +242,8 @@ def _choose_exponents(
 ) -> npt.NDArray[np.int64]:
     """Return the exponent of each channel's factor; 0 for all but outliers.
 
-    Activations and weights share the factor, unless the weights of a channel are of normal or large
-    size.
+    Without its factor, a channel's activations and its weights are about equally far above their
+    medians. The activations are not moved below their median.
 
     Args:
         size: size of the activations, shape (channels,).

@@ -157,7 +157,7 @@ def find_unsupported_blocks(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def explain_unsupported_blocks(unsupported: Mapping[str, str], target: Target) -> str:
-    """Return why a CPU target does not run weights in blocks; "" if it does."""
+    """Return why a CPU target cannot run weights in blocks; otherwise ""."""
     on_cpu = target.runtime == "onnxruntime" and {
         provider.name for provider in target.providers
     } <= {CPU}
@@ -169,7 +169,7 @@ def explain_unsupported_blocks(unsupported: Mapping[str, str], target: Target) -
 
 
 def explain_incompatibility(path: Path, target: Target) -> str:
-    """Return why a target cannot run a file; empty if nothing in the file prevents it."""
+    """Return why a target cannot run a file; "" if the file shows no reason."""
     model = share_structure(path)
     return (
         explain_version_limits(read_model_info(path), target)
@@ -204,8 +204,9 @@ def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
 def copy_libraries(model: Path, libraries: Mapping[str, tuple[CustomOps, ...]]) -> None:
     """Copy the operator libraries that a model uses to a folder beside it, by target.
 
-    The copies belong to the version. A library is also used if it registers the name of a function
-    of the model: sessions then use the library's kernel.
+    The copies become part of the released version. A model uses a library if a node has one of the
+    library's domains, even if a function of the model defines the operator: sessions prefer the
+    library's kernel.
 
     Raises:
         RefusedError: a file of the model is in the folder of libraries, which servers will load.
@@ -233,7 +234,7 @@ CONVERT = "convert"
 """Option of the export: the file is converted to exactly `opset` and `ir_version`."""
 
 _OLDEST = 7
-"""Assumed opset of a file that imports none."""
+"""Opset that is added to a file that imports no opset of ONNX's default domain."""
 
 DROPPED_ZIPMAPS = "onnx-ops.zipmap.dropped"
 """Metadata key of the outputs that onnx-ops converted from ZipMaps to tensors."""
@@ -278,7 +279,7 @@ def drop_zipmaps(model: onnx.ModelProto) -> tuple[str, ...]:
                 helper.make_tensor_value_info(value.name, TensorProto.FLOAT, [None, None])
             )
     if zipmaps and not any(entry.domain in DEFAULT_DOMAINS for entry in model.opset_import):
-        # The converters of trees import only the domain ai.onnx.ml.
+        # Some converters of tree models import only the domain ai.onnx.ml.
         model.opset_import.add(version=_OLDEST)
     if zipmaps:
         helper.set_model_props(
@@ -315,7 +316,7 @@ def explain_non_tensors(path: Path) -> str:
 
 
 def list_user_model_notes(place: Path) -> list[str]:
-    """Return what a pipeline changes in a supplied file."""
+    """Return notes on ZipMaps that a pipeline converts, and on a fixed batch size."""
     path = find_model_file(place)
     notes = [
         f"{name} is a sequence of maps (ZipMap), and becomes a matrix with a column for each key"

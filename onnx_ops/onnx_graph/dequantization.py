@@ -121,7 +121,7 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
 def _find_folded(
     source: Path, model: onnx.ModelProto, reader: StoredWeightReader
 ) -> dict[str, onnx.NodeProto]:
-    """Return the ReLU and Clip of the original that quantized ranges replace.
+    """Return copies of the original's ReLU and Clip that quantized ranges replace.
 
     The keys are the outputs of the QuantizeLinear nodes with these ranges. Quantizers omit a
     clipping operator if the range ends at the same values.
@@ -278,7 +278,8 @@ def _rewrite(node: onnx.NodeProto, work: _Dequantization) -> list[onnx.NodeProto
 def _rewrite_pair(node: onnx.NodeProto, work: _Dequantization) -> list[onnx.NodeProto]:
     """Replace a QuantizeLinear or DequantizeLinear by float values.
 
-    A computed value is passed on unchanged. A constant is replaced by its dequantized values.
+    A computed value is passed on unchanged. A constant is replaced by its dequantized values; if
+    its layout is unknown, the node remains.
     """
     from onnx import helper
 

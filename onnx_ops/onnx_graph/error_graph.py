@@ -47,7 +47,7 @@ class ErrorGraph:
 
     `error` returns the name of a value with the error of each element, or None for a value without
     error. `levels` is the number of further linear operators whose errors are included. `epsilon`
-    is the spacing of the floats that the current operator computes in.
+    is the relative spacing of the floats that the current operator computes in.
 
     Args:
         rules: the rule of each operator; the rule of "" is for all other operators.
@@ -67,7 +67,7 @@ class ErrorGraph:
         self.epsilon = EPSILON
 
     def finish(self, outputs: Iterable[str]) -> None:
-        """Add the nodes to the model, and some of their values as outputs."""
+        """Add the nodes to the model, and the named values to its outputs."""
         graph = self._model.graph
         graph.node.extend(self._nodes)
         for name in outputs:
@@ -104,12 +104,12 @@ class ErrorGraph:
         return self._producers.get(name)
 
     def main_input(self, node: onnx.NodeProto) -> str:
-        """Return the first input of a node that another node computes."""
+        """Return the first input that is no constant, or else the first input."""
         computed = [name for name in node.input if name and name not in self._constants]
         return str(computed[0] if computed else node.input[0])
 
     def constant_value(self, name: str) -> npt.NDArray[Any] | None:
-        """Return the value of a small constant that the model file contains."""
+        """Return the value of a constant; None if it is computed or in an external file."""
         from onnx import numpy_helper
 
         tensor = self._constants.get(name)
@@ -117,7 +117,7 @@ class ErrorGraph:
             return None
         return numpy_helper.to_array(tensor)
 
-    # The following methods add nodes for rules; each returns the name of a value.
+    # The following methods add nodes and constants for rules; each returns the name of a value.
 
     def emit(self, op_type: str, inputs: list[str], **attributes: Any) -> str:
         """Add a node, and return the name of its output."""
@@ -134,7 +134,10 @@ class ErrorGraph:
         output: int = 0,
         attributes: Mapping[str, float] = MappingProxyType({}),
     ) -> str:
-        """Add a copy of a node with other inputs and some other attributes."""
+        """Add a copy of a node with other inputs and some other attributes.
+
+        Return the name of the copy's output at index `output`.
+        """
         from onnx import helper
 
         added = type(node)()
@@ -188,7 +191,10 @@ class ErrorGraph:
         return self.expand(self.constant(0.0), like)
 
     def own(self, name: str, units: float = 1.0) -> str:
-        """Return the rounding error u |y| of a value y."""
+        """Return the rounding error u |y| of a value y, multiplied by `units`.
+
+        u is half of `epsilon`.
+        """
         return self.scale(self.size(name), units * self.epsilon / 2)
 
     def root(self, *counts: str) -> str:

@@ -36,12 +36,12 @@ _OTHERS = {
     b"\x89HDF": "HDF5, as Keras writes it: export the model to ONNX",
     b"version ": "a pointer of Git LFS: fetch the file with git lfs pull",
 }
-"""First bytes of files that are not ONNX, by their kind."""
+"""The kind of a file that is not ONNX, with the remedy, by the file's first bytes."""
 
 _POINTER = b"version https://git-lfs"
 """First bytes of the pointer file that Git LFS puts in place of a file.
 
-Small weights would fit into the 130 bytes of a pointer file.
+Without this check, the about 130 bytes of a pointer file could be read as small weights.
 """
 
 EXTERNAL_LIMIT = 1 << 30
@@ -87,7 +87,7 @@ def read_structure(path: Path) -> onnx.ModelProto:
 def share_structure(path: Path) -> onnx.ModelProto:
     """Return the result of `read_structure`, for callers that do not change it.
 
-    An unchanged file is parsed once.
+    The structures of the last four files of at most 64 MiB are cached until the files change.
     """
     found = path.stat() if path.is_file() else None
     if (
@@ -121,15 +121,15 @@ def _check_weights(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
 def collect_constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
     """Return the constants of the main graph by name.
 
-    They are initializers and values of Constant nodes.
+    They are initializers and the tensors of Constant nodes.
     """
     return collect_graph_constants(model.graph)
 
 
 def collect_graph_constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
-    """Return the initializers and Constant node values of one graph by name.
+    """Return the initializers and the tensors of Constant nodes of one graph by name.
 
-    Subgraphs are not included.
+    Subgraphs, and Constant nodes with other attributes than `value`, are not included.
     """
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
@@ -148,7 +148,11 @@ def get_opset(model: onnx.ModelProto) -> int:
 
 
 def find_model_file(path: Path) -> Path:
-    """Return the path if it is a file, or the only `.onnx` file of a folder."""
+    """Return the path if it is a file, or the only `.onnx` file of a folder.
+
+    Raises:
+        NotFoundError: there is no such file, or the folder does not have exactly one.
+    """
     if path.is_file():
         return path
     files = sorted(path.glob("*.onnx")) if path.is_dir() else []
@@ -174,7 +178,7 @@ def list_external_names(path: Path) -> tuple[str, ...]:
 
 
 def digest_model(path: Path) -> Digest:
-    """Return the digest of a model and its weight files, which ignores file names."""
+    """Return the digest of the bytes of a model file and of its weight files."""
     weights = [path.parent / name for name in sorted(list_external_names(path))]
     if missing := [file.name for file in weights if not file.is_file()]:
         raise NotFoundError(f"the weights file {missing[0]} does not exist", where=str(path))
@@ -234,7 +238,11 @@ def refuse_ort(path: Path) -> None:
 def read_model(path: Path) -> onnx.ModelProto:
     """Read a whole model with its weights.
 
-    Errors are those of `read_structure`.
+    Errors are those of `read_structure`, and the following.
+
+    Raises:
+        UserError: the file is in ORT format.
+        RefusedError: a weights file is a symbolic link or a hard link.
     """
     from onnx.checker import ValidationError
     from onnx.external_data_helper import load_external_data_for_model
@@ -282,7 +290,7 @@ def write_model(model: onnx.ModelProto, path: Path) -> None:
 
 
 def copy_model(source: Path, path: Path) -> None:
-    """Copy a model and its weight files to another name."""
+    """Copy a model to another path, and its weight files under their own names."""
     for file in resolve_external_files(read_structure(source), source.parent):
         place = path.parent / file.relative_to(source.parent)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -399,7 +407,7 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
     Raises:
         RefusedError: a name is absolute, or leaves the folder through `..` or a link; a location is
             missing, duplicate, negative, beyond the file's end, or of another size than its tensor;
-            two locations overlap without being equal.
+            two locations overlap without being equal; a file is a pointer of Git LFS.
         NotFoundError: a file is missing.
     """
     files: dict[Path, None] = {}

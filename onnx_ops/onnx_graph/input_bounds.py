@@ -32,7 +32,7 @@ _SAME_VALUES = frozenset(
     }
     | {"ArrayFeatureExtractor", "Concat", "Gather", "StringNormalizer"}
 )
-"""Operators whose outputs hold the values of their first input."""
+"""Operators whose outputs hold values of their first input; for Concat, of all."""
 
 _SIZES: Mapping[str, tuple[int, ...]] = {
     "ConstantOfShape": (0,),
@@ -248,7 +248,7 @@ def _reached(
 ) -> Iterator[tuple[onnx.NodeProto, int]]:
     """Yield the nodes that read a value or a derived value, with the input index.
 
-    With `copies`, only derived values equal to the value are followed.
+    With `copies`, only derived values that hold elements of the value are followed.
     """
     waiting, visited = [start], {start}
     while waiting:

@@ -99,7 +99,8 @@ def list_quantizable_nodes(path: Path, method: str) -> tuple[str, ...]:
     """Return the nodes that a search quantizes by a method, in graph order.
 
     Nodes without a name are omitted, since they cannot be excluded. For dynamic quantization,
-    products of two activations and gathers from anything but a table of floats are omitted too.
+    products of two activations are omitted too, and gathers from anything but a float32 matrix of
+    at least `_TABLE` elements.
     """
     model = read_structure(path)
     stored = collect_constants(model)
@@ -148,7 +149,8 @@ def write_with_quantized_node(
         weight_levels: largest level of a weight: 127 for 8 bits, 63 for 7.
 
     Raises:
-        ValueError: there is no such node, or the model's opset is too old.
+        ValueError: there is no such node, or the model's opset is too old for ranges that are
+            computed in each run.
     """
     from onnx import numpy_helper
 

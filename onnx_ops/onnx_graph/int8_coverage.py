@@ -113,7 +113,7 @@ class _Graph:
     dynamic: bool
 
     def constant(self, name: str) -> bool:
-        """Return whether a value is a constant, or a dequantized constant."""
+        """Return whether a value is a constant, also a dequantized or transposed one."""
         maker = self.makers.get(name)
         if maker is not None and maker.op_type in ("DequantizeLinear", "Constant", "Transpose"):
             return maker.op_type == "Constant" or self.constant(maker.input[0])
@@ -128,6 +128,7 @@ def measure_int8_coverage(
     Args:
         source: the float export, whose node names are reported.
         rewritten: the variant's graph as the runtime runs it.
+        excluded: names of the operators that were to stay in float.
     """
     names = _list_names(source)
     graph = _read_graph(rewritten)
@@ -220,7 +221,7 @@ def _explain_unreached(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str] |
 def _explain_unquantized(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str] | None:
     """Return why an input of the node is not quantized, and the setting to change.
 
-    Return None if both inputs are quantized.
+    Return None if the first input is quantized, and the second one is quantized or constant.
     """
     first, second = (graph.makers.get(name) for name in node.input[:2])
     is_first_quantized, is_second_quantized = (
@@ -273,7 +274,9 @@ def advise(
     machine: Arithmetic,
     coverage: Int8Coverage | None,
 ) -> tuple[Advice, ...]:
-    """Return all advice on a variant, the most costly finding first.
+    """Return all advice on a variant.
+
+    The order is: element types, settings, operators in float, conversions and casts.
 
     Args:
         rewritten: the variant's graph as the runtime runs it on the target.

@@ -1,7 +1,7 @@
 """Join ONNX graphs into one model, and build the graph that decodes images.
 
-A model that is released with its steps before and after it takes what callers have, such as a PNG
-or JPEG file. `join_graphs` connects the graphs of the steps by the names of their tensors.
+A model that is released with its preprocessing and postprocessing takes what callers have, such as
+a PNG or JPEG file. `join_graphs` connects the graphs of the steps by the names of their tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def join_graphs(
         The joined model, with the properties of all steps.
 
     Raises:
-        UserError: the steps have different opsets, or a name does not exist.
+        UserError: there are no steps, two steps have different opsets, a name does not exist, no
+            output can be connected, or two names or properties collide.
     """
     models = [
         step if not isinstance(step, str | Path) else read_model(Path(step)) for step in steps
@@ -159,7 +160,7 @@ def build_image_decoder(
     std: Sequence[float] = (1.0, 1.0, 1.0),
     opset: int = 18,
 ) -> onnx.ModelProto:
-    """Return a graph that decodes PNG and JPEG files, and makes them the input of a net.
+    """Return a graph that decodes PNG and JPEG files into the input of a net.
 
     Its input `name` is uint8 of shape (batch, bytes). Each row is one file, padded with zeros. Its
     output is float32 of shape (batch, 3, height, width): RGB, stretched to the size by linear

@@ -44,7 +44,8 @@ class ModelSummary:
 
     `operators` counts nodes, including those of subgraphs and functions; operators outside the
     default domain have the domain as prefix. `versions` counts nodes by the version of their
-    definitions (`Gemm-13`). `foreign` names the nodes of operators that no runtime provides.
+    definitions (`Gemm-13`). `foreign` names the nodes of operators outside the domains of ONNX and
+    ONNX Runtime, except functions of the model.
     `blocks` holds the reason why no CPU kernel runs a node, by node. `parameters` counts the
     elements of all constants by type. `unranked` names inputs and outputs without a declared shape.
     `author`, `license`, `version` and `description` are copied from the file; empty or 0 if
@@ -188,6 +189,8 @@ def estimate_cost(
 
     Args:
         batch: size of the free axis that holds rows.
+        dims: sizes of free axes by their name, or by `INPUT.AXIS` for an axis without a name; all
+            others have the size `LENGTH`.
     """
     model = read_structure(path)
     weight_bytes = sum(
@@ -263,7 +266,7 @@ def _count_macs(
 
 
 def _fix(model: onnx.ModelProto, batch: int, dims: dict[str, int]) -> dict[str, int]:
-    """Set every free dimension to a size in place, and return the sizes by name."""
+    """Set free dimensions of inputs to sizes in place, and return the sizes by name."""
     inputs = _list_inputs(model.graph)
     rows = find_row_axes({value.name: read_shape(value) for value in inputs})
     for value in inputs:

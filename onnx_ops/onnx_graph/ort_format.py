@@ -32,6 +32,9 @@ def read_ort_structure(path: Path) -> onnx.ModelProto:
     """Read versions, inputs, outputs, operators and weight shapes.
 
     Attributes and weights are not read.
+
+    Raises:
+        UserError: the file is damaged.
     """
     try:
         return _parse(path.read_bytes())

@@ -52,7 +52,7 @@ class _Layout:
     """The roles of the inputs of an integer operator.
 
     `operands` holds indices of values, each followed by its scale and zero point; `result` is the
-    index of the result's scale.
+    index of the result's scale. `dropped` lists attributes that the float operator lacks.
     """
 
     op_type: str
@@ -133,6 +133,9 @@ def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelPr
     A model without integer operators is returned unchanged. Operators that rearrange integers
     (MaxPool, Reshape, Concat …) do not change the scale, and also get pairs. A reader that uses
     another scale than the producer is then detected as in a graph of pairs.
+
+    Raises:
+        MeasurementError: an integer operator cannot be read, or the opset is older than 13.
     """
     if not any(_is_integer(node) for node in model.graph.node):
         return model
@@ -252,8 +255,8 @@ class QuantizedActivation:
 
     `name` is the float value before the pair, `origin` its name in the float export, and `read` the
     value after the pair. `low` and `high` are the values of the smallest and the largest level, and
-    `step` is the distance of levels. A range that begins at 0 clips intentionally: it replaces a
-    ReLU that was folded into the range.
+    `step` is the distance of levels. A range that begins at 0 can clip intentionally, if a ReLU was
+    folded into it.
     """
 
     name: str
@@ -270,6 +273,9 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     Integer operators (QLinearConv …) are included as their equivalent pairs:
     `expand_integer_operators`. Pairs whose scales are computed (dynamic quantization) or differ by
     channel are omitted.
+
+    Raises:
+        MeasurementError: an integer operator cannot be read, or has channels last.
     """
     model = read_model(path)
     refuse_channels_last(model, path.name)
@@ -334,7 +340,8 @@ def read_levels(
 ) -> tuple[float, float, float] | None:
     """Return step, lowest and highest value of a QuantizeLinear.
 
-    Return None if its parameters are computed or differ by channel.
+    Return None if the scale or the zero point is missing, computed or different by channel, or if
+    levels have more than 16 bits.
     """
     from onnx import numpy_helper
 

@@ -97,7 +97,7 @@ def pair_quantized_weights(source: Path, derived: Path) -> PairedWeights:
     - constants of integer operators (QLinearConv, MatMulInteger …), of MatMulNBits and of
       GatherBlockQuantized.
     - float constants before a QuantizeLinear.
-    - float16 constants.
+    - float16 and bfloat16 constants that have another type in the source.
 
     `OriginFinder` finds the originals, whatever their names are.
 
@@ -143,7 +143,10 @@ def pair_quantized_weights(source: Path, derived: Path) -> PairedWeights:
 def _list_narrowed(
     finder: OriginFinder, reader: StoredWeightReader, read: set[str]
 ) -> list[StoredWeight]:
-    """Return the float16 and bfloat16 constants that have another type in the source."""
+    """Return the float16 and bfloat16 constants that have another type in the source.
+
+    Single numbers are omitted. Constants that the source lacks are included.
+    """
     known = {name: tensor.data_type for name, tensor in finder.tensors.items()}
     return [
         weight
@@ -155,7 +158,7 @@ def _list_narrowed(
 
 
 def read_float_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
-    """Return the constants that are float in both files.
+    """Return the constants that are float32 under the same name in both files.
 
     They include the biases of a dynamically quantized model, so that a dropped bias is detected.
     """
@@ -199,7 +202,8 @@ _LAYERS = ("MatMul", "Gemm", "Conv", "ConvTranspose")
 ErrorSumNames = tuple[str, str]
 """Names of two sums of squared errors over a run.
 
-The first sums the errors of a quantized weight, the second those of plain rounding.
+The first sums the errors of a quantized weight or moved bias. The second sums those of plain
+rounding, or of the original bias.
 """
 
 

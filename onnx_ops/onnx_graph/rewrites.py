@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 
 def restore_metadata(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
-    """Give a derived model its source's IR version, metadata and opset imports.
+    """Give a derived model its source's IR version, metadata and opsets.
 
+    Imports of domains that neither model uses are removed.
     Inferred shapes are removed, since a later tool that infers other shapes refuses the file. The
     opset of the default domain is unchanged, since the nodes that the tool wrote are of that opset.
     """
@@ -115,7 +116,8 @@ def renumber_names(model: onnx.ModelProto, pattern: str) -> None:
 def lift_constants(model: onnx.ModelProto) -> None:
     """Replace Constant nodes by initializers of the same names in their graphs.
 
-    Quantizers expect initializers.
+    Quantizers expect initializers. Constants that are outputs of a graph, and those without a
+    tensor, are unchanged.
     """
     for graph in iterate_graphs(model):
         _lift_graph_constants(graph)
@@ -215,12 +217,16 @@ def read_boundary_types(model: Path) -> dict[str, int]:
 
 
 def write_with_boundary_casts(model: Path, wanted: Mapping[str, int], path: Path) -> str:
-    """Write the model with casts around float inputs of another type.
+    """Write the model with casts at float inputs and outputs of another type.
 
-    If an input is cast, outputs are cast too. Shapes, names and other types are unchanged.
+    If only outputs differ, they are cast only if one of them is bfloat16. Shapes, names and other
+    types are unchanged.
+
+    Args:
+        wanted: element types by name of the input or output.
 
     Returns:
-        A description of the casts; if no float input differs, it is empty and nothing is written.
+        A description of the casts; without casts, it is empty and nothing is written.
     """
     structure = share_structure(model)
     types = {value.name: value.type.tensor_type.elem_type for value in _ends(structure)}
@@ -358,7 +364,7 @@ def _find_heirs(
 def find_quantized_nodes(
     excluded: Iterable[str], derived: onnx.ModelProto, rewritten: str
 ) -> tuple[str, ...]:
-    """Return the excluded nodes that are quantized in `derived` nevertheless.
+    """Return the excluded nodes that are quantized or missing in `derived`.
 
     Args:
         rewritten: suffix of a node's name if the quantizer rewrites the operator before

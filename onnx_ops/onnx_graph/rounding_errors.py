@@ -56,7 +56,7 @@ class RoundingOutputs:
 
     Args:
         error: the error of each element.
-        axis: axis of the output's columns: 1, the channels, behind a convolution, otherwise the
+        axis: axis of the output's columns: that of the channels behind a convolution, otherwise the
             last axis.
         segments: the number of the part that each element comes from, if the output is joined from
             several parts.

@@ -35,8 +35,8 @@ KERNEL_ERRORS: Mapping[str, float] = {
 }
 """Absolute errors of float32 kernels beyond eps |y|, in units of eps.
 
-The kernels are those of ONNX Runtime. Each error is the largest distance from float64 over the 2.6
-million arguments of `benchmarks.kernel_errors`. The true error is at most 2.5 times as large.
+The kernels are those of ONNX Runtime. The largest distance from float64 over the 2.6 million
+arguments of `benchmarks.kernel_errors` is at most 2.5 times as large.
 """
 
 SLOPES: Mapping[str, float] = {
@@ -112,7 +112,7 @@ MOVES = frozenset(
         "Unsqueeze",
     }
 )
-"""Operators that move elements of their first input, or select some of them."""
+"""Operators that move, select or interpolate elements of their first input."""
 
 RESHAPES = frozenset({"Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
 """Operators through which the segments of a joined output can be followed."""

@@ -110,7 +110,7 @@ def _estimate_moved(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str |
 
 
 def _estimate_padded(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return the errors, padded with zeros."""
+    """Return the errors, padded in the mode of the node; a pad value has no error."""
     before = graph.error(node.input[0])
     if before is None:
         return None
@@ -141,7 +141,10 @@ def _estimate_chosen(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str 
 
 
 def _estimate_total(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return the error of an addition: the inputs' errors, plus the output's rounding."""
+    """Return the sum of the inputs' errors, plus the rounding of the output.
+
+    For Mean, Max and Min, this is an upper bound.
+    """
     return graph.total(graph.own(name), *(graph.error(value) for value in node.input))
 
 

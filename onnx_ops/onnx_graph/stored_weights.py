@@ -1,6 +1,6 @@
-"""Read the rounded constants of a file.
+"""Read the rounded constants of a model.
 
-They are integers with scales, blocks of few bits, or float16 numbers.
+They are integers or 8-bit floats with scales, blocks of few bits, or 16-bit floats.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ _FIRST_PARAMETER = {
     "GatherBlockQuantized": 2,
     "DynamicQuantizeLSTM": 8,
 }
-"""Index of the first scale or zero point; all later inputs are of these kinds."""
+"""Index of the first scale or zero point, by operator.
+
+Later inputs are scales and zero points too, except the group indices and the bias of MatMulNBits.
+"""
 
 PRODUCTS = frozenset({"MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"})
 """Integer products whose weight is input 1, as in MatMul."""
@@ -93,7 +96,7 @@ class _Scales:
 class StoredWeightReader:
     """Reader of the rounded constants of a model as floats.
 
-    The model must have no integer operators, as after `expand_integer_operators`.
+    The model must have no QGemm and no QLinear operators, as after `expand_integer_operators`.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
@@ -104,7 +107,7 @@ class StoredWeightReader:
         self._all_nodes = list(iterate_nodes(model))
 
     def iterate_weights(self) -> Iterator[StoredWeight]:
-        """Yield each rounded constant once; single numbers are omitted."""
+        """Yield each rounded constant once; constants without axes are omitted."""
         seen = set()
         for node in self._nodes:
             for weight in self._read_weights(node):
@@ -113,7 +116,7 @@ class StoredWeightReader:
                     yield weight
 
     def list_unread(self, read: Collection[str]) -> tuple[str, ...]:
-        """Return integer constants that look like weights and are not among `read`.
+        """Return constants of at most 8 bits that look like weights, without `read`.
 
         Their layout is unknown.
         """
@@ -144,7 +147,7 @@ class StoredWeightReader:
         return frozenset(name for node in self._all_nodes for name in self._list_parameters(node))
 
     def read_weight(self, node: onnx.NodeProto) -> StoredWeight | None:
-        """Return the constant that a node dequantizes or multiplies by.
+        """Return the constant that a node dequantizes, rounds or multiplies by.
 
         Return None if the node has no such constant, or if its layout is unknown.
         """
@@ -401,6 +404,7 @@ class StoredWeightReader:
         """Return the zero points of blocks.
 
         If the node has none, they are `default` or, without a default, the middle of the levels.
+        Return None if they are computed, or do not fit the shape.
         """
         if len(node.input) <= place or not node.input[place]:
             return np.full(shape, float(1 << (bits - 1)) if default is None else default)
@@ -420,7 +424,7 @@ class StoredWeightReader:
 def iterate_half_weights(
     tensors: Tensors, parameters: frozenset[str] = frozenset()
 ) -> Iterator[StoredWeight]:
-    """Yield constants in float16 and bfloat16.
+    """Yield constants in float16 and bfloat16, except those named in `parameters`.
 
     A step is the spacing of the type at the value.
     """
@@ -523,8 +527,8 @@ def _count_end_steps(levels: Floats, kind: str) -> Floats:
 def _measure_stretch(kind: str, levels: Floats, centre: Floats) -> float | None:
     """Return the type's range of levels, divided by the range in use.
 
-    The range in use is that of the part with the widest range. A part is a channel, or the whole
-    constant.
+    The ranges below and above the zero point of each part are compared, and the smallest quotient
+    is returned. A part is a channel, or the whole constant. Return None for other than 8-bit types.
     """
     if kind not in ("int8", "uint8") or not levels.size:
         return None

@@ -61,8 +61,8 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
     A split `x < t` is returned with the next smaller threshold, which is equivalent for float32.
 
     Raises:
-        UserError: an ensemble is not well-formed, or a split is not a comparison of a feature with
-            an upper limit.
+        UserError: an ensemble is not well-formed or too large, or a split is not a comparison of a
+            feature with an upper limit.
     """
     where, trees = path.name, []
     for node in (node for node in read_model(path).graph.node if node.op_type in ENSEMBLES):
@@ -103,6 +103,9 @@ def order_nodes(
         splits: by node number: feature, threshold, the next node where the comparison is true, and
             the next node where it is false.
         leaves: by node number: weights by output.
+
+    Raises:
+        ValueError: there is not exactly one root, or the nodes are not a tree.
     """
     if len(roots) != 1:
         raise ValueError(f"{len(roots)} roots")
@@ -185,13 +188,14 @@ float16 (2^-11).
 def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return two rows for every split, one on each side of its threshold.
 
-    A row is a real row that reaches the split, with the split's feature moved. A split with a wrong
-    position, branch or feature then changes the answer, even if no real row is near the threshold.
-    If there are very many splits, an even selection is probed.
+    A row is a real row that reaches the split, with the split's feature moved. If no real row
+    reaches it, the row is made from a probe of the split above. A split with a wrong position,
+    branch or feature then changes the answer, even if no real row is near the threshold. If there
+    are very many splits, an even selection is probed.
 
     Returns:
-        Inputs by name. None unless the model is an ensemble over one matrix or over joined columns
-            of numbers, with only scaling in between.
+        Inputs by name, for the first ensemble of the model. None unless the ensemble reads one
+            matrix or joined columns of numbers, with only scaling in between.
     """
     model = read_model(path)
     ensemble = next((node for node in model.graph.node if node.op_type in ENSEMBLES), None)

@@ -75,7 +75,7 @@ _KINDS = {
     "GatherBlockQuantized": "Gather", "MatMulInteger": "MatMul",
     "MatMulIntegerToFloat": "MatMul", "MatMulNBits": "MatMul", "NhwcFusedConv": "Conv",
 }  # fmt: skip
-"""The standard operator that each of these operators replaces."""
+"""The operator that each of these operators is compared as."""
 
 _TWO = 2
 
@@ -94,7 +94,8 @@ class _Use:
 
     `number` counts the operators of this kind and slot in graph order. `names` are the names of the
     node and its results, and `output` is its first result. `turned` is True for a product whose
-    weight has the outputs on axis 0. `biased` is True if the operator adds a bias.
+    weight has the outputs on axis 0. `biased` is True if the operator has a third input, which is
+    the bias of a Conv or Gemm.
     """
 
     kind: str
@@ -284,7 +285,7 @@ _UNKNOWN = 7
 
 
 def _list_names(name: str) -> list[str]:
-    """Return the name, and the name without the number of a copy.
+    """Return the name, and the name without one or more of its last digits.
 
     Quantizers add numbers to the copies of a shared bias.
     """
@@ -370,7 +371,7 @@ def _follow_constants(
 ) -> dict[str, tuple[str, int]]:
     """Return the constant that each value holds, and how often its axes were swapped.
 
-    A value that only moves a constant's elements is included.
+    Values behind the operators of `_MOVING` are included.
     """
     follows = {name: (name, 0) for name in stored}
     for node in model.graph.node:
