@@ -312,7 +312,7 @@ def _compare_task_metrics(mine: Evidence, theirs: Evidence, pairs: Pairs) -> lis
     rows = []
     for label in dict.fromkeys((*ours, *before)):
         change = changes.get(label, "")
-        # The two runs share no rows, so that the change has no interval.
+        # Without a paired comparison, the change has no interval.
         if not change and label in ours and label in before:
             change = _describe_difference(ours[label], before[label])
         rows.append(_make_row(label, ours.get(label), before.get(label), change or NOTHING))

@@ -64,7 +64,7 @@ _MARKS = {Verdict.PASS: "✓", Verdict.INCONCLUSIVE: "?", Verdict.ERROR: "!", Ve
 
 @functools.cache
 def load_environment(*folders: Path) -> Environment:
-    """Return the templates of the reports, after those of further folders.
+    """Return the environment of the reports' templates; `folders` are searched first.
 
     Values are escaped. A value that is not given is an error.
     """
@@ -258,10 +258,7 @@ def _describe_runs(
 
 
 def _name_counted(result: GateResult) -> str:
-    """Return what n counts in a result that is not a ratio.
-
-    The text is empty if the kind of gate does not define it.
-    """
+    """Return what `n` counts in the results of a gate; empty if the gate is unknown."""
     return GATES[result.gate].counts if result.gate in GATES else ""
 
 
@@ -270,7 +267,8 @@ def _describe_pairs(
 ) -> tuple[list[str], list[str]]:
     """Return lines on the pairs of a ratio, and lines on the noise of the ratio.
 
-    The noise is the interval of the model compared with itself.
+    The noise is half the width of the interval of the model compared with itself. For latency, it
+    is followed by the share of preempted runs.
     """
     selves = [pair for pair in comparison.self_log_ratios if pair]
     if selves:
@@ -331,7 +329,7 @@ def _plot_target(
 ) -> list[Figure]:
     """Return the plots of a target: size, latency, ratios, parity, weights and slices.
 
-    The parity of the export of quantized variants has one plot.
+    The parity of each export of quantized variants is plotted once.
     """
     judged = {d.variant: d for d in decisions if d.target == target}
     here = [(e, judged.get(e.variant)) for e in evidence if e.target == target]

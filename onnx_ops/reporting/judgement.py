@@ -55,9 +55,10 @@ class Row:
 
 
 def table_rows(decisions: Sequence[Decision], sizes: tuple[int, int]) -> list[Row]:
-    """Return every result in the order of the decisions, and the size.
+    """Return the results in the order of the decisions, and the size.
 
-    Parity results that are equal on several targets appear once.
+    Parity results that are equal on several targets appear once. Advisory results without an
+    estimate are omitted.
     """
     rows: list[Row] = []
     seen: list[GateResult] = []

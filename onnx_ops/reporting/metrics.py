@@ -78,7 +78,7 @@ def median_latency(samples: LatencySamples | None) -> Measured | None:
 def headline(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> str:
     """Return the main task metric of a release.
 
-    It is the first metric that a gate judged, or else the first that was measured.
+    It is the first metric that a gate judged, or else the first that was measured, or accuracy.
     """
     results = [
         r for d in decisions for r in d.results if r.gate == "metric" and r.metric != INDEPENDENCE
@@ -144,7 +144,7 @@ def unit_of(name: str) -> str:
 
 
 def collect_metrics(evidence: Evidence) -> dict[str, float]:
-    """Return measurements by name; a name ends in the unit if there is one."""
+    """Return measurements by name; a name includes the unit if there is one."""
     metrics = {"size_bytes": float(evidence.size_bytes)}
     if evidence.latency is not None:
         metrics |= {f"{name}_ms": ns / 1e6 for name, ns in evidence.latency.quantiles_ns.items()}

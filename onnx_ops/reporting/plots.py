@@ -149,7 +149,7 @@ def parity_figure(
 ) -> Figure | None:
     """Plot the error of each output and input group, worst first.
 
-    The errors are in units of the source's rounding noise.
+    The errors are in units of the source's rounding noise. At most `_ROWS` are drawn.
     """
     known = [m for m in measurements if m.mismatch or math.isfinite(m.ratio)]
     if not known:
@@ -220,7 +220,7 @@ def _describe_columns(measurements: Sequence[ParityMeasurement], limit: float | 
 def weights_figure(what: str, evidence: Evidence, decision: Decision | None) -> Figure | None:
     """Plot the distance of each quantized weight from its original, worst first.
 
-    The distances are in quantization steps.
+    The distances are in quantization steps. At most `_ROWS` are drawn.
     """
     known = sorted(
         (w for w in evidence.weights if math.isfinite(w.steps)), key=lambda w: (-w.steps, w.tensor)

@@ -56,6 +56,6 @@ def read_picture(value: Any) -> npt.NDArray[np.float64] | None:
 
 
 def scale_picture(picture: npt.NDArray[np.float64], low: float, high: float) -> Pixels:
-    """Return a picture with its values from `low` to `high` as levels."""
+    """Return a picture with its values from `low` to `high` as levels from 0 to 255."""
     scaled = (picture - low) * (255.0 / ((high - low) or 1.0))
     return np.clip(np.round(scaled), 0, 255).astype(np.uint8)

@@ -109,7 +109,7 @@ def document_forecast(result: EndpointForecast) -> dict[str, Any]:
 
 
 def list_warnings(result: EndpointForecast) -> list[str]:
-    """Return a warning for each step that does not end, or takes absurdly long."""
+    """Return a warning for each step above `step_timeout` or `LONG_S`, or without end."""
     forecast, policy = result.forecast, result.policy
     if forecast is None:
         return []
@@ -192,7 +192,10 @@ def _advise_level(policy: RolloutPolicy, traffic: Traffic) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Return a duration with two significant digits or more."""
+    """Return a duration in days, hours, minutes or seconds.
+
+    Hours and days below 10 have one decimal, all other values have none.
+    """
     for least_s, unit_s, name in _TIMES:
         if seconds >= least_s:
             value = seconds / unit_s

@@ -1,4 +1,4 @@
-"""Reports on slices of the rows: a forest plot and table cells, the worst slice first."""
+"""Reports on slices of the rows: forest plots and table cells, worst slice first."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SliceTable:
 
     @property
     def title(self) -> str:
-        """Name of the comparison, the variant and the target."""
+        """Return the names of the comparison, the variant and the target."""
         return f"{self.result.metric}: {self.variant} on {self.target}"
 
     def list_cells(self) -> list[tuple[SliceResult, tuple[str, ...]]]:
@@ -130,7 +130,7 @@ def _write_verdict(verdict: Verdict) -> str:
 
 
 def slice_figures(decisions: Iterable[Decision]) -> Iterator[Figure]:
-    """Yield a forest plot of each gate result on slices that have an interval."""
+    """Yield a forest plot of each gate result that has slices with an estimate."""
     for table in slice_tables(decisions):
         figure = _plot_slices(table)
         if figure is not None:

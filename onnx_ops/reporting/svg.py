@@ -44,7 +44,8 @@ def linear_ticks(low: float, high: float) -> tuple[float, ...]:
 def log_ticks(low: float, high: float) -> tuple[float, ...]:
     """Return round values from `low` to `high` for a logarithmic axis.
 
-    They are powers of ten, and intermediate values if there are few powers.
+    They are powers of ten, and intermediate values if there are few powers. If fewer than three
+    such values are on the axis, the ticks are those of a linear axis.
     """
     _check(low, high)
     if low <= 0:

@@ -1,4 +1,4 @@
-"""The report on a judgement of two systems: table rows, Markdown page and HTML page."""
+"""The report on a judgement of two systems: table rows, Markdown and HTML page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class SystemHeading:
 
 
 def describe_reason(decisions: Sequence[Decision]) -> str:
-    """Return the reason of the first result with the worst verdict as one line."""
+    """Return the reason of the first result with the worst verdict as one line.
+
+    If all results passed, it is the reason of the last result.
+    """
     binding = [one for decision in decisions for one in decision.results if not one.advisory]
     worst = max(binding, key=lambda result: result.verdict.rank, default=None)
     if worst is None:
@@ -94,7 +97,7 @@ def build_example(step: str, name: str, reference: Any, value: Any) -> SystemExa
 
 def _pair_pictures(left: Any, right: Any) -> list[tuple[str, str]]:
     """Return both pictures, and their difference if they have the same size."""
-    # Each has its own range, so that another scale does not hide what the picture shows.
+    # Each picture has its own range, so that another scale does not hide what the picture shows.
     shown = [
         (name, make_data_uri(scale_picture(one, float(one.min()), float(one.max()))))
         for name, one in (("source", left), ("candidate", right))
