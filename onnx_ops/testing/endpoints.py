@@ -32,7 +32,7 @@ from onnx_ops.testing.registries import linear_model
 def scaling_deployment(
     folder: Path, *, name: str, version: str, scale: float, model: str = "scale"
 ) -> Deployment:
-    """Write a model to `folder` that computes y = scale * x.
+    """Write a model of y = scale * x to `folder`, and return its deployment.
 
     Inputs and outputs are float32 of shape (batch, 2).
     """
@@ -72,9 +72,9 @@ def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
     """Disturb requests of `http.client` from number `at` on.
 
     `http.client` is the base of urllib, requests, boto3 and azure-core. The context manager yields
-    the requests made. With `error`, the service cannot be reached. Otherwise, the first disturbed
-    request takes effect. Then its answer and all later requests are lost (`lost answer`), or the
-    client is killed (`kill`).
+    a list with one entry for each request. With `error`, the service cannot be reached. Otherwise,
+    the first disturbed request takes effect. Then its answer and all later requests are lost
+    (`lost answer`), or the client is killed (`kill`).
     """
     client, own, hosts = http.client.HTTPConnection, threading.get_ident(), list[str]()
     send, receive = client.endheaders, client.getresponse

@@ -19,7 +19,7 @@ from onnx_ops.ports.export import Exporter, ExportRequest
 TOLERANCE = 1e-4
 """Tolerance relative to the largest value of an output.
 
-It is wide enough for float32, and narrow enough to detect every real fault.
+It is wide enough for the rounding of float32, and narrow enough to detect wrong computations.
 """
 
 

@@ -1,4 +1,4 @@
-"""Fakes of the ports: clock, host, signer, provider, metrics, registry, notifier."""
+"""Fakes of the ports, such as the clock, the signer, the provider and registry."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class FakeSigner:
         self.trusted_keys = base64.b64encode(
             public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
         ).decode()
-        """The key as the option of a server."""
+        """The public key as the endpoint server takes it: SubjectPublicKeyInfo in base64."""
         self._trusted = TrustedKeys((), encoded=self.trusted_keys)
 
     def public_pem(self) -> bytes:
@@ -139,9 +139,9 @@ class FakeSigner:
 
 
 def make_ledger_keys(signer: FakeSigner | None = None) -> LedgerKeys:
-    """Return keys with which one signer grants and verifies.
+    """Return the keys of a ledger whose entries one signer signs and verifies.
 
-    By default, that signer is the trusted one.
+    By default, the signer is a `FakeSigner` of the default seed.
     """
     signer = signer or FakeSigner()
     use = partial(_get_signer, signer)
@@ -155,9 +155,10 @@ def _get_signer(signer: FakeSigner) -> FakeSigner:
 class FakeProvider(EndpointProvider):
     """In-memory endpoints that apply effects in the order of their generations.
 
-    While `down`, `apply` raises an error and `observe` returns None. `applied` lists every change
-    of every endpoint. `left` lists orphaned resources by endpoint, each named by its manifest.
-    `confirmed` lists the endpoints whose rollouts were confirmed.
+    While `down`, `observe` returns None, and methods that change endpoints or list orphaned
+    resources raise an error. `applied` lists every change of every endpoint. `left` lists orphaned
+    resources by endpoint, each named by its manifest. `confirmed` lists the endpoints whose
+    rollouts were confirmed.
     """
 
     def __init__(self) -> None:
@@ -181,7 +182,7 @@ class FakeProvider(EndpointProvider):
         return ""
 
     def place(self, config: EndpointConfig) -> str:
-        """Return the option `region`."""
+        """Return the endpoint's name and its option `region`, by default `memory`."""
         return f"{config.endpoint} in {config.options.get('region', 'memory')}"
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
@@ -291,7 +292,8 @@ class FakeMetrics(MetricsSource):
     """Counts that a test writes, of requests without keys.
 
     While `down`, the counts cannot be read. Readings have the time of `clock`. Requests since the
-    last reading belong to the present generation of the endpoint, and form a closed epoch.
+    last reading belong to the present generation of the endpoint. If two deployments are read,
+    these requests form a closed epoch.
     """
 
     def __init__(self, generations: Mapping[str, int]) -> None:
@@ -379,7 +381,7 @@ class _Model:
 
 
 class FakeRegistry:
-    """An in-memory registry. While `down`, every call fails."""
+    """An in-memory registry. While `down`, every call except `where` fails."""
 
     def __init__(self) -> None:
         self.down = False

@@ -4,9 +4,9 @@ class TestMyLedger(LedgerSuite):
     @pytest.fixture
     def opener(self, tmp_path) -> Opener: ...
 
-An opener opens the same ledger at every call. If the opener can be pickled, the suite also calls it
-in other processes, which compete for entries and are killed. For a ledger within one process, set
-`processes` to False.
+An opener opens the same ledger at every call. The suite also calls it in other processes, which
+compete for entries and are killed, so that it must be possible to pickle the opener. For a ledger
+within one process, set `processes` to False.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def command_entry(sequence: int, *, reason: str = "", actor: str = "tester") -> 
 
 
 def one_of_each() -> tuple[EntryBody, ...]:
-    """Return one entry of every kind, in an order that a ledger accepts."""
+    """Return bodies of entries of every kind, in an order that a ledger accepts."""
     digest = digest_bytes(b"content")
     served = Deployment(
         name="v1",

@@ -152,7 +152,7 @@ class ReceivedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A reply; `hang` delays it until the server stops."""
+    """A reply; with `hang`, the request stays unanswered until the server stops."""
 
     status: int = 200
     document: Any = None

@@ -40,7 +40,7 @@ class OptimizerSuite:
     def request_(self, section: Quantize, tmp_path: Path) -> OptimizeRequest:
         """Return a request for a perceptron and this CPU.
 
-        No batch size divides the number of its calibration rows.
+        The number of its calibration rows is a prime, so that the last batch is incomplete.
         """
         source = tmp_path / "source.onnx"
         write_perceptron(source)
@@ -71,7 +71,7 @@ class OptimizerSuite:
         self, optimizer: Optimizer, request_: OptimizeRequest, count: int
     ) -> None:
         optimizer.optimize(request_)
-        # The same rows were used for calibration, so their ranges are exact.
+        # These rows were also used for calibration, so no value is outside the measured ranges.
         target, feed = Target(name="cpu"), rows(count)
         before = OnnxRuntime().run(request_.source, target, (feed,))[0]["scores"].astype(np.float64)
         after = OnnxRuntime().run(request_.path, target, (feed,))[0]["scores"].astype(np.float64)

@@ -64,7 +64,7 @@ def publication(
     target: str = "cpu-1t",
     verdict: Verdict = Verdict.PASS,
 ) -> Publication:
-    """Write a release of tiny models to `folder`.
+    """Write a release of tiny models to `folder`, and return its publication.
 
     `seed` determines the digest and the content of the release.
     """

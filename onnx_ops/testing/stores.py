@@ -1,14 +1,16 @@
 """Conformance suite for stores.
 
-Subclass `StoreSuite` with the fixtures `store` and `reopen`.
+Subclass `StoreSuite` with the fixture `reopen` and three methods.
 
 class TestMyStore(StoreSuite):
     @pytest.fixture
     def reopen(self, tmp_path) -> Callable[[], Store]: ...
 
     def spoil(self, digest, content): ...
+    def spoil_record(self, key, content): ...
+    def record_of(self, key): ...
 
-`reopen` returns the same store as another process would open it.
+The fixture returns a function that opens the same store at every call, as another process would.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class StoreSuite:
         raise NotImplementedError
 
     def spoil_record(self, key: Digest, content: bytes) -> None:
-        """Corrupt the record of a key."""
+        """Replace the stored record of a key by `content`, bypassing the store."""
         raise NotImplementedError
 
     def record_of(self, key: Digest) -> bytes:
