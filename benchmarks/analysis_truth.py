@@ -1,4 +1,4 @@
-"""Check the promises of analyses of other programs' rollouts, through their HTTP API.
+"""Check the promises of analyses of other programs' rollouts, through HTTP.
 
     python -m benchmarks.analysis_truth [--trials N] [--kills N] [--prometheus PROGRAM] [--seed N]
 

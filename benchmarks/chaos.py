@@ -6,7 +6,8 @@ A moment is the time just before or just after a call with which the supervisor 
 communicates with a worker (tests.support.fault_injection). After each kill, what was published must
 come back, no answer may be stale, and the next publication must be accepted. A killed supervisor
 must cost no request. A killed worker may cost at most the request in progress on each connection.
-Exits with 1 if a promise does not hold. `--quick` uses every fifth moment.
+Exits with 1 if a promise does not hold. `--quick` uses every fifth moment, and a fifth of the
+random kills.
 """
 
 from __future__ import annotations

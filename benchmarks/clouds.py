@@ -3,7 +3,7 @@
     python -m benchmarks.clouds --trials 20 --cloud sagemaker
 
 Each trial starts an endpoint with `traffic: table`. Users send requests and report feedback as
-clients of the cloud do. A third of the trials each has a better, a worse and an equal candidate. A
+clients of the cloud do. The candidate is better, worse or equal in a third of the trials each. A
 trial is right if the better version serves at the end; for equal versions, the stable one.
 
 Exit code: 0 if all trials are right and no request failed, otherwise 1.

@@ -5,7 +5,7 @@
 The status, the latency bucket and the latency sum are counted in the memory that all workers share,
 and also by user. The benchmark also measures the choice of a user's deployment, with and without
 epochs, and the token of an answer. Prints the minimum of many rounds, in nanoseconds of one
-thread's CPU time. The limit for counting is one microsecond.
+thread's CPU time. Exits with 1 if counting takes a microsecond or longer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The data, the request and the publication of both script and pipeline."""
+"""The data, the request and the publication of `bare.py`, as in the pipeline."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Compare dry runs with the operations after them, on real providers.
+"""Compare dry runs with the operations after them, on each provider.
 
     python -m benchmarks.dry_run_truth [--provider NAME] [--states N] [--seed N]
 
-The servers run on this machine, and on the fakes of two clouds behind their real SDKs. Endpoints
-move from one random state to the next by operations, disturbances and failing calls. In each state,
-an operation is first run dry. Then nothing may have changed. The operation is then carried out, and
-its results, ledger entries, aliases, tags and endpoints must equal those of the dry run. States in
-which an operation changes nothing are not counted. Exits with 1 if a dry run was wrong.
+The endpoints are in memory, in servers on this machine, and on the fakes of two clouds behind their
+real SDKs. They move from one random state to the next by operations, disturbances and failing
+calls. In each state, an operation is first run dry. Then nothing may have changed. The operation is
+then carried out, and its results, ledger entries, aliases, tags and endpoints must equal those of
+the dry run. States in which an operation changes nothing are not counted. Exits with 1 if a dry run
+was wrong.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ CHAIN = 25
 A comparison reads the whole ledger, so long chains take time.
 """
 DISTURBED, FAILED = 0.3, 0.15
-"""Shares of states before which the world is disturbed, or a call of the provider fails."""
+"""Shares of states before which the world is disturbed, or a provider call fails."""
 PAUSED, REQUESTED = 0.15, 0.12
-"""Shares of states with a paused rollout before `resume`, and a request before `withdraw`.
+"""Shares of `resume` after a paused rollout, and of `withdraw` after a request.
 
 Random operations seldom lead to a state in which these two commands change something.
 """
@@ -80,7 +81,7 @@ Random operations seldom lead to a state in which these two commands change some
 
 @dataclass
 class ProviderScene(Scene):
-    """A scene whose endpoints are those of a real provider."""
+    """A scene whose endpoints are those of `provider`."""
 
     provider: EndpointProvider = field(default_factory=FakeProvider)
     configs: dict[str, EndpointConfig] = field(default_factory=dict)
@@ -208,7 +209,10 @@ def choose(scene: ProviderScene, random_: random.Random) -> tuple[str, Operation
 
 
 def measure(scene: ProviderScene, states: int, random_: random.Random) -> Counter[str]:
-    """Compare until `states` states with changes were seen, and return the counts."""
+    """Compare until `states` states with changes were seen, and return the counts.
+
+    The comparison ends after ten times as many attempts.
+    """
     counts = Counter[str]()
     while counts["states"] < states and counts["attempts"] < 10 * states:
         counts["attempts"] += 1
@@ -247,7 +251,7 @@ def measure_provider(name: str, states: int, seed: int) -> Counter[str]:
 
 
 def main() -> int:
-    """Run the comparison of each provider, and print its figures."""
+    """Run the comparison of each provider, and print its counts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--provider", choices=PROVIDERS, action="append")
     parser.add_argument("--states", type=int, default=500)

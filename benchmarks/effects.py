@@ -5,9 +5,10 @@
 An undisturbed run counts the effects of an operation. An effect is a system call that changes a
 file of the ledger, of a model folder or of the content store. For runs, deletions and prunings, it
 is also a call of the registry or of an endpoint's provider. A trial concerns one effect: the
-process is killed before or after it, the disk is full, the file is closed, or the call or its
-answer is lost. Then follow the steps of an operator and of the reconciler. Exits with 1 if a trial
-ends otherwise than the undisturbed run, leaves a torn record, or ends with an unexpected error.
+process is killed before or after it, the disk is full, access to the file is denied, or the call or
+its answer is lost. Then follow the steps of an operator and of the reconciler. Exits with 1 if a
+trial ends otherwise than the undisturbed run, leaves a torn record, or ends with an unexpected
+error.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.release.effect_operations import OPERATIONS, synthetic
 from tests.release.effect_sweep import sweep_effects
 
 QUICK = 29
-"""A quick run tries one effect of so many."""
+"""Distance of the effects that a quick run tries; a full run tries each effect."""
 
 
 def main() -> int:

@@ -1,14 +1,15 @@
-"""Compare forecasts of rollouts with rollouts that are simulated request by request.
+"""Compare forecasts of rollouts with rollouts simulated request by request.
 
     python -m benchmarks.forecast_truth [--rollouts N] [--harmful N] [--levels N] [--seed N]
 
 Each rollout has its own random policy and traffic, and runs through the product's own judge and
 state machine until it ends. Half of the forecasts get the true rate, the others one measured from
-about 30 requests or a minute. Exits with 1 if fewer than 90 % of rollouts take between half and
-twice the forecast median, or if a promised share of harms is not found. Worlds come from a new
-seed in each run, which is printed. With 500 healthy and 150 harmful rollouts, the benchmark takes
-about ten minutes of one core. Few rollouts wait longest for a service level, so that its time is
-also compared alone, simulated by interval.
+about 30 requests or a minute. Few rollouts wait longest for a service level, so that its time is
+also compared alone, simulated by interval. Exits with 1 if fewer than 90 % of rollouts or steps
+take between half and twice the forecast median, if fewer than 80 % of the times of service levels
+are in their interval, or if a promised share of harms is not found. Worlds come from a new seed in
+each run, which is printed. With 500 healthy and 150 harmful rollouts, the benchmark takes about ten
+minutes of one core.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Trial:
     def is_close(self) -> bool:
         """Return whether the rollout took between half and twice the forecast median.
 
-        A rollout that paused was forecast if some step was, with a chance of at least 5 %.
+        If the rollout paused, return whether some step had a forecast chance of at least 5 % to
+        time out.
         """
         if self.outcome.end == "paused":
             return any(step.timeout >= 0.05 for step in self.forecast.steps)
@@ -71,7 +73,7 @@ def _is_within_factor(elapsed_s: float, duration: Duration) -> bool:
 
 
 def _is_covered(elapsed_s: float, duration: Duration, world: World) -> bool:
-    """Return whether a time is in the interval, up to the resolution of the simulation."""
+    """Return whether a time is in the interval, up to the simulation's resolution."""
     low_s, high_s = duration.low_s, duration.high_s
     apart_s = get_resolution(elapsed_s, world.policy.epoch)
     return (

@@ -2,10 +2,10 @@
 
     python -m benchmarks.fuzz_images [--requests 2000] [--seed 1]
 
-Prints the statuses of the answers, the processes that ended, and the growth of memory after a tenth
-of the requests. The run fails if an answer has another status than 200 and 400, if a worker ends,
-or if the memory of the server grows by more than `ALLOWED_MB`. The seed and the number of a request
-repeat it.
+Prints the statuses of the answers, and the growth of memory after a tenth of the requests. The run
+fails if an answer has another status than 200 and 400, if an answer takes 10 s or longer, if a
+process ends, or if the memory of the server grows by `ALLOWED_MB` or more. The seed and the number
+of a request repeat it.
 """
 
 from __future__ import annotations

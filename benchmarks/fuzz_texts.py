@@ -4,8 +4,8 @@
 
 Every answer must be 400 or 413 with its cause, or 200 with the estimator's own answer to the text.
 Prints the number of answers by kind and status, the longest time without an answer of the health
-page, the peak of memory, and the number of workers that ended. An error prints the seed and the
-number of the text, which repeat it.
+page, the peak of memory, and the number of workers that ended. Exits with 1 above `LONGEST_S` or
+`LARGEST_BYTES`. An error prints the seed and the number of the text, which repeat it.
 
 The letter İ is left out: its lower case has two characters in Python, and one in ONNX Runtime.
 """
@@ -86,7 +86,7 @@ CHANGES: Mapping[str, Change] = {
 
 
 def build_body(draw: random.Random, value: Any) -> tuple[str, bytes]:
-    """Return the path and the body of a request with one value, or with a list of texts."""
+    """Return the path and the body of a request with a value, or with a list of texts."""
     if isinstance(value, bytes):
         start, _, end = b'{"instances": ["?"]}'.partition(b"?")
         return "/invocations", start + value + end
@@ -120,7 +120,7 @@ def check(answer: Answer, value: Any, model: Pipeline) -> None:
 
 
 def watch_health(url: str, is_ended: Event, longest_s: Any) -> None:
-    """Ask for the health page again and again; record the longest time without an answer.
+    """Request the health page repeatedly; record the longest time without an answer.
 
     It runs in its own process, because the estimator blocks the interpreter for seconds.
     """

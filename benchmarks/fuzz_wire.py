@@ -3,8 +3,9 @@
     python -m benchmarks.fuzz_wire --minutes 10 [--seed 1]
 
 A request must be read, or refused with a status of 4xx. Prints the number of requests read and
-refused, and the growth of memory after the first tenth of the time. Any other error ends the run
-with the seed and the number of the request, which repeat the error.
+refused, and the growth of memory after the first tenth of the time. Exits with 1 if memory grows by
+`ALLOWED_MB` or more. Any other error ends the run with the seed and the number of the request,
+which repeat the error.
 """
 
 from __future__ import annotations

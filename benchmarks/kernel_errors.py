@@ -2,10 +2,10 @@
 
     python -m benchmarks.kernel_errors
 
-Prints the largest distance beyond eps |y|, in units of eps, beside the figure that parity allows.
-The 2.6 million arguments are evenly spaced from -30 to 30, normally distributed, small, and
-negative with evenly spaced logarithms of their size. Exits with 1 if a kernel errs by more than 2.5
-times its figure.
+Prints the largest distance beyond eps |y|, in units of eps, beside the operator's entry in
+`KERNEL_ERRORS`. The 2.6 million arguments are evenly spaced from -30 to 30, normally distributed,
+small, and negative with evenly spaced logarithms of their size. Exits with 1 if a kernel errs by
+more than 2.5 times its entry.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from onnx_ops.onnx_graph.rounding_operators import EPSILON, KERNEL_ERRORS
 
 _ALPHA, _GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
 _MISH_FROM = 1.0
-"""Largest |y| at which Mish must keep its figure.
+"""Largest |y| at which the error of Mish is compared with its entry.
 
 Beyond, the kernel errs by a few eps |y|.
 """

@@ -4,7 +4,7 @@
 
 Shows how often the gate errs, and how long it measures. One model races two copies of itself for a
 while. The decisions draw from that recording, so that later load on the machine does not matter.
-Each decision starts at a different round and takes the rounds that follow. It shuffles the three
+Each decision starts at a random round and takes the rounds that follow. It shuffles the three
 sessions of each round, and slows one of them down by a known ratio. Exits with 1 if a promised
 bound does not hold.
 """

@@ -4,8 +4,8 @@
 
 In each world, N rollouts release the same version again, and N release a bad one. A bad version
 fails on 10 % of the requests, and on all of them where there are few clients. Exits with 1 if more
-than one good candidate is rolled back, or if a bad one is not. Epochs last a second, and a rollout
-from ten seconds to a minute.
+than one good candidate is rolled back, or if a bad one is not. Epochs last a second, and most
+rollouts from ten seconds to a minute.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Each metric has a population of rows, in which the true values are known. For each number of rows,
 samples are drawn from it, and the intervals of the product are compared with the true value of the
 candidate and with the true change from the baseline. Each of the four bounds should be wrong in at
-most 5 % of the samples. Prints a table in Markdown after each metric.
+most 5 % of the samples. Prints the rows of a Markdown table after each metric.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORLDS = {**ROW_WORLDS, **VISION_WORLDS}
 
 ROWS = (50, 200, 500, 2000)
 RESAMPLES = 400
-"""Fewer resamples than the product's 2,000: a rate changes by at most half a point."""
+"""Fewer resamples than the product's 2,000; rates change by at most half a point."""
 
 BOUNDS = ("value low", "value high", "change low", "change high")
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def measure(name: str, rows: list[int], worlds: int) -> Iterator[Mapping[str, object]]:
-    """Yield the rates of wrong bounds for each number of rows, without and with groups."""
+    """Yield counts of wrong bounds for each number of rows, without and with groups."""
     world, number = WORLDS[name], list(WORLDS).index(name)
     for grouped in (False, True):
         population = world.make_population(make_generator(number, grouped), grouped=grouped)
@@ -99,7 +99,7 @@ def find_truth(world: World, population: Population) -> Truth:
 
 
 def find_wrong(world: World, sample: Population, truth: Truth, seed: int) -> list[str]:
-    """Return the bounds that are wrong in one sample, and the intervals that are missing."""
+    """Return the wrong bounds of one sample, and its missing intervals."""
     entries: dict[str, ScoreComparison] = {
         entry.against: entry
         for entry in score(

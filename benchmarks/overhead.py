@@ -3,9 +3,9 @@
     python -m benchmarks.overhead [--rounds 3] [--prefect]
 
 A whole run is compared with the same calls in a bare script. Runs and commands with nothing to do
-are compared with an empty Python process. Every figure is a ratio of whole processes, which take
-turns in this run on this machine: the median of the rounds, with the seconds behind it. `--prefect`
-adds the same run as a Prefect flow on a real server.
+are compared with an empty Python process. Whole processes take turns on this machine. Every ratio
+is that of their medians over the rounds, and is followed by the seconds. `--prefect` adds the same
+run as a Prefect flow on a real server.
 """
 
 from __future__ import annotations

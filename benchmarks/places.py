@@ -122,7 +122,7 @@ class Place:
         return time.monotonic() - began
 
     def cut(self, name: str) -> None:
-        """Cut a replica off from the store; with a folder, its follower stops."""
+        """Cut a replica off from the store; with a folder, suspend its follower."""
         if name in self.proxies:
             self.proxies[name].cut()
         else:

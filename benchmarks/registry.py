@@ -6,8 +6,8 @@
 Two MLflow servers take turns in one run: one with 100 versions, one with `--versions`, over the
 same number of models. Each model has an endpoint that serves its champion. The database is SQLite,
 then PostgreSQL, which is started for the purpose where it is installed with its driver psycopg2.
-Requests are counted where MLflow's client sends them. Exits with 1 if the number of requests grows
-with the versions.
+Requests are counted where MLflow's client sends them. Exits with 1 if the number of requests
+depends on the number of versions.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     python -m benchmarks.replica_canaries [--rollouts N] [--epochs N] [--seed N] [--world NAME]...
 
-A verdict over replicas that end, scale and lag must be as sure as one over a single server. Each
-rollout is a canary step of 10 % in simulated time, by real followers, counts, reports and judge. It
-is judged once an epoch. Exits with 1 if the confidence interval of a rate leaves its bound. Equal
-candidates are rolled back in at most 2 % of rollouts, and candidates with ten times the errors in
-at least 95 %. A user meets one version in an epoch. With 100 rollouts of each kind, the benchmark
-takes an hour of one core.
+A verdict over replicas that end, scale and lag must be as reliable as one over a single server.
+Each rollout is a canary step of 10 % in simulated time, by real followers, counts, reports and
+judge. It is judged once an epoch. Exits with 1 if the confidence interval of a rate leaves its
+bound. Equal candidates are rolled back in at most 2 % of rollouts, and candidates with ten times
+the errors in at least 95 %. A user meets one version in an epoch. With 100 rollouts of each kind,
+the benchmark takes an hour of one core.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def lag(site: SimulatedSite) -> None:
 class Outcome:
     """How one rollout ended, and what was counted.
 
-    `epoch` is the epoch in which the rollout was rolled back; None if it was not.
+    `epoch` is the epoch in which the rollout was rolled back; None if it was not. `counted` holds
+    the numbers of counted epochs, of the candidate's units, and of the stable version's units.
     """
 
     epoch: int | None
@@ -192,7 +193,7 @@ WORLDS: Mapping[str, World] = {
 def prove_world(
     number: int, name: str, world: World, rollouts: int, epochs: int
 ) -> tuple[Claim, Sequence[str]]:
-    """Return the claim of a world, and its row of figures."""
+    """Return the claim of a world, and its row of the table."""
     begun = time.perf_counter()
     outcomes = [
         run_rollout(

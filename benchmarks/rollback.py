@@ -4,7 +4,7 @@
 
 The endpoint is real and under load; MLflow is down. A rollback is timed inside a running process,
 and as a whole command. Both are compared with a start of the program that does nothing (`onnx-ops
---version`). Starts and commands take turns, so that a slow or busy machine changes neither ratio.
+--version`). Starts and commands take turns, so that a slow or busy machine slows both down alike.
 Exits with 1 if a promised bound does not hold: a rollback inside a process takes at most half of
 such a start, a command at most three of them, and no request fails.
 """

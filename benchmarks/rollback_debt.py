@@ -140,8 +140,8 @@ def serve_before(place: Place, fault: Fault, variant: bool) -> None:
 def send_until_recorded(place: Place, ending: str, draw: random.Random) -> Iterator[float]:
     """Request the rollback until it is recorded, at most twice.
 
-    The second request follows if the first process was killed too early. Yields the seconds of each
-    request.
+    The second request follows if the first one ended before it was recorded. Yields the seconds of
+    each request.
 
     Raises:
         MeasurementError: the rollback was not recorded.

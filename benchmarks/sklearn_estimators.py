@@ -2,8 +2,8 @@
 
 These are its classifiers and regressors. Each is fitted with its defaults on a bundled data set
 (iris, diabetes), exported at opset 18, and compared with its source on all rows. The outcome is
-`same`, `differs` with the distance, or the typed error that ends the export. Any other error ends
-this script with its traceback.
+`same`, `differs` with the distance, the typed error that ends the export, or why an estimator could
+not be fitted or gave no answers. Any other error ends this script with its traceback.
 
     python -m benchmarks.sklearn_estimators > docs/sklearn-estimators.md
 """

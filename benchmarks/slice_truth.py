@@ -37,7 +37,7 @@ from onnx_ops.statistics.rules.common import judge_gate
 SLICES = 20
 TRIALS = 2000
 RMSE_TRIALS = 150
-"""Releases of a kind that is judged by rmse, whose intervals take a hundred times as long."""
+"""Releases of a world that is judged by rmse: intervals take 100 times as long."""
 FAMILY = 0.05
 WRONG = 0.1
 """Share of rows that both models get wrong."""
@@ -64,7 +64,7 @@ class World:
 
     @property
     def gate(self) -> SlicesGate:
-        """The gate that judges each slice, however few rows it has."""
+        """Return the gate, whose minimum number of rows excludes no slice."""
         rows = min(self.rows, 50)
         if self.metric == "accuracy":
             return SlicesGate(name="accuracy", max_drop=self.limit, min_rows=rows)
@@ -72,7 +72,7 @@ class World:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The properties of the world in a table."""
+        """Return the properties of the world as table cells."""
         groups = f"{self.rows // self.group} x {self.group}, rho {self.rho:g}"
         errors = "normal errors" if np.isinf(self.tail) else f"errors t({self.tail:g})"
         spread = f"{100 * self.won:g} %" if self.metric == "accuracy" else errors
@@ -214,7 +214,7 @@ def judge_world(world: World, number: int, trials: int) -> Counter[Verdict]:
 def _prove(
     title: str, worlds: Sequence[World], trials: int, start: int
 ) -> tuple[list[list[str]], list[Counter[Verdict]]]:
-    """Judge the worlds, print their rates, and return the rows of the table."""
+    """Judge the worlds, print their rates, and return the table rows and the verdicts."""
     rows, counts = [], []
     for number, world in enumerate(worlds, start):
         begun = time.perf_counter()

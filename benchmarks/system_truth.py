@@ -1,4 +1,4 @@
-"""Count which planted faults of whole systems are found, and which correct systems are refused.
+"""Count found faults of whole systems, and correct systems that are refused.
 
     python -m benchmarks.system_truth [--seeds N] [--seed N] [--inputs N] [--worlds A,B]
 

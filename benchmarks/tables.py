@@ -3,7 +3,7 @@
 
 Each case is fitted on columns of a CSV file, exported, and compared with its source on every group
 of inputs of the parity gate. It is then published to an endpoint server's process, which answers
-requests. The outcome is `works`, `differs` with the place, or the refusal.
+requests. The outcome is `works`, `differs` with the place, or the error that ended the case.
 
     python -m benchmarks.tables > docs/tables-cases.md
 """
@@ -257,7 +257,8 @@ def cases() -> list[Case]:
 def wrappers() -> Iterator[Case]:
     """Yield wrappers around whole pipelines, and other last steps.
 
-    These are search objects, clusterings, detectors of outliers, and transformers.
+    The wrappers are, for example, searches, calibrations and votes. The last steps are clusterings,
+    detectors of outliers, transformers and a Gaussian process.
     """
     logistic, ridge = linear_model.LogisticRegression(max_iter=500), linear_model.Ridge()
     forest = ensemble.RandomForestClassifier(10, random_state=0)

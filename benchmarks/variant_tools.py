@@ -130,7 +130,8 @@ def ort_defaults(model: Model, scratch: Path) -> None:
 def prepared(model: Model, scratch: Path) -> Path:
     """Return the export after ORT's own preparation.
 
-    The shapes that torch wrote are removed, since ORT's quantizers fail with them.
+    The shapes that torch 2.13 wrote are removed, since the quantizers of ORT 1.31 fail with them:
+    their shape inference finds other shapes.
     """
     import onnx
     from onnxruntime.quantization.shape_inference import quant_pre_process

@@ -3,8 +3,8 @@
 Shown are their speed and accuracy. One run makes a CNN, an encoder of MiniLM's shape and two small
 ones (one with outlier channels). Every tool makes its variants of them. All variants of a model are
 then timed in turns, in one thread each, by that thread's CPU time. Accuracy is measured on rows
-that no tool has seen. Figures are judged only on a CPU with AVX512-VNNI; elsewhere they are
-printed.
+that no tool has seen. Limits are checked only on a CPU with AVX512-VNNI; elsewhere, the results are
+only printed.
 
     python -m benchmarks.variants --peers FOLDER
 """
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def measured(name: str, scratch: Path, width: int, peers: Path | None) -> Iterator[str]:
-    """Make one model and all tools' variants of it, and print their figures.
+    """Make one model and all tools' variants of it, and print their results.
 
     Yields the limits that are missed.
     """
@@ -103,7 +103,7 @@ def missed_limits(name: str, ratio: float, size: float) -> Iterator[str]:
 
 
 def table(model: Model) -> Iterator[str]:
-    """Print the figures of one model, and yield the limits that are missed."""
+    """Print the results of one model, and yield the limits that are missed."""
     paths = {"fp32": model.path, **model.variants}
     times = timed(paths, model)
     sessions = {name: session(path) for name, path in paths.items()}
@@ -194,7 +194,7 @@ def answers(one: Any, model: Model) -> tuple[Any, str]:
     """Return which rows are right, and the metric as a text.
 
     Rows are sent one at a time, so that no batch shares its ranges. A row of the embedder is right
-    where its cosine is what was asked for.
+    if its cosine is at least `COSINE`.
     """
     rows, wanted = model.test
     outputs = np.concatenate(
