@@ -1,6 +1,6 @@
 """A project that several processes open, with one endpoint.
 
-The endpoint serves version 2 and served version 1 before.
+The endpoint serves version 1 first, then version 2 alone or as a canary.
 """
 
 from __future__ import annotations

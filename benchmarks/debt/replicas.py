@@ -178,7 +178,7 @@ class Replicas(Site):
         return self._mounts / self._replicas.endpoint / name
 
     def _mount_share(self, name: str) -> Path:
-        """Return the folder as a machine with this name sees it.
+        """Mount the folder for a machine with this name, and return its path there.
 
         The share is a symbolic link, since mounting needs a permission.
         """
@@ -232,7 +232,7 @@ class Replicas(Site):
     def _cut_off(self, place: Place, variant: bool) -> Repair:
         """Cut one replica off from the store.
 
-        If the store is a folder, the replica's follower stops, or its share is unmounted.
+        If the store is a folder, the replica's follower is suspended, or its share is unmounted.
         """
         del place
         if self._port:
@@ -248,7 +248,8 @@ class Replicas(Site):
     def _newcomer(self, place: Place, variant: bool) -> Repair:
         """Start a replica with an empty folder.
 
-        In half of the trials the store is down for this replica at first.
+        In half of the trials with a store behind a port, the store is down for this replica at
+        first.
         """
         del place
         self._start("new1")
@@ -286,7 +287,7 @@ class Replicas(Site):
         return self._treat(lambda method, target: Treatment(delay_s=draw.uniform(1.0, 3.0)))
 
     def _response_lost(self, place: Place, variant: bool) -> Repair:
-        """Lose the answer to the creation of an object.
+        """Lose the answers to writes.
 
         This concerns tables only or, in half of the trials, everything that is written.
         """

@@ -186,8 +186,8 @@ def small_disk(folder: Path, mount: Sequence[str]) -> Iterator[None]:
 class Local(Site):
     """Servers on this machine.
 
-    No server answers after a fault, except after "disk full". Every answer of version 2 then comes
-    from a server that was started again.
+    Except under "disk full", no server answers under a fault. An answer of version 2 can then only
+    come from a server that was started again.
     """
 
     name = "local"

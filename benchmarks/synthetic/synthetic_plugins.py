@@ -1,7 +1,7 @@
 """A framework, an optimizer and a runtime that cost next to nothing.
 
 What a run takes with them is the overhead of onnx-ops. They are installed by putting this folder on
-the path. The model is one matrix product, computed by numpy. Times follow a script.
+the path. The model is one matrix product, computed by numpy. Times are simulated.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class SyntheticOptimizer(Optimizer):
 class SyntheticRuntime(Runtime):
     """A runtime whose times are simulated.
 
-    Variants take nine tenths of the time of what they are compared with. A little noise is added,
-    which is the same in every run.
+    In a paired benchmark, the last model takes nine tenths of the time of the others. A little
+    noise is added, which is the same in every run.
     """
 
     tools = ("numpy",)
