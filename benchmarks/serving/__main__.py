@@ -2,13 +2,14 @@
 
     python -m benchmarks.serving [--quick] [--only mlp|cnn|image|dense] [--json] [--triton FOLDER]
 
-All servers run on one machine. Contestants: the server of this project with a split, metrics, with
-and without user keys; the FastAPI and pydantic snippet of the tutorials, as they write and start
-it, and tuned; `mlflow models serve`; MLServer; NVIDIA Triton; an ASGI application and a server in C
-that run no model; `session.run` alone. Load comes from `wrk` where it is installed, else from
-tests.support.load. Exits with 1 if a promise does not hold. MLServer is installed once into a
-separate virtual environment below --cache. Triton takes part where --triton has `bin/tritonserver`
-and `backends/onnxruntime`. Its ONNX Runtime should have the version that is installed here.
+All servers run on one machine. Contestants: the server of this project with a split and metrics,
+with and without user keys; a plain parser loop; the FastAPI and pydantic snippet of the tutorials,
+as they write and start it, and tuned; `mlflow models serve`; MLServer; NVIDIA Triton; an ASGI
+application and a server in C that run no model; `session.run` alone. Load comes from `wrk` where it
+is installed, else from tests.support.load. Exits with 1 if a promise does not hold. MLServer is
+installed once into a separate virtual environment below --cache. Triton takes part where --triton
+has `bin/tritonserver` and `backends/onnxruntime`. Its ONNX Runtime should have the version that is
+installed here.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ HEAD = (
 def rows_of(board: Board) -> list[tuple[str, ...]]:
     """Return the table of all matches, in the columns of HEAD.
 
-    CPU is the minimum of the rounds, all other values are medians.
+    CPU is the minimum of the rounds. Rates, ratios and latencies are medians.
     """
     rows: list[tuple[str, ...]] = []
     for score in board.scores:

@@ -47,7 +47,7 @@ class Call:
 class Contestant(ABC):
     """A server of one model.
 
-    `start` returns the seconds until its first right answer.
+    `start` returns the seconds until its first answer with status 200.
     """
 
     def __init__(self, name: str, model: Model, folder: Path) -> None:
@@ -310,7 +310,7 @@ class Uvicorn(Contestant):
 
 
 class TunedUvicorn(Uvicorn):
-    """The same without an access log."""
+    """The same without an access log; the options name uvloop and httptools."""
 
     options = (
         "--loop",

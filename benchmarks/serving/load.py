@@ -18,7 +18,10 @@ from tests.support.load import LoadPlan, LoadProcess, Payload
 _SCRIPT = Path(__file__).with_name("wrk.lua")
 _REQUESTS = 4096
 _REQUESTS_BYTES = 16 << 20
-"""Number and total bytes of the different requests that wrk repeats, at most."""
+"""Maximum number and total bytes of the different requests that wrk repeats.
+
+If there are more bodies or users, their number is used instead.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,7 @@ class Score:
     def document(self) -> dict[str, object]:
         """Return the values for `--json`.
 
-        CPU is the minimum of the rounds, all other values are medians.
+        CPU is the minimum of the rounds. Rates and latencies are medians.
         """
         return {
             "server": self.match.name,

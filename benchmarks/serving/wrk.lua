@@ -1,5 +1,5 @@
--- POSTs of two clients in turn, each request with an id of its own. Files BODY0, BODY1, … hold BODIES bodies. HEADERS
--- holds "name: value" lines. REQUESTS differ before the first is repeated. KEYS is how many users send.
+-- POSTs of two clients in turn; each request has a different id. Files BODY0, BODY1, … hold BODIES bodies. HEADERS
+-- holds "name: value" lines. REQUESTS is the number of requests before the first is repeated, and KEYS that of users.
 local clients = {
   { ["user-agent"] = "python-httpx/0.28.1", ["accept"] = "*/*", ["content-type"] = "application/json" },
   { ["User-Agent"] = "Go-http-client/1.1", ["content-type"] = "application/json" },

@@ -1,5 +1,5 @@
-/* The floor of the machine: an HTTP/1.1 server on one thread that reads a POST to its end, runs no model and sends an
-   answer as long as a small model's. Whatever a request costs here is the system's: no server costs less.
+/* The least cost of a request: an HTTP/1.1 server on one thread that reads a POST to its end, runs no model and sends
+   an answer as long as a small model's. The cost is that of the operating system.
 
    cc -O2 -o floor floor.c && ./floor PORT */
 
@@ -53,7 +53,7 @@ static void welcome(int epoll, int server) {
   epoll_ctl(epoll, EPOLL_CTL_ADD, client, &event);
 }
 
-/* How long the whole request is, as far as its head tells; 0 before that. */
+/* Return the length of the whole request according to its head; 0 if the head is incomplete. */
 static size_t wanted(struct connection *one) {
   char *end = memmem(one->bytes, one->held, "\r\n\r\n", 4);
   if (!end) return 0;
