@@ -1,6 +1,7 @@
-"""Rollouts through the HTTP API of analyses, over a fake Prometheus with a known truth.
+"""Rollouts through the HTTP API of analyses, over a fake Prometheus.
 
-Time is simulated: a minute passes between two scrapes. The proxy draws a revision for each request.
+The true rates of errors are known. Time is simulated: a minute passes between two scrapes. The
+proxy draws a revision for each request.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ LONGEST_ANSWER_MS = 50.0
 class RolloutWorld:
     """A kind of traffic: rates of errors, and what else happens.
 
-    In a minute of an outage, requests to both revisions fail with the probability `outage`. With
-    `restarts`, the proxy restarts about once in ten minutes. With `moves`, the weight changes
-    within a minute, unannounced, about once in ten minutes.
+    In one of ten minutes, an outage fills the second half: requests to both revisions then fail
+    with the probability `outage`. With `restarts`, the proxy restarts about once in ten minutes.
+    With `moves`, the weight changes within a minute, unannounced, about once in thirty minutes.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Kill the service of analyses while it answers, and compare its verdicts with its record."""
+"""Kill the service of analyses during answers, and compare verdicts and record."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _add_minute(prometheus: FakePrometheus, *, worse: bool) -> None:
 def _count_changes(folder: Path, answers: list[dict[str, Any]]) -> int:
     """Return how many answers differ from the verdicts that the record leads to.
 
-    The result also counts requests that the record has twice, or not at all.
+    One is added if the record has any requests twice, or lacks any.
     """
     state = AnalysisLog(LocalObjects(folder / "state")).read(KEY)
     assert state.policy is not None

@@ -1,6 +1,7 @@
-"""Rollouts through the HTTP API of analyses, over a real Prometheus that scrapes a real server.
+"""Rollouts through the HTTP API of analyses, over a real Prometheus.
 
-All rollouts run at the same time, since a real Prometheus needs real time.
+Prometheus scrapes a real server. All rollouts run at the same time, since a real Prometheus needs
+real time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _STARTED = time.time()  # noqa: TID251 (exported as the start of the process)
 
 
 def prove_with_prometheus(program: Path, trials: int) -> list[Claim]:
-    """Run half of the rollouts with equal revisions, half with 1 % instead of .1 % errors."""
+    """Run rollouts: half with equal revisions, half with 1 % instead of .1 % errors."""
     counts: Counter[tuple[int, str, str]] = Counter()
     names = {trial: "equal" if trial % 2 else "worse" for trial in range(trials)}
     _serve_round(counts, names, round_=0)

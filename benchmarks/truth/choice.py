@@ -1,6 +1,7 @@
 """Measure how often a release chooses a variant that is as bad as the limit.
 
-There are six variants on three targets, whose true drop equals the limit exactly.
+There are six variants on three targets, whose true drop equals the limit exactly. Releases whose
+variants lose nothing are simulated too, to count those that are refused.
 """
 
 from __future__ import annotations

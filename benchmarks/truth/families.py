@@ -40,7 +40,7 @@ VOCABULARY = 300
 class Exported:
     """A correct export, and the answers, limits and trees of its source.
 
-    `unseen` holds rows that neither of them has seen.
+    `unseen` holds further rows, on which the export is not validated.
     """
 
     family: str

@@ -67,7 +67,7 @@ def set_attribute(node: onnx.NodeProto, name: str, value: Any) -> None:
 def rewire(
     model: onnx.ModelProto, old: str, new: str, *, spare: Sequence[onnx.NodeProto] = ()
 ) -> None:
-    """Let every reader of `old` read `new`."""
+    """Let every reader of `old` read `new`, except the nodes in `spare`."""
     for node in model.graph.node:
         if not any(node is other for other in spare):
             for index, name in enumerate(node.input):
@@ -256,7 +256,8 @@ def _clip(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
 @fault("wrong axis")
 def _axis(model: onnx.ModelProto, draw: np.random.Generator) -> bool:
     del draw
-    # The first Softmax belongs to the attention, and normalizes the last of its four axes.
+    # In the transformer, the first Softmax is that of the attention, and normalizes the last of
+    # four axes.
     found = nodes_of(model, "Softmax")
     if found:
         set_attribute(found[0], "axis", 1)

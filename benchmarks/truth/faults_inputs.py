@@ -1,7 +1,4 @@
-"""Kinds of faults in the first nodes of a graph.
-
-These are tables of words, whole numbers, and recurrent layers.
-"""
+"""Kinds of faults in tables of words, whole numbers, recurrent layers and norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts that are simulated request by request, to compare them with their forecasts.
+"""Rollouts simulated request by request, to compare them with their forecasts.
 
 Each world has its own policy and traffic. Users are hashed to cells, and each epoch assigns cells
 anew. The counts are given to the product's own judge and state machine as `Observations`. Until
@@ -54,7 +54,7 @@ SPREAD = 0.5
 MEDIAN_S = 0.01
 LOOK_S, LAG_S = 5.0, 1.0
 _SUB_LOOKS = 6
-"""Looks in each epoch, until a thirtieth of the elapsed time is longer than an epoch."""
+"""Looks per epoch, until a thirtieth of the elapsed time is longer than an epoch."""
 _THIN = 30
 _MOST_REQUESTS = 200_000
 """Number of requests that are drawn together."""
@@ -66,7 +66,7 @@ class World:
     """A policy, its traffic, and what the forecast does not know about the traffic.
 
     Attributes:
-        traffic: true rate, users and errors; `counted` of them if the forecast measures.
+        traffic: true rate, users and errors.
         skew: exponent of Zipf's law by which users send requests.
         uneven: coefficient of variation of the rate between epochs.
         bunch: failed requests of a user that come together.
@@ -90,7 +90,7 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a rollout ended, after how long, and how long each of its complete steps took."""
+    """The end of a rollout, its duration, and the duration of each complete step."""
 
     end: str
     elapsed_s: float
@@ -233,7 +233,10 @@ class SimulatedRollout:
         length_s: float,
         begun_s: float,
     ) -> Action | Wait | None:
-        """Add the counts of a period in parts, and look after each part but the last."""
+        """Add the counts of a period in parts, and look after each part but the last.
+
+        The counts of a period of several epochs are added without a look.
+        """
         if length_s > self._epoch_s:
             self._add(roles.step, counts, length_s, parts=round(length_s / INTERVAL_S))
             return None
@@ -307,7 +310,10 @@ class SimulatedRollout:
         )
 
     def _draw_cells(self) -> Floats:
-        """Return the share of requests of each cell of users; empty without keys."""
+        """Return the share of requests of each user; empty without keys.
+
+        Many users are combined to cells.
+        """
         users = self._world.traffic.users
         weights: Floats = np.arange(1, users + 1, dtype=np.float64) ** -self._world.skew
         if users > CELLS // 20:
@@ -370,7 +376,7 @@ class SimulatedRollout:
         return counts, units
 
     def _draw_units(self, means: Floats) -> tuple[Ints, Floats]:
-        """Return the requests of each unit of some epochs, and its place on the split's line."""
+        """Return the requests of each unit of some epochs, and its place in the split."""
         random, shares = self._random, self._shares
         totals = random.poisson(means)
         if not len(shares):
@@ -417,7 +423,7 @@ def _to_interval(step: int, counts: Mapping[str, Ints], seconds: float) -> Obser
 
 
 def measure(world: World, random: np.random.Generator, latencies: Sequence[int]) -> Traffic:
-    """Return the traffic as a forecast gets it: given exactly, or measured in half of worlds."""
+    """Return the traffic that a forecast gets: exact in half of worlds, else measured."""
     known = replace(world.traffic, bounds_s=tuple(BOUNDS_S), latencies=tuple(latencies))
     if random.random() < 0.5:
         return known

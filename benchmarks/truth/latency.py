@@ -142,9 +142,9 @@ def write_layers(path: Path, extra: int) -> Path:
 def _simulated(quick: bool) -> list[Claim]:
     """Apply the product's rule to simulated pairs of known truth.
 
-    The pairs are independent, correlated, or have a drift of the candidate alone. The truth of a
-    run that drifts is its mean over a full run, of which early looks see another part. A longer run
-    drifts back, and forth again.
+    The pairs are independent, correlated, or drift; the pairs of the baseline with itself are of
+    the same kind, or independent. The truth of a run that drifts is its mean over a full run, of
+    which early looks see only the beginning. A longer run drifts back, and forth again.
     """
     trials, rows, claims = QUICK_SIMULATED if quick else SIMULATED, [], []
     for number, (world, (make, make_self)) in enumerate(WORLDS.items()):

@@ -1,4 +1,4 @@
-"""Service levels that are simulated by interval, to compare their times with forecasts.
+"""Service levels simulated by interval, to compare their times with forecasts.
 
 The worlds are those of `forecast_world`. Only the requests and errors of intervals of a minute are
 drawn, which is a thousand times faster than a whole rollout. The judge's rule decides after each
@@ -36,7 +36,7 @@ _RESOLUTION_S = INTERVAL_S + 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelTrial:
-    """The forecast of a service level that is a step's slowest requirement, and its time."""
+    """A service level that is a step's slowest requirement: its forecast and its time."""
 
     world: World
     traffic: Traffic
@@ -45,7 +45,7 @@ class LevelTrial:
 
     @property
     def is_covered(self) -> bool:
-        """Return whether the time is in the forecast interval, up to a minute."""
+        """Return whether the time is in the forecast interval, up to `_RESOLUTION_S`."""
         low_s, high_s = self.forecast.low_s or 0.0, self.forecast.high_s
         is_late = high_s is not None and self.elapsed_s > high_s + _RESOLUTION_S
         return self.elapsed_s >= low_s - _RESOLUTION_S and not is_late
@@ -116,7 +116,7 @@ def _draw_rows(world: World, random: np.random.Generator, share: float) -> Ints:
 
 
 def _draw_shares(world: World, random: np.random.Generator, share: float, epochs: int) -> Floats:
-    """Return the candidate's share of requests in each epoch, which assigns users anew."""
+    """Return the candidate's share of requests in each epoch, with new assignments."""
     users = world.traffic.users
     if not users:
         return np.full(epochs, share)

@@ -1,7 +1,8 @@
 """Populations of rows on which two models are compared by a metric.
 
 A population is finite, so that the true values are exact: they are those of all of its rows.
-`WORLDS` has an entry for each metric; other modules add theirs.
+`WORLDS` has the metrics of texts, rankings, probabilities and numbers; `vision_worlds` has those of
+images.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class World:
 
 
 def populate_texts(random: Random, effect: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Draw sentences; some rows are difficult for both models, and errors come together."""
+    """Draw sentences; some rows are difficult for both models, with several errors."""
     texts: list[str] = []
     answers: dict[str, list[str]] = {CANDIDATE: [], BASELINE: []}
     difficult = 1 / (1 + np.exp(2.5 - effect - random.standard_normal(ROWS)))
@@ -111,7 +112,7 @@ def populate_rankings(random: Random, effect: Any) -> tuple[Any, Mapping[str, An
 
 
 def populate_probabilities(random: Random, effect: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Draw classes by their probabilities; the models are too sure of them."""
+    """Draw classes by their probabilities; the models are overconfident."""
     true = 2 * random.standard_normal((ROWS, CLASSES)) * np.exp(0.5 * effect)[:, None]
     below = np.cumsum(apply_softmax(true), axis=1)
     label = (random.random((ROWS, 1)) > below[:, :-1]).sum(axis=1)

@@ -1,4 +1,4 @@
-"""Figures of a run, written into the page that quotes them."""
+"""Results of a run, written into the page that quotes them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ LABELS = ("circle", "square", "ring", "star")
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """One system: its own code, its files, and its steps by name, before and after the model."""
+    """One system: its own code, files, and steps by name, before and after the model."""
 
     name: str
     predict: Step
@@ -113,7 +113,7 @@ def decode(path: str) -> Any:
 
 
 def decode_plainly(path: str) -> Any:
-    """Decode as libraries do that repeat the colors of a JPEG file instead of smoothing them."""
+    """Decode as libraries do that repeat the colors of a JPEG file, without smoothing."""
     with Image.open(path) as picture:
         if picture.format != "JPEG":
             return np.asarray(picture.convert("RGB"))
@@ -132,7 +132,10 @@ def decode_plainly(path: str) -> Any:
 
 
 def decode_coarsely(path: str) -> Any:
-    """Decode with the rounding of an integer cosine transform: some levels differ by one."""
+    """Decode as with an integer cosine transform: some levels differ by one.
+
+    The differences are random, and only in lossy files.
+    """
     pixels = decode(path).astype(np.int16)
     random = np.random.default_rng(pixels.size)
     change = random.choice([-1, 0, 1], size=pixels.shape, p=[0.1, 0.8, 0.1])
@@ -307,7 +310,7 @@ def make_pictures(folder: Path, random: np.random.Generator, count: int) -> Worl
 
 
 def run_picture_model(x: Any, weights: Any) -> Any:
-    """Return what the model of pictures computes, in float64."""
+    """Return what the model of pictures computes; the sums are in float64."""
     blocks = np.asarray(x, np.float64).reshape(-1, 3, 4, 8, 4, 8)
     scores = np.einsum("ncihjw,kchw->nkij", blocks, weights.astype(np.float64))
     return np.maximum(scores, 0).mean(axis=(2, 3)).astype(np.float32)

@@ -1,7 +1,7 @@
 """Small networks of the kinds that people export, with rows for each.
 
-A correct export of them must pass. They are neither trained nor chosen by how they export. Every
-layer family of PyTorch that uses only tensors is there.
+A correct export of them must pass. They are neither trained nor chosen by how they export. They
+cover most layer families of PyTorch that use only tensors.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def act(kind: type[nn.Module], *args: Any) -> Callable[[], nn.Module]:
     return lambda: kind(*args)
 
 
-# The following networks consist of plain layers and activations.
+# The following networks consist of plain layers, activations and functions of tensors.
 
 stack("linear", "x", linear(12, 3))
 for _kind in (
@@ -235,7 +235,7 @@ function(
     a=linear(24, 3),
 )
 
-# The following networks contain convolutions.
+# Most of the following networks contain convolutions; all take images, waves or volumes.
 
 
 def _by_cell(x: T, parts: int) -> T:
@@ -475,7 +475,7 @@ function(
 )
 
 
-# The following networks contain recurrent layers.
+# The following networks read sequences, most of them with recurrent layers.
 
 function(
     "lstm",
@@ -549,7 +549,7 @@ function(
     b=lambda: nn.Conv1d(8, 3, 1),
 )
 
-# The following networks contain attention.
+# Most of the following networks contain attention. The others mask, rotate or mix tokens.
 
 
 def encoder_layer(**how: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Populations of images on which two detectors or two segmentation models are compared.
+"""Populations of images on which detectors or segmentation models are compared.
 
 Detections of a population are matched with its objects once. A sample then selects the matches of
 its images, which takes much less time than to match them again. The rows of such a population are
@@ -104,7 +104,7 @@ def _draw_boxes(street: Street, random: Random, count: int) -> tuple[Any, Any]:
 
 
 def _detect(image: Any, boxes: Any, evidence: Any, classes: Any) -> Any:
-    """Return the detections of one model, with scores of three digits, so that some are equal."""
+    """Return the detections of one model, with equal scores by rounding to 3 digits."""
     kept = evidence > -2.5
     boxes = boxes.copy()
     boxes[:, 2:] = np.maximum(boxes[:, 2:], boxes[:, :2] + 1)
@@ -146,7 +146,7 @@ def select_images(matches: Matches, images: Any) -> Matches:
 
 
 def make_street_world(name: str, street: Street, metric: str, iou: float | None) -> World:
-    """Return a world whose rows are numbers of images, and add its metric to the table.
+    """Return a world whose rows are image numbers, and add its metric to `METRICS`.
 
     Answers are `number * 2` for the candidate and `number * 2 + 1` for the baseline.
     """
@@ -168,7 +168,7 @@ def make_street_world(name: str, street: Street, metric: str, iou: float | None)
 
 
 def populate_masks(random: Random, effect: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Draw masks of rectangles of three classes; a fourth class is in one of 20 images."""
+    """Draw masks of rectangles; the last of the classes 0 to 3 is in one of 20 images."""
     rows, columns = np.mgrid[:SIDE, :SIDE]
     label = np.zeros((ROWS, SIDE, SIDE), dtype=np.uint8)
     for category, share in ((1, 0.9), (2, 0.6), (3, 0.05)):
