@@ -30,8 +30,8 @@ def rollback(
         to: Version to go back to; the previous one by default.
         reason: Why; recorded in the ledger.
         force: Allow a version that was itself rolled back.
-        all: Roll back every endpoint of the model, and of the target if given, instead of named
-            ones.
+        all: Roll back the endpoints of the model, and of the target if given, instead of named
+            ones. Without `to`, only endpoints that serve the latest release are rolled back.
         model: With all: a registered model.
         target: With all: a target.
         blocks: Prefect blocks with the addresses of services, such as onnx-ops-registry/prod.
