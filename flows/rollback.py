@@ -38,7 +38,7 @@ def rollback(
     """
     with project_of(blocks) as project:
         context = project.context
-        names = select_endpoints(context, endpoints, every=all, model=model, target=target)
+        names = select_endpoints(context, endpoints, every=all, model=model, target=target, to=to)
         return aggregate_state(
             roll_back_endpoints(
                 context, names, to=to, reason=reason, by=actor(context), force=force, pin=not all

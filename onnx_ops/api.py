@@ -107,7 +107,10 @@ def judge(
 
             arrays = {name: np.asarray(array) for name, array in data.items()}
             if labels is not None and not isinstance(labels, str):
-                arrays["labels"], labels = np.asarray(labels), "labels"
+                name = "labels"
+                while name in arrays:  # An input of the model can have this name.
+                    name += "_"
+                arrays[name], labels = np.asarray(labels), name
             data = stack.enter_context(Scratch()) / "rows.npz"
             np.savez(data, allow_pickle=False, **arrays)
         return _call(

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
 
 import onnx_ops
@@ -60,6 +62,26 @@ def test_api_judge_accepts_arrays(folder: Path) -> None:
     assert found["rows"].startswith("900 of ")
     with pytest.raises(UserError, match="wrong"):
         onnx_ops.judge("good.onnx", "good.onnx", data={"wrong": x, "other": x})
+
+
+def test_api_judge_with_input_named_labels_keeps_input(folder: Path) -> None:
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 18]>
+        sign (float[batch, 2] labels) => (int64[batch] answer) {
+            answer = ArgMax <axis = 1, keepdims = 0> (labels)
+        }
+    """)
+    onnx.save(model, folder / "labels.onnx")
+    scores = np.random.default_rng(0).normal(size=(900, 2)).astype(np.float32)
+    found = onnx_ops.judge(
+        "labels.onnx",
+        "labels.onnx",
+        data={"labels": scores},
+        labels=scores.argmax(axis=1),
+        metric="accuracy",
+        only="parity",
+    )
+    assert found.exit_code == 0
 
 
 def test_api_check_of_invalid_file_returns_problems(folder: Path) -> None:

@@ -129,10 +129,10 @@ class StageExecutor:
                 renew=renew,
                 took=took,
             )
-        if not stage.own_process and stage.timeout is None:
-            with self._measure(stage):
-                return execute(stage, key, inputs, self.context)
         wait = partial(self.observer.progressed, stage, _WAIT)
+        if not stage.own_process and stage.timeout is None:
+            with self.running.lock.hold(alone=False, on_wait=wait), self._measure(stage):
+                return execute(stage, key, inputs, self.context)
         if stage.kind not in _TIMED:
             with self.running.lock.hold(alone=False, on_wait=wait), self._measure(stage):
                 return run_in_subprocess(

@@ -91,7 +91,7 @@ SetValue = Annotated[
     typer.Option("--set", metavar="PATH=VALUE", help="Override a value, e.g. train.with.seed=3."),
 ]
 
-_GROUPS = ("keys", "rollout", "webhooks")
+_GROUPS = ("analysis", "keys", "ledger", "rollout", "webhooks")
 """Groups of commands, which have sub-commands."""
 
 _COLOURS = {

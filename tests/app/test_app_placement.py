@@ -166,6 +166,24 @@ def test_remote_training_sends_named_code_and_files(
     assert not any(worker.settings.root.glob("*.py"))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"metrics": [{"definition": {"use": "training:train"}}]},
+        {"metrics": [{"definition": {"decode": "training:train"}}]},
+        {"definitions": [{"decode": "training:train"}]},
+    ],
+)
+def test_remote_benchmark_sends_code_of_metrics(
+    asker: Project, worker: Project, executed: list[str], settings: dict[str, Json]
+) -> None:
+    pools = Nearby(worker)
+    hints: dict[str, Json] = {"target": {"name": "board", "pool": "gpu"}, "champion": None}
+    asked(pools, asker, placed(StageKind.BENCHMARK, hints=hints, **settings))
+    request = asker.context.store.read(Digest(str(pools.asked[0].parameters["request"])))
+    assert {"training.py", "helpers.py"} <= json.loads(request)["files"].keys()
+
+
 def test_remote_stage_with_stored_result_runs_only_if_renewed(
     asker: Project, worker: Project, executed: list[str]
 ) -> None:

@@ -20,6 +20,7 @@ from onnx_ops.app.project import execute, prepare
 from onnx_ops.app.stage_request import parse_request
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.measure.files import RANGES
 from onnx_ops.pipeline import RunResult
 from tests.support.checkout import copy_parts
 from tests.support.must import must
@@ -110,6 +111,9 @@ def test_benchmark_in_shards_returns_same_metrics_as_whole_benchmark(project: Pr
 
     again = run(project, "quantize[1].calibrate.shards=3")
     assert {f"calibrate/static#{number}" for number in (1, 2, 3)} <= set(again.executed())
+    parts = [must(again.outcomes[f"calibrate/static#{number}"].manifest) for number in (1, 2, 3)]
+    assert all(set(part.files) <= {RANGES} for part in parts), "a shard only reads ranges"
+    assert any(part.files for part in parts)
     made = [result.outcomes["quantize/static"].manifest for result in (whole, again)]
     assert made[0] is not None
     assert made[0] == made[1]

@@ -14,8 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from onnx_ops.app.context import build_context
+from onnx_ops.app.execution import StageExecutor
 from onnx_ops.app.running_stages import MeasurementLock, hold_key_lock
-from onnx_ops.domain.artifact import digest_bytes, hex_digits
+from onnx_ops.config.settings import load_settings
+from onnx_ops.domain.artifact import Manifest, digest_bytes, hex_digits
+from onnx_ops.domain.pipeline import Stage, StageKind
 
 TIMEOUT_S = 30.0
 KEY = digest_bytes(b"key")
@@ -87,6 +91,26 @@ def test_measurement_lock_after_error_is_released() -> None:
             raise ZeroDivisionError
     with quiet.hold(alone=True):
         pass
+
+
+def test_stage_without_own_process_waits_until_measurement_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executed = threading.Event()
+
+    def execute(*_: object) -> Manifest:
+        executed.set()
+        return Manifest(files={})
+
+    monkeypatch.setattr("onnx_ops.app.execution.execute", execute)
+    settings = load_settings(tmp_path, {})
+    executor = StageExecutor(settings=settings, context=build_context(settings))
+    stage = Stage(id="data/test", kind=StageKind.DATA, settings={})
+    with ThreadPoolExecutor(1) as pool:
+        with executor.running.lock.hold(alone=True):
+            ended = pool.submit(executor, stage, KEY, {})
+            assert not executed.wait(0.3)
+        assert ended.result(TIMEOUT_S) == Manifest(files={})
 
 
 def test_hold_key_lock_admits_one_thread_per_key(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 from xml.etree import ElementTree
@@ -22,11 +24,13 @@ from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import MeasurementError
+from onnx_ops.orchestration import environment
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.reconcile_pass import ReconcilePass, read_registry
 from onnx_ops.testing.models import FEATURES, rows, write_perceptron
 from tests.orchestration.flow_runs import artifacts_of, in_flow, run_of
+from tests.release.release_parts import MODEL, Scene
 from tests.release.release_scenes import serving
 from tests.support.endpoints import endpoint_config, fileless_deployment
 from tests.support.git import commit_all
@@ -295,6 +299,23 @@ def test_rollback_flow_of_unknown_endpoint_lists_known_endpoints(
     state = end("rollback", endpoints=["nowhere"])
     assert (state.type, state.name) == (StateType.FAILED, "WrongInput")
     assert "Known endpoints: none" in (state.message or "")
+
+
+def test_rollback_flow_of_model_to_version_moves_all_its_endpoints(
+    prefect_server: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene()
+    for name in ("digits", "region"):
+        scene.bind(name)
+    for seed in ("first", "second"):
+        scene.serve(scene.publish(seed))
+        scene.reconcile("region")
+    scene.serve(scene.publish("third"))
+    assert scene.traffic("region") == {"v2": 100, "v1": 0}, "it does not serve the latest release"
+    project = SimpleNamespace(context=scene.context)
+    monkeypatch.setattr(environment, "project_of", lambda _: nullcontext(project))
+    end("rollback", all=True, model=MODEL, to="1", reason="slow")
+    assert [scene.traffic(name)["v1"] for name in ("digits", "region")] == [100, 100]
 
 
 def test_reconcile_flow_without_endpoints_completes(

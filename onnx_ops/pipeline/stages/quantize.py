@@ -12,7 +12,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
-from onnx_ops.domain.pipeline import Quantize, Stage
+from onnx_ops.domain.pipeline import Quantize, Stage, StageKind
 from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, SearchRecord, Trial
 from onnx_ops.measure.files import (
     MODEL,
@@ -42,7 +42,9 @@ from onnx_ops.scratch import Scratch
 def execute(
     stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
 ) -> Manifest:
-    """Derive a variant, or copy the variant that the search found for a role."""
+    """Derive a variant, copy the variant that the search found, or read ranges of a shard."""
+    if stage.kind is StageKind.CALIBRATE:
+        return _calibrate(stage, inputs, context)
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
     calibrate = section.calibrate
