@@ -61,7 +61,7 @@ A = "A"
 """Name of the baseline in evidence."""
 
 REGRESSIONS = {"latency": 0.05, "throughput": 0.05, "cold_start": 0.2, "memory": 0.1}
-"""Default limits of B by kind of gate.
+"""Default limits of B's regression, as shares of A's value, by kind of gate.
 
 Process starts vary more than runs do.
 """
@@ -69,7 +69,10 @@ Process starts vary more than runs do.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkMetric:
-    """A value with 95 % bounds and its number of samples."""
+    """A value with 95 % bounds and its number of samples.
+
+    `high` is None if the samples are too few for an upper bound.
+    """
 
     value: float
     unit: str
@@ -109,7 +112,7 @@ def benchmark(
     seed: int = 0,
     report: Reporter = lambda _: None,
 ) -> SingleModelResult:
-    """Measure the time of one model on one target."""
+    """Measure the latency of one model on one target, and what `request` names."""
     facts = read_runtime_facts(runtime, target, model)
     request = request or MeasurementRequest()
     report(f"{runs} runs of {model.name}")
@@ -170,7 +173,10 @@ def _make_metric(quantile: QuantileComparison, unit: str) -> BenchmarkMetric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonResult:
-    """The comparison of B with A; `medians` are of A and B, in the units of `UNITS`."""
+    """The comparison of B with A.
+
+    `medians` are of A and B, in the units of `UNITS` or, for a throughput, in requests per second.
+    """
 
     batch: int
     decision: Decision
@@ -280,7 +286,8 @@ def make_evidence(runtime: Runtime, target: Target, model: Path) -> Evidence:
 def _find_median_latencies(raw: RawSamples) -> tuple[float, float]:
     """Return the median latencies of A and B in seconds.
 
-    The medians are over all blocks of all interim analyses, without preempted runs.
+    The medians are over all blocks of all interim analyses. Preempted runs are left out, unless all
+    runs were preempted.
     """
     looks = [
         name.removesuffix("/nanoseconds")

@@ -217,10 +217,11 @@ def compare(
 
 
 def _require_operators(model: Path, place: Target, target: Target) -> None:
-    """Check that a model can run at a place with the custom operators of the target.
+    """Check that a model can run on `place` with the custom operators of `target`.
 
     Raises:
-        UserError: the target lacks operators of the model.
+        UserError: the model's versions are too new for `place`, or `target` lacks operators of the
+            model.
     """
     require_versions(model, place)
     if reason := explain_missing_operators(find_custom_operators(share_structure(model)), target):
@@ -336,9 +337,12 @@ def _shorten(names: Sequence[str]) -> str:
 def _run_reference(
     runtime: Runtime, target: Target, a: Path, groups: Sequence[InputGroup]
 ) -> JoinedAnswers:
-    """Run A on all groups, and twice on the plain rows.
+    """Run A on all groups, and repeat its first run of the plain rows.
 
     All runs are in one session, since a fresh session would draw the same random numbers again.
+
+    Raises:
+        MeasurementError: A rejects the plain rows, or answers the repeated run differently.
     """
     first, *others = groups
     repeated = replace(first, runs=(*first.runs, first.runs[0]))
@@ -505,9 +509,9 @@ def _has_counterpart(name: str, array: Any, answer: Tensors) -> bool:
 def _pool_assumed_noise(
     measured: Sequence[ParityMeasurement], groups: Sequence[InputGroup]
 ) -> list[ParityMeasurement]:
-    """Use the plain rows' tolerance for few answers at other sizes, if it is larger.
+    """Use the plain rows' tolerance for assumed groups, if it is larger.
 
-    All of these answers may be tiny because terms cancel.
+    Such a group has few rows: all of its answers may be tiny because terms cancel.
     """
     assumed = [group.name for group in groups if group.assumed]
     plain = {m.output: m.noise for m in measured if m.group == REAL}
@@ -520,7 +524,7 @@ def _pool_assumed_noise(
 
 
 def _find_halved(expected: Tensors, answers: Tensors) -> list[ParityMeasurement]:
-    """Return a mismatch for each output with float16 numbers only in B, but not in A.
+    """Return a mismatch for each output whose values are float16 numbers only in B.
 
     The error of rounding to float16 is too small to exceed the tolerance for float32.
     """
@@ -565,7 +569,7 @@ def _judge_distinction(
 ) -> tuple[OutputDifference, ...]:
     """Return an INCONCLUSIVE difference if A's answers are the same for all rows.
 
-    The answers of each group are compared.
+    The answers within each group are compared. Fewer than `_ENOUGH` rows are not checked.
     """
     count = len(samples)
     outputs = _list_model_outputs(real)

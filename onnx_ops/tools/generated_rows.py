@@ -163,13 +163,13 @@ def generate_samples(
 ) -> SampleRows:
     """Generate random rows from the types and shapes of the inputs.
 
-    Floats are standard normal, booleans 0 or 1, and texts known to the model, `a` or `b`. Integers
-    that are indices reach every entry. Other integers are most often masks: they are 0 or 1, or the
-    values that the model compares them with.
+    Floats are standard normal, and booleans 0 or 1. Texts are `a`, `b`, or those that the model
+    knows. Integers that are indices reach every entry. Other integers are most often masks: they
+    are 0 or 1, or the values that the model compares them with.
 
     Rows are on the axis that the inputs share (`domain.row_axes`). Inputs without that axis are
     drawn as a whole, and additional groups have other values of them. Without a shared axis, this
-    applies to all inputs. There are fewer rows than `count` if `count` rows exceed 64 MiB.
+    applies to all inputs. If `count` rows exceed 64 MiB, there are fewer rows, but a whole batch.
 
     Symbolic dimensions other than the batch have the size 8, unless `dims` names them. Additional
     groups have other sizes.
@@ -178,8 +178,8 @@ def generate_samples(
         fix: values of inputs by name.
 
     Raises:
-        UserError: an input is not a tensor, its type or size cannot be generated, or `dims` or
-            `fix` has an unknown name.
+        UserError: an input is not a tensor, its type cannot be generated, one row exceeds 1 GiB, or
+            `dims` or `fix` has an unknown name.
     """
     fix, bounds = fix or {}, bounds or {}
     _refuse_encoded_inputs(bounds)
@@ -207,7 +207,7 @@ def generate_samples(
 
 
 def _refuse_encoded_inputs(bounds: Mapping[str, InputBounds]) -> None:
-    """Raise UserError if an input takes encoded files, which cannot be drawn at random."""
+    """Raise UserError if an input takes encoded images: they cannot be random."""
     for name, known in bounds.items():
         if known.encoded:
             raise UserError(
@@ -302,9 +302,9 @@ def _draw_unequal_counts(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[
 def _list_sizes(symbols: Sequence[str]) -> Iterator[dict[str, int]]:
     """Yield other sizes of the dimensions.
 
-    First, one dimension is the sum of the others, for example the length of a mask that also covers
-    a cache. Then each dimension changes alone. Finally all change together, to the same size and to
-    different sizes.
+    With three or more dimensions, one is first the sum of the others, for example the length of a
+    mask that also covers a cache. Then each dimension changes alone. Finally two or more dimensions
+    change together, to the same size and to different sizes.
     """
     for size in (LENGTH, 1, 3) if len(symbols) > 2 else ():
         yield from (
@@ -362,10 +362,11 @@ def settle_samples(
 ) -> SampleRows:
     """Return generated samples that a model accepts.
 
-    They are the given samples, or samples with other values or sizes.
+    They are the given samples, or samples with other values or sizes. At most 32 are tried. Samples
+    that need no trial are returned without one.
 
     Raises:
-        MeasurementError: the model accepts none of them.
+        MeasurementError: the model accepts none of the tried samples.
     """
     if not _needs_trial(samples):
         return samples

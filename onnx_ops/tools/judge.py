@@ -89,7 +89,10 @@ def _make_judgement(
 
 
 def _settle(request: JudgeRequest) -> JudgeRequest:
-    """Return the request with generated inputs that the baseline accepts."""
+    """Return the request with generated inputs that the baseline accepts.
+
+    A request with a data set is returned unchanged.
+    """
     if request.dataset is not None:
         return request
     target = replace(REFERENCE, custom_ops=request.targets[0].custom_ops)
@@ -222,8 +225,9 @@ def _judge_answers(
 ) -> tuple[list[GateResult], tuple[Advice, ...] | None]:
     """Judge the candidate's answers on one target.
 
-    The answers are judged at every setting of the sweep, and by the task metric. The advice is None
-    if the execution of the candidate was not inspected.
+    A float32 pair is compared at every setting of the sweep, and other pairs at the first. All are
+    judged by the task metric, and a retrained candidate only by it. The advice is None if the
+    execution of the candidate was not inspected.
     """
     if request.retrained:
         return judge_task(request, runtime, target), None

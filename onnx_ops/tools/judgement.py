@@ -101,7 +101,7 @@ class TargetJudgement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """The verdict on two files; `sizes` are bytes before and after."""
+    """The verdict on two files; `sizes` are the bytes of baseline and candidate."""
 
     kind: CandidateKind
     digests: tuple[Digest, Digest]
@@ -116,7 +116,7 @@ class Judgement:
 
 
 def add_cause(result: GateResult, cause: str) -> GateResult:
-    """Add a cause to the reason of a result that does not pass."""
+    """Add a cause to the reason of a result that does not pass and is not advisory."""
     if not cause or result.verdict is Verdict.PASS or result.advisory:
         return result
     return replace(result, reason=f"{result.reason}; {cause}")

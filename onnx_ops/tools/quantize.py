@@ -98,7 +98,8 @@ def estimate_speedup(
 class QuantizedFile:
     """How a variant was made, and how each target executes it.
 
-    `effects` are speed estimates of float variants, whose only purpose is speed.
+    `sizes` are the bytes of the source and the variant. `effects` are speed estimates of float
+    variants, whose only purpose is speed.
     """
 
     recipe: tuple[str, ...]
@@ -116,9 +117,10 @@ def quantize_file(
     targets: Sequence[Target],
     calibration: SampleRows | None = None,
 ) -> QuantizedFile:
-    """Quantize a file, and write the variant to `path`, completely or not at all.
+    """Quantize a file, and write the variant to `path`.
 
-    The recipe may depend on the targets.
+    The model file appears completely or not at all, after its weights file. The recipe may depend
+    on the targets.
     """
     check_paths(source, path)
     for target in targets:
@@ -163,7 +165,8 @@ def _describe_far_answers(
 ) -> str:
     """Return how far the variant's answers are from the source's.
 
-    The rows are the user's, or generated. The text is empty if the answers are close.
+    The rows are the user's, or generated. The text is empty if the answers are close, or cannot be
+    compared.
     """
     runtime = context.runtime(SIMPLIFIED.runtime)
     try:
@@ -177,7 +180,11 @@ def _describe_far_answers(
 
 
 def check_paths(source: Path, path: Path) -> None:
-    """Raise UserError if the source is invalid or the output path exists."""
+    """Raise UserError if the source or the output path cannot be used.
+
+    The source must be a valid model, and not in ORT format. The output file and its weights file
+    must not exist, but their folder must.
+    """
     check_model(source)
     refuse_ort(source)
     for place in (path, _weights_path(path)):
@@ -210,7 +217,7 @@ def deliver(
     recipe: tuple[str, ...],
     excluded: tuple[str, ...],
 ) -> QuantizedFile:
-    """Move a variant and its weights to its path, and inspect its execution."""
+    """Inspect a variant on the targets, and copy it with its weights to `path`."""
     examined = {
         t.name: inspect_execution(context.runtime(t.runtime), source, made, t, excluded)
         for t in targets

@@ -61,7 +61,7 @@ _ACTIVATION_ROWS, _FUNCTION_ROWS = 256, 128
 """Numbers of rows to measure activations, and to compare the functions."""
 
 _LARGE_ROW = 1 << 14
-"""Bytes of a row from which only a quarter of the rows is used."""
+"""Bytes of a row from which only a quarter of these numbers of rows is used."""
 
 _NAMED = 3
 """Maximum number of weights that a note names."""
@@ -130,7 +130,7 @@ def _judge_parity(evidence: Evidence, noise: str) -> GateResult:
 def _run_with_fp16_weights(
     request: JudgeRequest, runtime: Runtime, runs: Mapping[str, tuple[Tensors, ...]]
 ) -> GroupAnswers:
-    """Run the baseline with the constants rounded to float16 that the candidate has."""
+    """Run the baseline with those constants in float16 that the candidate has so."""
     narrowed = {
         pair.origin for pair in pair_quantized_weights(request.baseline, request.candidate).pairs
     }
@@ -307,9 +307,10 @@ def _judge_function(
 ) -> list[GateResult]:
     """Judge whether the candidate without rounding computes the baseline's function.
 
-    The baseline has the weights of the candidate. `corrected` names biases that the quantizer moved
-    to compensate for rounding. If the functions cannot be computed, nothing is returned, and a note
-    has the reason. The task metric then decides.
+    The baseline gets the weights of the candidate. `corrected` names biases that the quantizer
+    moved to compensate for rounding. The result is empty if weights of the candidate have no
+    original, or if the functions cannot be computed, which a note explains. The task metric then
+    decides.
     """
     with Scratch() as folder:
         plain, exact = folder / "baseline.onnx", folder / "candidate.onnx"

@@ -120,10 +120,11 @@ def build_groups(
 ) -> tuple[InputGroup, ...]:
     """Build the groups: the rows, rows derived from them, and batches.
 
-    Large rows have no derived groups, and are in batches of at most 16 MiB. Whole numbers that are
-    neither indices nor sizes have all magnitudes and both signs; a model that rejects them has no
-    answer to compare. `empty` adds a group without rows. `bounds` holds the bounds of the inputs
-    that were derived from the graph, and `splits` holds rows near the splits of trees.
+    Large rows have no derived groups. In one derived group, the whole numbers that are neither
+    indices nor sizes have all magnitudes and both signs; a model that rejects them has no answer to
+    compare. `empty` adds a group without rows, unless the model has a fixed batch. `bounds` holds
+    the bounds of the inputs that were derived from the graph. `splits` holds rows near the splits
+    of trees.
     """
     encoded = [name for name, known in (bounds or {}).items() if known.encoded]
     further = [
@@ -183,7 +184,7 @@ def _holds_plain_numbers(array: Any, known: InputBounds | None) -> bool:
 
 
 def _make_batches(samples: SampleRows) -> Iterator[InputGroup]:
-    """Yield batches of the rows, of at most 16 MiB.
+    """Yield batches of the rows, of at most 16 MiB or one row.
 
     Nothing is yielded for a model with a fixed batch.
     """
@@ -210,7 +211,7 @@ def _draw_whole_numbers(rows: Tensors, names: Sequence[str]) -> Tensors:
 
 
 def _cut_runs(rows: Tensors, samples: SampleRows) -> tuple[Tensors, ...]:
-    """Split rows into runs of the fixed batch size, or of at most 16 MiB.
+    """Split rows into runs of the fixed batch size, or of at most about 16 MiB.
 
     Without rows, there is one empty run.
     """

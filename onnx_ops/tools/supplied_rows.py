@@ -36,10 +36,13 @@ def check_samples(
     """Return the user's rows, checked against the inputs; other arrays are ignored.
 
     Args:
+        where: place of the arrays, for errors.
+        limit: maximum number of rows.
         fix: values of inputs, in place of arrays.
 
     Raises:
-        UserError: an input is missing, or has another shape or type, or the numbers of rows differ.
+        UserError: an input is missing, or has another shape or type. The same error is raised if
+            there are no rows, or if their numbers differ although the model takes equal numbers.
     """
     values = fix or {}
     check_fixed_names(inputs, values)
