@@ -165,7 +165,7 @@ def _plan_tags(pipeline: Pipeline, slices: Slices, probe: ProjectProbe) -> Stage
 def _plan_models(
     pipeline: Pipeline, targets: Mapping[str, Target], probe: ProjectProbe
 ) -> list[Stage]:
-    """Plan export, validation and variants.
+    """Plan export, validation, comparison with the project's code, and variants.
 
     Each of these stages has a separate process, since its libraries can crash.
     """
@@ -363,23 +363,27 @@ def _plan_judgement(
 
 
 def _list_comparisons(pipeline: Pipeline) -> list[str]:
-    """Return the export and the stages that compare it; their results are part of evidence."""
+    """Return the export and the stages that compare it, for evidence."""
     return ["export", "validate", *([] if pipeline.system is None else [SYSTEM])]
 
 
 def _digest_decoders(
     pipeline: Pipeline, metrics: Sequence[MetricDefinition], probe: ProjectProbe
 ) -> dict[str, Json]:
-    """Return the digests of the code that decodes scores.
+    """Return the digests of the code of each metric that decodes answers.
 
-    Stages of scores call no other functions of metrics.
+    A score stage calls only the functions `decode` of metrics. If such a metric has further
+    functions, its digest covers them too.
     """
     decoders = [digest_metric_code(pipeline, one, probe) for one in metrics if one.decode]
     return {"code": decoders} if decoders else {}
 
 
 def _select_gates(pipeline: Pipeline, target: Target) -> list[Gate]:
-    """Return the gates on a target; gates on slices get `min_rows` of the section `slices`."""
+    """Return the gates on a target.
+
+    A gate on slices without `min_rows` gets that of the section `slices`.
+    """
     rows = pipeline.slices.min_rows if pipeline.slices else None
     return [
         replace(gate, min_rows=gate.min_rows or rows) if isinstance(gate, SlicesGate) else gate
@@ -388,9 +392,9 @@ def _select_gates(pipeline: Pipeline, target: Target) -> list[Gate]:
 
 
 def _write_slices(pipeline: Pipeline, gates: Sequence[Gate]) -> tuple[dict[str, Json], list[str]]:
-    """Return the labels of the metrics that gates judge in slices, and the needed stage.
+    """Return settings with the metrics judged in slices, and the stage they need.
 
-    Both are empty without such gates.
+    Both are empty without gates on slices.
     """
     sliced = {gate.definition().label for gate in gates if isinstance(gate, SlicesGate)}
     if pipeline.slices is None or not sliced:
@@ -486,7 +490,7 @@ def _plan_search(
 ) -> list[Stage]:
     """Plan the search, and a stage for each variant that the search can find.
 
-    The stage of a variant only copies the result of the search.
+    The stage of a variant copies the result of the search, and measures its quantization error.
     """
     # The search times its trials on one machine: that of the first target, unless the entry names a
     # pool.

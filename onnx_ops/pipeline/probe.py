@@ -145,29 +145,32 @@ class OfflineProbe(ProjectProbe):
 class OutlineProbe(ProjectProbe):
     """A `ProjectProbe` for a plan that only lists stages and their needs.
 
-    The plan is never run. It reads no data and no model, and creates no key.
+    The plan is never run. The probe reads no data and no model, and creates no key.
     """
 
     signing: str = "off"
 
     def data(self, section: DataSection) -> str:
-        """Return the fingerprint of a data set."""
+        """Return an empty fingerprint."""
         return ""
 
     def origin(self, section: DataSection) -> Mapping[str, str]:
-        """Return the origin of a data set."""
+        """Return no origin."""
         return {}
 
     def system(self, section: SystemComparison) -> Digest:
-        """Return the digest of a comparison."""
+        """Return the digest of the name of the project's function."""
         return digest_json(section.source)
 
     def model(self, path: str) -> Digest:
-        """Return the digest of an existing model."""
+        """Return the digest of the model's path, not of its content."""
         return digest_json(path)
 
     def signer(self) -> Digest | None:
-        """Return the digest of the signing key; None if nothing is signed."""
+        """Return the digest of the signing key; None if nothing is signed.
+
+        With `signing = 'auto'`, the key need not exist yet, so another digest stands for it.
+        """
         if self.signing in ("off", "auto"):
             return None if self.signing == "off" else digest_json(self.signing)
         return super().signer()
@@ -181,11 +184,11 @@ class ReleaseProbe(OutlineProbe):
     """
 
     def hardware(self, target: Target) -> Digest:
-        """Return the digest of the machine that measures a target."""
+        """Return the digest of the target's name."""
         return digest_json(target.name)
 
     def arithmetic(self, target: Target) -> Arithmetic:
-        """Return the low-precision arithmetic that a target's machine supports."""
+        """Return the same arithmetic for all targets."""
         return Arithmetic(family="other")
 
     def signer(self) -> Digest | None:

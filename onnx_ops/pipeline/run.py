@@ -38,10 +38,10 @@ A thread waits for each requested stage.
 
 
 class DaemonThreadPool(Generic[R]):
-    """Runs up to `jobs` tasks simultaneously, started in the order of submission.
+    """Thread pool that starts tasks in the order of their submission.
 
-    Its threads are daemons: an interrupted command exits immediately, and running tasks end with
-    the process.
+    Up to `jobs` tasks run simultaneously. The threads are daemons: an interrupted command exits
+    immediately, and running tasks end with the process.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -98,7 +98,7 @@ def ordered_map(jobs: int, task: Callable[[T], R], items: Iterable[T]) -> Iterat
 
 
 class Handler(Protocol):
-    """The operations on stages that the engine needs."""
+    """The operations on stages that `run` and `preview` need."""
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
         """Return the stage's intact stored result; None if the stage must run."""
@@ -106,7 +106,7 @@ class Handler(Protocol):
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
         """Return why the stage has nothing to do, for example because no variant passed.
 
-        The text is empty if the stage must run.
+        The text is empty if the stage has something to do, or a stored result.
         """
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
@@ -128,13 +128,16 @@ class RunResult:
     errors: Mapping[str, OnnxOpsError] = field(default_factory=dict)
 
     def executed(self) -> tuple[str, ...]:
-        """Return the stages that were executed in this run."""
+        """Return the ids of the stages that were executed or failed in this run."""
         busy = (StageStatus.DONE, StageStatus.FAILED)
         return tuple(s.id for s in self.plan.stages if self.outcomes[s.id].status in busy)
 
 
 class InlineExecutor:
-    """Executor that runs stages in this process, with retries."""
+    """Executor that runs stages in the caller's thread, with retries.
+
+    A stage is repeated only after an InfrastructureError.
+    """
 
     def run(
         self, stage: Stage, work: Work, decide: Callable[[Manifest], Decision | None]
@@ -286,7 +289,7 @@ def _find_outcome(
 
 @dataclass(frozen=True, kw_only=True)
 class _StageRunner:
-    """Runs single stages with the outcomes of the stages before them."""
+    """Runner of single stages, with the outcomes of the stages before them."""
 
     handler: Handler
     executor: Executor
@@ -296,7 +299,7 @@ class _StageRunner:
     outcomes: dict[str, StageOutcome] = field(default_factory=dict)
 
     def step(self, stage: Stage) -> StageResult:
-        """Run a stage, unless its outcome needs no work.
+        """Run a stage, unless it is cached, skipped, or cannot be checked.
 
         If another run has produced the result in the meantime, the stage is not run either.
         """
@@ -313,9 +316,9 @@ class _StageRunner:
         return outcome, error
 
     def _check(self, stage: Stage) -> tuple[StageOutcome | None, OnnxOpsError | None]:
-        """Return the outcome of a stage that needs no work, or None.
+        """Return the outcome of a stage that needs no work, or None, and its error.
 
-        An unreadable result is a failure.
+        An error other than a StorageError, such as an unreadable result, is a failure of the stage.
         """
         try:
             return _find_outcome(stage, self.outcomes, self.handler, self.no_cache), None

@@ -29,7 +29,7 @@ SYSTEM = StageKind.SYSTEM.value
 """Id of the stage that compares the export with the project's own code."""
 
 SYSTEM_EXAMPLE = "example.json"
-"""File of that stage with the values of the input with the largest difference."""
+"""File of that stage with the values of a step at the input that differs most."""
 
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
@@ -107,7 +107,7 @@ def make_stage(
 
 
 def write_section(section: Attempts) -> dict[str, Json]:
-    """Return a section without its attempts, its pool and its environment."""
+    """Return a section without its retries, limits, pool and environment."""
     document = codec.to_json(section)
     return {
         key: value
@@ -124,7 +124,8 @@ def get_pool(stage: Stage) -> str:
 def apply_default_pools(plan: Plan, pools: Mapping[StageKind, str]) -> Plan:
     """Return the plan with default pools by kind of stage.
 
-    A stage that names a pool or only copies a file stays unchanged.
+    These stages stay unchanged: those that name a pool, that run in this process, or that copy the
+    result of a search.
     """
     return replace(
         plan,
@@ -173,7 +174,7 @@ def as_json_text(value: Json) -> str:
 
 
 def is_isolated(stage: Stage) -> bool:
-    """Return whether the stage's exporter runs in an isolated environment."""
+    """Return whether the stage's plugin runs in an isolated environment."""
     return REQUIREMENTS in stage.tools
 
 

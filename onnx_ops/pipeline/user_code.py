@@ -74,6 +74,10 @@ def collect_user_code(
     Imports are followed in the project and in packages under development (an editable installation,
     `PYTHONPATH`). The version of an installed package represents its code. onnx-ops and the
     standard library are left out: keys contain the revisions of stages and the version of Python.
+
+    Raises:
+        NotFoundError: a module or a file of `depends` does not exist.
+        UserError: a file is not valid Python.
     """
     files: dict[str, Digest] = {}
     packages: dict[str, str] = {}
@@ -150,9 +154,10 @@ def _read_unpacked(path: Path) -> bytes:
 
 
 def _list_names(content: bytes) -> Iterator[tuple[str, bool]]:
-    """Yield possible names of modules, and whether each certainly names a module.
+    """Yield possible names of modules, and whether each is treated as a module.
 
-    A text without a dot can be any word.
+    A text is treated as a module if it has a dot, or if a pickle names a class after it. Any other
+    text can be any word.
     """
     for match in _NAME_PATTERN.finditer(content):
         kind = match.lastgroup
@@ -258,7 +263,10 @@ def _find_development_folder(package: str) -> Path | None:
 
 
 def find_distributions(package: str) -> Mapping[str, str]:
-    """Return the distributions of an importable package, with versions."""
+    """Return the distributions of an importable package, with versions.
+
+    The result is empty for onnx-ops, joblib and the standard library.
+    """
     if package in (_OURS, _JOBLIB) or package in sys.stdlib_module_names:
         return {}
     return plugins.find_distributions(package)

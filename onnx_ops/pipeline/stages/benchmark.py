@@ -212,7 +212,8 @@ def _choose_baselines(
 ) -> dict[str, Path]:
     """Return the models with which the variant is compared, by name.
 
-    The last baseline is the primary one; it is the champion if there is one.
+    The last baseline is the primary one. It is the champion, unless the champion has the same files
+    as the variant.
     """
     baselines = {} if export is None else {EXPORT: export}
     if champion and champion.manifest != manifest.digest():

@@ -100,9 +100,10 @@ _LOAD_REMEDY = "Exclude the layer that the reason names (`exclude: [NAME]`), or 
 
 
 def _runs_on_cpu(settings: Mapping[str, Any]) -> bool:
-    """Return whether a target of the variant is a CPU.
+    """Return whether a target of the variant can be a CPU.
 
-    A model that only accelerators can load is not loaded here, but when it is measured.
+    The stage of a variant of a search does not list its machines. A model that only accelerators
+    can load is not loaded here, but when it is measured.
     """
     machines = settings.get("machines", ())
     return not machines or any(machine["family"] != "accelerator" for machine in machines)

@@ -190,7 +190,7 @@ def _store_report(
 
 
 def read_example(manifests: Mapping[str, Manifest], store: Store) -> SystemExample | None:
-    """Return the values of the step that differs from the project's code; None without one."""
+    """Return the values of a step that differs from the project's code, or None."""
     if SYSTEM not in manifests:
         return None
     stored = store.read(manifests[SYSTEM][SYSTEM_EXAMPLE])
@@ -253,8 +253,8 @@ def _make_variant_record(
 def build_request_example(export: Manifest, store: Store) -> bytes:
     """Return an example request as JSON: one row, or a fixed batch.
 
-    The text is empty if no row can be written as JSON (NaN, bytes), or if the request would be
-    larger than 1 MiB.
+    The text is empty without rows, if they cannot be written as JSON (NaN, bytes), or if the
+    request would be larger than 1 MiB.
     """
     real = next(
         (group for group in get_reference(store, export["reference.npz"]) if group.name == REAL),

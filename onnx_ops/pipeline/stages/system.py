@@ -1,4 +1,4 @@
-"""System stage: compare the export and the steps around it with the project's own code."""
+"""System stage: compare the export and its steps with the project's own code."""
 
 from __future__ import annotations
 
