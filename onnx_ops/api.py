@@ -2,14 +2,15 @@
 
     import onnx_ops
 
-    found = onnx_ops.judge("fp32.onnx", "int8.onnx", data={"x": rows}, labels=y, metric="accuracy")
-    found["verdict"]            # the document that the command prints with --json
-    found.exit_code             # its exit code: 0 pass, 1 fail, 3 inconclusive …
-    found                       # in a notebook: the command's screen
+    result = onnx_ops.judge("fp32.onnx", "int8.onnx", data={"x": rows}, labels=y, metric="accuracy")
+    result["verdict"]           # the document that the command prints with --json
+    result.exit_code            # its exit code: 0 pass, 1 fail, 3 inconclusive …
+    result                      # in a notebook: the command's screen
 
 Files, endpoints and settings are those of the project around the working directory. A command that
-fails raises one of `onnx_ops.errors`, with place, cause and remedy. Progress is printed on standard
-error.
+cannot be carried out raises one of `onnx_ops.errors`, with place, cause and remedy. A failed gate
+or stage, or an endpoint that does not answer `status`, only sets the exit code. Progress is printed
+on standard error.
 """
 
 from __future__ import annotations
@@ -84,10 +85,12 @@ def judge(
             `files=Path(…)`, the first model is the candidate, and your own code the baseline.
         data: Rows: a file, or arrays by input name, whose first axis counts rows. By default, rows
             are generated.
-        labels: Name of the labels' array in the file, or the labels themselves, one per row.
+        labels: Name of the labels' array in `data`. If `data` holds arrays, also the labels
+            themselves, one per row.
         metric: accuracy, f1, auc, mae, rmse, cosine … or `package.module:function`.
         max_drop: Largest permitted loss of the metric: points, or a share of the baseline's error.
-        max_regression: Largest permitted increase of the latency; 5 % by default.
+        max_regression: Largest permitted slowdown. By default, 5 % of latency and throughput, 20 %
+            of the cold start, and 10 % of the memory.
         targets: Names of targets to measure on.
         batch: Rows of one request.
         fix: Values of inputs that are the same in every run, such as `{"sr": 16000}`.
@@ -159,7 +162,8 @@ def run(
         options: Further options of the command: `until`, `no_cache`, `jobs`, `abandon`.
 
     Raises:
-        ConfigError: a file is invalid; the error lists all problems of the file.
+        ConfigError: the only file is invalid; the error lists all of its problems. Of several
+            files, the document contains the error of an invalid file.
     """
     from onnx_ops.cli.pipelines import run as command
     from onnx_ops.domain.pipeline import StageKind
@@ -197,7 +201,7 @@ def promote(
 ) -> Result:
     """Make a version the challenger of a target; `onnx-ops promote`.
 
-    The reconciler then rolls the version out on the target's endpoints.
+    The rollout starts on every endpoint that serves the target. The reconciler continues it.
 
     Args:
         model: Registered model.

@@ -1,6 +1,6 @@
 """Sign and verify decisions and overrides.
 
-A file is loaded only if a signed statement names it.
+The files of a deployment are loaded only if a signed statement names them.
 
 A statement is an in-toto Statement v1 (https://in-toto.io/Statement/v1) whose subject is a manifest
 of files and whose predicate is a record: a decision or an override. The statement is signed in a
@@ -179,8 +179,8 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
     The verdict of a decision must be PASS.
 
     Raises:
-        RefusedError: there is no decision or override, it is about other files or another target,
-            or no trusted key has signed it.
+        RefusedError: there is no decision or override, no trusted key has signed it, its verdict is
+            not PASS, or it names other files, other evidence or other execution settings.
     """
     where = f"{deployment.model}/{deployment.version}"
     if deployment.authority is None:
@@ -264,7 +264,8 @@ class TrustedKeys:
         paths: PEM files of public keys, or folders with `*.pub.pem` files. A missing path adds no
             key. Keys directly in a folder are trusted for both roles; keys in its folders `gate`
             and `release` are trusted for that role only.
-        encoded: further keys, see `encoded`.
+        encoded: further keys, as the method `encoded` returns them.
+        role: role for which the keys must be trusted.
     """
 
     def __init__(
@@ -308,6 +309,7 @@ class TrustedKeys:
 
         Raises:
             InvalidSignatureError: the key is not trusted, or the signature does not match.
+            UserError: a file does not hold a public key of ECDSA P-256.
         """
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ec import ECDSA

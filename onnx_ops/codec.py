@@ -172,9 +172,9 @@ def _converter() -> JsonConverter:
 
 
 def _later_fields(kind: Any) -> tuple[str, ...]:
-    """Return the fields that were added later, whose defaults are omitted.
+    """Return the fields whose defaults are omitted.
 
-    See `domain.quantities.OMIT_DEFAULT`.
+    These fields were added after values were first stored, see `domain.quantities.OMIT_DEFAULT`.
     """
     return (
         tuple(f.name for f in fields(kind) if f.metadata.get("later")) if is_dataclass(kind) else ()
@@ -215,7 +215,7 @@ def _scalar(value: Any, kind: Any) -> Any:
 
 
 def _choices_of(kind: Any) -> OneOf | None:
-    """Return the texts that a type allows; None if it allows any text."""
+    """Return the only texts that a type allows; None for a type without this limit."""
     metadata = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
     return next((entry for entry in metadata if isinstance(entry, OneOf)), None)
 

@@ -2,7 +2,7 @@
 
     OnnxOpsError                       what, where, why, remedy, and an exit code
     ├── UserError (2)                  the input is wrong
-    │   ├── ConfigError                a pipeline or target file has problems, with their positions
+    │   ├── ConfigError                a configuration file has problems, with their positions
     │   │   └── NotReadyError (4)      the file is valid, and this machine lacks what it needs
     │   ├── NotFoundError              a file, function, version or endpoint does not exist
     │   └── TooLargeError              a request exceeds a limit that protects memory
@@ -17,13 +17,14 @@
     │   ├── MissingKeyError            no key on this machine is allowed to sign the record
     │   └── CorruptStateError          a stored record does not match its digest or format
     ├── RefusedError (5)               a policy, a permission or a signature check refused
-    │   ├── InvalidSignatureError      no trusted key has signed the decision
+    │   ├── InvalidSignatureError      no trusted key has signed a record or a webhook delivery
     │   └── DigestMismatchError        content does not match its recorded digest
     ├── InternalError (4)              onnx-ops has a fault: an exception that it did not expect
     └── ConflictError (4)              another process acted first; try again
         └── LedgerConflictError        another process wrote the next ledger entry first
 
-Exit codes are those of the command line (0 success, 1 failed gate, 2, 3 inconclusive, 4, 5, 130).
+The numbers are exit codes of the command line. Its other exit codes are 0 (success), 1 (failed
+gate), 3 (inconclusive) and 130 (interrupted).
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ class RefusedError(OnnxOpsError):
 
 
 class InvalidSignatureError(RefusedError):
-    """A decision that no trusted key has signed."""
+    """A record or a webhook delivery that no trusted key has signed."""
 
 
 class DigestMismatchError(RefusedError):
@@ -267,7 +268,7 @@ def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
 def from_document(document: dict[str, object]) -> OnnxOpsError:
     """Return the error that a document of `as_document` describes.
 
-    An unknown type becomes an `OnnxOpsError`.
+    An unknown type becomes an `OnnxOpsError`, and a `ConfigError` without problems a `UserError`.
     """
     kind = globals().get(str(document.get("error")))
     if kind in (ConfigError, NotReadyError):

@@ -146,7 +146,13 @@ def find(kind: str, name: str) -> EntryPoint:
 
 
 def distribution(kind: str, name: str) -> str | None:
-    """Return the name of the distribution that offers a plugin; None if there is none."""
+    """Return the name of the distribution that offers a plugin.
+
+    The result is None if the plugin's entry point does not belong to a distribution.
+
+    Raises:
+        NotFoundError: there is no such plugin.
+    """
     return _distribution(tuple(sys.path), kind, name)
 
 
@@ -165,9 +171,9 @@ def _distribution(path: tuple[str, ...], kind: str, name: str) -> str | None:
 def version(name: str) -> str:
     """Return the version of a distribution.
 
-    If there is no distribution of that name, the result is the version of a distribution that
-    provides its package, such as onnxruntime-gpu. Nothing is imported. The result is cached, since
-    a plan calls this often.
+    Without a distribution of that name, the result lists those that provide the package of that
+    name, each with its version, such as `onnxruntime-gpu 1.31.0`. It is `MISSING` if there is none.
+    Nothing is imported. The result is cached, since a plan calls this often.
     """
     try:
         return metadata.version(name)
@@ -205,10 +211,10 @@ def _find_namesake(package: str) -> str:
 
 
 def load_cuda(ort: Any, providers: Collection[str]) -> None:
-    """Load CUDA's libraries from their Python packages.
+    """Load CUDA's libraries from their Python packages, if a provider needs them.
 
-    The dynamic linker does not search these packages. Output of ONNX Runtime about missing
-    libraries is discarded, because creating a session raises an error if a library is missing.
+    The dynamic linker does not search these packages. ONNX Runtime's messages about missing
+    libraries are discarded: callers check which execution providers the session really uses.
     """
     if _CUDA.intersection(providers) and hasattr(ort, "preload_dlls"):
         ort.set_default_logger_severity(4)

@@ -54,7 +54,7 @@ def hide_secrets_of(url: str) -> None:
 def show_controls(text: str) -> str:
     """Return text whose control characters are visible, such as `\\x1b`.
 
-    Tabs and line feeds are unchanged.
+    Tabs and line feeds are unchanged. CR LF becomes a line feed.
     """
     return _CONTROL.sub(_name, text.replace("\r\n", "\n"))
 

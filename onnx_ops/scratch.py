@@ -1,6 +1,6 @@
 """Handle temporary folders, durable files, and durations of steps.
 
-The module also converts errors of a full disk.
+The module also converts errors of a full disk or of denied access.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def durable_file(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
 def write_durably(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     """Replace a file atomically, even in case of a power failure.
 
-    If an OSError is raised, the file has its old content.
+    If writing the data raises an OSError, the file has its old content. Only the sync of the folder
+    follows the replacement.
     """
     with durable_file(path, mode) as temporary:
         temporary.write_bytes(data)
@@ -151,8 +152,8 @@ def read_plain_file(path: Path, *, most: int) -> bytes:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        CorruptStateError: the path is a link, a folder, a pipe or a device, or the file is larger
-            than `most` bytes.
+        CorruptStateError: the path is a link, a folder, a pipe or a device, or the file cannot be
+            opened or is larger than `most` bytes.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

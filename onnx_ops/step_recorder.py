@@ -1,6 +1,6 @@
 """Record the values of a system's steps while a judgement runs it.
 
-The user's code imports this module, so it imports neither numpy nor another room.
+The user's code imports this module, so it imports neither numpy nor other modules of onnx-ops.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _current = threading.local()
 class StepRecording:
     """Values of the steps of one call of a system, in the order of their recording.
 
-    `repeated` names steps that were recorded more than once; their first value is kept.
+    `repeated` names steps that were recorded more than once; `values` has their first value.
     """
 
     copy: Callable[[Any], Any]
