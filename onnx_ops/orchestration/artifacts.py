@@ -33,7 +33,8 @@ def publish_tables(summary: Summary) -> None:
 
     - `<pipeline>-gates` has a row for each gate, variant and target, with verdict and estimate.
     - `<pipeline>-choices` has a row for each target.
-    - `<pipeline>-report` has the address of the release's report.
+    - `<pipeline>-report` has the address of the release's report, or the command that writes it.
+      It is published only for a registered release.
     """
     if not summary.decisions:
         return
@@ -104,9 +105,10 @@ def publish_pictures(summary: Summary, evidence: Collection[Evidence]) -> None:
 
 @contextlib.contextmanager
 def publish_progress() -> Iterator[Observer]:
-    """Publish `<pipeline>-progress`: the share of planned stages that have ended.
+    """Yield an observer that publishes the share of ended stages of a run.
 
-    A run does not fail if the server rejects the artifact.
+    The key of the artifact is `<pipeline>-progress`. A run does not fail if the server rejects the
+    artifact.
     """
     with DaemonThreadPool[None](1) as sender:
         progress = _Progress(sender.submit)
@@ -116,7 +118,7 @@ def publish_progress() -> Iterator[Observer]:
 
 
 class _Progress(Observer):
-    """Updates the progress artifact in a separate thread.
+    """Observer that updates the progress artifact in a separate thread.
 
     No stage waits for the server.
     """

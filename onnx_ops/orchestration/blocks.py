@@ -2,7 +2,8 @@
 
 Prefect's server and workers import this module when they start (entry point `prefect.collections`),
 so the module imports no heavy package. A block sets environment variables that
-`onnx_ops.config.settings`, MLflow and the clouds' SDKs read; no other module depends on blocks.
+`onnx_ops.config.settings`, MLflow and the clouds' SDKs read. Only modules of
+`onnx_ops.orchestration` import this module.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _DIFFERENT_CODE = ("env", "custom_ops", "package")
 _HARMLESS = re.compile(r"[\w ,:+=-]*|\d+\.\d+")
 """Pattern of the texts that a target in a block can contain.
 
-Write access to a block must not make workers install a package or load a library.
+A `description` can contain any text. Write access to a block must not make workers install a
+package or load a library.
 """
 
 
@@ -87,7 +89,7 @@ class ModelRegistry(Block, EnvironmentBlock):
     )
 
     def environ(self, folder: Path) -> Mapping[str, str]:
-        """Return the environment variables; files that they name are written to `folder`."""
+        """Return the environment variables for MLflow; `folder` is not used."""
         return _filled(
             ONNX_OPS_TRACKING_URI=self.tracking_uri,
             ONNX_OPS_MLFLOW_URL=self.mlflow_url,
@@ -137,7 +139,7 @@ class EndpointAccess(Block, EnvironmentBlock):
         return value
 
     def environ(self, folder: Path) -> Mapping[str, str]:
-        """Return the environment variables; files that they name are written to `folder`."""
+        """Return the variables for ledger, store and clouds; `folder` is not used."""
         secrets = {name: str(value) for name, value in self.credentials.get_secret_value().items()}
         return _filled(ONNX_OPS_LEDGER=self.ledger, ONNX_OPS_STORE=self.store, **secrets)
 
@@ -172,7 +174,7 @@ class NotificationTarget(Block, EnvironmentBlock):
     )
 
     def environ(self, folder: Path) -> Mapping[str, str]:
-        """Return the environment variables; files that they name are written to `folder`."""
+        """Return the environment variables for notifiers; `folder` is not used."""
         return _filled(
             ONNX_OPS_NOTIFY=self.notify,
             ONNX_OPS_NOTIFY_WEBHOOK=_plain(self.webhook),
@@ -233,7 +235,7 @@ class TargetDefinitions(Block, EnvironmentBlock):
         return value
 
     def environ(self, folder: Path) -> Mapping[str, str]:
-        """Return the environment variables; files that they name are written to `folder`."""
+        """Return the variable that names `folder`, with a written file for each target."""
         return {"ONNX_OPS_TARGETS": str(_written(self.targets, folder))}
 
 

@@ -74,7 +74,8 @@ def check_champions(
 def concluded(results: Sequence[RecheckResult]) -> State[Any]:
     """Return the final state of a run that measured these champions again.
 
-    The state is Failed, with the name `RecheckFailed`, if a champion failed its recheck.
+    The state is Failed, with the name `RecheckFailed`, if a champion failed its recheck. Otherwise,
+    its name is `EnvironmentFailed` if a champion could not be measured.
     """
     lines = [f"{d.model} v{d.version} @ {d.target}: {_verdict(d)}. {d.reason}" for d in results]
     message = "\n".join(lines) or "no champions yet: the first release of a pipeline creates one"

@@ -183,7 +183,8 @@ def run_pipeline(
     """Run a pipeline with a task run for each stage.
 
     Artifacts, events and notifications are published. Up to `jobs` stages run in parallel, by
-    default one per core. No other stage runs during a measurement.
+    default one per core. During a measurement of times, no other stage runs in a child process of
+    this machine.
     """
     prepared = prepare(
         project, project.settings.root / Path(file), overrides=overrides, until=until

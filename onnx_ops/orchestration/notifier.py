@@ -62,7 +62,12 @@ class PrefectNotifier(Notifier):
             ) from None
 
     def check(self) -> str:
-        """Return the name of the block; raise an error if it is not a notification block."""
+        """Return a text with the block's name.
+
+        Raises:
+            UserError: there is no such block, or it is not a notification block.
+            ServiceUnavailableError: Prefect's server does not answer.
+        """
         self._block()
         return f"through Prefect's block {self._block_name}"
 

@@ -108,7 +108,7 @@ def _work(run: UUID, request: str, store: str, logger: _Logger) -> State[Any]:
 
 
 class _Log(Observer):
-    """Writes the progress of a stage to the log of its flow run."""
+    """Observer that writes the progress of a stage to the log of its flow run."""
 
     def __init__(self, logger: _Logger) -> None:
         self._logger = logger
@@ -120,10 +120,11 @@ class _Log(Observer):
 
 @contextlib.contextmanager
 def _watched(project: Project, run: UUID) -> Iterator[None]:
-    """Send heartbeats of a flow run, and end its processes when it is cancelled.
+    """Send heartbeats of a flow run, and end its processes when the run ends early.
 
-    This process also ends when the run is cancelled. A heartbeat updates the flow run with its own
-    name. The requesting process reads the time of the last update.
+    A run ends early if it is cancelled, or if another process sets a final state. This process then
+    ends too. A heartbeat updates the flow run with its own name. The requesting process reads the
+    time of the last update.
     """
     done = threading.Event()
 
@@ -183,7 +184,7 @@ def create_pool(client: SyncPrefectClient, pool: str) -> None:
 
 @dataclass(kw_only=True)
 class PoolWorker:
-    """Executes the stages that wait in a pool, each in a fork of this process.
+    """Worker that executes the stages of a pool, each in a fork of this process.
 
     This process must have one thread only: the fork of a process with several threads inherits
     locks that are never released.
@@ -256,8 +257,9 @@ class PoolWorker:
     def _enter_pool(self, client: SyncPrefectClient) -> str:
         """Create the pool, and publish the description of this worker.
 
-        Return the name of the variable that has the description. If the server does not answer, for
-        instance during a restart, the request is repeated.
+        Return the name of the variable that has the description; empty if the worker is stopped
+        before. If the server does not answer, for instance during a restart, the request is
+        repeated for up to `_START_S`.
         """
         variable, last_try = "", time.monotonic() + _START_S
         while not variable and not self._stopping:

@@ -50,7 +50,7 @@ class _WorkerDied(Exception):
 
 @dataclass(kw_only=True)
 class PrefectPools(Pools):
-    """Runs stages on workers by the deployment `work/POOL`.
+    """Client of work pools, which runs stages by the deployment `work/POOL`.
 
     Durations are in seconds.
 
@@ -94,7 +94,7 @@ class PrefectPools(Pools):
     The start of another client would take as long as a short stage.
     """
     _ready: dict[tuple[str, StageKind], tuple[float, UUID]] = field(default_factory=dict)
-    """Time of the last check for workers and the deployment, by pool and kind."""
+    """Time of the last check for workers, and the deployment, by pool and kind."""
 
     def prepare(self) -> None:
         """Connect to Prefect's server, if it answers."""
@@ -105,7 +105,9 @@ class PrefectPools(Pools):
     def _asking(self) -> Iterator[SyncPrefectClient]:
         """Yield the client of this process.
 
-        The exceptions are those of `_open_client`.
+        Raises:
+            UserError: no Prefect server is configured.
+            ServiceUnavailableError: the server does not answer.
         """
         with self._lock:
             if self._client is None:
@@ -187,7 +189,7 @@ class PrefectPools(Pools):
             PoolWorker(pool=pool, kinds=kinds, limit=limit).run(client)
 
     def read_status(self) -> tuple[PoolStatus, ...]:
-        """Return the pools that have a deployment `work/POOL`."""
+        """Return the status of each pool that has a deployment `work/POOL`."""
         with _open_client() as client:
             from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 
@@ -199,7 +201,7 @@ class PrefectPools(Pools):
             return tuple(_read_pool(client, pool, described, now) for pool in pools)
 
     def _read(self, client: SyncPrefectClient, run: UUID) -> FlowRun:
-        """Return the current state of a flow run.
+        """Return a flow run, as it was at most half of `poll` ago.
 
         One request reads all awaited runs, because a request for each run would overload the
         server.
@@ -259,12 +261,13 @@ class PrefectPools(Pools):
             )
 
     def _wait(self, client: SyncPrefectClient, run: UUID, stage: PlacedStage) -> EndedRun:
-        """Return the end of a run.
+        """Wait for the end of a run, and return it.
 
         Raises:
-            _WorkerDied: the run's process ended without recording an end.
-            MeasurementError: the run took too long.
-            ServiceUnavailableError: no worker will take the run, or the server does not answer.
+            _WorkerDied: the run was cancelled or has crashed, or sends no heartbeats.
+            StageError: the stage ran longer than its time-out.
+            MeasurementError: a worker took the run, but did not start it in time.
+            ServiceUnavailableError: no worker will take the run.
         """
         contact = last_beat = checked = time.monotonic()
         started: float | None = None
@@ -503,7 +506,11 @@ def _is_taken(flow_run: FlowRun) -> bool:
 
 
 def _find_end(flow_run: FlowRun) -> EndedRun | None:
-    """Return the recorded end of a run; None if no end is recorded yet."""
+    """Return the recorded end of a run; None if no end is recorded yet.
+
+    Raises:
+        _WorkerDied: the run was cancelled or has crashed.
+    """
     state, kind = flow_run.state, get_state_type(flow_run.state)
     if kind in DEAD_STATES:
         raise _WorkerDied(f"its flow run ended with state {state.name if state else kind}")

@@ -37,8 +37,8 @@ def is_unavailable(error: Exception) -> bool:
 def retry_soon(client: SyncPrefectClient) -> None:
     """Change the client, so that it retries refused requests within about a second.
 
-    A server on SQLite responds to simultaneous writers with status 503. Prefect's client would then
-    wait for two seconds or more.
+    A server on SQLite responds to simultaneous writers with status 503. Prefect 3.8 would then wait
+    for two seconds before the first retry, and has no setting for a shorter time.
     """
     http: Any = client._client  # noqa: SLF001 (a transport of our own would lack Prefect's proxies and certificates)
     transport = http._transport_for_url(http.base_url)  # noqa: SLF001
