@@ -159,7 +159,7 @@ def _list_model_files(root: Path, pipeline: Pipeline) -> Iterator[str]:
 
 
 def _list_system_files(root: Path, section: SystemComparison) -> Iterator[str]:
-    """Yield the raw inputs, the graphs and the code of the comparison with the project's code."""
+    """Yield the raw inputs, the graphs and the code of the section `system`."""
     yield from (section.files, f"{section.files}.dvc")
     yield from (graph for _, graph in section.list_graphs())
     references = [reference for _, reference in section.list_functions()]

@@ -74,7 +74,8 @@ The answer to the first request for it can be lost.
 class AnalysisAnswer:
     """A verdict with the state that it depends on.
 
-    `is_ready` is whether the present counts of the stable revision are recorded.
+    `is_ready` is True if current counts of the stable revision were read from Prometheus and
+    recorded. For counts of clients, it is always False.
     """
 
     state: AnalysisState
@@ -185,7 +186,8 @@ class AnalysisService:
 
         Raises:
             NotFoundError: the rollout was not started, or is forgotten.
-            RefusedError: the counts contradict earlier ones, or are from the future.
+            RefusedError: the counts contradict earlier ones, or are from the future, or counts of
+                this analysis come from Prometheus.
         """
         self.get_settings(key.analysis)
         if key.analysis in self._counters:
@@ -193,9 +195,10 @@ class AnalysisService:
         return self._repeat(key, lambda: self._add_counts(key, counts))
 
     def open_traffic(self, result: AnalysisAnswer) -> bool:
-        """Record the permission for the first traffic of the canary; return whether it applies.
+        """Permit the canary's first traffic; return whether the permission applies.
 
-        It applies once for a rollout, before the canary has any request.
+        It applies once for a rollout, before the canary has any request, and is repeated for
+        `OPEN_S`.
         """
         state, now = result.state, self._clock.now()
         has_traffic = any(each.canary.requests for each in state.intervals) or bool(
@@ -207,7 +210,7 @@ class AnalysisService:
             return now - state.opened_at <= OPEN_S
         try:
             self._log.append(state, TrafficOpened(), now)
-        except OnnxOpsError:  # the client asks again
+        except OnnxOpsError:  # The client repeats its request.
             return False
         return True
 
@@ -225,7 +228,7 @@ class AnalysisService:
         return self._repeat(key, forget)
 
     def delete_old(self, should_stop: Callable[[], bool] = lambda: False) -> int:
-        """Delete rollouts that had no counts for `keep`; return how many attempts were ended.
+        """Delete rollouts without counts for `keep`; return the number of ended attempts.
 
         Faults are logged; the next call continues.
         """
@@ -259,7 +262,7 @@ class AnalysisService:
             return _hold(AnalysisState(key=key), str(error))
 
     def _repeat(self, key: RolloutKey, act: Callable[[], T]) -> T:
-        """Return the result of an action, which is repeated if another instance records first."""
+        """Return an action's result; repeat it if another instance records first."""
         with self._locks[hash(key) % _LOCKS]:
             for _ in range(_ATTEMPTS - 1):
                 try:

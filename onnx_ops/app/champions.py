@@ -64,6 +64,9 @@ def list_champions(context: Context, names: Sequence[str] = ()) -> tuple[Champio
     """Return the champions of all targets of the selected pipelines or models.
 
     Without a selection, the champions of all models are returned.
+
+    Raises:
+        UserError: a selected pipeline or model has no champion.
     """
     champions: list[ChampionRecord] = []
     for model, aliases in sorted(context.registry().all_aliases().items()):
@@ -102,7 +105,8 @@ def measure_again(
 ) -> RecheckResult:
     """Measure a champion; repeat the measurement if the champion fails.
 
-    A champion can fail one measurement by chance. Nothing is recorded or changed.
+    A champion can fail one measurement by chance. No result of its pipeline and no release is
+    changed.
     """
     basis = champion.basis
     if isinstance(basis, OnnxOpsError):
@@ -178,7 +182,7 @@ def save_benchmark(
 
 
 def load_benchmark(store: Store, evidence: Digest) -> Manifest | None:
-    """Return a stored benchmark: the request, and the files of its inputs."""
+    """Return a stored benchmark: its request and the files of its inputs, or None."""
     return store.lookup(_memory(evidence))
 
 

@@ -204,6 +204,10 @@ def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
     """Run git with these arguments in a folder; return its output.
 
     With `may_fail`, the result is empty if git fails or is not installed.
+
+    Raises:
+        InfrastructureError: git is not installed.
+        UserError: git failed.
     """
     try:
         process = subprocess.run(
@@ -315,7 +319,7 @@ def _verifier(settings: Settings) -> Verifier:
 
 
 def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
-    """Return the notifiers of the settings by label, such as `github(repository=acme/models)`."""
+    """Return the notifiers by label, such as `github(repository=acme/models)`."""
     notifiers = {
         entry.label: plugins.load("notifiers", entry.notifier, entry.options, settings.state)
         for entry in settings.notify
@@ -330,7 +334,7 @@ def load_tool(settings: Settings, group: str, name: str, env: Environment | None
     """Return the exporter or optimizer with this name.
 
     A tool with `requirements` runs in an isolated environment with these packages, unless `env`
-    defines another environment.
+    defines another environment, or this installation (`isolated: false`).
     """
     plugin = plugins.load(group, name)
     wanted = plugins.select_environment(plugin, env)

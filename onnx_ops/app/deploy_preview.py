@@ -25,7 +25,7 @@ class DeployPreview:
     """What a run would do to its endpoints.
 
     `notes` describe deployments of versions that are not registered yet. `errors` are the errors of
-    stages, by name of a stage.
+    stages by id, and an error about endpoints without a pipeline by the name of the pipeline.
     """
 
     notes: tuple[str, ...] = ()

@@ -58,7 +58,7 @@ class StageOutput:
 
     def write(self, output: bytes) -> None:
         """Append output, and show its last line."""
-        # Errors of progress are ignored here. If the disk is full, the stage itself reports the
+        # Errors of writing the file are ignored. If the disk is full, the stage itself reports the
         # error.
         with contextlib.suppress(OSError):
             if not self._written:
@@ -193,9 +193,9 @@ def run_in_subprocess(
 ) -> Manifest:
     """Execute a stage in a child process, and raise the error that it reports.
 
-    The child's standard input stays open until this process ends, and the child ends when it is
-    closed. The child's temporary files, which can have gigabytes, are in a scratch folder, since a
-    killed child cannot remove them.
+    The child's standard input stays open while the stage runs. The child ends when it is closed,
+    for example because this process has ended. The child's temporary files, which can have
+    gigabytes, are in a scratch folder, since a killed child cannot remove them.
 
     Raises:
         StageError: the child crashed, was killed or timed out.

@@ -1,11 +1,11 @@
 """The follower of a replica: a process beside the endpoint server.
 
 The follower reads new routing tables from the object store. Only this process has the client of the
-object store and its credentials. It starts the server without them, publishes each table to the
-server through the admin API, renews the server's lease, and writes reports about the server's state
-and counts. Each of these tasks has a thread. A store that does not answer therefore delays neither
-the other tasks nor the end of a lease. The server's workers determine the end of a lease by their
-own clock.
+object store and its credentials. It starts the server without them, publishes the newest table to
+the server through the admin API, renews the server's lease, and writes reports about the server's
+state and counts. Reading, publishing and reporting have a thread each. A store that does not answer
+therefore delays neither the restart of the server nor the end of a lease. The server's workers
+determine the end of a lease by their own clock.
 """
 
 from __future__ import annotations
@@ -84,12 +84,14 @@ _log = logging.getLogger(__name__)
 POLL_S, LEASED_POLL_S, LOCAL_POLL_S = 2.0, 1.0, 0.25
 """Seconds between two reads of the hint, which names the newest table.
 
-The values apply by default, while a lease is needed, and if the store is a local folder.
+The values apply by default, while a lease is needed, and for a store in a local folder, in this
+order.
 """
 LIST_S, RENEW_S, LOCAL_LIST_S = 60.0, 8.0, 1.0
 """Seconds between two listings of the tables.
 
-The values apply by default, while a lease is needed, and if the store is a local folder.
+The values apply by default, while a lease is needed, and for a store in a local folder, in this
+order.
 """
 _RETRY_S = 10.0
 """Seconds before a refused table is published to the server again."""
@@ -178,9 +180,10 @@ class Following:
     def compute_lease_end(self, now: float) -> float:
         """Return the time until which the adopted table's candidate may get traffic, or 0.
 
-        If the store did not answer for a while, the result is 0 until the replica has listed the
-        tables and written a report, and the beat has changed. A newer table that moves traffic ends
-        the lease before this table is adopted.
+        If the store did not answer for a while, the result is 0 or in the past until the replica
+        has listed the tables and written a report, and the beat has changed. The result is also 0
+        if the beat is older than the table's `judge_timeout_s`. A newer table that moves traffic
+        ends the lease before this table is adopted.
         """
         # This call must precede `_is_current`. The docstring of `_compute_end` explains why.
         end = self._compute_end()
@@ -298,7 +301,7 @@ class Follower:
         self.renew_lease()
 
     def publish(self) -> None:
-        """Publish the newest table to the server, unless it serves it already."""
+        """Publish the newest table to the server, unless the server has adopted it."""
         table, adopted = self._following.newest, self._following.adopted
         if table is None or (adopted is not None and adopted.number >= table.number):
             return
@@ -400,7 +403,7 @@ class Follower:
             _log.error("the last report could not be written: %s", error)
 
     def announce_end(self) -> None:
-        """Write the present counts as the final counts of this replica.
+        """Write the last counts as the final counts of this replica.
 
         The analysis then does not attribute the end of the server to the model.
         """

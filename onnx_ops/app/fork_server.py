@@ -40,7 +40,7 @@ _PACKAGES = "_ONNX_OPS_FORK_SERVER_PACKAGES"
 
 
 class ForkedProcess:
-    """Process of a stage, which leads a session of its process group.
+    """Process of a stage, which leads a separate session and process group.
 
     The standard error of the process is redirected to its standard output.
 
@@ -95,7 +95,7 @@ class ForkedProcess:
             return self._code
 
     def kill(self) -> None:
-        """Kill the process and all its children."""
+        """Kill the process group, unless the process has ended, and close its input."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Handler of stages, with which the engine runs them and looks up their results."""
+"""Handler with which `onnx_ops.pipeline` runs stages and looks up their results."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ class StageHandler:
     """Durations of release stages; `perform` records those of other stages."""
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
-        """Return the lock for running a stage with this key."""
+        """Return the lock for running a stage with this key.
+
+        Release stages need none: `execute` holds `releasing`.
+        """
         if stage.kind in RELEASE or self.claims is None:
             return contextlib.nullcontext()
         return hold_key_lock(self.claims, key)

@@ -39,8 +39,9 @@ def ask(
 ) -> Manifest:
     """Return the result of a stage that a worker of its pool computes.
 
-    A result that was computed for another run is reused. The store contains the request and its
-    files: the inputs, the user's code, libraries of operators, and the champion of a benchmark.
+    Without `renew`, a result that was computed for another run is reused. The store contains the
+    request and its files: the inputs, the user's code, libraries of operators, and the champion of
+    a benchmark.
 
     Args:
         place: location of the store, for messages on the other machine.

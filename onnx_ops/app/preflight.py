@@ -57,8 +57,8 @@ class _Rows:
 class Preflight:
     """Preflight checks of one pipeline.
 
-    `notes` are observations that may be intended. `absent` are missing distributions that the
-    training code or the metrics import and that an extra of onnx-ops installs.
+    `notes` are observations that may be intended. `absent` are missing distributions that an extra
+    of onnx-ops installs, and that functions of the project or metrics need.
     """
 
     context: Context
@@ -148,7 +148,7 @@ class Preflight:
             yield Issue(("model",), f"no such model: '{draft.model}'{hint}")
 
     def _system(self) -> Iterator[Issue]:
-        """Yield an issue for each file of the section `system` that is missing or unreadable."""
+        """Yield an issue for each missing or unreadable file of the section `system`."""
         from onnx_ops.measure.system_inputs import list_raw_inputs
         from onnx_ops.onnx_graph.model_info import read_model_info
 
@@ -197,7 +197,7 @@ class Preflight:
                 yield Issue((*loc, "name"), message, environment=True)
 
     def _list_functions(self) -> list[tuple[Loc, str]]:
-        """Return the training function and the metric functions, with their locations.
+        """Return the project's functions that the file names, with their locations.
 
         The training function is left out if its packages are in an isolated environment.
         """
@@ -371,7 +371,7 @@ class Preflight:
                     FileData(file=slices.tags), self.context.root
                 )
             except MissingPackageError:
-                return  # the check of this machine reports the missing package
+                return  # The check of this machine reports the missing package.
             except OnnxOpsError as error:
                 yield _describe_tags_error(slices.tags, error, self.context.root)
                 return
@@ -434,7 +434,7 @@ class Preflight:
             rows = len(dataset)
             groups = 0 if dataset.group is None else len(set(dataset.group.tolist()))
         for loc, gate in self.draft.metric_gates:
-            if isinstance(gate, MetricGate):  # a gate on slices has its own check
+            if isinstance(gate, MetricGate):  # Gates on slices have a separate check.
                 notes = advise_rows(gate, rows, groups)
                 self.notes += [f"{path_text(loc)}: {text}" for text in notes]
 

@@ -160,7 +160,10 @@ def _machine_findings(
 
 
 def _list_endpoint_findings(project: Project, pipeline: Pipeline, planned: Plan) -> Iterator[Issue]:
-    """Yield what this machine and the servers lack for the endpoints of a pipeline."""
+    """Yield what this machine and the servers lack for the endpoints of a pipeline.
+
+    Changes of existing endpoints that a run would refuse are yielded too.
+    """
     from onnx_ops.app.handler import binding
     from onnx_ops.app.server_memory import find_memory_shortages
     from onnx_ops.config.document import Issue
@@ -442,9 +445,9 @@ def execute(
 ) -> RunResult:
     """Run a plan, and compare the release with `base` in the report.
 
-    Up to `jobs` stages run concurrently. If no file differs from the commit, the measurements are
-    recorded under the commit. An error of this recording is ignored; later comparisons then report
-    that no measurements are recorded.
+    Up to `jobs` stages run concurrently. Without overrides, and if no file differs from the commit,
+    the measurements are recorded under the commit. An error of this recording is ignored; later
+    comparisons then report that no measurements are recorded.
 
     Args:
         actor: user recorded in the audit log of its releases (default: the user of this process).
@@ -546,7 +549,7 @@ def _choose_handler(prepared: PreparedPipeline, handler: StageHandler) -> Handle
 
 
 _WORST_FIRST = (2, 5, 1, 4, 3)
-"""Exit codes in order of precedence, both within one run and among several runs.
+"""Exit codes of several runs, in order of precedence.
 
 The codes mean: wrong input, refused, a gate failed, the environment failed, inconclusive.
 """
@@ -557,7 +560,7 @@ class PipelineResult:
     """Result of one pipeline of a run of several pipelines.
 
     The result is a summary with the errors of the stages or, in `refused`, the error because of
-    which the pipeline was not run.
+    which the pipeline was not run, or its run was stopped.
     """
 
     file: Path

@@ -228,7 +228,7 @@ class _Container:
 
 
 def _check_writable(folder: Path, remedy: str) -> _Finding:
-    """Check that files can be created in a folder, or in its nearest parent."""
+    """Check that files can be created in a folder, or in its nearest existing parent."""
     present = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=present):

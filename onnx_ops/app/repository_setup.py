@@ -2,7 +2,8 @@
 
 The module writes a pipeline for the repository's model, and the files that commands and workflows
 need. Existing files are not changed. Python's build tools, test runners and linters ignore the new
-files. All files are below `onnx-ops/`, except `onnx-ops.toml` and workflows of GitHub Actions.
+files. All files are below `onnx-ops/`, except `onnx-ops.toml`, and workflows and actions below
+`.github/`.
 """
 
 from __future__ import annotations

@@ -204,7 +204,8 @@ _BASE_VARIABLES = (
 def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Provenance:
     """Return the author, time and commit of this state of the project.
 
-    These come from git or, without a repository, from the variables of a CI service.
+    Author and commit come from git or, without a repository, from the variables of a CI service.
+    The branch comes from these variables or, outside a CI service, from git. The time is `now`.
     """
     head = "HEAD"
     if _first(environ, _BASE_VARIABLES) and ask_git(

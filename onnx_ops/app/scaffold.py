@@ -265,11 +265,11 @@ _RECORDING = (
     ("group: onnx-ops-${{", "group: onnx-ops-evaluation-${{"),
     ("cancel-in-progress: true", "cancel-in-progress: false"),
 )
-"""Texts of the job of pull requests, and those of the job of merged changes without a release."""
+"""Texts of the job of pull requests, and their replacements for merged changes."""
 
 
 def _make_recording_job(judge: str) -> str:
-    """Return the job that records the metrics of merged changes, from that of pull requests."""
+    """Return the job that records metrics of merged changes, derived from `judge`."""
     for old, new in _RECORDING:
         judge = judge.replace(old, new)
     return f"{judge}\n        with:\n          step: record"

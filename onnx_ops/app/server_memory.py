@@ -22,8 +22,8 @@ from onnx_ops.release.journal import read_readable_state
 def find_memory_shortages(context: Context, config: EndpointConfig) -> Iterator[str]:
     """Yield a message for each server that lacks memory for a second version.
 
-    Servers that do not answer are ignored. Without local evidence of the stable version's memory,
-    the memory of a worker is used.
+    Servers that do not answer are ignored. A worker is assumed to need its present memory or, if
+    that is larger, the measured peak of the stable version.
     """
     from onnx_ops.serving.workers.memory_admission import find_shortage
 
