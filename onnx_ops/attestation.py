@@ -179,8 +179,9 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
     The verdict of a decision must be PASS.
 
     Raises:
-        RefusedError: there is no decision or override, no trusted key has signed it, its verdict is
-            not PASS, or it names other files, other evidence or other execution settings.
+        RefusedError: there is no decision or override, no trusted key has signed it, or its verdict
+            is not PASS. The same error is raised if it names other files, evidence or execution
+            settings.
     """
     where = f"{deployment.model}/{deployment.version}"
     if deployment.authority is None:

@@ -171,8 +171,9 @@ def _distribution(path: tuple[str, ...], kind: str, name: str) -> str | None:
 def version(name: str) -> str:
     """Return the version of a distribution.
 
-    Without a distribution of that name, the result lists those that provide the package of that
-    name, each with its version, such as `onnxruntime-gpu 1.31.0`. It is `MISSING` if there is none.
+    Without a distribution of that name, the result lists those that provide a package of that name.
+    Each is listed with its version, such as `onnxruntime-gpu 1.31.0`. The result is `MISSING` if
+    there is none.
     Nothing is imported. The result is cached, since a plan calls this often.
     """
     try:

@@ -44,7 +44,7 @@ class ChampionRecord:
 
     @property
     def pipeline(self) -> str:
-        """Name of the pipeline that made the version; empty if unknown."""
+        """Name of the pipeline that made the version; empty without evidence."""
         return "" if isinstance(self.basis, OnnxOpsError) else self.basis[0].pipeline
 
     def found(self, verdict: Verdict, why: str) -> RecheckResult:

@@ -231,7 +231,7 @@ def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
 
 
 def resolve_commit(root: Path, name: str) -> str:
-    """Return the ID of a commit of the repository around a folder; empty if unknown."""
+    """Return the id of a commit in the repository around a folder; empty without one."""
     revision = f"{name}^{{commit}}"
     return ask_git(
         root, "rev-parse", "--verify", "--quiet", "--end-of-options", revision, may_fail=True

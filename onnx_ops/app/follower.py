@@ -1,11 +1,11 @@
 """The follower of a replica: a process beside the endpoint server.
 
 The follower reads new routing tables from the object store. Only this process has the client of the
-object store and its credentials. It starts the server without them, publishes the newest table to
-the server through the admin API, renews the server's lease, and writes reports about the server's
-state and counts. Reading, publishing and reporting have a thread each. A store that does not answer
-therefore delays neither the restart of the server nor the end of a lease. The server's workers
-determine the end of a lease by their own clock.
+object store and its credentials. It starts the server without them, and publishes the newest table
+to the server through the admin API. It also renews the server's lease, and writes reports about the
+server's state and counts. Reading, publishing and reporting have a thread each. A store that does
+not answer therefore delays neither the restart of the server nor the end of a lease. The server's
+workers determine the end of a lease by their own clock.
 """
 
 from __future__ import annotations
@@ -180,10 +180,10 @@ class Following:
     def compute_lease_end(self, now: float) -> float:
         """Return the time until which the adopted table's candidate may get traffic, or 0.
 
-        If the store did not answer for a while, the result is 0 or in the past until the replica
-        has listed the tables and written a report, and the beat has changed. The result is also 0
-        if the beat is older than the table's `judge_timeout_s`. A newer table that moves traffic
-        ends the lease before this table is adopted.
+        After a time without answers of the store, the result is 0 or in the past. It stays so until
+        the replica has listed the tables and written a report, and the beat has changed. The result
+        is also 0 if the beat is older than the table's `judge_timeout_s`. A newer table that moves
+        traffic ends the lease before this table is adopted.
         """
         # This call must precede `_is_current`. The docstring of `_compute_end` explains why.
         end = self._compute_end()

@@ -253,8 +253,8 @@ def _list_releases(states: Iterable[ReleaseState]) -> set[Digest]:
 def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
     """Return whether a release needs no further comparison before it is promoted.
 
-    The release needs no further comparison if it was compared with the version that serves its
-    target now, if no version serves the target, or if it was promoted at an endpoint before.
+    This is so if the release was compared with the version that serves its target now, or if no
+    version serves the target. It is also so if the release was promoted at an endpoint before.
     Without an endpoint, the champion in the registry is treated as the serving version.
 
     Raises:
@@ -278,9 +278,9 @@ def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
 def _is_current(context: Context, registration: Registration) -> bool:
     """Return whether the registry has a registration's versions and their evidence.
 
-    The result is False for another registry, and if a later registration replaced the evidence, for
-    example after a gate was changed and changed back. The result is also False if the registry does
-    not answer: the stage then runs, raises the error, and is retried as configured.
+    The result is False for another registry. It is False if a later registration replaced the
+    evidence, for example after a gate was changed and changed back. It is also False if the
+    registry does not answer: the stage then runs, raises the error, and is retried as configured.
     """
     try:
         listed = {entry.version: entry for entry in context.registry().versions(registration.model)}

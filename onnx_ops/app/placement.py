@@ -118,8 +118,8 @@ def _list_files(
 ) -> Iterator[tuple[str, Path, str]]:
     """Yield the files and folders that a stage reads besides its inputs.
 
-    Each entry has the name on the other machine, the path here, and the path in the hints, which is
-    empty if the hints do not contain the file.
+    Each entry has the name on the other machine, the path here, and the path in the hints. The last
+    is empty if the hints do not contain the file.
     """
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints

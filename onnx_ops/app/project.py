@@ -557,10 +557,10 @@ The codes mean: wrong input, refused, a gate failed, the environment failed, inc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineResult:
-    """Result of one pipeline of a run of several pipelines.
+    """Result of one pipeline in a run of several.
 
-    The result is a summary with the errors of the stages or, in `refused`, the error because of
-    which the pipeline was not run, or its run was stopped.
+    A finished run has a summary and the errors of its stages. `refused` is the error that prevented
+    or stopped the run.
     """
 
     file: Path

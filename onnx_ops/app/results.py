@@ -139,7 +139,7 @@ def _list_left(result: RunResult, context: Context) -> Iterator[PromotionResult]
 
 
 def _root(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> StageOutcome:
-    """Return the outcome of the stage because of which a stage was skipped.
+    """Return the outcome of the stage that caused a stage to be skipped.
 
     If the stage was not skipped, the result is its own outcome.
     """

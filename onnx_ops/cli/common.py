@@ -92,7 +92,7 @@ SetValue = Annotated[
 ]
 
 _GROUPS = ("analysis", "keys", "ledger", "rollout", "webhooks")
-"""Groups of commands, which have sub-commands."""
+"""Groups whose sub-commands error messages name as `onnx-ops GROUP COMMAND`."""
 
 _COLOURS = {
     Verdict.PASS: "green",
@@ -614,8 +614,8 @@ def _longest(cell: Text, pattern: re.Pattern[str]) -> int:
 def _shared(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
     """Return the width of each column of a table, between `least` and `most`.
 
-    `room` is the sum of the widths. The room beyond `least` is divided evenly among the columns
-    that are still below `most`.
+    `room` is the largest sum of the widths. Each character beyond `least` goes to the narrowest
+    column that is still below its `most`.
     """
     widths = list(least)
     for _ in range(room - sum(widths)):

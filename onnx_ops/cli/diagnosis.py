@@ -177,7 +177,7 @@ def _providers(project: Project) -> Iterator[Diagnosis]:
 def _pools(project: Project) -> Iterator[Diagnosis]:
     """Yield a finding for each work pool of the project or of the Prefect server.
 
-    Without a configured Prefect server, nothing is yielded.
+    Without Prefect or a configured Prefect server, nothing is yielded.
     """
     if plugins.absent(plugins.EXTRAS["prefect"]):
         return

@@ -152,7 +152,7 @@ def _explain_refusals(summary: ModelSummary) -> dict[str, str]:
 
 @contextmanager
 def view(path: Path, port: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Serve a graph with Netron; provide the URL and a waiting function.
+    """Serve a graph with Netron; yield the URL and a waiting function.
 
     The function waits until the server ends. Port 0 selects a free port.
     """

@@ -162,9 +162,9 @@ class StepProgress:
     def _estimate(self, begun: Mapping[str, float]) -> float | None:
         """Return the estimated remaining seconds, from the last durations of the steps.
 
-        The result is None if a duration is unknown. With parallel steps, the estimate is the
-        duration of the longest chain of dependent steps, or the sum of all steps divided by `jobs`
-        if that is longer.
+        The result is None if a duration is unknown, or all of them are below two seconds in sum.
+        The estimate is the duration of the longest chain of dependent steps, or the sum of all
+        steps divided by `jobs` if that is longer.
         """
         names = dict.fromkeys([*begun, *(name for name in self._steps if name not in self._done)])
         known: dict[str, float] = {}
@@ -272,7 +272,7 @@ class RunProgress(Observer):
             self._progress.show_detail(line)
 
     def _describe_output(self, stage: Stage) -> str:
-        """Return the path of the output of a training stage, as a part of its line.
+        """Return the path of a training stage's output, as a part of the stage's line.
 
         The path is not shown for other stages: only libraries print there.
         """

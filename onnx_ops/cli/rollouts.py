@@ -269,7 +269,7 @@ def _render(view: RolloutView) -> Group:
 
 
 def _forecast_requests(view: RolloutView) -> str:
-    """Return when the step will have enough requests; empty if unknown."""
+    """Return when the step will have enough requests; empty without a forecast."""
     if view.judged is None:
         return ""
     from onnx_ops.reporting.rollout_forecast import format_duration

@@ -193,7 +193,7 @@ def load_rows(
     """Return the arrays of a file of rows, and its first `limit` rows for a model.
 
     The rows are checked against the inputs of the model. A single array, apart from `labels`, is
-    that of a single input with as many axes, whatever its name.
+    that of the single input outside `fix` with as many axes, whatever its name.
     """
     from onnx_ops.domain.pipeline import FileData
     from onnx_ops.tools.supplied_rows import check_samples

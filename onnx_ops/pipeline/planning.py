@@ -290,8 +290,8 @@ def _plan_judgement(
         "model": model,
         "batch": pipeline.benchmark.batch,
         "quantized": is_quantized(pipeline, variant, probe),
-        # These measurements are made only if a gate needs them. The limits of the gates do not
-        # affect a measurement, so the key leaves them out.
+        # Throughput and process starts are measured only if a gate needs them. The limits of the
+        # gates do not affect a measurement, so the key leaves them out.
         **({"throughput": list(request.throughput)} if request.throughput else {}),
         **({"starts": True} if request.starts else {}),
         **sliced,

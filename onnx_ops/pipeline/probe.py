@@ -129,7 +129,7 @@ class ProjectProbe:
 class OfflineProbe(ProjectProbe):
     """A `ProjectProbe` for a plan that is only shown.
 
-    Nothing that the pipeline file names is requested over a network.
+    Remote models are not requested. A DVC repository with a URL still is, for the fingerprint.
     """
 
     def model(self, path: str) -> Digest:
@@ -178,7 +178,7 @@ class OutlineProbe(ProjectProbe):
 
 @dataclass(frozen=True)
 class ReleaseProbe(OutlineProbe):
-    """An `OutlineProbe` for a plan of which only the gates and the release run.
+    """An `OutlineProbe` for a plan that runs only its gates and its release.
 
     The probe returns the signing key. It does not read the properties of a machine.
     """

@@ -86,8 +86,8 @@ def make_stage(
 ) -> Stage:
     """Make a stage whose settings and key do not include its attempts and its pool.
 
-    A stage that can be placed in a pool runs in a separate process, since its libraries can crash
-    and user code can be edited during the run.
+    By default, a stage that can be placed in a pool runs in a separate process. Its libraries can
+    crash, and user code can be edited during the run.
     """
     pool = {"pool": section.pool} if isinstance(section, PlacedAttempts) and section.pool else {}
     return codec.from_json(

@@ -1,7 +1,8 @@
 """Compare two ONNX files: check whether they compute the same function.
 
-There is no source in float64, so rounding noise cannot be measured. The reference is A's answers
-without graph optimizations, and fixed tolerances replace the noise.
+There is no source in float64, so the noise of correct answers cannot be measured. The reference is
+A's answers without graph optimizations. The noise is replaced by a fixed tolerance, or by the
+rounding error that is computed from the graph if that is larger.
 """
 
 from __future__ import annotations

@@ -302,8 +302,8 @@ def _draw_unequal_counts(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[
 def _list_sizes(symbols: Sequence[str]) -> Iterator[dict[str, int]]:
     """Yield other sizes of the dimensions.
 
-    With three or more dimensions, one is first the sum of the others, for example the length of a
-    mask that also covers a cache. Then each dimension changes alone. Finally two or more dimensions
+    Of three or more dimensions, each is first the sum of the others, such as the length of a mask
+    that also covers a cache. Then each dimension changes alone. Finally two or more dimensions
     change together, to the same size and to different sizes.
     """
     for size in (LENGTH, 1, 3) if len(symbols) > 2 else ():

@@ -1,7 +1,8 @@
 """Quantize one ONNX file, by a recipe or by search.
 
-Functions raise UserError for an invalid file, an output path that exists already, a recipe that
-does not fit, or a budget that no variant meets. They raise StageError if a library fails.
+Functions raise UserError for an invalid file, an output path that exists already, or a recipe that
+does not fit. A search raises it for a budget that no variant meets. They raise StageError if a
+library fails.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ _ACTIVATION_ROWS, _FUNCTION_ROWS = 256, 128
 """Numbers of rows to measure activations, and to compare the functions."""
 
 _LARGE_ROW = 1 << 14
-"""Bytes of a row from which only a quarter of these numbers of rows is used."""
+"""Size of a row in bytes from which only a quarter of these rows is used."""
 
 _NAMED = 3
 """Maximum number of weights that a note names."""

@@ -23,7 +23,7 @@ Location = tuple[str | int, ...]
 LocatedError = tuple[Location, UserError]
 
 _MATRIX = "*"
-"""Value of an input that consists of all columns of numbers instead of one array."""
+"""Value of an input that joins all columns into one matrix of numbers."""
 
 
 def get_source_name(section: DataSection) -> str:
@@ -193,7 +193,7 @@ def _find_row_problems(
     """Yield a problem if the arrays do not have the same number of rows.
 
     Only the model defines the axis of the rows. The arrays are therefore accepted if any choice of
-    axes gives them the same number of rows, and at least one input has its rows on axis 0.
+    axes gives them the same number of rows. At least one input must have its rows on axis 0.
     """
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     shapes = {name: array.shape for name, array in arrays.items() if name not in keys}

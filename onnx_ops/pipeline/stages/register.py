@@ -253,8 +253,8 @@ def _make_variant_record(
 def build_request_example(export: Manifest, store: Store) -> bytes:
     """Return an example request as JSON: one row, or a fixed batch.
 
-    The text is empty without rows, if they cannot be written as JSON (NaN, bytes), or if the
-    request would be larger than 1 MiB.
+    The text is empty if there are no rows, or if JSON cannot represent them (NaN, bytes). It is
+    also empty if the request would be larger than 1 MiB.
     """
     real = next(
         (group for group in get_reference(store, export["reference.npz"]) if group.name == REAL),
