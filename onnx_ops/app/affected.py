@@ -123,7 +123,7 @@ def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[s
 def _list_target_files(project: Project, pipeline: Pipeline) -> Iterator[str]:
     """Yield the files of targets, and the targets' libraries of custom operators.
 
-    For each target file, both its present path and its path in the project are yielded.
+    For each target, the path of its present file is yielded, and its path in the project.
     """
     root = project.settings.root
     targets = find_config_folder(root) / TARGETS

@@ -60,7 +60,7 @@ _ATTEMPTS = 8
 """Number of attempts to record, if other instances record at the same time."""
 _LOCKS = 64
 FRESH_S = 300.0
-"""Shortest limit of the age of the counts behind a verdict `pass`."""
+"""Smallest limit of the age of counts in seconds; older counts are inconclusive."""
 STORE_S = 5.0
 """Longest time of a request to an object store, in seconds."""
 OPEN_S = 120.0
@@ -248,7 +248,7 @@ class AnalysisService:
         try:
             with self._locks[hash(key) % _LOCKS]:
                 return self._log.delete_old(key, keep_s, why)
-        except ConflictError:  # the rollout is in use again, or another instance deletes it
+        except ConflictError:  # The rollout is in use again, or another instance deletes it.
             return False
         except CorruptStateError as error:
             _log.warning("a rollout is not deleted: %s", error)

@@ -23,7 +23,7 @@ _NO_ANALYSIS = (
     "`onnx-ops rollout advance`"
 )
 _SCRAPE_S, _SERVICE_S = 30.0, 90.0
-"""Delay of counts from Prometheus, and from the metrics service of a cloud."""
+"""Delay in seconds of counts from Prometheus, and from a cloud's metrics service."""
 _ENDLESS = 1e6
 """Rate of requests per second for computing the shortest possible duration."""
 
@@ -33,8 +33,8 @@ class ForecastRequest:
     """What a forecast is about.
 
     `given` are fields of the traffic by name. Without a rate, the traffic is measured for
-    `window_s` seconds, and given fields replace measured ones. Without `harms`, those of the policy
-    are searched for.
+    `window_s` seconds, and given fields replace measured ones. Without `harms`, they are derived
+    from the guardrails of the policy.
     """
 
     given: dict[str, float]
@@ -95,7 +95,7 @@ def forecast_offline(project: Project, pipeline: Pipeline) -> list[EndpointForec
 
 
 def warn_of_rollouts(project: Project, pipeline: Pipeline) -> list[str]:
-    """Return warnings about rollouts that do not end, or take absurdly long."""
+    """Return warnings about rollouts that do not end, or take very long."""
     return [
         f"warning: {result.endpoint}{f' ({result.origin})' if result.origin else ''}: {warning}"
         for result in forecast_offline(project, pipeline)
@@ -187,8 +187,8 @@ def _find_entry_cadence(project: Project, entry: Deploy) -> Cadence:
 def _make_cadence(has_epochs: bool, capabilities: Iterable[str]) -> Cadence:
     """Return how counts reach the judge.
 
-    Of all metrics sources, only those that read the servers themselves count units. They also
-    report cold starts.
+    Of all metrics sources, only those that read the servers themselves count by unit: a user in
+    an epoch, or a request without a key. Such a source has the capability `cold_starts`.
     """
     if "exceedances" not in capabilities:
         return Cadence(source="percentiles", lag_s=_SERVICE_S)

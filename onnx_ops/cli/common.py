@@ -92,7 +92,7 @@ SetValue = Annotated[
 ]
 
 _GROUPS = ("analysis", "keys", "ledger", "rollout", "webhooks")
-"""Groups whose sub-commands error messages name as `onnx-ops GROUP COMMAND`."""
+"""Groups of commands that error messages write as `onnx-ops GROUP COMMAND`."""
 
 _COLOURS = {
     Verdict.PASS: "green",

@@ -162,7 +162,7 @@ class StepProgress:
     def _estimate(self, begun: Mapping[str, float]) -> float | None:
         """Return the estimated remaining seconds, from the last durations of the steps.
 
-        The result is None if a duration is unknown, or all of them are below two seconds in sum.
+        The result is None if a duration is unknown, or if their sum is below two seconds.
         The estimate is the duration of the longest chain of dependent steps, or the sum of all
         steps divided by `jobs` if that is longer.
         """

@@ -64,7 +64,11 @@ class PrefectEvents(Notifier):
         post([build_event(notification)])
 
     def check(self) -> str:
-        """Return the description of where events are sent; the server is not contacted."""
+        """Return a text with the address of the server, which is not contacted.
+
+        Raises:
+            UserError: no server is configured.
+        """
         return f"as events, to Prefect's server at {_server()}"
 
 

@@ -39,9 +39,9 @@ def run_as_task(
         retries: maximum number of further attempts after a Failed state.
         retry_if: function that is called after each Failed state; returns whether to try again.
     """
-    # If a task returns a Failed state, Prefect logs an error with `exc_info=True` but without an
-    # exception (`handle_retry` in prefect/task_engine.py), which prints `NoneType: None`. The next
-    # line of the log has the state, so the filter removes this record.
+    # If a task returns a Failed state, Prefect 3.8 logs an error with `exc_info=True`, but without
+    # an exception (`handle_retry` in prefect/task_engine.py). This prints `NoneType: None`. The
+    # next line of the log has the state, so the filter removes this record.
     get_logger("prefect.task_runs").addFilter(_has_traceback)
     task = Task(
         fn=work,

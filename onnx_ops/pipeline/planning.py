@@ -189,7 +189,8 @@ def _plan_models(
         **env,
         **operators,
     }
-    # Validation reads the export, and needs the user's code only for tracing.
+    # Only the key of the export contains the code of `translations`: validation needs this code
+    # just for tracing.
     if table := pipeline.export.translations:
         depends = pipeline.train.depends if pipeline.train else ()
         export["translations"] = probe.code(table, depends).digest()

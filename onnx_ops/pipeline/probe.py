@@ -27,7 +27,7 @@ from onnx_ops.ports import Context
 class ProjectProbe:
     """Queries with which a plan reads the project and this machine.
 
-    The queries are fast, and import no framework.
+    The queries import no framework.
     """
 
     context: Context

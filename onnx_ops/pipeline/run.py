@@ -197,7 +197,7 @@ def run(
 
 
 def _run_in_parallel(plan: Plan, step: Step, jobs: int) -> Iterator[tuple[Stage, StageResult]]:
-    """Yield the results of stages; start each when the results that it needs exist."""
+    """Yield the results of stages; start each when the stages before it have ended."""
     planned = {stage.id for stage in plan.stages}
     waiting, running, received = list(plan.stages), dict[Future[StageResult], Stage](), set[str]()
     placed = sum(1 for stage in plan.stages if get_pool(stage))

@@ -84,7 +84,7 @@ def make_stage(
     hints: Mapping[str, Json] | None = None,
     **rest: object,
 ) -> Stage:
-    """Make a stage whose settings and key do not include its attempts and its pool.
+    """Make a stage; its settings and its key contain no retries, limits or pool.
 
     By default, a stage that can be placed in a pool runs in a separate process. Its libraries can
     crash, and user code can be edited during the run.

@@ -52,7 +52,7 @@ from onnx_ops.tools.model_inputs import shared_inputs
 
 LATENCY = "latency"
 UNITS = {LATENCY: "s", "load": "s", "first": "s", "peak": "B"}
-"""Units of these quantities; all other quantities are throughputs."""
+"""Units of quantities by name; quantities without an entry are throughputs."""
 
 Reporter = Callable[[str], None]
 Conditions = Callable[[], Mapping[str, str]]

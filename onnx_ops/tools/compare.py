@@ -545,7 +545,7 @@ def _find_halved(expected: Tensors, answers: Tensors) -> list[ParityMeasurement]
 def _judge_measurements(
     measured: Sequence[ParityMeasurement], expected: JoinedAnswers
 ) -> tuple[tuple[OutputDifference, ...], tuple[OutputDifference, ...]]:
-    """Judge each output, in A's order.
+    """Judge each measurement, in the order of A's outputs.
 
     Return the differences at inputs that callers can send, and the other differences.
     """

@@ -167,9 +167,9 @@ def generate_samples(
     knows. Integers that are indices reach every entry. Other integers are most often masks: they
     are 0 or 1, or the values that the model compares them with.
 
-    Rows are on the axis that the inputs share (`domain.row_axes`). Inputs without that axis are
-    drawn as a whole, and additional groups have other values of them. Without a shared axis, this
-    applies to all inputs. If `count` rows exceed 64 MiB, there are fewer rows, but a whole batch.
+    Inputs with a shared axis (`domain.row_axes`) get rows. Inputs without that axis are drawn as a
+    whole, and additional groups have other values of them. Without a shared axis, this applies to
+    all inputs. If `count` rows exceed 64 MiB, there are fewer rows, but a whole batch.
 
     Symbolic dimensions other than the batch have the size 8, unless `dims` names them. Additional
     groups have other sizes.
@@ -289,7 +289,8 @@ def _draw_other_choices(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[s
 def _draw_unequal_counts(recipe: _Recipe, draw_run: _DrawRun) -> Iterator[tuple[str, Tensors]]:
     """Yield a run in which the first dimensions of the inputs have different sizes.
 
-    Nothing is yielded if a name states that these dimensions have the same size.
+    Nothing is yielded for fewer than two inputs with rows, for a fixed batch, or if one of these
+    dimensions has a name.
     """
     first_sizes = {spec.name: spec.shape[0] for spec in recipe.inputs if spec.name in recipe.axes}
     if len(first_sizes) < 2 or recipe.batch or any(map(is_named, first_sizes.values())):

@@ -78,7 +78,7 @@ class JudgeRequest:
     def arrange(self, runtime: Runtime, setting: SweepPoint | None = None) -> Runtime:
         """Return a runtime that takes rows on axis 0.
 
-        The runtime adds the inputs without rows of one setting of the sweep.
+        The runtime adds the inputs without rows of one setting of the sweep, by default the first.
         """
         return arrange_runtime(
             runtime, (setting or self.settings[0]).samples.read_layout(self.baseline)

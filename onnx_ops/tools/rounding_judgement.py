@@ -130,7 +130,7 @@ def _judge_parity(evidence: Evidence, noise: str) -> GateResult:
 def _run_with_fp16_weights(
     request: JudgeRequest, runtime: Runtime, runs: Mapping[str, tuple[Tensors, ...]]
 ) -> GroupAnswers:
-    """Run the baseline with those constants in float16 that the candidate has so."""
+    """Run the baseline with those constants rounded that are float16 in the candidate."""
     narrowed = {
         pair.origin for pair in pair_quantized_weights(request.baseline, request.candidate).pairs
     }
@@ -293,7 +293,7 @@ def _describe_unpaired(names: Sequence[str]) -> str:
 
 
 def _take_few(rows: Tensors, count: int) -> Tensors:
-    """Return the first rows; fewer rows if a row is large."""
+    """Return the first `count` rows, or a quarter of this number if a row is large."""
     size = sum(array.nbytes for array in rows.values()) // max(
         1, max(map(len, rows.values()), default=1)
     )
