@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import typer
+from typer.core import TyperGroup
 
 from onnx_ops.cli import endpoints, rollouts
 from onnx_ops.cli.common import exit_after_steps, handle_errors, print_json
+from onnx_ops.cli.main import build_app
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.release.reconcile import StepReport
 from tests.release.release_scenes import begun
@@ -83,3 +85,21 @@ def test_print_json_keeps_library_output_out_of_stdout(capfd: pytest.CaptureFixt
     assert "greeting" in output.err
     command(as_json=False)
     assert "greeting" in capfd.readouterr().out
+
+
+def test_error_of_command_in_group_names_group_and_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    app = typer.main.get_command(build_app())
+    assert isinstance(app, TyperGroup)
+    groups = [name for name, command in app.commands.items() if isinstance(command, TyperGroup)]
+    assert "ledger" in groups
+    for group in groups:
+
+        def fail() -> None:
+            raise AssertionError
+
+        fail.__name__ = f"{group}_verb"
+        with pytest.raises(typer.Exit):
+            handle_errors(fail)()
+        assert f"onnx-ops {group} verb" in capsys.readouterr().err
