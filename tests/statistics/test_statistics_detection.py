@@ -160,7 +160,7 @@ def faster_coco_eval() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("library", [pycocotools, faster_coco_eval])
-def test_boxes_of_random_cases_match_library(library: Any) -> None:
+def test_average_precision_and_recall_of_random_boxes_match_library(library: Any) -> None:
     rng = make_seeded()
     for _ in range(CASES if library is pycocotools else 40):
         images, most = int(rng.integers(1, 12)), int(rng.choice([10, 11, 100]))
@@ -177,7 +177,7 @@ def test_boxes_of_random_cases_match_library(library: Any) -> None:
         assert mine == pytest.approx(expected, abs=1e-9, nan_ok=True)
 
 
-def test_keypoints_of_random_cases_match_pycocotools() -> None:
+def test_average_precision_and_recall_of_random_keypoints_match_pycocotools() -> None:
     rng = make_seeded()
     for _ in range(40):
         images = int(rng.integers(1, 8))
@@ -189,7 +189,7 @@ def test_keypoints_of_random_cases_match_pycocotools() -> None:
         assert mine == pytest.approx(expected, abs=1e-9, nan_ok=True)
 
 
-def test_weights_of_images_equal_repeated_images() -> None:
+def test_average_precision_and_recall_with_image_weights_equal_those_of_repeated_images() -> None:
     rng = make_seeded()
     for _ in range(40):
         images = int(rng.integers(2, 12))
@@ -210,7 +210,7 @@ def test_weights_of_images_equal_repeated_images() -> None:
         )
 
 
-def test_many_images_are_matched_in_blocks_with_equal_result() -> None:
+def test_average_precision_and_recall_of_300_images_match_pycocotools() -> None:
     rng = make_seeded()
     label, answers = draw_boxes(rng, 300, 3, 3)
     precision, recall = evaluate_with(*pycocotools(), label, answers, "bbox", 100)
@@ -218,7 +218,7 @@ def test_many_images_are_matched_in_blocks_with_equal_result() -> None:
     assert compute(match_boxes(label, answers), 300) == pytest.approx(expected, abs=1e-9)
 
 
-def test_boxes_without_any_object_have_no_value() -> None:
+def test_average_precision_and_recall_without_objects_are_nan() -> None:
     label = np.full((3, 1, 5), -1.0)
     answers = np.tile([0.0, 0, 1, 1, 0.5, 0], (3, 1, 1))
     assert all(np.isnan(value) for value in compute(match_boxes(label, answers), 3))
@@ -226,7 +226,7 @@ def test_boxes_without_any_object_have_no_value() -> None:
 
 @pytest.mark.parametrize("overlap", ["iou", "dice"])
 @pytest.mark.parametrize("kind", ["macro", "micro", "weighted", "binary"])
-def test_masks_with_weights_match_scikit_learn(overlap: Overlap, kind: str) -> None:
+def test_overlap_statistic_with_weights_matches_scikit_learn(overlap: Overlap, kind: str) -> None:
     from sklearn.metrics import f1_score, jaccard_score
 
     rng = make_seeded()
@@ -244,7 +244,7 @@ def test_masks_with_weights_match_scikit_learn(overlap: Overlap, kind: str) -> N
         assert value == pytest.approx(expected, abs=1e-9)
 
 
-def test_score_of_equal_detectors_changes_by_zero_and_ties_keep_their_order() -> None:
+def test_score_of_equal_detectors_returns_pycocotools_estimate_and_zero_difference() -> None:
     rng = make_seeded()
     label, answers = draw_boxes(rng, 40, 2, 4)
     definition = MetricDefinition(name="map", max_detections=100)
@@ -263,7 +263,9 @@ def test_score_of_equal_detectors_changes_by_zero_and_ties_keep_their_order() ->
     [(400, 1 / 101), (396, 1 / 101), (394, 0), (0, 0)],
     ids=["all found", "at a step", "between steps", "none found"],
 )
-def test_recall_near_a_step_of_recall_can_jump(found: int, expected: float) -> None:
+def test_find_recall_jump_returns_one_step_near_recall_step_and_zero_elsewhere(
+    found: int, expected: float
+) -> None:
     """With 4,000 objects, 2 standard errors of a recall of 0.985 are 0.004."""
     label = np.tile([10.0, 10, 30, 40, 0], (4000, 1, 1))
     answers = np.tile([10.0, 10, 30, 40, 0.9, 0], (4000, 1, 1))
@@ -271,7 +273,7 @@ def test_recall_near_a_step_of_recall_can_jump(found: int, expected: float) -> N
     assert find_recall_jump(match_boxes(label, answers, 0.5)) == pytest.approx(expected)
 
 
-def test_interval_covers_that_of_the_plain_form() -> None:
+def test_score_of_map_returns_interval_that_contains_plain_value() -> None:
     rng = make_seeded()
     label, answers = draw_boxes(rng, 60, 2, 4)
     definition = MetricDefinition(name="map", iou=0.5, max_detections=100)

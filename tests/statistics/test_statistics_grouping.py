@@ -1,4 +1,4 @@
-"""Rows that belong together: their counts, cost in evidence, and signs."""
+"""Rows in groups: their numbers, design effects, intervals, and the signs of groups."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TestNumbers:
     ) -> None:
         assert number_groups(array) is None
 
-    def test_find_group_columns_returns_columns_with_repeated_values(self) -> None:
+    def test_find_group_columns_returns_columns_of_small_groups(self) -> None:
         arrays = {
             "patient": np.arange(60) // 4,
             "row": np.arange(60),
@@ -96,7 +96,7 @@ class TestDesignEffect:
             ),
         ],
     )
-    def test_compute_design_effect_grows_with_correlation_within_groups(
+    def test_compute_design_effect_grows_with_correlation_and_with_few_changes(
         self, change: Any, rows: int, least: float, most: float
     ) -> None:
         assert least <= compute_design_effect(change, np.arange(len(change)) // rows) < most
@@ -199,14 +199,14 @@ class TestSigns:
         assert not detect_grouping({}, {"age": numbers}, [change], None, 0)
         assert detect_grouping({}, {"patient_id": numbers}, [change], None, 0)
 
-    def test_detect_grouping_of_rows_sorted_by_class_does_not_alarm(self) -> None:
+    def test_detect_grouping_of_rows_sorted_by_class_alarms_only_without_labels(self) -> None:
         rng = np.random.default_rng(0)
         label = np.repeat(np.arange(5), 200)
         right = (rng.random(1000) < np.array([0.99, 0.6, 0.95, 0.8, 0.9])[label]).astype(float)
         assert not detect_grouping({}, {}, [right], label, 0)
         assert detect_grouping({}, {}, [right], None, 0)
 
-    def test_detect_grouping_of_repeated_continuous_or_text_rows_alarms(self) -> None:
+    def test_detect_grouping_of_repeated_rows_alarms_unless_values_are_few(self) -> None:
         rng = np.random.default_rng(0)
         signal = rng.random(400)
         measured, few = (

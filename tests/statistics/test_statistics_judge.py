@@ -295,7 +295,7 @@ class TestParity:
 class TestMetric:
     GATE = MetricGate(max_drop=0.01)
 
-    def test_metric_gate_of_first_export_returns_no_comparison(self) -> None:
+    def test_judge_of_first_export_returns_no_result_of_comparing_gates(self) -> None:
         assert judge([self.GATE, TestLatency.GATE], FP32).results == ()
         assert judge([self.GATE], FP32).verdict is Verdict.INCONCLUSIVE
         assert judge([self.GATE, SizeGate(max=2_000_000)], FP32).verdict is Verdict.PASS

@@ -382,7 +382,7 @@ class TestWithheld:
         ("log_ratio", "withheld"),
         [(0.03, True), (0.06, True), (-2.0, False), (0.0, False), (2.0, False)],
     )
-    def test_explain_withheld_verdict_on_biased_host_withholds_ratios_within_bias(
+    def test_explain_withheld_verdict_on_biased_host_withholds_only_ratios_near_limit(
         self, log_ratio: float, withheld: bool
     ) -> None:
         why = explain_withheld_verdict([[log_ratio]] * 40, self.SHIFTED, 0.05)
@@ -392,7 +392,7 @@ class TestWithheld:
         assert explain_withheld_verdict([[0.001], [-0.001]] * 20, NOISY * 8, 0.05) is None
 
     @given(st.floats(-3, 3))
-    def test_explain_withheld_verdict_without_self_measurement_withholds_all(
+    def test_explain_withheld_verdict_without_enough_self_measurements_withholds_all(
         self, log_ratio: float
     ) -> None:
         assert explain_withheld_verdict([[log_ratio]] * 5, [], 0.05) is not None
@@ -427,7 +427,7 @@ class TestLooks:
             pytest.param([[0.06], [0.03]] * 80, [[0.0]] * 160, [0.05], False, id="after the last"),
         ],
     )
-    def test_should_continue_returns_true_only_while_limit_is_undecided(
+    def test_should_continue_returns_whether_run_needs_more_pairs(
         self,
         pairs: list[list[float]],
         itself: list[list[float]],
@@ -467,7 +467,7 @@ class TestQuantileGate:
             (0, 0, Verdict.INCONCLUSIVE),
         ],
     )
-    def test_compare_latency_quantile_passes_from_needed_number_of_runs(
+    def test_compare_latency_quantile_decides_from_needed_number_of_runs(
         self, quick: int, slow: int, verdict: Verdict
     ) -> None:
         found = compare_latency_quantile([1_000_000] * quick + [9_000_000] * slow, 0.99, 0.002)
@@ -535,7 +535,7 @@ class TestMedians:
         assert logs[..., 2] - logs[..., 0] == pytest.approx(math.log(1.5))
 
     @pytest.mark.parametrize("probed", [False, True])
-    def test_compute_block_logs_with_three_runs_left_ignores_preempted_runs(
+    def test_compute_block_logs_of_partly_preempted_blocks_ignores_preempted_runs(
         self, probed: bool
     ) -> None:
         times, probe = race(1) if probed else (np.full(SHAPE, 1e5), None)
@@ -609,9 +609,9 @@ class TestProbe:
 
     @pytest.mark.parametrize("share", [0.05, 0.5, 0.9, 0.95])
     def test_compute_block_logs_with_random_slow_spells_favors_no_model(self, share: float) -> None:
-        """The machine is nearly always slow.
+        """At a share of 0.95, the machine is nearly always slow.
 
-        Its few fast spells fall to one model more than to another.
+        Its few fast spells then fall to one model more than to another.
         """
         rng = np.random.default_rng(9)
         for _ in range(20):

@@ -1,4 +1,4 @@
-"""Metrics of texts, rankings and probabilities equal the libraries that define them.
+"""Metrics of texts, rankings, probabilities and numbers against the libraries that define them.
 
 Each run draws new cases. A failure shows their seed.
 """
@@ -180,13 +180,13 @@ def draw_cases(name: str) -> Iterator[tuple[int, Case]]:
 
 
 @pytest.mark.parametrize("name", DRAW)
-def test_metric_of_random_cases_equals_library(name: str) -> None:
+def test_metric_of_random_cases_equals_reference(name: str) -> None:
     for seed, case in draw_cases(name):
         assert compute(case) == pytest.approx(compute_reference(case), abs=EXACT), seed
 
 
 @pytest.mark.parametrize("name", DRAW)
-def test_metric_of_drawn_rows_equals_library_on_repeated_rows(name: str) -> None:
+def test_metric_of_drawn_rows_equals_reference_on_repeated_rows(name: str) -> None:
     for seed, (definition, label, answers) in draw_cases(name):
         rows = np.random.default_rng(seed).integers(0, len(label), len(label))
         if name in ("bleu", "chrf", "wer", "cer") and not "".join(label[rows].ravel()).strip():
@@ -236,7 +236,7 @@ def test_metric_of_published_example_has_published_value(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DRAW)
-def test_step_of_resampled_metric_covers_one_more_wrong_row(name: str) -> None:
+def test_metric_step_is_none_for_means_and_numbers_and_at_most_one_otherwise(name: str) -> None:
     """The step is that of a row of average length and content."""
     definition, label, answers = DRAW[name](name, SEED)
     side = build_metric_statistic(definition, label, answers)
@@ -247,7 +247,7 @@ def test_step_of_resampled_metric_covers_one_more_wrong_row(name: str) -> None:
 MEANS = {"brier", "log_loss"}
 
 
-def test_ranking_of_padded_items_ignores_them() -> None:
+def test_ranking_metrics_with_padded_items_ignore_them() -> None:
     for name in ("recall_at_k", "ndcg", "mrr"):
         for seed in range(SEED, SEED + 20):
             definition, grades, scores = draw_ranking(name, seed)

@@ -1,4 +1,4 @@
-"""Parity measured on a real network in float32 and float64, and on labels."""
+"""Parity measured on a small network in float32 and float64, and on labels."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ class TestFloats:
         assert found.noise == pytest.approx(noise, rel=1e-3)
         assert found.ratio <= LIMIT
 
-    def test_measure_output_with_different_shape_reports_mismatch(self) -> None:
+    def test_measure_output_with_different_shape_reports_mismatch_but_not_without_rows(
+        self,
+    ) -> None:
         y = np.ones((4, 3))
         assert "(4, 1)" in measured(y[:, :1], y, y).mismatch
         without_rows = measured(y[:0], y[:0], y[:0])
@@ -332,7 +334,7 @@ class TestColumns:
         assert alone.ratio > LIMIT > with_real.ratio
 
     @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
-    def test_measure_output_with_columns_of_one_scale_shares_source_rounding(
+    def test_measure_output_shares_source_rounding_among_columns_of_one_scale_only(
         self, scale: float
     ) -> None:
         double = scale * np.linspace(1, 9, 6) * np.ones((128, 1))
@@ -513,7 +515,7 @@ class TestWeights:
             ([], [], 1, 0),
         ],
     )
-    def test_compute_weight_error_with_nan_or_zero_scale_returns_largest(
+    def test_compute_weight_error_with_nan_or_zero_scale_returns_largest_unless_equal(
         self, original: list[float], dequantized: list[float], scale: float, steps: float
     ) -> None:
         assert compute_weight_error(original, dequantized, scale) == steps
@@ -584,7 +586,7 @@ def test_select_rows_of_any_count_includes_worst_row(count: int, worst: int) -> 
     assert set(chosen) <= set(range(count))
 
 
-def test_select_rows_with_other_shape_picks_evenly() -> None:
+def test_select_rows_with_other_shape_returns_31_rows() -> None:
     assert len(select_rows(np.zeros((3, 4)), np.zeros((100, 4)))) == 31
 
 
@@ -670,7 +672,7 @@ MISSING = np.where(np.arange(320).reshape(32, 10) == 0, np.float32(np.nan), SCOR
         pytest.param(MISSING, MISSING, NOISE, 0.0, id="NaN on both sides"),
     ],
 )
-def test_measure_batch_invariance_without_noise_uses_tolerance_and_nan_is_largest(
+def test_measure_batch_invariance_without_noise_uses_tolerance_and_one_sided_nan_is_largest(
     together: Array, alone: Array, noise: dict[str, float] | None, ratio: float
 ) -> None:
     (found,) = measure_batch_invariance({"y": together}, singles(y=alone), noise)
@@ -689,13 +691,13 @@ def test_measure_batch_invariance_of_labels_takes_ratio_of_scores_if_present() -
     assert (tie.ratio, tie.changed) == (0.0, 0.25)
 
 
-def test_measure_batch_invariance_of_output_without_rows_returns_nothing() -> None:
+def test_measure_batch_invariance_of_output_without_rows_or_counterpart_returns_nothing() -> None:
     whole = np.ones((10,), dtype=np.float32)
     assert measure_batch_invariance({"mean": whole}, [{"mean": whole}] * 32) == ()
     assert measure_batch_invariance({"y": SCORES}, singles(other=SCORES)) == ()
 
 
-def test_measure_noise_returns_float32_error_and_nothing_without_float64() -> None:
+def test_measure_noise_returns_float32_error_of_floats_and_nothing_without_float64() -> None:
     double = SCORES.astype(np.float64) + 1e-4
     assert measure_noise({"y": SCORES}, {"y": double})["y"] == pytest.approx(1e-4)
     assert measure_noise({"y": SCORES}, None) == {}

@@ -240,7 +240,7 @@ def test_compute_mismatch_evidence_of_wrong_split_exceeds_limit() -> None:
         (guardrails.is_refusing, (0, 10_000), (0, 10_000), False),
     ],
 )
-def test_gross_failure_guardrails_fire_unless_stable_version_fails_too(
+def test_failure_and_refusal_guardrails_fire_at_limits_unless_stable_version_fails_too(
     exceeds: Callable[..., bool], canary: tuple[int, int], stable: tuple[int, int], expected: bool
 ) -> None:
     assert exceeds(canary, stable) is expected

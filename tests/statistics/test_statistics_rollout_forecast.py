@@ -196,7 +196,7 @@ def test_forecast_with_few_open_rollouts_leaves_out_later_steps() -> None:
         (make_policy(), STEADY, [Harm(name="errors", value=1.5)]),
     ],
 )
-def test_forecast_of_impossible_input_raises_error(
+def test_forecast_of_impossible_input_raises_value_error(
     policy: RolloutPolicy, traffic: Traffic, harms: list[Harm]
 ) -> None:
     with pytest.raises(ValueError, match=r"( is | are |analysis)"):

@@ -289,7 +289,7 @@ def test_latency_guardrail_with_slow_answers_aborts() -> None:
     acts(due(seen(*[slow] * 6)), ActionKind.ABORT, "latency_p", "odds ratio")
 
 
-def test_latency_guardrail_within_tolerated_odds_ratio_advances() -> None:
+def test_latency_guardrail_advances_only_within_tolerated_odds_ratio() -> None:
     """The odds ratio compares how often each version exceeds its threshold.
 
     The candidate has its own, raised thresholds, and the stable version its lower ones. A policy
@@ -312,7 +312,7 @@ def test_gross_failure_without_stable_traffic_aborts() -> None:
     acts(due(seen(alone)), ActionKind.ABORT, "gross failure: 40 of the candidate's 40")
 
 
-def test_guardrail_without_comparable_requests_holds_step() -> None:
+def test_guardrail_without_comparable_requests_does_not_advance() -> None:
     blind = ObservationInterval(
         step=0, canary=counted(400, over_p50=None), stable=counted(3600, over_p50=None)
     )
@@ -406,7 +406,7 @@ def test_ab_test_finishes_if_better_aborts_if_worse_and_waits_if_undecided() -> 
     )
 
 
-def test_ab_test_that_stays_undecided_follows_on_inconclusive() -> None:
+def test_ab_test_with_feedback_follows_on_inconclusive_and_goal() -> None:
     finish = replace(AB, ab_test=SplitTest(duration=1.0, on_inconclusive="finish"))
     acts(due(seen(*reported(50, 50)), finish), ActionKind.FINISH)
     waits(due(seen(), finish), WaitKind.INCONCLUSIVE, "no feedback was reported")

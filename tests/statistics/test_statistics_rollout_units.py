@@ -92,7 +92,7 @@ def run_clients(
 ) -> AnalysisResult:
     """Judge clients that send 100 requests in each epoch.
 
-    The candidate fails some of them.
+    The candidate fails the share `failing` of its requests.
     """
     random, server, observations = np.random.default_rng(seed), Server(), begin()
     for number in range(epochs):
@@ -106,7 +106,7 @@ def run_clients(
 
 
 @pytest.mark.parametrize("count", [1, 3, 10])
-def test_judge_with_few_failing_clients_detects_gross_failure(count: int) -> None:
+def test_judge_with_few_failing_clients_detects_gross_failure_or_violation(count: int) -> None:
     assert "gross failure" in run_clients(count, 150 // count).abort_reason
     (guard,) = run_clients(count, 150 // count, failing=0.3).guardrails
     assert guard.is_violated
@@ -209,7 +209,7 @@ def test_judge_with_open_epoch_detects_gross_failure() -> None:
     assert not judge(add(begin(), replace(quiet, open_epoch=both)), POLICY).gross_failure
 
 
-def test_judge_with_refused_requests_of_one_client_reports_no_gross_failure() -> None:
+def test_judge_with_refused_requests_reports_gross_failure_only_for_several_clients() -> None:
     def read(clients: Clients) -> MetricsReading:
         reading = Server().serve([(10, 0, True), *[(10, 0, False)] * 9])
         return replace(

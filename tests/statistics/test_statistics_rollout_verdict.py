@@ -36,34 +36,34 @@ def judge(
     return judge_state(state, policy or AnalysisPolicy())
 
 
-def test_independent_requests_need_no_minimum_number_of_intervals() -> None:
+def test_judge_state_requires_minimum_of_intervals_only_for_sticky_assignment() -> None:
     assert judge([(3, 300, 27, 2700)]).verdict == "pass"
     sticky = judge([(3, 300, 27, 2700)], AnalysisPolicy(assignment="sticky"))
     assert (sticky.verdict, sticky.waits_for[:18]) == ("inconclusive", "1 of the 3 interva")
 
 
-def test_guardrail_with_hold_is_inconclusive() -> None:
+def test_judge_state_with_violated_hold_guardrail_is_inconclusive() -> None:
     rail = Guardrail(name="errors", on_violation="hold")
     verdict = judge([(30, 300, 27, 2700)], AnalysisPolicy(guardrails=(rail,)))
     assert verdict.verdict == "inconclusive"
     assert "evidence" in verdict.reason
 
 
-def test_service_level_without_proof_waits() -> None:
+def test_judge_state_with_uncertified_service_level_is_inconclusive() -> None:
     policy = AnalysisPolicy(slo=ServiceLevel(error_rate=0.01))
     verdict = judge([(0, 300, 0, 2700)], policy)
     assert verdict.verdict == "inconclusive"
     assert "not below 1 %" in verdict.reason
 
 
-def test_canary_without_counts_of_stable_never_passes() -> None:
+def test_judge_state_without_counts_of_stable_is_inconclusive() -> None:
     assert judge([(0, 500, 0, 0)]).verdict == "inconclusive"
 
 
 @pytest.mark.parametrize(
     ("assignment", "most"), [("request", 0.05), ("sticky", 0.05)], ids=["request", "sticky"]
 )
-def test_equal_revisions_with_bursts_fail_in_few_rollouts(
+def test_judge_state_of_equal_revisions_with_bursts_rarely_fails(
     assignment: Literal["request", "sticky"], most: float
 ) -> None:
     random = np.random.default_rng(7)

@@ -169,7 +169,7 @@ class TestStarts:
             (289_000_000, Verdict.FAIL),
         ],
     )
-    def test_memory_gate_binds_on_any_target(self, limit: int, verdict: Verdict) -> None:
+    def test_memory_gate_binds_on_shared_target(self, limit: int, verdict: Verdict) -> None:
         result = only(MemoryGate(max=limit), replace(INT8, starts=STARTS))
         assert (result.verdict, result.advisory, result.unit, result.n) == (verdict, False, "B", 6)
         assert "from 290 MB to 305 MB" in result.reason

@@ -38,7 +38,7 @@ def judge_counts(gate: MetricGate, rows: int) -> Verdict:
 @pytest.mark.parametrize(
     "limit", [{"max_drop": 0.01}, {"max_drop": 0.003}, {"min": 0.95}, {"min": 0.998}]
 )
-def test_counted_rows_pass_with_needed_rows_and_not_with_one_less(limit: dict[str, Any]) -> None:
+def test_find_needed_rows_of_counted_metric_returns_fewest_that_pass(limit: dict[str, Any]) -> None:
     gate = MetricGate(**limit)
     needed = find_needed(gate)
     assert needed is not None
@@ -57,7 +57,7 @@ def judge_queries(gate: MetricGate, rows: int) -> Verdict:
 
 
 @pytest.mark.parametrize("limit", [{"max_drop": 0.03}, {"min": 0.95}])
-def test_resampled_metric_passes_with_needed_rows_and_not_with_less(
+def test_find_needed_rows_of_resampled_metric_returns_passing_number_within_one(
     limit: dict[str, Any],
 ) -> None:
     gate = MetricGate(name="mrr", **limit)
@@ -128,7 +128,7 @@ def shorten(advice: str) -> str:
         if isinstance(metric.method, Resampled) and metric.method.row_effect
     ],
 )
-def test_row_effect_is_least_step_of_metric(name: str) -> None:
+def test_row_effect_of_resampled_metrics_is_at_most_step_times_rows(name: str) -> None:
     """The step of a metric times the number of rows is at least its row effect."""
     method = METRICS[name].method
     assert isinstance(method, Resampled)

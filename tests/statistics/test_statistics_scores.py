@@ -215,7 +215,7 @@ def test_score_of_rows_that_do_not_define_metric_is_undefined() -> None:
         (entry,) = score(definition, label, {CANDIDATE: said}, seed=0)
         assert entry.undefined
         assert entry.candidate is None
-        # The metric is defined here, though its interval is not.
+        # MAE is defined for its rows, though the interval of MAE is not.
         if definition is not MAE:
             assert (
                 len(

@@ -58,7 +58,7 @@ def test_make_slicing_of_crossing_names_only_combinations_that_occur() -> None:
 
 
 @pytest.mark.parametrize(("n", "lost", "won", "bound"), [(60, 9, 1, -0.05), (200, 0, 0, -0.02)])
-def test_tango_scores_of_arrays_agree_with_p_value(
+def test_compute_tango_scores_agrees_with_change_p_value(
     n: int, lost: int, won: int, bound: float
 ) -> None:
     score, _ = compute_tango_scores(n, np.array(lost), np.array(won), bound)
@@ -67,7 +67,7 @@ def test_tango_scores_of_arrays_agree_with_p_value(
 
 
 def _enumerate_rejections(n: int, limit: float, won: float, level: float) -> float:
-    """Return the exact probability that a slice at the limit is accused."""
+    """Return the probability that the p-value of a slice at the limit is at most `level`."""
     lost, total = won + limit, 0.0
     logs = [math.lgamma(k + 1) for k in range(n + 1)]
     for b, c in itertools.product(range(n + 1), range(n + 1)):
@@ -95,7 +95,7 @@ def test_harm_p_value_of_many_rows_is_that_of_score() -> None:
     assert compute_harm_p_value(many, -0.02) == pytest.approx(1 - change_p_value(many, -0.02))
 
 
-def test_harm_p_value_of_equal_answers_is_certain() -> None:
+def test_harm_p_value_of_equal_answers_is_one() -> None:
     equal = counts(100, 0, 0, equal=True)
     assert compute_harm_p_value(equal, -0.01) == 1.0
 
@@ -112,7 +112,7 @@ def test_shortfall_p_value_is_binomial_tail() -> None:
     assert compute_shortfall_p_value(counts(10, 2, 0), 0.9) == pytest.approx(expected)
 
 
-def test_excess_p_value_at_end_of_interval_is_five_percent() -> None:
+def test_excess_p_value_is_half_at_estimate_and_five_percent_at_end_of_interval() -> None:
     assert compute_excess_p_value(0.3, 0.3, 50) == pytest.approx(0.05)
     assert compute_excess_p_value(0.0, 0.3, 50) == pytest.approx(0.5)
 

@@ -44,7 +44,9 @@ FLOATS = PICTURE.astype(np.float32) / 255
         ([], [], "same"),
     ],
 )
-def test_equal_values_are_within_tolerance(reference: Any, value: Any, form: Form) -> None:
+def test_rate_distance_of_equal_values_stays_within_tolerance(
+    reference: Any, value: Any, form: Form
+) -> None:
     assert rate(reference, value, form) <= 1
 
 
@@ -61,7 +63,7 @@ def test_equal_values_are_within_tolerance(reference: Any, value: Any, form: For
         ([{"box": [1, 2, 3, 4]}], []),
     ],
 )
-def test_different_values_are_outside_tolerance(reference: Any, value: Any) -> None:
+def test_rate_distance_of_different_values_exceeds_tolerance(reference: Any, value: Any) -> None:
     assert rate(reference, value) > 1
 
 
@@ -87,12 +89,12 @@ def test_different_values_are_outside_tolerance(reference: Any, value: Any) -> N
         (np.array([[1.0, 3, 0, 2]]), np.array([[0.0871, 0.6439, 0.0321, 0.2369]]), "softmax"),
     ],
 )
-def test_cause_of_difference_is_named(reference: Any, value: Any, words: str) -> None:
+def test_explain_difference_names_cause(reference: Any, value: Any, words: str) -> None:
     assert words in explain_difference(reference, value)
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_resize_filter_is_identified(name: str) -> None:
+def test_identify_resize_of_resized_image_returns_its_filter(name: str) -> None:
     random = np.random.default_rng(1)
     source = random.integers(0, 256, (50, 70, 3)).astype(np.uint8)
     made = np.round(np.clip(resize(source.astype(np.float64), (20, 24), name), 0, 255))
@@ -104,7 +106,7 @@ def test_resize_filter_is_identified(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "size"), [("bilinear", (20, 24)), ("bicubic", (20, 24)), ("lanczos", (90, 100))]
 )
-def test_resize_equals_pillow(name: str, size: tuple[int, int]) -> None:
+def test_resize_agrees_with_pillow(name: str, size: tuple[int, int]) -> None:
     image = pytest.importorskip("PIL.Image")
     picture = make_picture(3)
     filters = {"bilinear": 2, "bicubic": 3, "lanczos": 1}
@@ -136,17 +138,17 @@ OBJECTS = [
         ),
     ],
 )
-def test_cause_of_other_objects_is_named(value: Any, words: str) -> None:
+def test_explain_difference_of_objects_names_cause(value: Any, words: str) -> None:
     assert words in explain_difference(OBJECTS, value)
 
 
-def test_label_map_shows_in_answers_of_all_files() -> None:
+def test_explain_answers_of_exchanged_labels_names_label_map() -> None:
     pairs = [("cat", "dog"), ("dog", "cat"), ("cat", "dog")]
     assert explain_answers(pairs) == "label map: cat becomes dog, dog becomes cat"
     assert not explain_answers([("a", "a"), ("b", "b")])
 
 
-def test_answer_differs_by_label_or_large_score() -> None:
+def test_differs_in_answer_compares_labels_and_large_changes_of_scores() -> None:
     assert not differs_in_answer({"label": 1, "score": 0.9}, {"label": 1, "score": 0.89})
     assert differs_in_answer({"label": 1, "score": 0.9}, {"label": 2, "score": 0.9})
     assert differs_in_answer(np.array([0.9, 0.1]), np.array([0.6, 0.4]))

@@ -47,9 +47,9 @@ def units_at(bin_: int, count: int) -> Array:
 def test_make_log_factors_without_worse_units_has_mean_of_at_most_one(
     place: str, percent: int
 ) -> None:
-    """The test covers each gambler and each pair of badnesses.
+    """The test covers each bet and each pair of badness bins.
 
-    Only the coin is random.
+    Only the assignment of units to versions is random.
     """
     for tolerated in (1.0, 1.2, 5.0):
         factors = np.exp(
@@ -112,7 +112,9 @@ def test_measure_unit_evidence_with_further_failure_never_falls() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(percent=percents, seed=st.integers(0, 999))
-def test_measure_unit_evidence_adds_splits_of_same_share(percent: int, seed: int) -> None:
+def test_measure_unit_evidence_of_split_is_mean_of_products_of_factors(
+    percent: int, seed: int
+) -> None:
     first, second = np.random.default_rng(seed).integers(0, 9, (2, 2, BINS)) * (
         np.arange(BINS) % 9 == 0
     )
@@ -145,7 +147,7 @@ def test_measure_unit_evidence_of_clients_failing_in_both_versions_is_negative()
 
 
 def test_measure_unit_evidence_with_one_more_failing_unit_rises() -> None:
-    """Ten users have three errors in 100 requests each, and one user fails completely."""
+    """100 units of the candidate have three errors in 100 requests; then one of them fails."""
     candidate, stable = (
         units_at(find_badness_bin(3, 100), 100),
         units_at(0, 500) + units_at(find_badness_bin(1, 100), 400),
@@ -158,7 +160,7 @@ def test_measure_unit_evidence_with_one_more_failing_unit_rises() -> None:
     )
 
 
-def test_find_badness_bin_separates_rare_errors_of_busy_units() -> None:
+def test_badness_edges_separate_rare_errors_of_busy_units() -> None:
     bins = [find_badness_bin(events, 1000) for events in (0, 1, 3, 5, 10, 20, 50, 80)]
     assert bins == sorted(set(bins))
 

@@ -300,7 +300,7 @@ def test_compute_pareto_front_keeps_budget_and_has_no_dominated_trial(landscape:
 
 @given(landscapes)
 def test_search_of_repaired_recipe_keeps_no_needless_exclusion(landscape: Landscape) -> None:
-    """The losses add up: without any of the excluded nodes, the budget is exceeded."""
+    """Losses add up: if any of the excluded nodes ran in int8, the budget would be exceeded."""
     known, _ = searched(landscape)
     for recipe in known.recipes:
         kept = [
