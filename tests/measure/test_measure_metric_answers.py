@@ -70,7 +70,7 @@ def measure(
 
 
 @pytest.mark.parametrize("name", ["wer", "cer", "bleu", "chrf"])
-def test_metric_of_decoded_texts_is_measured_and_compared(
+def test_measure_metrics_of_decoded_texts_returns_value_and_change(
     name: str, model: Path, scores: Any
 ) -> None:
     label = np.array(describe({"scores": scores}))
@@ -85,7 +85,7 @@ def test_metric_of_decoded_texts_is_measured_and_compared(
     assert between.low < between.estimate < between.high
 
 
-def test_metric_of_missing_package_is_refused_before_models_run(
+def test_measure_metrics_without_package_raises_missing_package_error_before_models_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     hide(monkeypatch, "jiwer")
@@ -93,7 +93,7 @@ def test_metric_of_missing_package_is_refused_before_models_run(
         measure({CANDIDATE: tmp_path / "missing.onnx"}, define("wer"), np.array(["a"] * ROWS))
 
 
-def test_equal_decoded_texts_leave_room_for_unseen_rows() -> None:
+def test_score_of_equal_texts_leaves_room_for_unseen_rows() -> None:
     label = np.array([f"word{number}" for number in range(50)])
     answers = label.copy()
     answers[:5] = "wrong"
@@ -103,7 +103,7 @@ def test_equal_decoded_texts_leave_room_for_unseen_rows() -> None:
     assert entry.ratio.high == pytest.approx(1 + 3 / 5, abs=0.01)
 
 
-def test_bleu_of_texts_without_four_words_has_no_interval() -> None:
+def test_score_of_bleu_with_texts_below_four_words_is_undefined() -> None:
     """BLEU is then 0 for all models, which does not show that they are equal."""
     label, other = np.array(["one two three"] * 50), np.array(["one two"] * 50)
     found = score(define("bleu"), label, {CANDIDATE: label, "fp32": other}, seed=0)
@@ -111,7 +111,7 @@ def test_bleu_of_texts_without_four_words_has_no_interval() -> None:
     assert all(entry.difference is None for entry in found)
 
 
-def test_texts_without_errors_have_interval_above_zero() -> None:
+def test_score_of_texts_without_errors_returns_interval_from_zero() -> None:
     label = np.array([f"word{number}" for number in range(50)])
     (mine, entry) = score(define("cer"), label, {CANDIDATE: label, "fp32": label}, seed=0)
     assert mine.candidate is not None
@@ -121,7 +121,7 @@ def test_texts_without_errors_have_interval_above_zero() -> None:
 
 
 @pytest.mark.parametrize("name", ["brier", "log_loss", "ece"])
-def test_metric_of_logits_equals_metric_of_probabilities(name: str, model: Path) -> None:
+def test_measure_metrics_of_logits_equals_score_of_probabilities(name: str, model: Path) -> None:
     rng = np.random.default_rng(0)
     label = rng.integers(0, CLASSES, ROWS)
     found = measure({CANDIDATE: model}, define(name, logits=True), label)[""]
@@ -151,14 +151,14 @@ def test_read_probabilities_of_scores_returns_one_column_per_class(
 
 
 @pytest.mark.parametrize("values", [[[1.0, 1.0]], [[-0.5, 1.5]], [[1.5]], [[-0.1]]])
-def test_read_probabilities_of_logits_raises_error_with_key(values: Any) -> None:
+def test_read_probabilities_of_logits_without_key_raises_user_error(values: Any) -> None:
     definition = define("log_loss")
     prediction = read_prediction(definition, {"scores": np.array(values)})
     with pytest.raises(UserError, match="logits: true"):
         read_probabilities(definition, prediction)
 
 
-def test_probabilities_of_text_labels_use_sorted_order() -> None:
+def test_find_label_problem_of_text_labels_and_probabilities_returns_nothing() -> None:
     label = np.array(["spam", "ham", "ham", "spam"] * 10)
     scores = np.array([[0.1, 0.9], [0.9, 0.1], [0.8, 0.2], [0.35, 0.65]] * 10)
     definition = define("log_loss")
@@ -172,12 +172,14 @@ class TestQueries:
     SCORES = np.array([[0.3, 0.2, 0.1], [0.5, 0.4, 0.0]])
     GROUP = np.array([1, 0, 1, 0, 0])
 
-    def test_items_of_group_become_rows_of_queries(self) -> None:
+    def test_arrange_by_query_returns_one_row_of_items_per_query(self) -> None:
         values = np.array([10.0, 20, 30, 40, 50])
         found = arrange_by_query(values, self.GROUP, -1)
         np.testing.assert_array_equal(found, [[20, 40, 50], [10, 30, -1]])
 
-    def test_grades_of_both_forms_give_equal_metrics(self, model: Path, scores: Any) -> None:
+    def test_score_of_queries_in_rows_equals_score_of_queries_by_group(
+        self, model: Path, scores: Any
+    ) -> None:
         """100 rows with 4 scores each are 100 queries, or 25 queries of one score per row."""
         rng = np.random.default_rng(0)
         group = np.repeat(np.arange(25), 4)
@@ -195,7 +197,7 @@ class TestQueries:
             assert entry == other
             assert entry.n == 25
 
-    def test_measured_queries_are_rows_without_groups(self, model: Path) -> None:
+    def test_measure_metrics_of_queries_without_groups_counts_rows(self, model: Path) -> None:
         rng = np.random.default_rng(0)
         label = rng.integers(0, 2, (ROWS, CLASSES))
         label[:, 0] = 1
@@ -203,7 +205,7 @@ class TestQueries:
         assert (found.n, found.groups) == (ROWS, 0)
         assert found.candidate is not None
 
-    def test_missing_item_has_no_score(self) -> None:
+    def test_arrange_scores_of_missing_item_replaces_its_score(self) -> None:
         scores = np.array([[0.3, 0.2, 0.1], [0.5, 0.4, -np.inf]])
         found = arrange_scores(scores, self.GRADES, None, "ndcg")
         np.testing.assert_array_equal(found, self.SCORES)
@@ -216,11 +218,13 @@ class TestQueries:
             (np.array([1.0, 0.0]), None, "group: NAME"),
         ],
     )
-    def test_wrong_grades_are_refused(self, label: Any, group: Any, text: str) -> None:
+    def test_prepare_grades_of_wrong_label_raises_user_error(
+        self, label: Any, group: Any, text: str
+    ) -> None:
         with pytest.raises(UserError, match=text):
             prepare_grades(label, group, "ndcg")
 
-    def test_scores_of_other_items_are_refused(self) -> None:
+    def test_arrange_scores_of_other_items_raises_user_error(self) -> None:
         with pytest.raises(UserError, match="same items"):
             arrange_scores(self.SCORES[:, :2], self.GRADES, None, "ndcg")
 
@@ -251,7 +255,7 @@ BAD_LABELS: dict[str, tuple[MetricDefinition, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_LABELS)
-def test_prepare_label_of_wrong_form_raises_error(name: str) -> None:
+def test_prepare_label_of_wrong_form_raises_user_error(name: str) -> None:
     definition, label, text = BAD_LABELS[name]
     with pytest.raises(UserError, match=text):
         prepare_label(definition, label)
@@ -260,7 +264,7 @@ def test_prepare_label_of_wrong_form_raises_error(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [name for name, metric in METRICS.items() if metric.reads == "probabilities"]
 )
-def test_probabilities_of_one_class_only_are_measured(name: str) -> None:
+def test_score_of_probabilities_with_one_class_returns_value(name: str) -> None:
     label, scores = np.zeros(40, dtype=int), np.tile([[0.9, 0.1], [0.6, 0.4]], (20, 1))
     (entry,) = score(define(name), label, {CANDIDATE: scores}, seed=0)
     assert entry.candidate is not None
@@ -276,14 +280,14 @@ DECODED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DECODED)
-def test_decode_of_wrong_result_raises_error(name: str) -> None:
+def test_decode_outputs_of_wrong_result_raises_user_error(name: str) -> None:
     function, text = DECODED[name]
     definition = define("wer", decode="project:decode")
     with pytest.raises(UserError, match=text):
         decode_outputs(definition, {"scores": np.zeros((3, 2))}, function)
 
 
-def test_decoded_numbers_are_read_as_output() -> None:
+def test_read_prediction_of_decoded_numbers_returns_them() -> None:
     definition = define("mae", decode="project:decode")
     found = read_prediction(
         definition, {"logits": np.zeros((3, 2))}, lambda outputs: [1.5, 2.5, 3.5]
@@ -292,20 +296,23 @@ def test_decoded_numbers_are_read_as_output() -> None:
     assert found.outputs[0]
 
 
-def test_decoded_numbers_in_place_of_texts_are_refused() -> None:
+def test_read_prediction_of_decoded_numbers_for_texts_raises_user_error() -> None:
     definition = define("wer", decode="project:decode")
     with pytest.raises(UserError, match="one text per row"):
         read_prediction(definition, {"logits": np.zeros((3, 2))}, lambda outputs: [1.5, 2.5, 3.5])
 
 
 class TestPerRow:
-    """A function that returns one value per row is called once, and the metric is its mean."""
+    """A function that returns one value per row is not called again for each resample.
+
+    The metric is the mean of its values.
+    """
 
     LABEL = np.random.default_rng(0).normal(size=80)
     ANSWERS = LABEL + np.random.default_rng(1).normal(size=80)
     ROW = MetricDefinition(use="project:error", per="row")
 
-    def test_mean_equals_function_of_set(self) -> None:
+    def test_score_of_function_per_row_equals_score_of_function_per_set(self) -> None:
         calls = []
 
         def error(answers: Any, label: Any) -> Any:
@@ -336,11 +343,13 @@ class TestPerRow:
             (lambda answers, label: 1 / 0, "ZeroDivisionError"),
         ],
     )
-    def test_wrong_result_fails(self, function: Any, text: str) -> None:
+    def test_score_of_function_per_row_with_wrong_result_fails(
+        self, function: Any, text: str
+    ) -> None:
         (entry,) = score(self.ROW, self.LABEL, {CANDIDATE: self.ANSWERS}, seed=0, function=function)
         assert re.search(text, entry.failed)
 
-    def test_values_per_row_of_function_per_set_fail_with_key(self) -> None:
+    def test_score_of_function_per_set_with_values_per_row_fails_naming_key(self) -> None:
         definition = MetricDefinition(use="project:error")
         (entry,) = score(
             definition,

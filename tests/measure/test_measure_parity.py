@@ -380,7 +380,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def proven(model: Path) -> list[ReferenceGroup]:
-    """Use the outputs of the reference CPU in place of the source's."""
+    """Return outputs of this machine's CPU in place of the source's."""
     inputs = rows(64)
     (answers,) = OnnxRuntime().run(model, ELSEWHERE, (inputs,))
     return [ReferenceGroup(name="real", inputs=inputs, single=dict(answers), double=None)]

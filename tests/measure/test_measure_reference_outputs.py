@@ -161,7 +161,7 @@ def test_reference_with_nan_compares_answers_or_records_rejection(
     assert worst(tmp_path / "m.onnx", asked).ratio <= 10
 
 
-def test_reference_of_model_that_propagates_nan_records_it(tmp_path: Path) -> None:
+def test_reference_of_model_with_nan_records_whether_it_passes_nan_on(tmp_path: Path) -> None:
     path = write_perceptron(tmp_path / "model.onnx")
     asked = collect_reference_outputs(OnnxExporter(), str(path), path, rows(40))
     assert asked.limits.nan in ("passed on", "answered")
@@ -298,7 +298,7 @@ RANDOM: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_source_with_random_answers_is_detected(name: str) -> None:
+def test_source_changes_with_random_answers_reports_change(name: str) -> None:
     """The randomness would count as noise that the export is allowed to have."""
     import torch
 

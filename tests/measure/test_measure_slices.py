@@ -66,11 +66,11 @@ def test_find_slice_problem_of_identifier_names_remedy() -> None:
     assert "`group:`" in problem.remedy
 
 
-def test_find_slice_problem_of_first_rows_ignores_their_numbers() -> None:
+def test_find_slice_problem_without_number_of_rows_ignores_lengths() -> None:
     assert find_slice_problem("short*country", COLUMNS, None) is None
 
 
-def test_stored_slicings_return_first_rows(tmp_path: Path) -> None:
+def test_get_slicings_of_stored_slicings_returns_first_rows(tmp_path: Path) -> None:
     store = FakeWorld().context(root=tmp_path).store
     slicings = make_slicings(["country", "part"], COLUMNS, ROWS, where="slices")
     first, second = get_slicings(store, put_slicings(store, slicings), 5)

@@ -78,13 +78,13 @@ def results(judgement: SystemJudgement) -> dict[str, GateResult]:
     return {result.metric: result for result in judgement.decisions[0].results}
 
 
-def test_equal_systems_pass(tmp_path: Path) -> None:
+def test_judge_system_of_equal_systems_passes(tmp_path: Path) -> None:
     judgement = judge(tmp_path)
     assert judgement.verdict is Verdict.PASS
     assert list(results(judgement)) == ["features", "output", "choice", "answer"]
 
 
-def test_first_step_that_differs_is_named(tmp_path: Path) -> None:
+def test_judge_system_with_different_first_step_names_it(tmp_path: Path) -> None:
     judgement = judge(tmp_path, before=lambda row: features(row)[:, ::-1])
     assert (judgement.verdict, judgement.step) == (Verdict.FAIL, "features")
     found = results(judgement)
@@ -93,22 +93,22 @@ def test_first_step_that_differs_is_named(tmp_path: Path) -> None:
     assert judgement.worst is not None
 
 
-def test_step_after_model_that_differs_is_named(tmp_path: Path) -> None:
+def test_judge_system_with_different_step_after_model_names_it(tmp_path: Path) -> None:
     judgement = judge(tmp_path, after=lambda y: (choose(y) + 1) % 4)
     assert (judgement.verdict, judgement.step) == (Verdict.FAIL, "choice")
 
 
-def test_failure_after_difference_is_no_error(tmp_path: Path) -> None:
+def test_judge_system_with_failure_after_difference_fails_without_error(tmp_path: Path) -> None:
     judgement = judge(tmp_path, before=lambda row: features(row)[:, :3])
     assert (judgement.verdict, judgement.step) == (Verdict.FAIL, "features")
     assert results(judgement)["output"].verdict is Verdict.INCONCLUSIVE
 
 
-def test_few_inputs_are_inconclusive(tmp_path: Path) -> None:
+def test_judge_system_of_few_inputs_is_inconclusive(tmp_path: Path) -> None:
     assert judge(tmp_path, count=5).verdict is Verdict.INCONCLUSIVE
 
 
-def test_step_without_record_is_inconclusive(tmp_path: Path) -> None:
+def test_judge_system_with_unrecorded_step_is_inconclusive_for_it(tmp_path: Path) -> None:
     def source(row: Any) -> Any:
         return choose(onnx_ops.record_step("output", -features(row)))
 
@@ -119,7 +119,9 @@ def test_step_without_record_is_inconclusive(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["source", "before", "after"])
-def test_error_of_users_code_names_input_and_place(tmp_path: Path, which: str) -> None:
+def test_judge_system_with_error_of_user_code_names_input_and_place(
+    tmp_path: Path, which: str
+) -> None:
     def fail(value: Any) -> Any:
         raise ValueError("cannot identify the file")
 
@@ -130,7 +132,7 @@ def test_error_of_users_code_names_input_and_place(tmp_path: Path, which: str) -
     assert "test_measure_system_parity.py:" in result.reason
 
 
-def test_source_that_depends_on_chance_is_error(tmp_path: Path) -> None:
+def test_judge_system_of_random_source_returns_error(tmp_path: Path) -> None:
     random = np.random.default_rng()
 
     def source(row: Any) -> Any:
@@ -141,7 +143,7 @@ def test_source_that_depends_on_chance_is_error(tmp_path: Path) -> None:
     assert found["source"].verdict is Verdict.ERROR
 
 
-def test_model_gets_recorded_input_without_declared_steps(tmp_path: Path) -> None:
+def test_judge_system_without_declared_steps_uses_recorded_input(tmp_path: Path) -> None:
     def source(row: Any) -> Any:
         return -onnx_ops.record_step("input", features(row))
 
@@ -165,7 +167,7 @@ def test_record_step_keeps_copy_in_its_thread_only() -> None:
     assert list(recording.repeated) == ["a"]
 
 
-def test_rows_and_files_are_listed(tmp_path: Path) -> None:
+def test_list_raw_inputs_returns_rows_of_tables_and_files_of_folder(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n\n{"a": 2}\n', encoding="utf-8")
     (tmp_path / "rows.csv").write_text("a,b\n1,x\n2,y\n", encoding="utf-8")
     (tmp_path / "rows.txt").write_text("one\ntwo\n", encoding="utf-8")
@@ -185,14 +187,18 @@ def test_rows_and_files_are_listed(tmp_path: Path) -> None:
         ("a.wav", b"RIFF\x00\x00", "cut off"),
     ],
 )
-def test_broken_file_is_one_message(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+def test_list_raw_inputs_of_broken_file_raises_user_error_at_file(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=words) as caught:
         list_raw_inputs(tmp_path, 5)
     assert caught.value.where == str(tmp_path / name)
 
 
-def test_missing_inputs_are_one_message(tmp_path: Path) -> None:
+def test_list_raw_inputs_of_missing_or_malformed_inputs_raises_not_found_or_user_error(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(NotFoundError):
         list_raw_inputs(tmp_path / "nowhere", 5)
     with pytest.raises(UserError, match="there are no inputs"):

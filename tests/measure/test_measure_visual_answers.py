@@ -64,7 +64,7 @@ def change(array: Any, row: int, place: int, column: int, value: float) -> Any:
     return changed
 
 
-def test_detections_of_three_outputs_equal_those_of_one() -> None:
+def test_read_prediction_of_three_outputs_equals_that_of_one() -> None:
     answers = make_detections()
     parts = {
         "out_a": answers[..., :4],
@@ -77,14 +77,14 @@ def test_detections_of_three_outputs_equal_those_of_one() -> None:
     assert np.array_equal(read_prediction(MAP, named).values, whole.values)
 
 
-def test_detections_of_outputs_without_a_type_or_name_are_refused() -> None:
+def test_read_prediction_of_ambiguous_outputs_raises_user_error() -> None:
     answers = make_detections()
     outputs = {"a": answers[..., :4], "b": answers[..., 4], "c": answers[..., 5]}
     with pytest.raises(UserError, match="boxes"):
         read_prediction(MAP, outputs)
 
 
-def test_batches_with_different_numbers_of_boxes_are_joined_with_empty_places() -> None:
+def test_join_predictions_with_different_numbers_of_boxes_adds_empty_places() -> None:
     few = read_prediction(MAP, {"y": make_detections(2, 1)})
     many = read_prediction(MAP, {"y": make_detections(3, 5)})
     joined = join_predictions([few, many])
@@ -92,7 +92,7 @@ def test_batches_with_different_numbers_of_boxes_are_joined_with_empty_places() 
     assert (joined.values[:2, 1:, 5] == -1).all()
 
 
-def test_decoded_boxes_of_rows_are_joined() -> None:
+def test_read_prediction_of_decoded_rows_joins_boxes_and_rejects_wrong_shape() -> None:
     definition = MetricGate(name="map", decode="shop:decode").definition()
     rows = [make_detections(1, 2)[0], [], make_detections(1, 1)[0].tolist()]
     prediction = read_prediction(definition, {"raw": np.zeros((3, 7))}, lambda _: rows)
@@ -102,7 +102,7 @@ def test_decoded_boxes_of_rows_are_joined() -> None:
         read_prediction(definition, {"raw": np.zeros((3, 7))}, lambda _: [rows[0], [1.0, 2], []])
 
 
-def test_map_of_model_is_measured(tmp_path: Path) -> None:
+def test_measure_metrics_of_map_returns_estimate_and_interval(tmp_path: Path) -> None:
     answers = make_detections()
     answers[0, 0, 5] = 0
     (entry,) = measure(tmp_path / "model.onnx", answers, make_objects(), MAP).scores
@@ -121,7 +121,7 @@ def test_map_of_model_is_measured(tmp_path: Path) -> None:
         (5, 0, 5, -3, "row 5: box 0 has a class"),
     ],
 )
-def test_wrong_detection_is_reported_with_its_row(
+def test_measure_metrics_of_wrong_detection_fails_naming_row(
     tmp_path: Path, row: int, place: int, column: int, value: float, expected: str
 ) -> None:
     answers = change(make_detections(), row, place, column, value)
@@ -130,19 +130,21 @@ def test_wrong_detection_is_reported_with_its_row(
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_score_of_nan_breaks_the_candidate_with_its_row(tmp_path: Path, value: float) -> None:
+def test_measure_metrics_of_nonfinite_score_reports_broken_row(
+    tmp_path: Path, value: float
+) -> None:
     answers = change(make_detections(), 12, 0, 4, value)
     (entry,) = measure(tmp_path / "model.onnx", answers, make_objects(), MAP).scores
     assert "row 12" in entry.broken
 
 
-def test_nan_in_an_empty_place_is_ignored(tmp_path: Path) -> None:
+def test_measure_metrics_of_nan_in_empty_place_ignores_it(tmp_path: Path) -> None:
     answers = change(make_detections(), 12, 1, 0, np.nan)
     (entry,) = measure(tmp_path / "model.onnx", answers, make_objects(), MAP).scores
     assert entry.candidate is not None
 
 
-def test_detections_without_a_class_of_the_label_are_reported(tmp_path: Path) -> None:
+def test_measure_metrics_of_detections_of_other_classes_fails(tmp_path: Path) -> None:
     answers = make_detections()
     answers[:, 0, 5] = 2
     (entry,) = measure(tmp_path / "model.onnx", answers, make_objects(), MAP).scores
@@ -158,7 +160,7 @@ def test_detections_without_a_class_of_the_label_are_reported(tmp_path: Path) ->
         (1, 4, 1.5, "row 1: box 0 has a class"),
     ],
 )
-def test_wrong_object_is_refused_with_its_row(
+def test_find_label_problem_of_wrong_object_names_row(
     row: int, column: int, value: float, expected: str
 ) -> None:
     label = change(make_objects(), row, 0, column, value)
@@ -166,12 +168,12 @@ def test_wrong_object_is_refused_with_its_row(
 
 
 @pytest.mark.parametrize("label", [None, np.zeros((4, 5)), np.zeros((4, 2, 7))])
-def test_label_that_holds_no_objects_is_refused(label: Any) -> None:
+def test_prepare_label_without_objects_raises_user_error(label: Any) -> None:
     with pytest.raises(UserError, match="must hold objects"):
         prepare_label(MAP, label)
 
 
-def test_keypoints_of_another_number_need_sigmas() -> None:
+def test_find_label_problem_of_other_number_of_keypoints_requires_sigmas() -> None:
     answers = np.concatenate([make_detections(2, 1), np.ones((2, 1, 15))], axis=2)
     label = np.concatenate([make_objects(2), np.array([[[0.0, 600]]] * 2), np.ones((2, 1, 15))], 2)
     assert "5 values of sigmas" in find_label_problem(KEYPOINTS, as_dataset(label), {"y": answers})
@@ -182,14 +184,14 @@ def test_keypoints_of_another_number_need_sigmas() -> None:
     assert "2 keypoints, but the label has 5" in find_label_problem(own, as_dataset(label), fewer)
 
 
-def test_masks_of_scores_classes_and_probabilities_are_read() -> None:
+def test_read_prediction_of_masks_in_any_form_returns_classes() -> None:
     label = np.random.default_rng(0).integers(0, 2, (4, 5, 6))
     scores = np.stack([1 - label, label], axis=1).astype(np.float32)
     for output in (scores, label, label[:, None], label.astype(np.float32), label.astype(bool)):
         assert np.array_equal(read_prediction(IOU, {"y": output}).values, label)
 
 
-def test_iou_of_model_is_measured(tmp_path: Path) -> None:
+def test_measure_metrics_of_iou_returns_value(tmp_path: Path) -> None:
     label = np.random.default_rng(0).integers(0, 3, (IMAGES, 5, 6))
     scores = np.eye(3, dtype=np.float32)[label].transpose(0, 3, 1, 2)
     label[0, 0, 0] = 255
@@ -198,7 +200,7 @@ def test_iou_of_model_is_measured(tmp_path: Path) -> None:
     assert (entry.metric, entry.candidate.estimate) == ("iou macro", 1.0)
 
 
-def test_class_that_the_model_lacks_is_refused_with_its_row(tmp_path: Path) -> None:
+def test_measure_metrics_of_label_with_unknown_class_fails_naming_row(tmp_path: Path) -> None:
     label = np.zeros((IMAGES, 5, 6), dtype=np.int64)
     label[8, 1, 1] = 3
     scores = np.zeros((IMAGES, 3, 5, 6), dtype=np.float32)
@@ -206,7 +208,7 @@ def test_class_that_the_model_lacks_is_refused_with_its_row(tmp_path: Path) -> N
     assert "row 8: the label has class 3, but the model has 3 classes" in entry.failed
 
 
-def test_mask_of_another_size_is_refused() -> None:
+def test_find_label_problem_of_mask_of_other_size_reports_it() -> None:
     label = np.zeros((2, 5, 6), dtype=np.int64)
     outputs = {"y": np.zeros((2, 3, 4, 4), dtype=np.float32)}
     assert "cannot be compared pixel by pixel" in find_label_problem(
