@@ -93,7 +93,7 @@ def transposes_rows(model: onnx.ModelProto) -> None:
 @pytest.mark.parametrize(
     "change", [read_by_another, returned, shares_a_weight, takes_a_weight_as_input, transposes_rows]
 )
-def test_balance_channels_of_shared_values_changes_nothing(
+def test_balance_channels_of_unsupported_graph_changes_nothing(
     tmp_path: Path, change: Callable[[onnx.ModelProto], None]
 ) -> None:
     model = read_model(write_norm(tmp_path / "model.onnx"))

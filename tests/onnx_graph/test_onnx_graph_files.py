@@ -224,7 +224,7 @@ def test_check_model_of_invalid_graph_raises_user_error_with_reason(
     ("opset", "ir_version", "word"),
     [(18, 10, ""), (21, 10, "set export.opset: 18"), (18, 11, "set export.ir_version: 10")],
 )
-def test_explain_version_limits_beyond_target_limit_names_remedy(
+def test_explain_version_limits_names_remedy_only_beyond_limits(
     tmp_path: Path, opset: int, ir_version: int, word: str
 ) -> None:
     path = write_perceptron(tmp_path / "model.onnx", opset=opset, ir_version=ir_version)

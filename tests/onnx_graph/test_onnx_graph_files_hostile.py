@@ -71,7 +71,7 @@ def test_read_model_info_with_hidden_external_data_raises_refused_error(
 
 
 @pytest.mark.parametrize("location", ["zero\0byte", "long" * 2000, "circle"])
-def test_read_structure_with_invalid_location_or_link_loop_raises_error(
+def test_read_structure_with_unusable_location_raises_refused_or_not_found_error(
     location: str, tmp_path: Path
 ) -> None:
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
@@ -166,7 +166,7 @@ WRONG_PLACES = {
 
 
 @pytest.mark.parametrize("case", WRONG_PLACES)
-def test_read_structure_with_invalid_weight_range_raises_refused_error(
+def test_read_structure_with_invalid_external_data_raises_refused_error(
     case: str, tmp_path: Path
 ) -> None:
     weights, said = WRONG_PLACES[case]
@@ -216,7 +216,7 @@ def test_read_structure_of_file_of_2_gib_raises_too_large_error(tmp_path: Path) 
         max_size=4,
     )
 )
-def test_read_structure_accepts_only_disjoint_ranges_within_file(
+def test_read_structure_accepts_only_equal_or_disjoint_ranges_within_file(
     tmp_path: Path, spans: list[tuple[int, int | None]]
 ) -> None:
     weights = [

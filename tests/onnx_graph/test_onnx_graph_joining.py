@@ -44,7 +44,7 @@ def run(model: onnx.ModelProto, x: list[float]) -> list[float]:
     return [float(value) for value in y[0]]
 
 
-def test_steps_with_equal_inner_names_are_joined_in_order(tmp_path: Path) -> None:
+def test_join_graphs_with_equal_inner_names_runs_steps_in_order(tmp_path: Path) -> None:
     steps = [
         build_step("Add", "x", "a", weight=1),
         build_step("Mul", "a", "b", weight=3),
@@ -60,7 +60,7 @@ def test_steps_with_equal_inner_names_are_joined_in_order(tmp_path: Path) -> Non
     assert [o.name for o in joined.graph.output] == ["y"]
 
 
-def test_connections_can_be_named() -> None:
+def test_join_graphs_with_named_connection_connects_other_names() -> None:
     joined = join_graphs(
         [build_step("Add", "x", "a"), build_step("Mul", "b", "y")], connect=[{"a": "b"}]
     )
@@ -77,7 +77,7 @@ def test_connections_can_be_named() -> None:
         ([("Add", "x", "a", 18), ("Mul", "a", "x", 18)], [], "cannot be joined"),
     ],
 )
-def test_graphs_that_cannot_be_joined_are_refused(
+def test_join_graphs_of_unfit_graphs_raises_user_error(
     steps: list[tuple[str, str, str, int]], connect: list[dict[str, str]], cause: str
 ) -> None:
     models = [build_step(kind, source, result, opset=o) for kind, source, result, o in steps]
@@ -85,7 +85,7 @@ def test_graphs_that_cannot_be_joined_are_refused(
         join_graphs(models, connect=connect)
 
 
-def test_decoder_returns_rgb_in_float_for_every_kind_of_image(tmp_path: Path) -> None:
+def test_build_image_decoder_returns_rgb_planes_of_rgb_rgba_and_gray_images(tmp_path: Path) -> None:
     model = build_image_decoder(12, 20, scale=1.0, mean=(1, 2, 3), std=(2, 2, 2))
     options = ort.SessionOptions()
     options.register_custom_ops_library(str(find_decoder_library()))
@@ -111,7 +111,7 @@ def test_decoder_returns_rgb_in_float_for_every_kind_of_image(tmp_path: Path) ->
     np.testing.assert_allclose(planes[2:], expected[2:], atol=2)
 
 
-def test_joined_model_states_its_encoded_input(tmp_path: Path) -> None:
+def test_read_encoded_inputs_of_joined_decoder_returns_image_input(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(build_mean_model(), path)
     assert read_encoded_inputs(path) == {"image": "image"}
