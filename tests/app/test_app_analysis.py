@@ -271,7 +271,7 @@ def test_observe_between_read_and_append_of_other_instance_adopts_its_interval(
 
 @pytest.mark.parametrize("is_stored", [False, True])
 @pytest.mark.parametrize("call", range(1, 5))
-def test_observe_with_failing_write_of_state_returns_same_verdict(
+def test_observe_of_worse_canary_with_failing_write_of_state_fails_and_never_passes(
     site: AnalysisSite, monkeypatch: pytest.MonkeyPatch, call: int, is_stored: bool
 ) -> None:
     create, calls = LocalObjects.create, 0
@@ -353,7 +353,9 @@ def test_add_counts_of_same_interval_twice_records_it_once(site: AnalysisSite) -
         site.service.add_counts(POSTED, make_counts((61, 0), "two"))
 
 
-def test_cumulative_counts_are_compared_with_previous_counts(site: AnalysisSite) -> None:
+def test_add_counts_of_cumulative_counts_records_difference_from_previous_counts(
+    site: AnalysisSite,
+) -> None:
     result = start_posted(site)
     now = site.clock.now()
     for seconds, requests in ((0, 50), (10, 90), (10, 90), (5, 70), (20, 200)):
@@ -367,7 +369,7 @@ def test_cumulative_counts_are_compared_with_previous_counts(site: AnalysisSite)
         site.service.add_counts(POSTED, make_counts((300, 0), at=now + 100))
 
 
-def test_start_again_with_other_revisions_is_refused(site: AnalysisSite) -> None:
+def test_start_again_with_other_revisions_raises_refused_error(site: AnalysisSite) -> None:
     start_posted(site)
     assert start_posted(site).verdict.verdict == "inconclusive"
     with pytest.raises(RefusedError, match="other revisions"):
@@ -388,12 +390,12 @@ def test_show_of_forgotten_rollout_raises_not_found_error_until_new_start(
     assert start_posted(site).verdict.verdict == "inconclusive"
 
 
-def test_counts_for_analysis_of_prometheus_are_refused(site: AnalysisSite) -> None:
+def test_add_counts_for_analysis_of_prometheus_raises_refused_error(site: AnalysisSite) -> None:
     with pytest.raises(RefusedError, match="come from Prometheus"):
         site.service.add_counts(replace(POSTED, analysis="web"), make_counts((1, 0), "one"))
 
 
-def test_open_traffic_with_first_requests_succeeds_once(site: AnalysisSite) -> None:
+def test_open_traffic_succeeds_repeatedly_only_for_short_time(site: AnalysisSite) -> None:
     forget_canary(site)
     site.pass_time()
     result = site.observe()
@@ -409,7 +411,9 @@ def test_open_traffic_without_counts_of_stable_returns_false(site: AnalysisSite)
     assert not site.service.open_traffic(site.observe())
 
 
-def test_state_after_many_intervals_is_read_from_checkpoint(site: AnalysisSite) -> None:
+def test_observe_after_many_intervals_restores_state_with_or_without_checkpoint(
+    site: AnalysisSite,
+) -> None:
     state = site.serve_traffic(150, **SAME).state
     assert site.observe(site.restart()).state == state
     checkpoint = site.folder / "state" / KEY.folder / "checkpoint.json"

@@ -40,7 +40,7 @@ def make_counts(canary_errors: int = 0, **fields: object) -> dict[str, object]:
     }
 
 
-def test_rollout_is_started_counted_shown_and_forgotten(started: AnalysisClient) -> None:
+def test_analysis_api_starts_counts_shows_and_forgets_rollout(started: AnalysisClient) -> None:
     verdict = started.send("GET", ROLLOUT).json()
     assert (verdict["verdict"], verdict["reason"]) == ("inconclusive", "no counts are recorded yet")
     for _ in range(2):
@@ -93,7 +93,7 @@ def test_rollout_of_prometheus_is_shown_by_its_revisions(client: AnalysisClient)
         ("text", 400),
     ],
 )
-def test_hostile_counts_are_refused(
+def test_request_with_hostile_counts_is_rejected_and_records_nothing(
     started: AnalysisClient, counts: dict[str, object], status: int
 ) -> None:
     assert started.send("POST", f"{ROLLOUT}/counts", counts).status_code == status
@@ -104,14 +104,14 @@ def test_hostile_counts_are_refused(
     "content",
     [b"", b"{", b"\xff", b'{"stable": NaN}', b"[" * 30_000, b'{"a":' * 10_000, b"9" * 5_000],
 )
-def test_request_body_other_than_json_object_is_refused(
+def test_request_with_body_other_than_json_object_gets_400(
     started: AnalysisClient, content: bytes
 ) -> None:
     for path in (ROLLOUT, f"{ROLLOUT}/counts"):
         assert started.send("POST", path, content=content).status_code == 400
 
 
-def test_body_over_limit_is_refused(started: AnalysisClient) -> None:
+def test_request_with_body_over_limit_gets_413(started: AnalysisClient) -> None:
     content = b" " * (MAX_BODY_BYTES + 1)
     assert started.send("POST", ROLLOUT, content=content).status_code == 413
 
@@ -137,14 +137,16 @@ def test_body_over_limit_is_refused(started: AnalysisClient) -> None:
     ],
 )
 @pytest.mark.parametrize("method", ["PUT", "GET", "DELETE"])
-def test_hostile_name_is_refused(client: AnalysisClient, method: str, path: str) -> None:
+def test_request_with_hostile_name_is_rejected_and_writes_nothing(
+    client: AnalysisClient, method: str, path: str
+) -> None:
     before = sorted((client.site.folder / "state").rglob("*"))
     document = START if method == "PUT" else None
     assert client.send(method, path, document).status_code in (400, 404)
     assert sorted((client.site.folder / "state").rglob("*")) == before
 
 
-def test_other_method_is_not_allowed(client: AnalysisClient) -> None:
+def test_request_with_other_method_gets_405(client: AnalysisClient) -> None:
     assert client.send("PUT", f"{ROLLOUT}/counts", {}).status_code == 405
     assert client.send("PATCH", ROLLOUT, {}).status_code == 405
 
@@ -159,13 +161,13 @@ def test_request_with_fault_in_service_returns_500(
     assert client.send("GET", ROLLOUT).status_code == 500
 
 
-def test_request_of_web_page_is_refused(client: AnalysisClient) -> None:
+def test_request_of_web_page_gets_403_except_for_health(client: AnalysisClient) -> None:
     for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
         assert client.send("GET", ROLLOUT, headers=headers).status_code == 403
     assert client.send("GET", "/healthz").status_code == 200
 
 
-def test_request_without_token_is_refused(tmp_path: Path) -> None:
+def test_request_without_token_gets_401_except_for_health(tmp_path: Path) -> None:
     with open_client(tmp_path, token=TOKEN) as client:
         for given in ("", "Bearer", f"Bearer {TOKEN}x", f"Basic {TOKEN}"):
             headers = {"Authorization": given} if given else {}
@@ -175,7 +177,7 @@ def test_request_without_token_is_refused(tmp_path: Path) -> None:
         assert client.send("GET", "/healthz").status_code == 200
 
 
-def test_server_beyond_loopback_without_token_is_refused() -> None:
+def test_analysis_server_beyond_loopback_without_token_raises_user_error() -> None:
     def handle(_: object) -> Any:
         raise AssertionError
 
@@ -184,7 +186,7 @@ def test_server_beyond_loopback_without_token_is_refused() -> None:
             AnalysisServer(host, 0, token="", handle=handle)
 
 
-def test_token_is_read_from_environment_or_private_file(tmp_path: Path) -> None:
+def test_read_analysis_token_returns_token_of_environment_or_private_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
     assert read_analysis_token(None, {}) == ""
     assert read_analysis_token(path, {VARIABLE: TOKEN}) == TOKEN

@@ -74,7 +74,7 @@ def interrupt(
 
 
 @pytest.mark.parametrize("traffic", [SAME, WORSE], ids=["passed", "failed"])
-def test_rollout_without_requests_is_deleted_after_keep(
+def test_delete_old_deletes_rollout_after_keep_without_requests(
     site: AnalysisSite, traffic: dict[str, tuple[int, int]]
 ) -> None:
     recorded_at = site.serve_traffic(5, **traffic).state.recorded_at
@@ -101,7 +101,7 @@ def test_deleted_rollout_is_inconclusive_and_starts_again(site: AnalysisSite) ->
     assert read_anew(site) == site.observe(site.restart()).state
 
 
-def test_rollout_without_any_object_left_is_not_found(site: AnalysisSite) -> None:
+def test_show_of_rollout_without_objects_raises_not_found_error(site: AnalysisSite) -> None:
     site.serve_traffic(5, **SAME)
     for _ in range(2):
         site.pass_time(KEEP + 60)
@@ -112,7 +112,7 @@ def test_rollout_without_any_object_left_is_not_found(site: AnalysisSite) -> Non
     assert (state.intervals, state.head) == ((), 2)
 
 
-def test_rollout_in_progress_is_not_deleted(site: AnalysisSite) -> None:
+def test_delete_old_keeps_rollout_in_progress(site: AnalysisSite) -> None:
     policy = AnalysisPolicy(min_requests=(100,), max_duration=30 * DAY)
     site.service.start(POSTED, "a", "b", policy)
     short = AnalysisService(
@@ -126,7 +126,9 @@ def test_rollout_in_progress_is_not_deleted(site: AnalysisSite) -> None:
     assert site.restart().show(POSTED).state.policy == policy
 
 
-def test_forgotten_rollout_leaves_one_entry_and_then_none(site: AnalysisSite) -> None:
+def test_delete_old_of_forgotten_rollout_keeps_two_objects_and_then_none(
+    site: AnalysisSite,
+) -> None:
     site.serve_traffic(5, **WORSE)
     site.service.forget(KEY)
     site.service.delete_old()
@@ -209,7 +211,7 @@ def test_deletion_during_read_leaves_reader_a_whole_state(
 
 
 @pytest.mark.parametrize("change", range(1, 7))
-def test_rollout_asked_during_deletion_starts_again_in_both_instances(
+def test_rollout_observed_during_deletion_starts_again_in_both_instances(
     site: AnalysisSite, monkeypatch: pytest.MonkeyPatch, change: int
 ) -> None:
     site.serve_traffic(5, **WORSE)
@@ -271,7 +273,7 @@ def test_state_without_checkpoint_is_read_from_the_last_start(site: AnalysisSite
 
 
 @pytest.mark.parametrize("name", ["create", "delete", "list_names"])
-def test_fault_of_store_in_deletion_ends_nothing(
+def test_delete_old_with_failing_store_deletes_nothing_and_later_continues(
     site: AnalysisSite, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     site.serve_traffic(5, **WORSE)
@@ -287,7 +289,7 @@ def test_fault_of_store_in_deletion_ends_nothing(
     assert len(list_files(site)) == 2
 
 
-def test_damaged_rollout_does_not_stop_deletion_of_others(site: AnalysisSite) -> None:
+def test_delete_old_with_damaged_rollout_deletes_others(site: AnalysisSite) -> None:
     site.serve_traffic(5, **SAME)
     site.service.start(POSTED, "a", "b", AnalysisPolicy(min_requests=(100,)))
     (site.folder / "state" / POSTED.folder / "00000001.json").write_bytes(b"{")
@@ -295,13 +297,13 @@ def test_damaged_rollout_does_not_stop_deletion_of_others(site: AnalysisSite) ->
     assert site.service.delete_old() == 1
 
 
-def test_deletion_stops_on_request(site: AnalysisSite) -> None:
+def test_delete_old_stops_on_request(site: AnalysisSite) -> None:
     site.serve_traffic(5, **SAME)
     site.pass_time(KEEP + 60)
     assert site.service.delete_old(lambda: True) == 0
 
 
-def test_append_to_rollout_that_was_ended_conflicts(site: AnalysisSite) -> None:
+def test_append_to_deleted_rollout_raises_conflict_error(site: AnalysisSite) -> None:
     state = site.serve_traffic(5, **SAME).state
     site.pass_time(KEEP + 60)
     site.service.delete_old()

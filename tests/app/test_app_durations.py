@@ -1,6 +1,6 @@
 """Durations of stages.
 
-A stage has the duration of its last execution, without waiting. They are in a file that may be
+A stage has the duration of its last execution, without waiting. The file of durations may be
 damaged.
 """
 

@@ -49,7 +49,7 @@ def test_select_environment_uses_requirements_of_exporter_or_pipeline() -> None:
         (Environment(isolated=False, python="3.12"), "installs no packages"),
     ],
 )
-def test_select_environment_with_empty_or_conflicting_settings_raises_error(
+def test_select_environment_with_empty_or_conflicting_settings_raises_user_error(
     env: Environment, expected: str
 ) -> None:
     with pytest.raises(UserError, match=expected) as refused:

@@ -154,7 +154,9 @@ def test_lease_end_of_new_replica_is_zero_until_second_heartbeat() -> None:
 
 
 @pytest.mark.parametrize("names", [[], ["00000001-1.json"], ["00000003-1.json"]])
-def test_require_known_without_known_table_raises_unavailable_error(names: list[str]) -> None:
+def test_require_known_without_known_table_raises_service_unavailable_error(
+    names: list[str],
+) -> None:
     with pytest.raises(ServiceUnavailableError, match="table 00000002-1 is gone"):
         require_known(names, TableNumber(2), "/share/control")
 
@@ -239,7 +241,7 @@ def test_check_options_with_overlapping_locations_raises_user_error(
         (ServerOptions(endpoint="digits"), RefusedError),
     ],
 )
-def test_check_options_without_endpoint_or_keys_raises_error(
+def test_check_options_without_endpoint_or_keys_raises_user_or_refused_error(
     options: ServerOptions, error: type[OnnxOpsError]
 ) -> None:
     with pytest.raises(error):
@@ -251,7 +253,9 @@ def test_check_options_with_sibling_locations_raises_no_error() -> None:
     check_options({"follow": "s3://b/control", "reports": "s3://b/control-reports"}, options)
 
 
-def test_name_replica_after_restart_returns_same_name(tmp_path: Path) -> None:
+def test_name_replica_returns_same_name_after_restart_and_rejects_wrong_names(
+    tmp_path: Path,
+) -> None:
     name = name_replica(tmp_path, "")
     assert name_replica(tmp_path, "") == name
     assert name_replica(tmp_path, "r-1") == "r-1"
@@ -261,7 +265,9 @@ def test_name_replica_after_restart_returns_same_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trusted", ["nowhere", "AAAA", "empty"])
-def test_read_release_keys_without_key_raises_error(tmp_path: Path, trusted: str) -> None:
+def test_read_release_keys_without_key_raises_user_or_refused_error(
+    tmp_path: Path, trusted: str
+) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises((UserError, RefusedError)):
         read_release_keys(tmp_path, trusted)

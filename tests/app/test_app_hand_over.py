@@ -243,7 +243,9 @@ FORGED: dict[str, tuple[type[OnnxOpsError], Change]] = {
 
 
 @pytest.mark.parametrize("forged", FORGED)
-def test_prepare_release_of_forged_evaluation_raises_error(place: Path, forged: str) -> None:
+def test_prepare_release_of_forged_evaluation_raises_refused_or_corrupt_state_error(
+    place: Path, forged: str
+) -> None:
     kind, change = FORGED[forged]
     folder = place / "evaluation"
     document = json.loads((folder / "evaluation.json").read_bytes())
@@ -259,7 +261,7 @@ def test_prepare_release_of_forged_evaluation_raises_error(place: Path, forged: 
 
 
 @pytest.mark.parametrize("kind", ["nothing", "link", "folder", "pipe", "deep"])
-def test_prepare_release_with_irregular_description_file_raises_error(
+def test_prepare_release_with_irregular_description_raises_user_or_corrupt_state_error(
     place: Path, kind: str
 ) -> None:
     file = place / "evaluation" / "evaluation.json"

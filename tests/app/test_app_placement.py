@@ -215,7 +215,7 @@ def test_remote_stage_with_code_changed_after_plan_raises_conflict_error(
         asked(Nearby(worker), asker, stage)
 
 
-def test_remote_stage_with_other_store_raises_error_naming_both(
+def test_remote_stage_with_other_store_raises_measurement_error_naming_both(
     asker: Project, tmp_path: Path
 ) -> None:
     other = project(tmp_path / "worker", store="elsewhere")
@@ -235,7 +235,7 @@ def test_remote_stage_with_other_store_raises_error_naming_both(
         ({"kind": StageKind.REGISTER}, "a worker does not execute register stages"),
     ],
 )
-def test_worker_with_other_versions_refuses_stage(
+def test_worker_with_other_versions_or_kinds_refuses_stage(
     asker: Project, worker: Project, changes: dict[str, Any], message: str
 ) -> None:
     stage = replace(train_stage(asker), **changes)

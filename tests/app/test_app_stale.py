@@ -442,7 +442,7 @@ CLASS = ("the class", "a constant that the class imports", "the package around t
 @pytest.mark.parametrize(
     "edit", [*CLASS, "the model", "a package that its file names", "another module", "PyTorch"]
 )
-def test_run_of_user_model_after_class_edit_exports_again(
+def test_run_of_user_model_after_edit_executes_only_dependent_stages(
     worlds: Callable[[str], World], edit: str
 ) -> None:
     world = worlds(BROUGHT)

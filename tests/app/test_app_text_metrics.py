@@ -61,7 +61,7 @@ def measure(project: Project, *overrides: str) -> tuple[ScoreComparison, tuple[s
     return score, result.executed()
 
 
-def test_decoded_texts_are_scored_in_one_piece_and_in_shards(project: Project) -> None:
+def test_benchmark_of_decoded_texts_in_shards_returns_same_score(project: Project) -> None:
     score, _ = measure(project)
     assert score.candidate is not None
     assert score.n == ROWS
@@ -69,7 +69,7 @@ def test_decoded_texts_are_scored_in_one_piece_and_in_shards(project: Project) -
     assert sharded.candidate == score.candidate
 
 
-def test_changed_decoder_is_measured_again(project: Project) -> None:
+def test_run_after_changed_decoder_measures_again(project: Project) -> None:
     before, _ = measure(project)
     (project.settings.root / "decoding.py").write_text(DECODING.replace('"one"', '"four"'))
     after, executed = measure(project)
