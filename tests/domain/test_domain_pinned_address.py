@@ -51,9 +51,7 @@ def test_parse_pinned_address_of_hub_returns_repository_commit_and_path() -> Non
         ("hf://o", "not one of the Hugging Face hub"),
     ],
 )
-def test_find_pin_problem_of_address_without_pin_names_cause_or_remedy(
-    place: str, problem: str
-) -> None:
+def test_find_pin_problem_of_wrong_address_names_cause_or_remedy(place: str, problem: str) -> None:
     assert is_pinned_address(place)
     assert problem in find_pin_problem(place)
 

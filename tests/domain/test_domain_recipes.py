@@ -124,7 +124,7 @@ def test_choose_static_recipe_uses_int8_activations_only_if_all_machines_accept_
 
 
 @given(options=OPTIONS)
-def test_find_type_conflict_rejects_types_without_kernel(options: dict[str, object]) -> None:
+def test_find_type_conflict_rejects_only_unusable_combinations(options: dict[str, object]) -> None:
     no_kernel = options.get("activations") == "int8" and options.get("weights") == "uint8"
     nonsense = options.get("activations") == "uint16" and options.get("reduce_range") is True
     assert bool(find_type_conflict(options)) is (no_kernel or nonsense)

@@ -1,4 +1,4 @@
-"""Requirements of a machine: texts of missing ones, and how findings meet them."""
+"""Requirements of a machine: texts of unmet ones, and a machine that meets them."""
 
 from __future__ import annotations
 
