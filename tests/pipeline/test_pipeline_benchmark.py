@@ -37,7 +37,7 @@ RMSE = MetricDefinition(name="rmse")
         (None, (ACCURACY,), None),
     ],
 )
-def test_add_default_metric_for_numeric_labels_adds_rmse(
+def test_add_default_metric_adds_rmse_only_for_unscored_numeric_labels(
     label: Any, asked: tuple[MetricDefinition, ...], default: MetricDefinition | None
 ) -> None:
     found, added = add_default_metric(asked, Dataset(inputs={"x": np.zeros((2, 1))}, label=label))
@@ -46,7 +46,9 @@ def test_add_default_metric_for_numeric_labels_adds_rmse(
 
 
 @pytest.mark.parametrize("is_judged", [True, False])
-def test_gated_metric_unfit_for_labels_raises_user_error(tmp_path: Path, is_judged: bool) -> None:
+def test_measure_metrics_unfit_for_labels_raises_user_error_only_if_gated(
+    tmp_path: Path, is_judged: bool
+) -> None:
     write_perceptron(tmp_path / "model.onnx")
     label = np.linspace(0, 1, 9)
     if is_judged:
@@ -56,7 +58,9 @@ def test_gated_metric_unfit_for_labels_raises_user_error(tmp_path: Path, is_judg
         assert measured(tmp_path, "model.onnx", label) == [("accuracy", True), ("rmse", True)]
 
 
-def test_gated_metric_with_different_variant_output_is_measured(tmp_path: Path) -> None:
+def test_measure_metrics_of_variant_with_other_output_reports_gated_metric_as_failed(
+    tmp_path: Path,
+) -> None:
     write_perceptron(tmp_path / "export.onnx")
     write_perceptron(tmp_path / "model.onnx")
     write_regressor(tmp_path)

@@ -135,7 +135,7 @@ def test_choose_variants_for_unmeasured_target_returns_error_verdict() -> None:
     ]
 
 
-def test_collect_metrics_of_evidence_contain_quantiles_and_medians() -> None:
+def test_collect_metrics_of_evidence_returns_quantiles_and_medians() -> None:
     evidence = replace(
         evidence_of("fp32"),
         throughput=(
@@ -160,7 +160,7 @@ def test_collect_metrics_of_evidence_contain_quantiles_and_medians() -> None:
     }
 
 
-def test_collect_metrics_of_scores_are_named_after_metrics() -> None:
+def test_collect_metrics_of_scores_returns_values_named_after_metrics() -> None:
     value = Interval(estimate=0.8, low=0.7, high=0.9)
     scores = (
         ScoreComparison(metric="f1 binary positive:a=b", against="", n=9, candidate=value),
@@ -240,7 +240,7 @@ def test_build_request_example_has_axes_and_values_of_model(store: Store, tmp_pa
     ],
     ids=["no JSON", "too large", "no real rows"],
 )
-def test_build_request_example_with_nan_or_large_rows_returns_empty(
+def test_build_request_example_without_usable_real_rows_returns_empty(
     store: Store, array: np.ndarray, group: str
 ) -> None:
     assert build_request_example(exported(store, array, group=group), store) == b""
