@@ -58,7 +58,7 @@ class Machines:
 
 
 class _SerialExecutor:
-    """An executor that calls at once, so that a seed determines the order of requests."""
+    """An executor that calls immediately, so that a seed determines the order of requests."""
 
     def __init__(self, *_: object) -> None: ...
 

@@ -33,7 +33,7 @@ FEW = (500,)
 
 @pytest.fixture(scope="module")
 def amazon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeSageMaker]:
-    """Return one fake for all tests, since s3fs keeps its address in a process."""
+    """Yield one fake for all tests, since s3fs keeps its address in a process."""
     with fake_sagemaker(tmp_path_factory.mktemp("sagemaker")) as fake:
         yield fake
 
@@ -63,7 +63,7 @@ def site(fleet: FleetSite, tmp_path: Path) -> FleetRollouts:
 @pytest.mark.parametrize(
     ("candidate", "expected"), [(0.8, "v2"), (0.2, "v1"), (0.5, "v1")], ids=str
 )
-def test_split_test_by_feedback_chooses_better_version(
+def test_split_test_by_feedback_chooses_candidate_only_if_better(
     site: FleetRollouts, candidate: float, expected: str
 ) -> None:
     assert decide_by_feedback(site, stable=0.5, candidate=candidate) == expected
@@ -80,7 +80,7 @@ def test_rollout_of_healthy_candidate_with_shadow_finishes(site: FleetRollouts) 
     assert users.failed == []
 
 
-def test_rollout_of_failing_candidate_is_rolled_back_during_and_after_it(
+def test_failing_rollout_is_rolled_back_automatically_and_finished_rollout_by_command(
     site: FleetRollouts,
 ) -> None:
     bind_endpoint(site.context, site.config, replace(CANARY, min_requests=FEW))
