@@ -110,7 +110,9 @@ def test_automations_are_listed_and_enabled(
 
 
 @pytest.mark.nightly
-def test_post_of_events_with_wrong_password_raises_service_unavailable(site: PrefectSite) -> None:
+def test_post_of_events_with_wrong_password_raises_service_unavailable_error(
+    site: PrefectSite,
+) -> None:
     from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 
     with (

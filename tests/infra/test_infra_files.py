@@ -150,7 +150,7 @@ def test_compose_services_run_without_privileges_on_read_only_root() -> None:
         assert service["security_opt"] == ["no-new-privileges:true"]
 
 
-def test_image_installs_wheel_with_serve_extra() -> None:
+def test_image_installs_wheel_with_extras_of_serving_and_stores() -> None:
     installs = [
         line
         for line in (INFRA / "docker" / "install.sh").read_text("utf-8").splitlines()

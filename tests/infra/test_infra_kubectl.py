@@ -71,7 +71,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """Return an empty cluster, and a copy of the manifests with a key for each example."""
+    """Yield an empty cluster, and a copy of the manifests with a key for each example."""
     if shutil.which("kubectl") is None:
         pytest.skip("NOT TESTED: no kubectl here (Debian: apt-get install kubernetes-client)")
     place = tmp_path / "infra" / "kubernetes"

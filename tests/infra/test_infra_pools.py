@@ -96,7 +96,7 @@ def test_kubernetes_manifests_conform_to_schema_of_each_version(version: str) ->
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_kubernetes_validate_of_wrong_manifest_raises_error() -> None:
+def test_kubernetes_validate_of_wrong_manifest_raises_validation_error() -> None:
     import kubernetes_validate
 
     wrong = job()
