@@ -33,7 +33,7 @@ from tests.integrations.commit_parts import pipeline_text
 from tests.support.git import commit_all
 
 ROOT = Path(__file__).parents[2]
-TOKEN = "ghs_0123456789"  # noqa: S105 (nobody's)
+TOKEN = "ghs_0123456789"  # noqa: S105 (of no account)
 TRAIN = "code.model:train"
 RELEASED = """
 register: {model: iris, promote: auto}

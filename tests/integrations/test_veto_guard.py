@@ -347,7 +347,7 @@ class TestOverride:
         ({"ONNX_OPS_OVERRIDE_KEY": "missing.pem"}, "the signing key cannot be read"),
     ],
 )
-def test_read_configuration_with_invalid_setting_raises_error(
+def test_read_configuration_with_invalid_setting_raises_onnx_ops_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], reason: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
