@@ -34,7 +34,7 @@ def load_convert_readme() -> Callable[[str], str]:
     return convert
 
 
-def test_readme_of_index_has_no_relative_link_and_names_pages_by_command() -> None:
+def test_convert_readme_leaves_no_relative_link_and_names_pages_by_command() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = load_convert_readme()(text)
     links = re.findall(r"\]\(([^)]*)\)", shown)

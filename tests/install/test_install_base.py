@@ -245,7 +245,9 @@ def test_install_page_gives_size_of_base(installed: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_command_of_installed_wheel_prints_no_traceback(installed: Path, project: Path) -> None:
+def test_command_of_installed_wheel_works_or_names_extra_to_install(
+    installed: Path, project: Path
+) -> None:
     problems: list[str] = []
     for call in CALLS:
         done = run([str(installed.with_name("onnx-ops")), *call.arguments], project, **call.environ)
