@@ -44,7 +44,7 @@ def test_snippets_of_other_programs_have_few_lines() -> None:
     assert max(lines) <= MAX_LINES
 
 
-def test_misspelled_key_of_snippet_is_refused() -> None:
+def test_find_check_of_snippet_with_misspelled_key_raises_validation_error() -> None:
     check = find_check(TEMPLATE)
     assert check is not None
     metric = {**METRIC, "inconclusivLimit": 3}

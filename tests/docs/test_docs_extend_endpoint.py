@@ -1,6 +1,6 @@
 """The pages on endpoint providers, followed literally.
 
-Its provider is installed, and tested by its suite.
+Their provider is installed, and tested by its suite.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def test_provider_of_page_accepts_deployment(folder: Path, provider: EndpointPro
     provider.validate_options(deploy.options)
 
 
-def test_provider_of_page_refuses_invalid_options_and_targets(provider: EndpointProvider) -> None:
+def test_provider_of_page_refuses_invalid_options_and_accepts_target(
+    provider: EndpointProvider,
+) -> None:
     with pytest.raises(UserError, match=re.escape("did you mean 'url'")):
         provider.validate_options({"urll": "https://models.example.org"})
     assert provider.explain_unservable(Target(name="cpu")) == ""

@@ -1,6 +1,6 @@
 """The pages on runtimes, followed literally.
 
-Its runtime is installed, tested by its suite, and used by a command.
+Their runtime is installed, tested by its suite, and used by a command.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAGES = (ROOT / "docs" / "extend-runtime.md", ROOT / "docs" / "extend-runtime-se
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a project in whose environment the runtime of the pages is installed."""
+    """Yield a project in whose environment the runtime of the pages is installed."""
     install_extension(PAGES, tmp_path)
     (tmp_path / "onnx-ops.toml").touch()
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -29,7 +29,7 @@ ALIAS = "challenger-cpu-1t"
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Shell]:
-    """Return a shell in an empty home, beside the wheel of this tree.
+    """Yield a shell in an empty home, beside the wheel of this tree.
 
     No process that it starts outlives the test.
     """
