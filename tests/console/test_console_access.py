@@ -58,7 +58,7 @@ def test_responses_have_strict_content_policy_without_inline_code(console: Conso
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
-def test_request_with_foreign_host_header_is_refused(console: Console, host: str) -> None:
+def test_request_with_foreign_host_header_returns_421(console: Console, host: str) -> None:
     assert console.ask("/", host=host).status == 421
 
 
@@ -67,13 +67,13 @@ def test_request_with_host_of_this_machine_is_allowed(console: Console, host: st
     assert console.ask("/", host=host).status == 200
 
 
-def test_console_beyond_loopback_limits_hosts_only_if_configured() -> None:
+def test_choose_hosts_beyond_loopback_limits_hosts_only_if_configured() -> None:
     assert choose_hosts("0.0.0.0", ()) is None  # noqa: S104 (no socket)
     own = ("localhost", "127.0.0.1", "[::1]", "10.0.0.1")
     assert choose_hosts("10.0.0.1", ("Console.Example",)) == frozenset({*own, "console.example"})
 
 
-def test_console_beyond_loopback_without_token_is_refused(tmp_path: Path) -> None:
+def test_console_beyond_loopback_without_token_raises_refused_error(tmp_path: Path) -> None:
     project = project_of(tmp_path, serving("a").context)
     with pytest.raises(RefusedError, match=VARIABLE):
         ConsoleServer(project, "0.0.0.0", 0)  # noqa: S104 (refused)
@@ -101,7 +101,9 @@ def test_console_with_token_answers_only_with_it(tmp_path: Path) -> None:
     assert {answer.status for answer in allowed} == {200}
 
 
-def test_console_token_is_read_from_variable_or_private_file(tmp_path: Path) -> None:
+def test_read_token_returns_token_of_private_file_and_rejects_short_variable(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "console.token"
     assert read_token(file, {}) == ""
     file.write_text(f"{TOKEN}\n")
@@ -114,7 +116,9 @@ def test_console_token_is_read_from_variable_or_private_file(tmp_path: Path) -> 
         read_token(file, {VARIABLE: "short"})
 
 
-def test_many_viewers_share_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_with_many_viewers_reads_endpoint_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads: list[str] = []
     observe = FakeProvider.observe
 

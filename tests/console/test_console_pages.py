@@ -168,7 +168,7 @@ def test_snapshot_with_silent_endpoint_sends_no_second_request(
     assert "did not answer" in reading.error.what
 
 
-def test_revision_changes_with_the_ledger_but_not_with_time() -> None:
+def test_snapshot_revision_changes_with_ledger_but_not_with_time() -> None:
     scene = on_trial()
     reader = SnapshotReader(scene.context)
     first = reader.read().revision
