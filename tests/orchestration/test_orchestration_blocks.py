@@ -275,7 +275,7 @@ def test_environment_of_unknown_block_raises_user_error(saved: None, tmp_path: P
         environment(("secret/some",), tmp_path)
 
 
-def test_environment_without_prefect_server_raises_service_unavailable(
+def test_environment_without_prefect_server_raises_service_unavailable_error(
     saved: None, tmp_path: Path
 ) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings

@@ -396,7 +396,7 @@ def test_final_state_without_executed_stage_reports_nothing_changed() -> None:
     assert "nothing changed" in (final_state(summary(SERVED, 0, executed=()), {}).message or "")
 
 
-def test_publish_tables_contain_all_gates_and_choices(prefect_server: None) -> None:
+def test_publish_tables_creates_tables_of_all_gates_and_choices(prefect_server: None) -> None:
     from onnx_ops.orchestration.artifacts import publish_tables
 
     found = artifacts_of(run_of(in_flow(lambda: publish_tables(summary(SERVED, 0)))))

@@ -124,7 +124,7 @@ def test_rollout_flow_with_provider_outage_shows_it_once_and_retries(
 
 
 @pytest.mark.parametrize(("limit", "error"), [("soon", UserError), ("1 d", NotFoundError)])
-def test_run_rollout_with_invalid_limit_or_unknown_endpoint_raises_error(
+def test_run_rollout_with_invalid_limit_or_unknown_endpoint_raises_user_or_not_found_error(
     limit: str, error: type[Exception]
 ) -> None:
     from onnx_ops.orchestration import rollouts
@@ -190,7 +190,7 @@ def test_prefect_notifier_with_unknown_block_raises_user_error(
             PrefectNotifier({"block": name}, tmp_path)
 
 
-def test_prefect_notifier_with_failing_block_raises_service_unavailable(
+def test_prefect_notifier_with_failing_block_raises_service_unavailable_error(
     prefect_server: None, tmp_path: Any
 ) -> None:
     from prefect.blocks.notifications import CustomWebhookNotificationBlock
