@@ -46,7 +46,7 @@ def build_png(width: int, height: int) -> bytes:
     ],
     ids=["png", "palette", "alpha", "jpeg", "progressive", "gray", "comment"],
 )
-def test_image_within_limits_passes_check(content: bytes, kind: str) -> None:
+def test_check_image_within_limits_returns_header(content: bytes, kind: str) -> None:
     assert check_image(content, LIMITS) == ImageHeader(kind, 20, 12)
 
 
@@ -84,12 +84,14 @@ FRAME = JPEG.index(b"\xff\xc0")
         (JPEG + b"\0" * 5000, "bytes, and the limit is 4096"),
     ],
 )
-def test_image_that_cannot_be_decoded_is_refused_with_cause(content: bytes, cause: str) -> None:
+def test_check_image_of_undecodable_or_too_large_image_raises_user_error_with_cause(
+    content: bytes, cause: str
+) -> None:
     with pytest.raises(UserError) as caught:
         check_image(content, LIMITS)
     assert cause in str(caught.value) or "limit is 4096" in str(caught.value)
 
 
-def test_fill_bytes_before_frame_are_bounded() -> None:
+def test_read_image_header_with_many_fill_bytes_raises_user_error() -> None:
     with pytest.raises(UserError, match="segments"):
         read_image_header(JPEG[:2] + b"\xff" * 10_000 + JPEG[2:])

@@ -22,7 +22,7 @@ def test_error_bytes_keep_type_and_texts(kind: type[OnnxOpsError]) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"<html>", b"[]", b'{"error":"internal error"}', b"\xff\xfe"]
 )
-def test_error_from_bytes_of_foreign_data_returns_service_unavailable(data: bytes) -> None:
+def test_error_from_bytes_of_foreign_data_returns_service_unavailable_error(data: bytes) -> None:
     assert type(error_from_bytes(data)) is ServiceUnavailableError
 
 

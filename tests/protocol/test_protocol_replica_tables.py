@@ -107,7 +107,7 @@ def test_plan_tables_with_two_serving_deployments_names_fallback(
             assert give_way(before.table).split.weights[before.table.fallback] == 100
 
 
-def test_plan_tables_with_shadow_only_requires_lease() -> None:
+def test_plan_tables_with_shadow_only_names_fallback_and_gives_candidate_traffic() -> None:
     _, first = plan(1, {"a": 100})
     prepared, table = plan(2, {"b": 0, "a": 100}, first, shadow={"b": 20})
     assert prepared is not None
@@ -144,7 +144,7 @@ def test_plan_tables_with_lease_keeps_it_in_prepared_and_rollback_tables() -> No
     assert [each.table.is_leased for each in (stable, prepared, canary, back)] == [True] * 4
 
 
-def test_has_same_traffic_with_other_weights_or_files_returns_false() -> None:
+def test_has_same_traffic_returns_true_only_for_same_weights_and_files() -> None:
     _, first = plan(1, {"a": 100})
     prepared, canary = plan(2, {"b": 10, "a": 90}, first)
     assert prepared is not None
@@ -177,7 +177,7 @@ def test_decode_table_of_other_number_or_endpoint_raises_corrupt_state_error(
         decode_table(data, number, endpoint, SIGNER)
 
 
-def test_decode_table_without_trusted_signature_raises_invalid_signature() -> None:
+def test_decode_table_without_trusted_signature_raises_invalid_signature_error() -> None:
     table = plan(5, {"a": 100})[1]
     signed = encode_table(table, SIGNER)
     line, _, signatures = signed.partition(b"\n")
@@ -190,7 +190,9 @@ def test_decode_table_without_trusted_signature_raises_invalid_signature() -> No
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
-def test_decode_table_of_arbitrary_bytes_raises_typed_error(data: bytes) -> None:
+def test_decode_table_of_arbitrary_bytes_raises_corrupt_state_or_signature_error(
+    data: bytes,
+) -> None:
     with pytest.raises((CorruptStateError, InvalidSignatureError)):
         decode_table(data, TableNumber(1), ENDPOINT, SIGNER)
 
@@ -219,7 +221,7 @@ class TestFindNewest:
 
         return find_newest([f"{number}.json" for number in stored], read, above)[0]
 
-    def test_find_newest_returns_table_with_highest_number(
+    def test_find_newest_returns_table_with_highest_number_above_given_number(
         self, stored: dict[TableNumber, StoredTable]
     ) -> None:
         found = self.find(stored)
@@ -269,7 +271,7 @@ def test_table_number_round_trips_through_name_and_generation(sequence: int, pha
 
 
 @given(st.text(max_size=20))
-def test_table_number_parse_of_other_name_returns_none(name: str) -> None:
+def test_table_number_parse_of_text_returns_none_or_number_of_that_name(name: str) -> None:
     parsed = TableNumber.parse(name)
     assert parsed is None or parsed.name == f"table/{name}"
 

@@ -67,7 +67,7 @@ def test_build_next_table_puts_new_deployments_first() -> None:
     assert build_next_table(second, state({"a": 100})).layout == ("a",)
 
 
-def test_build_next_table_with_two_new_deployments_puts_smaller_first() -> None:
+def test_build_next_table_with_two_new_deployments_orders_them_by_weight() -> None:
     assert build_next_table(None, state({"a": 10, "b": 90})).layout == ("a", "b")
     assert build_next_table(None, state({"a": 90, "b": 10})).layout == ("b", "a")
     assert build_next_table(None, state({"a": 50, "b": 50})).layout == ("b", "a")
@@ -82,7 +82,7 @@ def test_build_next_table_with_changed_manifest_treats_deployment_as_new() -> No
     assert build_next_table(first, changed).layout == ("a", "b")
 
 
-def test_get_experiment_is_constant_while_candidate_has_traffic() -> None:
+def test_get_experiment_changes_only_with_new_deployment_that_has_traffic() -> None:
     table = build_next_table(build_next_table(None, state({"a": 100})), state({"a": 90, "b": 10}))
     begun = table.get_experiment()
     assert build_next_table(table, state({"a": 50, "b": 50})).get_experiment() == begun
@@ -128,7 +128,7 @@ def history() -> list[RoutingTable]:
     return [first, second, build_next_table(second, state({"a": 0, "b": 100}, 3))]
 
 
-def test_table_file_read_returns_last_written_table(
+def test_table_file_read_returns_last_written_table_or_previous_one(
     tmp_path: Path, history: list[RoutingTable]
 ) -> None:
     tables = TableFile(tmp_path)

@@ -72,7 +72,7 @@ def sleeper() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 
 
-def test_read_start_time_of_live_process_identifies_it() -> None:
+def test_read_start_time_identifies_live_process_and_is_none_after_its_end() -> None:
     assert read_start_time(os.getpid()) == read_start_time(os.getpid())
     with sleeper() as other:
         assert read_start_time(other.pid) not in (None, read_start_time(os.getpid()))

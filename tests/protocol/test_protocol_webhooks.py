@@ -55,14 +55,14 @@ def test_verify_delivery_within_tolerance_passes(age: float) -> None:
 
 
 @pytest.mark.parametrize("age", [-TOLERANCE_S - 1, TOLERANCE_S + 1, 1e9])
-def test_verify_delivery_outside_tolerance_is_refused(age: float) -> None:
+def test_verify_delivery_outside_tolerance_raises_refused_error(age: float) -> None:
     with pytest.raises(RefusedError, match="old, or from the future"):
         verify_delivery(headers(at=NOW - age), BODY, secret=SECRET, now=NOW)
 
 
 @pytest.mark.parametrize("name", [ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER])
 @pytest.mark.parametrize("value", [None, "", "x", "v1,", "v1,AAAA", "ÿ", "9" * 5000])
-def test_verify_delivery_with_changed_header_raises_invalid_signature(
+def test_verify_delivery_with_changed_header_raises_invalid_signature_error(
     name: str, value: str | None
 ) -> None:
     given_headers = {
@@ -75,7 +75,7 @@ def test_verify_delivery_with_changed_header_raises_invalid_signature(
 
 
 @pytest.mark.parametrize("timestamp", ["", "soon", "-1", "1e9", "9" * 5000, "١٢٣"])
-def test_verify_delivery_with_invalid_timestamp_is_refused(timestamp: str) -> None:
+def test_verify_delivery_with_invalid_timestamp_raises_refused_error(timestamp: str) -> None:
     signed = {
         ID_HEADER: "d-1",
         TIMESTAMP_HEADER: timestamp,
@@ -85,13 +85,13 @@ def test_verify_delivery_with_invalid_timestamp_is_refused(timestamp: str) -> No
         verify_delivery(signed, BODY, secret=SECRET, now=NOW)
 
 
-def test_verify_delivery_with_other_secret_raises_invalid_signature() -> None:
+def test_verify_delivery_with_other_secret_raises_invalid_signature_error() -> None:
     with pytest.raises(InvalidSignatureError):
         verify_delivery(headers(secret=SECRET.upper()), BODY, secret=SECRET, now=NOW)
 
 
 @given(st.binary(max_size=200), st.integers(0, 199), st.integers(1, 255))
-def test_verify_delivery_with_changed_body_raises_invalid_signature(
+def test_verify_delivery_with_changed_body_raises_invalid_signature_error(
     body: bytes, place: int, change: int
 ) -> None:
     if place >= len(body):
@@ -107,7 +107,7 @@ def test_verify_delivery_with_changed_body_raises_invalid_signature(
     ),
     st.binary(max_size=80),
 )
-def test_verify_delivery_without_valid_signature_raises_error(
+def test_verify_delivery_without_valid_signature_raises_onnx_ops_error(
     given_headers: dict[str, str], body: bytes
 ) -> None:
     with pytest.raises(OnnxOpsError):
