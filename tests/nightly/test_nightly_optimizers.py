@@ -81,7 +81,7 @@ def request_for(folder: Path, one: dict[str, Any]) -> OptimizeRequest:
     )
 
 
-def test_olive_float_pass_changes_no_weight(olive: IsolatedOptimizer, tmp_path: Path) -> None:
+def test_olive_float_pass_quantizes_no_weight(olive: IsolatedOptimizer, tmp_path: Path) -> None:
     request = request_for(tmp_path, {"type": "OnnxPeepholeOptimizer"})
     olive.optimize(request)
     assert read_quantized_weights(request.source, request.path) == ()

@@ -169,7 +169,7 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(config)
 
 
-def test_save_of_foreign_model_raises_user_error(tmp_path: Path) -> None:
+def test_save_of_foreign_model_raises_user_error_and_saves_nothing(tmp_path: Path) -> None:
     import torch
 
     for exporter in (KerasExporter(), HuggingfaceExporter()):
@@ -179,7 +179,9 @@ def test_save_of_foreign_model_raises_user_error(tmp_path: Path) -> None:
             exporter.load(tmp_path)
 
 
-def test_save_of_project_class_named_like_transformers_class_is_refused(tmp_path: Path) -> None:
+def test_save_of_project_class_named_like_transformers_class_raises_user_error(
+    tmp_path: Path,
+) -> None:
     transformers = importlib.import_module("transformers")
     own = type("BertModel", (transformers.BertModel,), {})
     config = transformers.BertConfig(
