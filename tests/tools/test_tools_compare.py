@@ -128,7 +128,7 @@ _NEGATED = "(float[N,4] x) => (optional(float[N,4]) y) { z = Neg(x)\n y = Option
     ],
     ids=["sequence", "longer", "shorter", "as-long-as-the-batch", "optional", "other-optional"],
 )
-def test_compare_of_sequences_uses_elements_and_length(
+def test_compare_of_sequences_and_optionals_uses_elements_and_length(
     tmp_path: Path, a: str, b: str, verdict: Verdict
 ) -> None:
     constants = {"two": 2, "begin": [0], "end": [2], "axis": [1]}

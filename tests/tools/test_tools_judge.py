@@ -167,7 +167,7 @@ def test_judge_of_float_candidate_uses_outputs_only(source: Path) -> None:
     assert (found.verdict, set(results_of(found))) == (Verdict.FAIL, {"outputs"})
 
 
-def test_judge_with_quantized_baseline_uses_its_noise(source: Path) -> None:
+def test_judge_with_quantized_baseline_passes_copy_and_fails_changed_weight(source: Path) -> None:
     baseline = derive(source, "static")
     assert judged(baseline, baseline).verdict is Verdict.PASS
     wrong = write_changed(baseline, "third.weight_quantized", lambda a: np.roll(a, 1, axis=0))
@@ -184,7 +184,7 @@ class WithoutVnni(OnnxRuntime):
         return replace(super().fingerprint(target), machine="x86_64", cpu_flags=("avx2",))
 
 
-def test_judge_of_failing_quantized_variant_names_saturation(source: Path) -> None:
+def test_judge_names_saturation_only_for_failing_variant_of_8_bit_weights(source: Path) -> None:
     dataset, strict = dataset_of(source), build_metric_gate(None, 1e-9, lower_is_better=False)
     for options, is_named in ((EIGHT_BITS, True), ({"reduce_range": True}, False)):
         derived = derive(source, "dynamic", options)
@@ -221,7 +221,7 @@ def test_judge_of_8_bit_weights_passes_unless_processor_saturates(
     assert ("saturates" in result.reason) is saturates_here()
 
 
-def test_judge_with_saturating_baseline_reports_saturation(source: Path) -> None:
+def test_judge_with_8_bit_baseline_reports_saturation_if_processor_saturates(source: Path) -> None:
     baseline = derive(source, "static", EIGHT_BITS)
     assert judged(baseline, baseline).verdict is Verdict.PASS
     wrong = write_changed(baseline, "third.weight_quantized", lambda a: np.roll(a, 1, axis=0))

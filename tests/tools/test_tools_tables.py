@@ -51,7 +51,7 @@ def context(tmp_path: Path) -> Context:
 def load(context: Context, text: str, *, later: str | None = None, **section: Any) -> Manifest:
     """Load a table that was planned as `text`.
 
-    If `later` is given, it is the table's text by now.
+    If `later` is given, it is the table's text when it is loaded.
     """
     (context.root / "rows.csv").write_text(text, encoding="utf-8")
     rows = FileData(file="rows.csv", label="y", **section)
@@ -154,7 +154,7 @@ WHOLE, HOLED = "visits,y\n3,1\n4,0\n5,1\n", "visits,y\n3,1\n,0\n5,1\n"
     ("trained", "tested", "dtype"),
     [(WHOLE, WHOLE, "int64"), (HOLED, WHOLE, "float32"), (WHOLE, HOLED, "float32")],
 )
-def test_export_of_table_with_missing_cells_expects_float32(
+def test_export_of_table_expects_float32_only_with_missing_cells(
     context: Context,
     exported: Callable[[str, str], Manifest],
     trained: str,
