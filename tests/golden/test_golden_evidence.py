@@ -32,7 +32,7 @@ def test_judge_of_stored_evidence_returns_identical_decision(case: Path) -> None
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parent.name}/{case.name}")
-def test_codec_of_stored_evidence_keeps_all_fields(case: Path) -> None:
+def test_codec_reads_stored_evidence_of_each_schema_and_keeps_current_bytes(case: Path) -> None:
     data = (case / "evidence.json").read_bytes()
     evidence = codec.loads(data, Evidence)
     assert f"schema-{evidence.schema}" == case.parent.name
