@@ -39,7 +39,7 @@ def test_package_exports_api_functions_lazily() -> None:
     assert done.stdout == "False\n"
 
 
-def test_api_judge_returns_same_document_and_screen_as_command(folder: Path) -> None:
+def test_api_judge_returns_document_of_command_and_shows_verdict(folder: Path) -> None:
     found = onnx_ops.judge("good.onnx", "wrong.onnx", only="parity", quiet=True)
     command = run_command(
         "judge", "good.onnx", "wrong.onnx", "--only", "parity", "--json", cwd=folder
@@ -53,7 +53,7 @@ def test_api_judge_returns_same_document_and_screen_as_command(folder: Path) -> 
     assert ">FAIL</span>" in page
 
 
-def test_api_judge_accepts_arrays(folder: Path) -> None:
+def test_api_judge_accepts_arrays_of_inputs_and_rejects_unknown_inputs(folder: Path) -> None:
     x, y = rows(900)["x"], np.arange(900) % 3
     found = onnx_ops.judge(
         "good.onnx", "good.onnx", data={"x": x}, labels=y, metric="accuracy", only="parity"
@@ -96,7 +96,7 @@ def test_api_check_of_invalid_file_returns_problems(folder: Path) -> None:
     assert "benchmrk" in repr(found)
 
 
-def test_api_status_without_endpoints_is_empty_and_of_unknown_endpoint_raises_error(
+def test_api_status_is_empty_and_unknown_endpoint_raises_not_found_error(
     folder: Path,
 ) -> None:
     assert (onnx_ops.status().document, onnx_ops.status().exit_code) == ([], 0)

@@ -110,7 +110,7 @@ def test_sign_record_writes_dsse_envelope_with_in_toto_statement() -> None:
 
 
 @pytest.mark.parametrize("record", [decision(), override()], ids=["decision", "override"])
-def test_verify_envelope_of_signed_record_returns_it(
+def test_verify_envelope_of_signed_record_returns_it_only_with_trusted_key(
     record: DecisionRecord | OverrideRecord,
 ) -> None:
     attested = sign_record(record, SIGNER)
@@ -231,7 +231,7 @@ def test_verify_authority_of_other_deployment_raises_refused_error(
         verify_authority(other, SIGNER)
 
 
-def test_trusted_keys_accept_folder_or_encoded_keys(tmp_path: Any) -> None:
+def test_trusted_keys_accept_folder_or_encoded_keys_and_reject_truncated_key(tmp_path: Any) -> None:
     from onnx_ops.adapters.signers.ecdsa import create_key
 
     signer = create_key(tmp_path / "keys" / "signing.pem")

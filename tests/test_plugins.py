@@ -96,7 +96,7 @@ def test_load_plugin_without_base_class_raises_user_error() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_load_plugin_with_missing_package_raises_error_with_install_command() -> None:
+def test_load_plugin_raises_missing_package_error_with_install_command() -> None:
     with pytest.raises(
         MissingPackageError, match="a_package_that_nobody_has is not installed"
     ) as caught:
@@ -151,7 +151,7 @@ def test_require_with_several_missing_packages_lists_all(monkeypatch: pytest.Mon
         (ImportError("Install s3fs to access S3"), ModuleNotFoundError(name="s3fs"), "s3fs"),
     ],
 )
-def test_imported_of_import_error_returns_top_level_package(
+def test_imported_of_import_error_returns_top_level_package_or_empty_text(
     error: ImportError, cause: Exception | None, package: str
 ) -> None:
     error.__cause__ = cause

@@ -1,4 +1,4 @@
-"""Foreign texts are no commands for a terminal, a runner or a browser."""
+"""Foreign text cannot give commands to a terminal, a runner or a browser."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_disarm_of_any_text_leaves_no_workflow_command(text: str) -> None:
         ("s3://key:very-secret@bucket/prefix", ("very-secret",)),
     ],
 )
-def test_show_after_hide_secrets_of_url_keeps_host_only(url: str, secrets: tuple[str, ...]) -> None:
+def test_show_after_hide_secrets_of_url_shows_host_without_secrets(
+    url: str, secrets: tuple[str, ...]
+) -> None:
     hide_secrets_of(url)
     shown = show(f"{url} does not answer: {unquote(url)}")
     assert not [secret for secret in secrets if secret in shown]

@@ -135,7 +135,7 @@ def test_scratch_sweep_leaves_folders_of_other_users(temporary: Path) -> None:
     assert folder.exists()
 
 
-def test_scratch_folder_removed_before_lock_is_created_again(
+def test_scratch_folder_removed_before_lock_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opened = os.open
