@@ -192,7 +192,7 @@ def test_variant_rows_of_compared_variant_scale_median_of_baseline_by_ratio() ->
     assert beside.estimate < own.estimate
 
 
-def test_figures_of_version_fit_one_sentence_of_description(golden: Golden) -> None:
+def test_version_description_shows_metrics_between_verdict_and_gate_table(golden: Golden) -> None:
     golden("tables", summarize_metrics(MINE))
     text = version_description(
         "fp32",
@@ -209,7 +209,7 @@ def test_figures_of_version_fit_one_sentence_of_description(golden: Golden) -> N
     )
 
 
-def test_made_by_without_provenance_shows_unknown_fields() -> None:
+def test_made_by_shows_unknown_fields_and_uncommitted_changes() -> None:
     assert made_by(Provenance()) == "date unknown · author unknown · commit unknown"
     assert made_by(replace(MADE, changed=True)).endswith(
         "commit 0123456789ab (main), with uncommitted changes"

@@ -17,7 +17,7 @@ ERROR = Interval(estimate=2.5, low=2.25, high=2.75)
 CLOSE = Interval(estimate=0.9, low=0.8, high=1.0)
 
 
-def test_headline_returns_metric_of_metric_gate() -> None:
+def test_headline_metric_comes_from_gate_or_evidence_and_is_on_page() -> None:
     scored = replace(
         evidence_of(), scores=(ScoreComparison(metric="mae", against="", n=900, candidate=ERROR),)
     )
@@ -41,7 +41,7 @@ def test_sampled_rows_of_several_variants_are_reported_once() -> None:
     assert b"sampled" not in codec.dumps(evidence_of())
 
 
-def test_task_metric_of_baseline_comparison_returns_its_value() -> None:
+def test_task_metric_of_baseline_comparison_returns_value_or_none_if_it_failed() -> None:
     entry = ScoreComparison(metric="cosine", against="champion", n=50, candidate=CLOSE)
     found = task_metric(replace(evidence_of(), baseline="champion", scores=(entry,)), "cosine")
     assert found is not None
@@ -63,5 +63,5 @@ def test_task_metric_of_baseline_comparison_returns_its_value() -> None:
         ("own:score", ""),
     ],
 )
-def test_unit_of_share_metric_is_1_and_of_error_metric_is_empty(name: str, unit: str) -> None:
+def test_unit_of_share_metric_is_1_and_of_other_metric_is_empty(name: str, unit: str) -> None:
     assert unit_of(name) == unit

@@ -91,7 +91,7 @@ def test_describe_forecast_prints_steps_and_remedies(name: str, golden: Golden) 
     golden("forecasts", "\n".join([*lines, "", summarize_forecast(result)]))
 
 
-def test_list_warnings_of_usual_rollout_is_empty() -> None:
+def test_list_warnings_is_empty_except_with_little_traffic() -> None:
     assert list_warnings(make_forecast("canary")) == []
     assert list_warnings(make_forecast("A/B test")) == []
     assert len(list_warnings(make_forecast("little traffic"))) == 2

@@ -74,7 +74,7 @@ def test_search_figure_shows_pareto_front_budget_and_variants(golden: Golden) ->
     assert search_figure(replace(RECORD, trials=()), "cpu") is None
 
 
-def test_search_figure_of_equal_losses_is_drawn() -> None:
+def test_search_figure_of_single_trial_without_loss_is_drawn() -> None:
     alike = replace(
         RECORD,
         trials=(trial("static", 0.0, 1.0, 1000),),

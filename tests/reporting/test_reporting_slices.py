@@ -57,7 +57,7 @@ def test_slice_figure_has_one_row_per_slice_in_order() -> None:
     assert "Not judged for want of rows: country=LI (12 rows)." in figure.caption
 
 
-def test_slice_figure_of_many_slices_shows_the_worst() -> None:
+def test_slice_figure_of_many_slices_shows_worst_30() -> None:
     many = [one(f"s={number}", Verdict.PASS, -number / 1000, 100) for number in range(50)]
     (figure,) = slice_figures([decision(*many)])
     assert figure.svg.count("<circle") == 30

@@ -112,7 +112,7 @@ def test_chart_render_is_well_formed_escaped_and_within_view_box() -> None:
     chart.note(1, 5, "</svg>")
     chart.row(3, "a name that is much too long to fit", "<value>")
     text = chart.render('title "<&>"')
-    root = ET.fromstring(text)  # noqa: S314 (made three lines above)
+    root = ET.fromstring(text)  # noqa: S314 (rendered above)
     assert root.get("aria-label") == 'title "<&>"'
     assert "<script" not in text
     assert text.count("</svg>") == 1
