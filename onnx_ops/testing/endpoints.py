@@ -206,7 +206,7 @@ class EndpointProviderSuite:
         assert provider.observe(config) == first
         assert provider.address(config) == address
 
-    def test_apply_of_older_or_conflicting_generation_raises_and_changes_nothing(
+    def test_apply_of_older_or_conflicting_generation_raises_conflict_error_and_changes_nothing(
         self,
         provider: EndpointProvider,
         config: EndpointConfig,

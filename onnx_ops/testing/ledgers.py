@@ -260,7 +260,7 @@ class LedgerSuite:
         assert [one.sequence for one in ledger.read(ENDPOINT)] == list(range(1, 13))
         assert ledger.count(ENDPOINT) == 12
 
-    def test_append_of_taken_sequence_raises_conflict_and_writes_nothing(
+    def test_append_of_taken_sequence_raises_ledger_conflict_error_and_writes_nothing(
         self, ledger: Ledger, opener: Opener
     ) -> None:
         ledger.append(command_entry(1, actor="first"))

@@ -84,7 +84,7 @@ class NotifierSuite:
         notifier.send(ROLLED_BACK)
 
     @pytest.mark.parametrize("status", [400, 401, 403, 404, 410, 422])
-    def test_send_that_is_refused_raises_error_with_status(
+    def test_send_that_is_refused_raises_refused_error_with_status(
         self, notifier: Notifier, inbox: WebhookSink, status: int
     ) -> None:
         inbox.answer = lambda _: Reply(status=status, document={"message": "no"})
@@ -103,7 +103,7 @@ class NotifierSuite:
                 notifier.send(ROLLED_BACK)
             assert elsewhere.requests == []
 
-    def test_send_to_hanging_service_times_out(
+    def test_send_to_hanging_service_raises_service_unavailable_error(
         self, notifier: Notifier, inbox: WebhookSink, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(http_json, "TIMEOUT_S", 0.2)

@@ -174,7 +174,7 @@ class RegistrySuite:
         assert read.decisions == again.variants[0].signed
         assert read.decisions["cpu-1t"].record.verdict is Verdict.FAIL
 
-    def test_publish_of_later_variant_joins_its_release(
+    def test_publish_of_later_variant_keeps_version_of_earlier_variant(
         self, registry: Registry, tmp_path: Path
     ) -> None:
         model = _unique()
@@ -203,7 +203,7 @@ class RegistrySuite:
             != registry.version(model, second["fp32"]).manifest
         )
 
-    def test_publish_of_file_unlike_manifest_raises_digest_error(
+    def test_publish_of_file_unlike_manifest_raises_digest_mismatch_error(
         self, registry: Registry, tmp_path: Path
     ) -> None:
         model = _unique()
@@ -226,7 +226,7 @@ class RegistrySuite:
         registry.delete_alias(model, "challenger-cpu-1t")
         assert registry.aliases(model) == {"champion-cpu-1t": second}
 
-    def test_set_tag_is_returned_with_version(self, registry: Registry, tmp_path: Path) -> None:
+    def test_annotate_adds_tags_to_version(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
         version = registry.publish(publication(tmp_path, model=model, seed="a"))["fp32"]
         tags = {"onnxops.rejected": "slower than the champion: 7.5 % > 5 %, «now»"}
@@ -244,7 +244,7 @@ class RegistrySuite:
         }
         assert content == {"model.onnx": release.variants[0].files["model.onnx"].read_bytes()}
 
-    def test_fetch_of_tampered_file_raises_digest_mismatch_error(
+    def test_fetch_of_tampered_file_returns_manifest_with_other_digest(
         self, registry: Registry, tmp_path: Path
     ) -> None:
         release = publication(tmp_path, model=_unique(), seed="a")
@@ -338,7 +338,7 @@ class RegistrySuite:
         )
         assert not aliases[two]
 
-    def test_registry_with_unknown_names_raises_not_found_error(
+    def test_registry_with_unknown_names_has_no_aliases_and_raises_not_found_error(
         self, registry: Registry, tmp_path: Path
     ) -> None:
         model = _unique()

@@ -64,7 +64,7 @@ class StoreSuite:
     def test_stored_file_is_read_only(self, store: Store) -> None:
         assert store.path(store.put_bytes(CONTENT)).stat().st_mode & 0o222 == 0
 
-    def test_read_of_unknown_content_raises_error(self, store: Store) -> None:
+    def test_path_of_unknown_content_raises_corrupt_state_error(self, store: Store) -> None:
         for unknown in (digest_bytes(b"unknown"), Digest("sha256:../../etc/passwd"), Digest("")):
             with pytest.raises(CorruptStateError):
                 store.path(unknown)
@@ -85,7 +85,7 @@ class StoreSuite:
         store.record(KEY, Manifest(files={}))
         assert store.lookup(KEY) == Manifest(files={})
 
-    def test_read_of_damaged_content_raises_until_put_again(
+    def test_read_of_damaged_content_raises_corrupt_state_error_until_put_again(
         self, store: Store, reopen: Callable[[], Store]
     ) -> None:
         digest = store.put_bytes(CONTENT)
@@ -107,7 +107,9 @@ class StoreSuite:
             assert reader.put_bytes(CONTENT) == digest
             assert reader.lookup(KEY) == manifest
 
-    def test_read_after_change_of_read_content_raises_error(self, store: Store) -> None:
+    def test_read_after_change_of_read_content_raises_corrupt_state_error(
+        self, store: Store
+    ) -> None:
         digest = store.put_bytes(CONTENT)
         assert store.read(digest) == CONTENT
         self.spoil(digest, CONTENT + b"x")
