@@ -23,7 +23,7 @@ _VALUE = re.compile(r'rev="([^"]*)"')
 class FakePrometheus:
     """Counters of a proxy, by revision and status code, at the time `at` of the last scrape.
 
-    `counts` change at once; `scrape` makes them visible.
+    `counts` change immediately; `scrape` makes them visible to queries.
     """
 
     at: float

@@ -56,8 +56,8 @@ def detect_here() -> Arithmetic:
 def saturates_here() -> bool:
     """Return whether int8 products saturate on the present processor.
 
-    A processor without AVX2 counts as one that saturates, although its products do not. The reason
-    is that a pool's machines may have more features than the pool names.
+    `detect_here` reports saturation for a processor without AVX2, although its products do not
+    saturate. The reason is that a pool's machines may have more features than the pool names.
     """
     return detect_here().saturates and "avx2" in _read_here().cpu_flags
 

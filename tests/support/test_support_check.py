@@ -157,12 +157,14 @@ def test_cpu_limit_when_exceeded_starts_no_test_and_reports_remaining_number(
     assert f"{5 - passed} tests of 1 files did not run after 1.5 s of CPU" in result.stdout
 
 
-def test_run_tests_without_near_tests_starts_no_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_tests_without_near_tests_returns_true_and_reports_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert check.run_tests([], 1.0)
     assert capsys.readouterr().out == "tests: none is near to the changed files\n"
 
 
-def test_run_step_that_fails_prints_its_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_step_prints_output_of_failing_command_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert check.run_step("good", [sys.executable, "-c", "print('quiet')"])
     assert not check.run_step("bad", [sys.executable, "-c", "print('loud'); raise SystemExit(3)"])
     output = capsys.readouterr().out

@@ -51,7 +51,7 @@ def test_measure_text_counts_branching_expressions() -> None:
         ),
     ],
 )
-def test_find_problems_with_entry_that_differs_returns_one_problem(
+def test_find_problems_with_wrong_table_returns_one_problem(
     measured: dict[str, int], to_split: dict[str, int], exempt: dict[str, int], problem: str
 ) -> None:
     (only,) = find_problems(measured, to_split, exempt)

@@ -28,7 +28,7 @@ _DATASTORE_PATH = re.compile(
 _MOST_DEPLOYMENTS = 20
 _SPARE = 1.2
 _SOON, _LATER = {"Retry-After": "0.01"}, {"Retry-After": "5"}
-"""Headers of the answer to a poll: where polls are counted, and where time counts."""
+"""Headers of the answer to a poll: the first if polls are counted, the second if time counts."""
 _DELETED = {"Retry-After": "1"}
 """Header of the answer to a deletion.
 

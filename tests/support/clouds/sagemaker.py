@@ -155,7 +155,7 @@ def _client(url: str, service: str) -> Any:
         region_name=REGION,
         endpoint_url=url,
         aws_access_key_id="testing",
-        aws_secret_access_key="testing",  # noqa: S106 (nobody's)
+        aws_secret_access_key="testing",  # noqa: S106 (it opens nothing)
     )
 
 

@@ -3,8 +3,8 @@
     python -m tests.support.load http://127.0.0.1:8080/v2/models/m/infer --body request.json
     --connections 16
 
-Ends 0 if every request was answered with 200, else 1; SIGINT and SIGTERM end the load early, with
-all its figures.
+The exit code is 0 if every request was answered with 200, and 1 if one was not or none was sent.
+SIGINT and SIGTERM end the load early; the figures up to that time are printed.
 """
 
 from __future__ import annotations
