@@ -57,7 +57,7 @@ _NOT_CHANGES = ("PUT clock/", "PUT head")
 
 @dataclass
 class Wanted:
-    """What the operator wants, by the commands alone.
+    """The versions that the operator's commands require.
 
     `newest` is the version that was released last, and must serve at least in part. `stable` is the
     version that must serve alone; it is empty if the commands do not determine it. `rejected` are

@@ -70,7 +70,7 @@ def test_registry_after_run_contains_variant_versions_and_champion(
 
 
 def test_second_run_without_changes_executes_no_stage(project: Project) -> None:
-    """The run asks the registry whether its versions still exist.
+    """The run queries the registry for its versions, which must still exist.
 
     It loads no other package that is slow to import.
     """

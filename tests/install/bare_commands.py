@@ -61,7 +61,7 @@ def predict(row):
 class Call:
     """A command line, its exit code, and its output.
 
-    `extras` are those that the output asks for, in order.
+    `extras` are those that the output names for installation, in order.
     """
 
     line: str

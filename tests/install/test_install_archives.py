@@ -1,4 +1,4 @@
-"""The wheel and the source distribution, as anybody could upload them."""
+"""The wheel and the source distribution, as they could be uploaded to an index."""
 
 from __future__ import annotations
 
