@@ -96,12 +96,19 @@ def share_structure(path: Path) -> onnx.ModelProto:
         or time.time_ns() - found.st_ctime_ns < _SETTLED_NS
     ):
         return read_structure(path)
-    changes = found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-    return _check_weights(_parse_unchanged(path.resolve(), changes), path)
+    version = (
+        found.st_dev,
+        found.st_ino,
+        found.st_size,
+        found.st_mtime_ns,
+        found.st_ctime_ns,
+    )
+    # The path is not resolved: an error names the file as the caller does.
+    return _check_weights(_parse_unchanged(path, version), path)
 
 
 @functools.lru_cache(maxsize=4)
-def _parse_unchanged(path: Path, _changes: tuple[int, ...]) -> onnx.ModelProto:
+def _parse_unchanged(path: Path, _version: tuple[int, ...]) -> onnx.ModelProto:
     return parse_model(path)
 
 

@@ -123,6 +123,18 @@ def test_share_structure_of_recently_written_file_parses_it_each_time(perceptron
     assert share_structure(perceptron) is not share_structure(perceptron)
 
 
+@pytest.mark.parametrize("settled_ns", [0, 10**18])
+def test_share_structure_of_damaged_file_names_it_as_caller_does(
+    settled_ns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_SETTLED_NS", settled_ns)
+    monkeypatch.chdir(tmp_path)
+    Path("garbage.onnx").write_bytes(bytes(range(256)) * 20)
+    with pytest.raises(UserError) as raised:
+        share_structure(Path("garbage.onnx"))
+    assert raised.value.where == "garbage.onnx"
+
+
 SHARING: tuple[Callable[[Path], object], ...] = (
     explain_non_tensors,
     find_bounded_values,
