@@ -48,7 +48,7 @@ def test_rollout_status_watch_of_aborted_rollout_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     scene = begun()
-    monkeypatch.setattr("time.sleep", lambda seconds: scene.abort())
+    monkeypatch.setattr(rollouts, "time", SimpleNamespace(sleep=lambda pause_s: scene.abort()))
     monkeypatch.setattr(
         "onnx_ops.app.context.open_project", lambda: SimpleNamespace(context=scene.context)
     )
