@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -308,6 +307,8 @@ def _read_file(path: Path, chosen: str | None) -> tuple[dict[str, Any], str]:
                 remedy=remedy,
             )
         return {}, "default"
+    import tomllib  # Commands outside a project start sooner without it.
+
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

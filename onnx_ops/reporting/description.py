@@ -9,11 +9,14 @@ import html
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import short_digest
 from onnx_ops.domain.decision import Decision, GateResult
-from onnx_ops.domain.release import Lineage, Provenance
 from onnx_ops.reporting.formatting import markdown, markdown_table, result_figure, result_interval
+
+if TYPE_CHECKING:
+    from onnx_ops.domain.release import Lineage, Provenance
 
 DESCRIPTION_LIMIT = 5000
 """Maximum number of characters of a version's description in a registry."""

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from onnx_ops.domain.artifact import Digest, digest_file
 from onnx_ops.domain.decision import Verdict, combine_verdicts
 from onnx_ops.domain.evidence import Advice, Int8Coverage, ParityMeasurement, TreeStructure
 from onnx_ops.domain.gate import ParityGate
@@ -108,8 +107,6 @@ class ParityResult:
     the causes that slow B down.
     """
 
-    a: Digest
-    b: Digest
     differences: tuple[OutputDifference, ...]
     notes: tuple[str, ...]
     trees: TreeStructure | None = None
@@ -207,8 +204,6 @@ def compare(
         *_note_outside(outside),
     )
     return ParityResult(
-        a=digest_file(a),
-        b=digest_file(b),
         differences=inside,
         notes=notes,
         trees=trees,

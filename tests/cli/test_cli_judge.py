@@ -248,7 +248,7 @@ def test_judge_imports_no_heavy_module(folder: Path) -> None:
         "import sys; from onnx_ops.cli.main import app; app(['judge', 'good.onnx', "
         "'good.onnx', '--only', 'parity', '--quiet'], "
         "standalone_mode=False); print(sorted({name.partition('.')[0] for name in sys.modules} & "
-        "{'mlflow', 'prefect', 'torch', 'sklearn'}))"
+        "{'mlflow', 'prefect', 'torch', 'sklearn', 'pydantic'}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
