@@ -23,6 +23,7 @@ import yaml
 from benchmarks.truth.analysis_kills import run_service
 from benchmarks.truth.claims import Claim, at_least, at_most
 from benchmarks.truth.draws import make_generator
+from onnx_ops.adapters.retry import wait_until
 
 ROUNDS = 25
 REQUESTS = 600
@@ -112,15 +113,19 @@ def _run_prometheus(program: Path, folder: Path, target: str) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            for _ in range(100):
-                with contextlib.suppress(httpx.HTTPError):
-                    if httpx.get(f"{url}/-/ready").status_code == 200:
-                        break
-                time.sleep(0.2)
-            time.sleep(2.0)  # Prometheus makes its first scrape in this time.
+            if not wait_until(lambda: _has_scraped(url), timeout_s=30.0, pause_s=0.2):
+                raise TimeoutError(f"{program} did not scrape {target} in 30 s")
             yield url
         finally:
             process.kill()
+
+
+def _has_scraped(url: str) -> bool:
+    """Return whether a Prometheus is ready and has scraped its target at least once."""
+    with contextlib.suppress(httpx.HTTPError):
+        answer = httpx.get(f"{url}/api/v1/query", params={"query": "up"})
+        return answer.status_code == 200 and bool(answer.json()["data"]["result"])
+    return False
 
 
 def _write_config(folder: Path, url: str, names: dict[int, str]) -> Path:
