@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextvars
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -186,7 +188,9 @@ def test_require_workers_waits_for_late_worker_but_not_for_dead_worker(
             "server_time",
             side_effect=[now + timedelta(seconds=late)] * max(sleeps, 1) + [now],
         )
-        with clock, mock.patch("time.sleep") as slept:
+        slept = mock.Mock()
+        pauses = SimpleNamespace(monotonic=time.monotonic, sleep=slept)
+        with clock, mock.patch.object(pools, "time", pauses):
             if sleeps:
                 pools.require_workers(client, pool, "train", "train")
             else:

@@ -184,7 +184,7 @@ def test_prefect_notifier_with_unknown_block_raises_user_error(
     prefect_server: None, tmp_path: Any
 ) -> None:
     with pytest.raises(UserError, match="no such block"):
-        PrefectNotifier({"block": "custom-webhook/nobody"}, tmp_path).check()
+        PrefectNotifier({"block": "custom-webhook/missing"}, tmp_path).check()
     for name in ("slack", "slack/", "slack-webhook/ops/x"):
         with pytest.raises(UserError, match="is not a block, TYPE/NAME"):
             PrefectNotifier({"block": name}, tmp_path)
