@@ -768,8 +768,8 @@ def report(folder: Path, endpoint: Endpoint) -> None:
         "equal to the source's in float32"
     )
     print(
-        "and not in float64, because a number is so near a split of a tree that rounding decides "
-        "the branch:"
+        "and not in float64, because a number is near a threshold (such as a split of a tree), "
+        "and rounding decides its side. They are in these cases:"
     )
     print("; ".join(f"{case} ({count})" for case, count in endpoint.rounded.items() if count) + ".")
 
