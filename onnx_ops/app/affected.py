@@ -5,6 +5,7 @@ A pipeline depends on its files, targets, data, models, and the code that they i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,7 +18,7 @@ from onnx_ops.config.substitution import PARAMETERS_FILE
 from onnx_ops.domain.gate import TaskMetricGate
 from onnx_ops.domain.pipeline import FileData, Pipeline, SystemComparison
 from onnx_ops.domain.quantization import AUTO
-from onnx_ops.errors import OnnxOpsError, UserError
+from onnx_ops.errors import NotReadyError, OnnxOpsError, UserError
 from onnx_ops.pipeline import collect_user_code, find_referenced_modules
 from onnx_ops.pipeline.stages.data import get_source_name
 
@@ -131,9 +132,10 @@ def _list_target_files(project: Project, pipeline: Pipeline) -> Iterator[str]:
     for target in pipeline.benchmark.targets:
         if (file := project.targets.path(target)) is not None:
             yield _inside(str(file), root)
-        yield from (
-            _inside(library.path, root) for library in project.targets.load(target).custom_ops
-        )
+        # The library of a package that is not installed is no file of the project.
+        with contextlib.suppress(NotReadyError):
+            libraries = project.targets.load(target).custom_ops
+            yield from (_inside(library.path, root) for library in libraries)
 
 
 def _list_data_files(project: Project, pipeline: Pipeline) -> Iterator[str]:

@@ -113,6 +113,7 @@ def check(
             "" if entry.metrics is None else entry.metrics.source, entry.options
         ),
         preflight=(lambda *_: ()) if static else preflight,
+        machine=not static,
         shared=project.settings.shared_targets,
         overrides=tuple(overrides),
         environ=os.environ,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnx_ops.config.targets import profile_names
-from onnx_ops.errors import ConfigError, OnnxOpsError
+from onnx_ops.errors import ConfigError, NotReadyError, OnnxOpsError
 from onnx_ops.measure.execution import require_hardware
 from onnx_ops.scratch import Scratch
 
@@ -108,8 +108,12 @@ def _read_status(project: Project, name: str, probe: Path) -> TargetStatus:
         why = _find_obstacle(project.context.runtime(target.runtime), target, probe)
     except OnnxOpsError as error:
         what = str(error) if isinstance(error, ConfigError) else error.what
+        here = False if isinstance(error, NotReadyError) else status.here
         return replace(
-            status, why=f"{what} ({error.why})" if error.why else what, remedy=error.remedy
+            status,
+            here=here,
+            why=f"{what} ({error.why})" if error.why else what,
+            remedy=error.remedy,
         )
     return replace(status, here=not why, why=why)
 

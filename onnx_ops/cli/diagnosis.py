@@ -24,6 +24,7 @@ from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import (
     ConfigError,
     NotFoundError,
+    NotReadyError,
     OnnxOpsError,
     ServiceUnavailableError,
     UserError,
@@ -171,6 +172,21 @@ def _providers(project: Project) -> Iterator[Diagnosis]:
     ok, remedy = "CPUExecutionProvider" in providers, "Install onnxruntime again."
     yield _finding("execution providers", ", ".join(providers), ok=ok, remedy=remedy)
     yield _finding("devices", "; ".join(list_devices()))
+
+
+@_named("targets")
+def _targets(project: Project) -> Iterator[Diagnosis]:
+    """Yield a finding for each target of the project that needs a missing package.
+
+    A missing package is no fault, since other machines can measure the target.
+    """
+    for name in project.targets.names():
+        try:
+            project.targets.load(name)
+        except NotReadyError as error:
+            yield _finding(f"target {name}", f"cannot be measured here: {error}", absent=True)
+        except ConfigError:
+            continue  # `onnx-ops targets` reports an invalid target.
 
 
 @_named("pools")

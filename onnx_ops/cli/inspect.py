@@ -22,7 +22,7 @@ from onnx_ops.cli.common import (
 )
 from onnx_ops.cli.tools import parse_sizes
 from onnx_ops.domain.artifact import TensorSpec, short_digest
-from onnx_ops.errors import UserError
+from onnx_ops.errors import NotReadyError, UserError
 from onnx_ops.plugins import EXTRAS, require
 from onnx_ops.reporting.formatting import format_figure, number
 from onnx_ops.scratch import Scratch
@@ -141,13 +141,19 @@ def _explain_refusals(summary: ModelSummary) -> dict[str, str]:
     )
 
     files = open_project().targets
-    known = {name: files.load(name, where="--target") for name in list_targets(files)}
-    return {
-        name: explain_version_limits(summary.info, target)
-        or explain_missing_operators(summary.foreign, target)
-        or explain_unsupported_blocks(summary.blocks, target)
-        for name, target in known.items()
-    }
+    reasons: dict[str, str] = {}
+    for name in list_targets(files):
+        try:
+            target = files.load(name, where="--target")
+        except NotReadyError as error:
+            reasons[name] = str(error)
+            continue
+        reasons[name] = (
+            explain_version_limits(summary.info, target)
+            or explain_missing_operators(summary.foreign, target)
+            or explain_unsupported_blocks(summary.blocks, target)
+        )
+    return reasons
 
 
 @contextmanager

@@ -71,6 +71,7 @@ def load_pipeline(
     unservable: Unservable = lambda *_: "",
     uncounted: Uncounted = lambda _: "",
     preflight: PreflightCheck = lambda *_: (),
+    machine: bool = True,
 ) -> Pipeline:
     """Read a pipeline file, or report all its problems.
 
@@ -93,6 +94,7 @@ def load_pipeline(
             an entry, and why the plugin cannot run the entry's models.
         uncounted: Function that returns why an entry's metrics source counts no requests.
         preflight: Function that returns the problems that a run would have.
+        machine: Whether a package of a target that this machine lacks is a problem.
 
     Raises:
         NotFoundError: There is no such file.
@@ -104,7 +106,7 @@ def load_pipeline(
     binding = bind_document(document, Pipeline)
     pipeline: Pipeline | None = binding.value
     draft, files = build_draft(document, binding), TargetFiles(root, shared)
-    targets, target_problems = load_targets(draft, files)
+    targets, target_problems = load_targets(draft, files, machine=machine)
     beyond = list(check_reach(draft, targets, reach, root))
     issues = [
         *check_file(draft),

@@ -33,6 +33,7 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import AUTO
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConfigError, NotFoundError, Problem, UserError
+from onnx_ops.plugins import has_extra
 
 OptionsCheck = Callable[[str, Mapping[str, Json]], object]
 """Function that raises UserError if a plugin cannot use the options.
@@ -41,10 +42,15 @@ An OptionsError has the location of each problem.
 """
 
 
-def load_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Target], list[Problem]]:
+def load_targets(
+    draft: Draft, files: TargetFiles, *, machine: bool = True
+) -> tuple[dict[str, Target], list[Problem]]:
     """Return the valid benchmarked targets, and the problems of the invalid ones.
 
     Targets without a file are in neither result.
+
+    Args:
+        machine: whether a package that this machine lacks is a problem.
     """
     targets: dict[str, Target] = {}
     problems: list[Problem] = []
@@ -54,7 +60,7 @@ def load_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Target], l
         except NotFoundError:
             continue  # `_check_target_names` reports the missing target.
         except ConfigError as error:
-            problems += error.problems
+            problems += (each for each in error.problems if machine or not each.environment)
     return targets, problems
 
 
@@ -110,6 +116,9 @@ def check_reach(
     for loc, text in _list_paths(draft, targets):
         if why := find_pin_problem(text) or reach.explain_path(text, root):
             yield Issue(loc, why)
+    for loc, package in _list_packages(draft, targets):
+        if why := reach.explain_library(package):
+            yield Issue(loc, why)
     for loc, reference in _list_functions(draft):
         module = reference.partition(":")[0]
         is_own = any(find_module_file(module, folder) for folder in list_source_folders(root))
@@ -141,7 +150,17 @@ def _list_paths(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[L
         yield from _list_system_paths(draft.system)
     for at, name in enumerate(draft.targets):
         for library in targets[name].custom_ops if name in targets else ():
-            yield ("benchmark", "targets", at), library.path
+            if not library.package:
+                yield ("benchmark", "targets", at), library.path
+
+
+def _list_packages(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[Loc, str]]:
+    """Yield the packages whose libraries the targets load, with their locations."""
+    for at, name in enumerate(draft.targets):
+        for library in targets[name].custom_ops if name in targets else ():
+            # An extra of onnx-ops installs the package, so the user has chosen it.
+            if library.package and not has_extra(library.package):
+                yield ("benchmark", "targets", at), library.package
 
 
 def _list_system_paths(section: SystemComparison) -> Iterator[tuple[Loc, str]]:

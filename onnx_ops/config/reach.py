@@ -71,14 +71,27 @@ class Reach:
 
         The result is empty if they are allowed.
         """
-        parts = module.split(".")
-        if any(".".join(parts[: end + 1]) in self.packages for end in range(len(parts))):
+        if self._allows(module):
             return ""
+        parts = module.split(".")
         remedy = (
             f"add {parts[0]} to allowed_packages in {_SETTINGS}, or call it from a module of the "
             "project"
         )
         return f"module '{shorten(module)}' is not in the project; {remedy}"
+
+    def explain_library(self, package: str) -> str:
+        """Return why a library of an installed package must not be loaded; empty if it may be."""
+        if self._allows(package):
+            return ""
+        return (
+            f"the library of package '{package}' is not in the project; "
+            f"add {package} to allowed_packages in {_SETTINGS}"
+        )
+
+    def _allows(self, module: str) -> bool:
+        parts = module.split(".")
+        return any(".".join(parts[: end + 1]) in self.packages for end in range(len(parts)))
 
 
 PROJECT_ONLY = Reach()

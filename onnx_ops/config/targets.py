@@ -16,12 +16,13 @@ from onnx_ops.config.binding import bind_document
 from onnx_ops.config.document import Document, Issue
 from onnx_ops.config.folders import TARGETS, find_config_folder
 from onnx_ops.config.messages import did_you_mean
+from onnx_ops.config.operator_libraries import resolve_libraries
 from onnx_ops.config.rules import check_gates
 from onnx_ops.config.substitution import read_document
 from onnx_ops.config.yaml_reader import read_text
 from onnx_ops.domain.quantities import NAME_PATTERN
-from onnx_ops.domain.target import Target
-from onnx_ops.errors import ConfigError, NotFoundError, UserError
+from onnx_ops.domain.target import CustomOps, Target
+from onnx_ops.errors import NotFoundError, UserError, config_error
 
 PROFILES = Path(__file__).parent / "profiles"
 BUILTIN = ("cpu-1t", "cpu-all")
@@ -104,6 +105,7 @@ class TargetFiles:
             NotFoundError: there is no target or profile of this name. `where` is the place that
                 the error shows, such as an option.
             ConfigError: the target's file has problems; the error holds all of them.
+            NotReadyError: a package that has a library of the target is not installed.
         """
         path = self.path(name)
         if path is None:
@@ -117,19 +119,19 @@ class TargetFiles:
             raise NotFoundError(f"no target is called {name!r}", where=where, remedy=remedy)
         document = read_document(path)
         target: Target | None = bind_document(document, Target).value
+        libraries: tuple[CustomOps, ...] = ()
         if target is not None:
             if target.name != path.stem:
                 message = f"'{target.name}' differs from the name of the file, '{path.stem}'"
                 document.issues.append(Issue(("name",), message))
             document.issues += _check_provider_options(target, document)
+            libraries, issues = resolve_libraries(target.custom_ops, self.root, document)
+            document.issues += issues
             document.issues += check_gates(
                 (("gates", index), gate) for index, gate in enumerate(target.gates)
             )
         if target is None or document.issues:
-            raise ConfigError(tuple(document.problems()))
-        libraries = tuple(
-            replace(library, path=str(self.root / library.path)) for library in target.custom_ops
-        )
+            raise config_error(tuple(document.problems()))
         return replace(target, custom_ops=libraries)
 
     @property

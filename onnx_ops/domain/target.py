@@ -168,16 +168,31 @@ class HardwareFingerprint:
         )
 
 
+_NO_DIGEST = Digest("")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomOps:
-    """A shared library of custom operators that a target needs."""
+    """A shared library of custom operators that a target needs.
 
-    path: Annotated[str, doc("Path of the library, relative to the project's root.")]
+    A file names the library by `path` and `digest`, or by `package`. When a target is loaded, the
+    path and digest are those of the installed package.
+    """
+
+    path: Annotated[str, doc("Path of the library, relative to the project's root.")] = ""
     digest: Annotated[
         Digest,
         Pattern("sha256:[0-9a-f]{64}", "a digest: sha256: and 64 digits of 0-9a-f"),
         doc("Digest of the library, `sha256:` and 64 digits; a different library is not loaded."),
-    ]
+    ] = _NO_DIGEST
+    package: Annotated[
+        str,
+        Pattern(
+            "[A-Za-z_][A-Za-z0-9_]*",
+            "the name of a package as Python imports it, such as onnxruntime_extensions",
+        ),
+        doc("Installed Python package whose folder has the library, instead of path and digest."),
+    ] = field(default="", metadata=OMIT_DEFAULT)
     domains: Annotated[
         tuple[str, ...], MinLen(1), doc("Operator domains that the library registers.")
     ]

@@ -114,3 +114,47 @@ def test_check_with_target_of_other_hardware_exits_with_4(project: Path) -> None
     done = run_command("check", "p.yaml", cwd=project)
     assert done.code == 4
     assert "this machine cannot measure arm" in done.stderr
+
+
+@pytest.fixture
+def packaged(project: Path) -> Path:
+    """A project with a target whose package is not installed."""
+    (project / "configs/targets/images.yaml").write_text(
+        "name: images\ncustom_ops: {package: acme_missing, domains: [acme]}\n"
+    )
+    (project / "configs/targets/wrong.yaml").unlink()
+    shutil.copyfile(ROOT / "examples/models/iris.onnx", project / "iris.onnx")
+    text = (ROOT / "configs/pipelines/iris-onnx.yaml").read_text()
+    text = text.replace("examples/models/", "")
+    (project / "p.yaml").write_text(text)
+    (project / "q.yaml").write_text(text.replace("[cpu-1t]", "[cpu-1t, images]"))
+    return project
+
+
+def test_targets_with_missing_package_reports_reason_and_remedy(packaged: Path) -> None:
+    status = listed(packaged)["images"]
+    findings = {finding.check: finding for finding in diagnose(open_project(packaged))}
+
+    assert status["here"] is False
+    assert "configs/targets/images.yaml:2:23: custom_ops.package: " in str(status["why"])
+    assert "pip install acme_missing" in str(status["why"])
+    finding = findings["target images"]
+    assert finding.absent
+    assert "package acme_missing is not installed" in finding.found
+
+
+def test_check_and_run_with_missing_package_exit_with_4_once(packaged: Path) -> None:
+    for command in (("check",), ("run", "--until", "validate")):
+        done = run_command(*command, "q.yaml", cwd=packaged)
+        assert done.code == 4, done.stderr
+        assert done.stderr.count("package acme_missing is not installed") == 1
+        assert "images.yaml:2:23" in done.stderr
+    assert run_command("check", "q.yaml", "--static", cwd=packaged).code == 0
+    assert run_command("check", "p.yaml", cwd=packaged).code == 0
+
+
+def test_inspect_with_missing_package_reports_reason_for_that_target(packaged: Path) -> None:
+    found = run_command("inspect", "iris.onnx", "--json", cwd=packaged).parsed()["targets"]
+
+    assert found["cpu-1t"]["accepts"]
+    assert "package acme_missing is not installed" in found["images"]["reason"]
