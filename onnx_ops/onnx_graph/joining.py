@@ -158,6 +158,8 @@ def build_image_decoder(
     scale: float = 1 / 255,
     mean: Sequence[float] = (0.0, 0.0, 0.0),
     std: Sequence[float] = (1.0, 1.0, 1.0),
+    letterbox: float | None = None,
+    size_output: str = "",
     opset: int = 18,
 ) -> onnx.ModelProto:
     """Return a graph that decodes PNG and JPEG files into the input of a net.
@@ -168,6 +170,12 @@ def build_image_decoder(
     image has the same value in all three channels. The nodes decode one row after another, so that
     only one image is in memory at its full size.
 
+    Args:
+        letterbox: level (0 to 255) of the border. The image then keeps its proportions, and is at
+            the top left: its sides are rounded products with min(height / rows, width / columns).
+        size_output: name of a second output, float32 of shape (batch, 2): the height and width of
+            each image before resizing. With it, a later graph returns boxes in pixels of the image.
+
     The decoder is an operator of onnxruntime-extensions. Targets name its library in `custom_ops`.
     """
     import numpy as np
@@ -175,11 +183,13 @@ def build_image_decoder(
 
     constants: dict[str, Any] = {
         "channels": np.array([1, 1, 3], np.int64),
-        "sizes": np.array([3, height, width], np.int64),
         "scale": np.float32(scale).reshape(1, 1, 1),
         "mean": np.asarray(mean, np.float32).reshape(3, 1, 1),
         "std": np.asarray(std, np.float32).reshape(3, 1, 1),
     }
+    shapes: dict[str, list[str | int]] = {output: ["batch", 3, height, width]}
+    if size_output:
+        shapes[size_output] = ["batch", 2]
     row = helper.make_graph(
         [
             helper.make_node(
@@ -194,29 +204,28 @@ def build_image_decoder(
             helper.make_node("Expand", ["decoded", "channels"], ["rgb"], "expand"),
             helper.make_node("Cast", ["rgb"], ["float"], "cast", to=TensorProto.FLOAT),
             helper.make_node("Transpose", ["float"], ["planes"], "transpose", perm=[2, 0, 1]),
-            helper.make_node(
-                "Resize",
-                ["planes", "", "", "sizes"],
-                ["resized"],
-                "resize",
-                mode="linear",
-                antialias=1,
-            ),
-            helper.make_node("Mul", ["resized", "scale"], ["scaled"], "rescale"),
+            *_build_resize(height, width, letterbox, constants),
+            helper.make_node("Mul", ["fitted", "scale"], ["scaled"], "rescale"),
             helper.make_node("Sub", ["scaled", "mean"], ["centered"], "center"),
             helper.make_node("Div", ["centered", "std"], ["row_pixels"], "normalize"),
         ],
         "row",
         [helper.make_tensor_value_info("encoded", TensorProto.UINT8, [None])],
-        [helper.make_tensor_value_info("row_pixels", TensorProto.FLOAT, [3, height, width])],
+        [
+            helper.make_tensor_value_info("row_pixels", TensorProto.FLOAT, [3, height, width]),
+            helper.make_tensor_value_info("row_size", TensorProto.FLOAT, [2]),
+        ][: len(shapes)],
         [numpy_helper.from_array(array, key) for key, array in constants.items()],
     )
     graph = helper.make_graph(
-        [helper.make_node("Scan", [name], [output], "rows", body=row, num_scan_inputs=1)],
+        [helper.make_node("Scan", [name], list(shapes), "rows", body=row, num_scan_inputs=1)],
         "decode_images",
         # The axis of bytes has no name: a file that is cut at another size cannot be decoded.
         [helper.make_tensor_value_info(name, TensorProto.UINT8, ["batch", None])],
-        [helper.make_tensor_value_info(output, TensorProto.FLOAT, ["batch", 3, height, width])],
+        [
+            helper.make_tensor_value_info(key, TensorProto.FLOAT, shape)
+            for key, shape in shapes.items()
+        ],
     )
     model = helper.make_model(
         graph,
@@ -225,3 +234,64 @@ def build_image_decoder(
     )
     model.metadata_props.add(key=ENCODED_PROPERTY, value=format_encoded_inputs({name: IMAGE}))
     return model
+
+
+def _build_resize(
+    height: int, width: int, letterbox: float | None, constants: dict[str, Any]
+) -> list[onnx.NodeProto]:
+    """Return nodes from `planes` to `fitted`, and `row_size`; add their constants.
+
+    The sides of a letterboxed image are computed in float64, as in Python and NumPy.
+    """
+    import numpy as np
+    from onnx import TensorProto, helper
+
+    constants |= {
+        "colors": np.array([3], np.int64),
+        "sides": np.array([height, width], np.int64),
+        "one": np.array([1], np.int64),
+        "three": np.array([3], np.int64),
+    }
+    make = helper.make_node
+    nodes = [
+        make("Shape", ["planes"], ["shape"], "shape"),
+        make("Slice", ["shape", "one", "three"], ["rows_and_columns"], "slice"),
+        make("Cast", ["rows_and_columns"], ["row_size"], "size", to=TensorProto.FLOAT),
+    ]
+    inner = "sides"
+    if letterbox is not None:
+        inner = "inner"
+        constants |= {
+            "limits": np.array([height, width], np.float64),
+            "least": np.array([1.0], np.float64),
+            "zeros": np.zeros(4, np.int64),
+            "border": np.array(letterbox, np.float32),
+        }
+        nodes += [
+            make("Cast", ["rows_and_columns"], ["exact_size"], "exact", to=TensorProto.DOUBLE),
+            make("Div", ["limits", "exact_size"], ["ratios"], "ratios"),
+            make("ReduceMin", ["ratios"], ["ratio"], "ratio", keepdims=1),
+            make("Mul", ["exact_size", "ratio"], ["scaled_size"], "scale_size"),
+            make("Round", ["scaled_size"], ["rounded_size"], "round_size"),
+            make("Max", ["rounded_size", "least"], ["inner_size"], "limit_size"),
+            make("Cast", ["inner_size"], ["inner"], "inner", to=TensorProto.INT64),
+        ]
+    nodes += [
+        make("Concat", ["colors", inner], ["sizes"], "sizes", axis=0),
+        make(
+            "Resize",
+            ["planes", "", "", "sizes"],
+            ["fitted" if letterbox is None else "resized"],
+            "resize",
+            mode="linear",
+            antialias=1,
+            exclude_outside=1,  # the weights at the sides are those of Pillow
+        ),
+    ]
+    if letterbox is not None:
+        nodes += [
+            make("Sub", ["sides", "inner"], ["missing"], "missing"),
+            make("Concat", ["zeros", "missing"], ["pads"], "pads", axis=0),
+            make("Pad", ["resized", "pads", "border"], ["fitted"], "pad"),
+        ]
+    return nodes

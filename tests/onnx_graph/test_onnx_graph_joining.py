@@ -9,6 +9,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
+from PIL import Image
 
 import onnx_ops
 from onnx_ops.errors import UserError
@@ -109,6 +110,28 @@ def test_build_image_decoder_returns_rgb_planes_of_rgb_rgba_and_gray_images(tmp_
     ]
     np.testing.assert_allclose(planes[:2], expected[:2], atol=1e-4)
     np.testing.assert_allclose(planes[2:], expected[2:], atol=2)
+
+
+@pytest.mark.parametrize(("height", "width"), [(70, 131), (96, 96), (200, 150), (37, 40), (5, 400)])
+def test_build_image_decoder_with_letterbox_keeps_proportions_and_returns_size(height: int, width: int) -> None:
+    model = build_image_decoder(96, 64, scale=1.0, letterbox=114, size_output="size")
+    onnx.checker.check_model(model)
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(find_decoder_library()))
+    session = ort.InferenceSession(model.SerializeToString(), options)
+    pixels = draw_pixels(height, width)
+
+    planes, size = session.run(None, {"image": pad_rows([encode_image(pixels)] * 2)})
+
+    assert size.tolist() == [[height, width]] * 2
+    ratio = min(96 / height, 64 / width)
+    inner = (max(1, round(width * ratio)), max(1, round(height * ratio)))
+    expected = np.full((3, 96, 64), 114, np.float32)
+    for channel in range(3):
+        plane = Image.fromarray(pixels[..., channel].astype(np.float32))
+        small = plane.resize(inner, Image.Resampling.BILINEAR)
+        expected[channel, : inner[1], : inner[0]] = np.asarray(small)
+    np.testing.assert_allclose(planes, np.stack([expected] * 2), atol=1e-3)
 
 
 def test_read_encoded_inputs_of_joined_decoder_returns_image_input(tmp_path: Path) -> None:
