@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,10 +92,14 @@ def judge_system_command(options: SystemOptions, project: Project) -> None:
 
 def _load_system(options: SystemOptions, model: Path) -> System:
     from onnx_ops.measure.system_parity import OUTPUT, System
+    from onnx_ops.measure.user_functions import takes_model
     from onnx_ops.onnx_graph.model_info import read_model_info
 
     read_model_info(model)
     predict = _load(options.source, "--system")
+    if takes_model(predict):
+        # No training output is known here; the stage `system` passes the trained model.
+        predict = partial(predict, model=model)
     before = tuple(_load_step(text, "--before") for text in options.before or ())
     after = tuple(_load_step(text, "--after") for text in options.after or ())
     names = [step.name for step in (*before, *after)]

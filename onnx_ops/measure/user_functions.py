@@ -114,6 +114,14 @@ def call_function(function: Callable[..., Any], reference: str, *arguments: Any,
         raise _failed(f"{reference} failed on {on}", error) from error
 
 
+def takes_model(function: Callable[..., Any]) -> bool:
+    """Return whether a function of the project has a parameter `model`."""
+    try:
+        return "model" in inspect.signature(function).parameters
+    except ValueError:  # A function written in C can lack a signature.
+        return False
+
+
 class _DataSets(dict[str, Any]):
     """The data sets that are passed to the training function."""
 

@@ -238,8 +238,13 @@ def _plan_system(
             StageKind.SYSTEM,
             SYSTEM,
             section,
-            {"section": write_section(section), "content": probe.system(section), **operators},
-            needs=["export"],
+            {
+                "section": write_section(section),
+                "content": probe.system(section),
+                "framework": pipeline.export.framework,
+                **operators,
+            },
+            needs=["export", "train"],  # the source can take the trained model
             tools=probe.tools("runtimes", "onnxruntime"),
             variant=EXPORT,
             # User code can crash a process, and can be edited during the run.

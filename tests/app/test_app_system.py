@@ -148,6 +148,20 @@ def test_comparison_with_differing_step_fails_decision_at_first_step(project: Pr
     )
 
 
+def test_comparison_passes_trained_model_to_source_with_parameter_model(project: Project) -> None:
+    file = project.settings.root / "project.py"
+    text = CODE.replace("def predict(row):", "def predict(row, model):")
+    text = text.replace("-x", 'ReferenceEvaluator(str(model)).run(None, {"x": x})[0]')
+    file.write_text(f"from onnx.reference import ReferenceEvaluator\n{text}")
+
+    result = execute(project, prepare_pipeline(project, StageKind.SYSTEM))
+
+    assert not result.errors
+    stored = project.context.store.read(must(result.outcomes["system"].manifest)["results.json"])
+    verdicts = {one.step: one.verdict for one in codec.loads(stored, tuple[SystemResult, ...])}
+    assert verdicts == dict.fromkeys(("read", "scale", "output", "label", "answer"), "pass")
+
+
 @pytest.mark.nightly
 def test_release_passes_with_agreeing_steps_and_fails_with_differing_step(project: Project) -> None:
     passed = run(project)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.pipeline import Stage, SystemComparison
 from onnx_ops.domain.system_comparison import DeployedStep
-from onnx_ops.measure.files import MODEL, checkout_files, put_document
+from onnx_ops.errors import UserError
+from onnx_ops.measure.files import MODEL, TRAINED, checkout_files, put_document
 from onnx_ops.measure.parity import REFERENCE_TARGET
 from onnx_ops.measure.system_inputs import list_raw_inputs
 from onnx_ops.measure.system_judgement import SystemRequest, judge_target, write_results
 from onnx_ops.measure.system_parity import System, SystemStep
-from onnx_ops.measure.user_functions import importable, load_function
+from onnx_ops.measure.user_functions import importable, load_function, takes_model
 from onnx_ops.pipeline.stage_settings import SYSTEM_EXAMPLE, read_reference_operators
 from onnx_ops.ports import Context
 from onnx_ops.reporting.system_parity import build_example
@@ -39,8 +41,12 @@ def execute(
     named = [replace(one, name=one.name.removeprefix(f"{context.root}/")) for one in raw]
     with Scratch() as folder, importable(context.root):
         model = checkout_files(context.store, inputs["export"], MODEL, folder) / MODEL_FILE
+        system = _load_system(section, model, context.root)
+        if takes_model(system.predict):
+            trained = _load_trained(stage, inputs["train"], context, folder / "trained")
+            system = replace(system, predict=partial(system.predict, model=trained))
         request = SystemRequest(
-            system=_load_system(section, model, context.root),
+            system=system,
             inputs=named,
             total=total,
             targets=(target,),
@@ -60,6 +66,24 @@ def execute(
             SYSTEM_EXAMPLE: put_document(context.store, example),
         }
     )
+
+
+def _load_trained(stage: Stage, trained: Manifest, context: Context, folder: Path) -> object:
+    """Return the model that the project trained in this run, as its exporter loads it.
+
+    Raises:
+        UserError: the model can only be loaded in the environment of its exporter.
+    """
+    framework = str(stage.settings["framework"])
+    exporter = context.exporter(framework)
+    if exporter.requirements:
+        raise UserError(
+            f"the trained model cannot be passed to the source: {framework} runs in an environment "
+            "of its own",
+            where="system.source",
+            remedy="Leave out the parameter `model`, and load the model in the function.",
+        )
+    return exporter.load(checkout_files(context.store, trained, TRAINED, folder))
 
 
 def _load_system(section: SystemComparison, model: Path, root: Path) -> System:
