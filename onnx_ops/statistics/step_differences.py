@@ -62,7 +62,7 @@ def _find_differing_pair(reference: Any, value: Any) -> tuple[Any, Any] | None:
 def _explain_numbers(expected: Any, given: Any, source: Any) -> str:
     kinds = expected.dtype.kind, given.dtype.kind
     if kinds[0] in "USO" or kinds[1] in "USO":
-        return ""
+        return _explain_text_arrays(expected, given)
     wide = all(
         array.dtype.kind in "iu" and array.dtype.itemsize >= 4 for array in (expected, given)
     )
@@ -72,6 +72,16 @@ def _explain_numbers(expected: Any, given: Any, source: Any) -> str:
         return ""
     before = source if isinstance(source, np.ndarray) else None
     return explain_arrays(expected, given, before)
+
+
+def _explain_text_arrays(expected: Any, given: Any) -> str:
+    """Return the likely cause of the first difference of two arrays of texts."""
+    if expected.size != given.size:
+        return ""
+    for one, other in zip(expected.ravel().tolist(), given.ravel().tolist(), strict=True):
+        if one != other and isinstance(one, str) and isinstance(other, str):
+            return explain_texts(one, other)
+    return ""
 
 
 def _name_kind(value: Any) -> str:

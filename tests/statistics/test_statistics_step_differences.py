@@ -152,3 +152,13 @@ def test_differs_in_answer_compares_labels_and_large_changes_of_scores() -> None
     assert not differs_in_answer({"label": 1, "score": 0.9}, {"label": 1, "score": 0.89})
     assert differs_in_answer({"label": 1, "score": 0.9}, {"label": 2, "score": 0.9})
     assert differs_in_answer(np.array([0.9, 0.1]), np.array([0.6, 0.4]))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("the app crashes", "case"), (" The app crashes\n", "white space")]
+)
+def test_explain_difference_of_text_arrays_names_cause(text: str, words: str) -> None:
+    expected = np.array([["Equal"], ["The app crashes"]], dtype=object)
+
+    assert words in explain_difference(expected, np.array([["Equal"], [text]], dtype=object))
+    assert explain_difference(expected, np.array([[text]], dtype=object)) == ""
