@@ -75,7 +75,7 @@ def _load_trained(stage: Stage, trained: Manifest, context: Context, folder: Pat
         UserError: the model can only be loaded in the environment of its exporter.
     """
     framework = str(stage.settings["framework"])
-    exporter = context.exporter(framework)
+    exporter = context.exporter(framework, None)
     if exporter.requirements:
         raise UserError(
             f"the trained model cannot be passed to the source: {framework} runs in an environment "
