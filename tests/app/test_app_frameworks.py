@@ -38,7 +38,7 @@ HEAVY = (
 )
 GATES = {"digits-mlp": ("gates=[{kind: parity}, {kind: metric, name: accuracy, min: 90%}]",)}
 """Gates without latency, because tests share their machine with each other."""
-ELSEWHERE = ("digits-cnn",)
+ELSEWHERE = ("digits-cnn", "drawn-shapes")
 """Pipelines that other tests run."""
 
 
