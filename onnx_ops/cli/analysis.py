@@ -20,7 +20,7 @@ DELETE_EVERY_S = 6 * 3600.0
 
 analysis = make_group(
     "analysis",
-    "Judge rollouts that Argo Rollouts, Flagger or a script move.",
+    "Judge rollouts that Argo Rollouts, Flagger or a script advances.",
     "onnx-ops analysis serve analysis.yaml",
 )
 
@@ -37,7 +37,7 @@ def analysis_serve(
         typer.Option(
             "--listen",
             metavar="HOST:PORT",
-            help="Address, instead of `listen` in the file; port 0: any.",
+            help="Address to bind, instead of `listen` in the file; port 0: any free port.",
             show_default=False,
         ),
     ] = "",

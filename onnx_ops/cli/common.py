@@ -186,7 +186,7 @@ def _describe_error(error: Exception, function: str) -> OnnxOpsError:
         why = f"{type(error).__name__}{place}: {quoted(error)}"
         remedy = (
             f"This is a bug of onnx-ops {version('onnx-ops')}: report it with this message and "
-            "the files."
+            "your input files."
         )
         shown = InternalError(
             "the command ended unexpectedly", where=command, why=why, remedy=remedy

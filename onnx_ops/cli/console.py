@@ -18,7 +18,7 @@ from onnx_ops.plugins import EXTRAS, require
 
 def console(
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Address to bind; port 0: any.")
+        str, typer.Option(metavar="HOST:PORT", help="Address to bind; port 0: any free port.")
     ] = "127.0.0.1:8660",
     interval: Annotated[
         str,

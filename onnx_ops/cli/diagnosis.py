@@ -136,7 +136,8 @@ def _packages(project: Project) -> Iterator[Diagnosis]:
             # distribution of ONNX Runtime is installed.
             continue
         ok = SpecifierSet(wanted).contains(Version(installed), prereleases=True)
-        yield _finding(name, installed, ok=ok, remedy=f"pip install '{name}{wanted}': {breaks}")
+        remedy = f"Run pip install '{name}{wanted}': {breaks}."
+        yield _finding(name, installed, ok=ok, remedy=remedy)
     for extra, purpose in EXTRAS.items():
         missing = plugins.absent(plugins.EXTRAS[extra])
         yield _optional(f"extra {extra}", missing, f"not installed; needed for {purpose}")
@@ -251,7 +252,7 @@ def _state(project: Project) -> Iterator[Diagnosis]:
     state = project.settings.state
     parent = state if state.exists() else state.parent
     found = str(state) if state.exists() else f"{state} (created by the first run)"
-    remedy = f"Make {parent} writable, or set ONNX_OPS_STATE."
+    remedy = f"Make {parent} writable, or set ONNX_OPS_STATE to another folder."
     yield _finding("state folder", found, ok=os.access(parent, os.W_OK), remedy=remedy)
     if "://" in project.settings.ledger:
         # Write permissions of a remote store can only be checked by writing to it.

@@ -141,7 +141,7 @@ def history(
         typer.Option("--limit", "-n", min=1, help="Show only the N most recent entries."),
     ] = None,
     traffic: Annotated[
-        bool, typer.Option("--traffic", help="Only changes of traffic, drawn as bars.")
+        bool, typer.Option("--traffic", help="Show only traffic changes, as bars.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -334,7 +334,8 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
                 indent=2,
             )
             say(
-                f"onnx-ops reconcile {state.endpoint} tries again; rollback --withdraw cancels it",
+                f"`onnx-ops reconcile {state.endpoint}` retries it; "
+                f"`onnx-ops rollback --withdraw {state.endpoint}` cancels it",
                 indent=2,
             )
         _print_answer(status)
@@ -567,7 +568,7 @@ def _orphan_report(survey: OrphanSurvey, hint: str = "") -> None:
                 )
             )
         print_table(("endpoint", "provider", "what", "name", "costs", "why it is not needed"), rows)
-    say(f"{len(survey.orphans)} orphans at providers.")
+    say(f"{_count(len(survey.orphans), 'orphan')} at providers.")
     for endpoint in survey.silent:
         print_text(
             "[yellow]{}: its provider does not answer; there may be more.[/yellow]", endpoint
@@ -602,11 +603,17 @@ def _print_freed(verb: str, plan: PrunePlan, version_count: int) -> None:
     """Print the numbers and sizes of removed versions, model folders and objects."""
     size = sum(folder.size_bytes for folder in plan.folders) / 1e6
     say(
-        f"{verb} {version_count} versions, and {len(plan.folders)} model folders on this machine "
-        f"({size:.1f} MB)."
+        f"{verb} {_count(version_count, 'version')}, and "
+        f"{_count(len(plan.folders), 'model folder')} on this machine ({size:.1f} MB)."
     )
     size = sum(stored.size_bytes for stored in plan.contents) / 1e6
-    say(f"{verb} {len(plan.contents)} unreferenced objects in the store ({size:.1f} MB).")
+    objects = _count(len(plan.contents), "unreferenced object")
+    say(f"{verb} {objects} in the store ({size:.1f} MB).")
+
+
+def _count(number: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _describe_version(model: str, version: ListedVersion, what: str, now: float) -> tuple[str, ...]:

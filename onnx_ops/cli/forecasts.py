@@ -53,13 +53,17 @@ def forecast(
         str,
         typer.Option(
             metavar="PERCENT",
-            help="A/B test: results that clients report, for each request.",
+            help="A/B test: share of requests for which clients report a result.",
             show_default=False,
         ),
     ] = "",
     success: Annotated[
         str,
-        typer.Option(metavar="PERCENT", help="A/B test: share of successes.", show_default=False),
+        typer.Option(
+            metavar="PERCENT",
+            help="A/B test: share of successes among reported results.",
+            show_default=False,
+        ),
     ] = "",
     window: Annotated[
         str, typer.Option(metavar="DURATION", help="How long the traffic is measured.")

@@ -89,7 +89,7 @@ def inspect(
 
     if bool(set_) != bool(output):
         raise UserError(
-            "--set and --output belong together",
+            "--set and --output must be given together",
             remedy="For example: --set license=MIT --output new.onnx",
         )
     if serve:
@@ -124,7 +124,10 @@ def _write_with_metadata(model: Path, output: Path, entries: Sequence[str]) -> N
             raise UserError(f"{entry!r} is not KEY=VALUE", where="--set", remedy=remedy)
         values[key] = value
     if not output.parent.is_dir():
-        raise UserError("the folder of --output does not exist", where=str(output.parent))
+        remedy = "Create the folder, or choose another."
+        raise UserError(
+            "the folder of --output does not exist", where=str(output.parent), remedy=remedy
+        )
     write_copy(model, output, values)
 
 

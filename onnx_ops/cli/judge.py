@@ -137,7 +137,7 @@ def judge(
         ),
     ] = None,
     rows: Annotated[
-        int, typer.Option(min=1, max=100_000, help="Rows to compare answers on.")
+        int, typer.Option(min=1, max=100_000, help="Number of rows on which answers are compared.")
     ] = 128,
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of generated rows and of the order of runs.")
@@ -332,8 +332,11 @@ def _check_models(
         remedy = "Name your own code: --system package.module:predict."
         raise UserError("the option needs --system", where=name, remedy=remedy)
     if candidate is None:
-        remedy = "Name both files: onnx-ops judge A.onnx B.onnx, or a system: --system."
-        raise UserError("the model that is to replace it is missing", where="judge", remedy=remedy)
+        remedy = (
+            "Run `onnx-ops judge A.onnx B.onnx`, or compare one model with your own code: "
+            "`onnx-ops judge A.onnx --system package.module:predict --files PLACE`."
+        )
+        raise UserError("the candidate is missing", where="judge", remedy=remedy)
     return candidate
 
 
@@ -369,10 +372,11 @@ def _describe_origin(
         source = f"{data}, labels {labels}" if labels else f"{data}, without labels"
         return f"{len(supplied)} of {source}" if supplied.rows else f"one request of {source}"
     if samples.rows:
-        return f"{len(samples)} generated from the graph (seed {seed}); for real rows: --data"
+        text = f"{len(samples)} generated from the graph (seed {seed})"
+        return f"{text}; pass real rows with --data FILE"
     count = 1 + len(samples.further)
     text = f"none: {count} requests generated from the graph (seed {seed})"
-    return f"{text}; for a real request: --data"
+    return f"{text}; pass a real request with --data FILE"
 
 
 def _parse_options(only: str | None, batch: str, files: Mapping[str, str | None]) -> list[int]:

@@ -39,8 +39,8 @@ def build_heading(
         )
     if _have_other_answers(judgement):
         notes.append(
-            "B must compute the same as A; if B was trained again, its task metric decides: "
-            "--retrained, --data and --labels"
+            "B must compute the same as A; if B was trained again, judge its task metric with "
+            "--retrained --data FILE --labels NAME"
         )
     several = len(judgement.targets) > 1
     times = []

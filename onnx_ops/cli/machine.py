@@ -185,7 +185,9 @@ def serve(
         str, typer.Option(help="Address to bind; beyond loopback only behind a proxy.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the inference API.")] = 8080,
-    admin_port: Annotated[int, typer.Option(help="Port of the admin API on loopback; 0: any.")] = 0,
+    admin_port: Annotated[
+        int, typer.Option(help="Port of the admin API on loopback; 0: any free port.")
+    ] = 0,
     follow: Annotated[
         str,
         typer.Option(

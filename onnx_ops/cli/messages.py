@@ -153,7 +153,7 @@ def _report_webhook(report: WebhookReport, *, as_json: bool) -> None:
     if as_json:
         print_json({**codec.to_json(report), "ok": report.ok})
     else:
-        say(f"{report.name} -> {report.url}: {', '.join(report.did) or 'as it should be'}")
+        say(f"{report.name} -> {report.url}: {', '.join(report.did) or 'no change was needed'}")
         say(f"{report.arrived} of {report.tests} test deliveries arrived", err=not report.ok)
         if not report.ok:
             remedy = report.remedy or "check the log of the receiver"

@@ -51,7 +51,7 @@ def quantize(
         Path | None,
         typer.Option(help="Calibration rows: .npz, arrays by input name.", show_default=False),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Rows to calibrate on.")] = 256,
+    samples: Annotated[int, typer.Option(min=1, help="Number of rows to calibrate on.")] = 256,
     calibration_method: Annotated[
         str, typer.Option(help="Calibration method: minmax, entropy, percentile.")
     ] = "minmax",
@@ -63,7 +63,7 @@ def quantize(
         typer.Option("--option", metavar="NAME=VALUE", help="Option of the method, e.g. bits=4."),
     ] = None,
     per_channel: Annotated[
-        bool, typer.Option(help="One scale per output channel of a weight.")
+        bool, typer.Option(help="Use one scale per output channel of a weight.")
     ] = True,
     tuning_data: Annotated[
         Path | None,
@@ -297,7 +297,9 @@ def _parse_budget(texts: list[str]) -> Budget:
         name, _, value = text.partition("=")
         if name not in hints:
             known = ", ".join(f.name for f in fields(Budget))
-            raise UserError(f"a budget has no {name!r}", where="--budget", why=f"it has {known}")
+            raise UserError(
+                f"a budget has no limit {name!r}", where="--budget", why=f"it has {known}"
+            )
         unit = next((part.unit for part in _parts(hints[name]) if isinstance(part, Unit)), None)
         try:
             values[name] = (

@@ -79,7 +79,11 @@ def explain(
             verdict_markup(decision.verdict),
             decision.reason,
         )
-        same = "the same verdict" if again.reproduced else f"signed was {signed.verdict.value}"
+        same = (
+            "the same verdict"
+            if again.reproduced
+            else f"the signed verdict was {signed.verdict.value}"
+        )
         say(f"Judged again from stored evidence: {same}. Signature {again.signature}.")
         hardware, runtime = again.evidence.hardware, again.evidence.runtime
         used = ", ".join(runtime.used) if runtime is not None else "unknown"
@@ -218,7 +222,7 @@ def reconcile(
         return
     if listen is not None:
         raise UserError(
-            "--listen goes with --watch",
+            "--listen needs --watch",
             remedy="onnx-ops reconcile --watch --listen 127.0.0.1:8650",
         )
     context = open_project().context
@@ -262,7 +266,7 @@ def report(
             "--output",
             "-o",
             metavar="FILE",
-            help="Default: MODEL-VERSION.html.",
+            help="File to write. Default: MODEL-VERSION.html.",
             show_default=False,
         ),
     ] = None,

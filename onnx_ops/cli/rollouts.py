@@ -304,12 +304,16 @@ def rollback(
         ),
     ] = None,
     to: Annotated[
-        str | None, typer.Option("--to", metavar="VERSION", help="Default: the previous version.")
+        str | None,
+        typer.Option(
+            "--to", metavar="VERSION", help="Version to restore. Default: the previous one."
+        ),
     ] = None,
     reason: Reason = "",
     actor: Actor = "",
     all_: Annotated[
-        bool, typer.Option("--all", help="All endpoints of --model, and of --target if given.")
+        bool,
+        typer.Option("--all", help="Roll back all endpoints of --model, or those on --target."),
     ] = False,
     model: Annotated[
         str, typer.Option("--model", help="With --all: a registered model.", show_default=False)
@@ -588,7 +592,8 @@ def _finish(
         if delivery.error:
             say(f"{delivery.notifier}: not sent: {delivery.error}", err=True)
     return {
-        name: f"Registry aliases are pending: {why}\n  later: onnx-ops reconcile {name}"
+        name: f"Registry aliases are pending: {why}\n"
+        f"  To update them later: onnx-ops reconcile {name}"
         for name, why in reasons.items()
         if why
     }
@@ -608,7 +613,10 @@ def _hand_over(
     if pending_names:
         log, command = state / "registry.log", f"onnx-ops reconcile {' '.join(pending_names)}"
         work[log] = ("reconcile", "--retry", "15min", *pending_names)
-        text = f"Registry aliases will be updated in the background (log: {log}); or now: {command}"
+        text = (
+            f"Registry aliases will be updated in the background (log: {log}). "
+            f"To update them now: {command}"
+        )
         if absent(EXTRAS["mlflow"]):
             hint = install_hint(*EXTRAS["mlflow"])
             text = (

@@ -188,7 +188,7 @@ def _repair_webhook(project: Project, watcher: WatchLoop) -> None:
     except OnnxOpsError as error:
         watcher.emit("", WatchEventKind.WEBHOOK, why=str(error))
         return
-    did, why = "", "no webhook is installed: `onnx-ops webhooks install --url URL`"
+    did, why = "", "no webhook is installed; run `onnx-ops webhooks install --url URL`"
     if report is not None:
         did = ", ".join(report.did)
         why = f"{report.url} works" if report.ok else f"{report.problem}. {report.remedy}".strip()

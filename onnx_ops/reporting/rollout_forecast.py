@@ -270,10 +270,12 @@ def _describe_step_harm(found: HarmForecast, step: StepForecast, policy: Rollout
     text = f"{name}: detected after {format_time(found.median_s)}"
     if found.most_s is not None:
         text += f", in 95 % of rollouts after {format_time(found.most_s)}"
-    text += f"; {100 * found.undetected:.0f} % leave the step before"
+    text += f"; {100 * found.undetected:.0f} % leave the step without detection"
     limit = "shadow.min_requests" if step.step.kind == "shadow" else "min_requests"
     if found.undetected > _UNDETECTED and found.needed_requests is not None:
-        return f"{text}: {limit} {_round_up(found.needed_requests):,} detects it in 95 %"
+        return (
+            f"{text}: {limit} {_round_up(found.needed_requests):,} detects it in 95 % of rollouts"
+        )
     return text
 
 

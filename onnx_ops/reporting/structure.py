@@ -48,10 +48,13 @@ def _describe_activation(measured: ActivationMeasurement) -> str:
     away = (
         ""
         if measured.departure is None
-        else f", {_times(measured.departure)} from the float export"
+        else f", distance from the float export {_times(measured.departure)}"
     )
     saturated = format_figure(measured.saturated, "1")
-    return f"{measured.tensor}: noise {_times(measured.noise)}{away}, {saturated} saturated"
+    return (
+        f"{measured.tensor}: largest rounding error {_times(measured.noise)}{away} (unit: "
+        f"step/√12), {saturated} of values saturated"
+    )
 
 
 def coverage_lines(coverage: Int8Coverage | None) -> list[str]:

@@ -258,7 +258,7 @@ def _find_structural_mismatches(
     if fixed_sizes := [f"{name} = {size}" for name, size in fixed.items() if name not in sizes]:
         why = (
             f"B accepts only {', '.join(fixed_sizes)}, but A accepts any size; to compare only at "
-            "that size: --dim"
+            "that size, set --dim NAME=SIZE"
         )
         mismatches.append(make_mismatch("*", "sizes", why))
     if trees is not None and trees.changed:
@@ -410,7 +410,7 @@ def _join_runs(raw: Sequence[Mapping[str, Any]]) -> Tensors:
                 f"output {name!r} has another shape for other rows: "
                 f"{' and '.join(map(str, sorted(shapes)[:2]))}",
                 why="its shape depends on the values of the inputs, so answers cannot be compared",
-                remedy="Supply the rows of one run: --data.",
+                remedy="Supply the rows of one run with --data FILE.",
             )
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 

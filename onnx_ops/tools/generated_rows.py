@@ -195,7 +195,7 @@ def generate_samples(
     if row_bytes > _ROW_BYTES:
         raise UserError(
             f"one row of the model's inputs takes {row_bytes / 1e9:.3g} GB",
-            remedy="Supply rows: --data.",
+            remedy="Supply rows with --data FILE.",
         )
     count = max(recipe.batch or 1, min(count, SET_BYTES // max(1, row_bytes)))
     rows, fixed = recipe.draw(np.random.default_rng(seed), count, {})

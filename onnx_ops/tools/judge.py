@@ -47,7 +47,7 @@ _METRIC_NAMES = {"ratio": "latency", **PROCESS_FIGURES}
 
 _OPTIMIZED = (
     "at graph level basic the result passes: the fault is in an optimization of ONNX Runtime, "
-    "not in the file; target file: session: {graph_level: basic}"
+    "not in the file; set `session: {graph_level: basic}` in the target file"
 )
 
 

@@ -57,7 +57,7 @@ def _explain_unknown_cost(agreement: GateResult | None, dataset: Dataset | None)
     The text includes the remedy.
     """
     if agreement is None:
-        remedy = "supply --labels and --metric, or --metric cosine for embeddings"
+        remedy = "set --labels NAME and --metric METRIC, or --metric cosine for embeddings"
         return (
             "the cost of rounding for the task is unknown: no output can be read as classes; "
             f"{remedy}"
@@ -65,9 +65,11 @@ def _explain_unknown_cost(agreement: GateResult | None, dataset: Dataset | None)
     if dataset is None:
         return (
             f"the cost of rounding for the task is unknown: {agreement.reason}, but generated rows "
-            "are not representative of yours: supply --data and --labels"
+            "are not representative of yours: set --data FILE and --labels NAME"
         )
-    return f"{agreement.reason}: only labels can show whether the task gets worse; add --labels"
+    return (
+        f"{agreement.reason}: only labels can show whether the task gets worse; set --labels NAME"
+    )
 
 
 def _judge_metric(

@@ -82,9 +82,9 @@ def test_forecast_with_json_returns_document(project: Path) -> None:
         (("p.yaml", "--rate", "0/s"), "is not a rate"),
         (("p.yaml", "--rate", "5"), "is not a rate"),
         (("p.yaml", "--rate", "5/s", "--errors", "100%"), "out of range"),
-        (("p.yaml", "--rate", "5/s", "--harm", "errors=2x"), "is not a kind of harm"),
-        (("p.yaml", "--rate", "5/s", "--harm", "cold_start=2x"), "is not a kind of harm"),
-        (("p.yaml", "--rate", "5/s", "--harm", "errors=200%"), "is not a kind of harm"),
+        (("p.yaml", "--rate", "5/s", "--harm", "errors=2x"), "is not a valid harm"),
+        (("p.yaml", "--rate", "5/s", "--harm", "cold_start=2x"), "is not a valid harm"),
+        (("p.yaml", "--rate", "5/s", "--harm", "errors=200%"), "is not a valid harm"),
     ],
 )
 def test_forecast_with_impossible_input_is_refused(

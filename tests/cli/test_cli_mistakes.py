@@ -109,7 +109,7 @@ def test_check_of_doubtful_values_adds_notes(project: Path, tmp_path: Path) -> N
         "notifier github(repository=owner/shop)",
     ]
     assert f"input x is NaN or infinite in {ROWS} of {ROWS} rows" in notes[0]
-    assert "label 3, 4 does not occur in the training data" in notes[1]
+    assert "these labels do not occur in the training data: 3, 4" in notes[1]
     assert "GITHUB_TOKEN" in notes[3]
 
 

@@ -74,5 +74,5 @@ def test_readme_first_screen_leads_to_verdict_on_own_files(tmp_path: Path) -> No
     (first,) = re.findall(r"^(\w+) int8\.onnx against fp32\.onnx on cpu-1t$", done.stdout, re.M)
     assert verdicts[first] == done.returncode, done.stderr
     assert first != "PASS", "generated rows cannot show what rounding costs"
-    assert "for real rows: --data" in done.stdout
+    assert "pass real rows with --data FILE" in done.stdout
     assert elapsed_s < MOST_S
