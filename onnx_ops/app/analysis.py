@@ -314,7 +314,7 @@ class AnalysisService:
     def _require_started(self, key: RolloutKey) -> AnalysisState:
         state = self._log.read(key)
         if state.policy is None:
-            raise NotFoundError("the rollout was not started, or is forgotten", where=key.rollout)
+            raise NotFoundError("the rollout was not started, or was deleted", where=key.rollout)
         return state
 
     def _answer(self, state: AnalysisState, *, is_ready: bool = False) -> AnalysisAnswer:

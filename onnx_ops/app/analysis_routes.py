@@ -122,7 +122,7 @@ class AnalysisRoutes:
                 return _reply(self._service.show(key))
             case "DELETE", False:
                 if not self._service.forget(key):
-                    raise NotFoundError("the rollout was not started, or is forgotten")
+                    raise NotFoundError("the rollout was not started, or was deleted")
                 return AnalysisReply(status=200, document={"forgotten": True})
             case _:
                 return _NOT_ALLOWED
@@ -233,7 +233,7 @@ def _parse_counts(body: bytes) -> ClientCounts:
     if document.interval:
         check_name(document.interval, "interval")
         if document.at is not None or document.origin:
-            raise UserError("counts of an interval have neither 'at' nor 'origin'")
+            raise UserError("counts with 'interval' must not have 'at' or 'origin'")
     sent = codec.to_json(document)
     return ClientCounts(
         stable=_make_counts(document.stable, "stable"),

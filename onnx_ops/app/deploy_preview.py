@@ -111,7 +111,7 @@ def describe_release(state: ReleaseState, section: Deploy, *, is_manual: bool) -
         return f"{name}: a release that passes is deployed first, with 100 % of traffic"
     begin = f"{name}: a release that passes is newer than {roles.stable.name}, which serves, and"
     if roles.candidate is not None:
-        begin += f" replaces {roles.candidate.name}, which is on trial, and"
+        begin += f" replaces {roles.candidate.name}, the candidate of the current rollout, and"
     return f"{begin} {_describe_first_step(section.rollout, roles.stable.name)}"
 
 

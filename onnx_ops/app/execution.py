@@ -241,8 +241,7 @@ def run_in_subprocess(
                 f"the process of the stage ended with {describe_exit(code)}",
                 where=stage.id,
                 why=tail.summary() or "the process printed nothing",
-                remedy="Run the stage again. If it crashes again, "
-                "the lines above are its last output." + output.place,
+                remedy="Run the stage again. If it crashes again, read its output." + output.place,
             )
         document = json.loads(result.read_text(encoding="utf-8"))
     if "error" in document:

@@ -680,7 +680,11 @@ def main(arguments: Sequence[str]) -> int:
 def check_options(own: Mapping[str, str], options: ServerOptions) -> None:
     """Raise UserError or RefusedError for options with which no table can be adopted."""
     if not options.endpoint:
-        raise UserError("a replica needs the name of its endpoint", where="--endpoint")
+        raise UserError(
+            "a replica needs the name of its endpoint",
+            where="--endpoint",
+            remedy="Set --endpoint NAME.",
+        )
     if not options.trusted_keys:
         raise RefusedError(
             "a replica adopts only signed tables, but there is no key to verify them",
@@ -717,8 +721,8 @@ def read_release_keys(folder: Path, trusted: str) -> TrustedKeys:
         raise RefusedError(
             "there is no public key that signs releases",
             where=f"--trusted-keys {trusted}",
-            remedy="Put NAME.pub.pem into this folder or its subfolder `release`: "
-            "`onnx-ops keys list` shows the keys.",
+            remedy="Name a folder with the file NAME.pub.pem, or with this file in its subfolder "
+            "`release`. `onnx-ops keys list` shows the files.",
         )
     return keys
 

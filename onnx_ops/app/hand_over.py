@@ -57,9 +57,9 @@ def require_new_folder(folder: Path) -> None:
     """Raise UserError if the folder for an evaluation already has content."""
     if folder.is_file() or (folder.exists() and any(folder.iterdir())):
         raise UserError(
-            "the folder for the evaluation is not empty",
+            "the evaluation needs a folder that is new or empty",
             where=str(folder),
-            remedy="Name a new folder for the evaluation.",
+            remedy="Name another folder: --hand-over FOLDER.",
         )
 
 
@@ -135,7 +135,9 @@ def read_evaluation(folder: Path, commit: str, store: Store) -> Evaluation:
             f"Its commit is {evaluation.commit[:12] or 'unknown'}, "
             f"but this checkout is at {commit[:12] or 'no commit'}."
         )
-        raise RefusedError("the evaluation was made from another commit", where=where, why=why)
+        remedy = "Evaluate and release the same commit."
+        what = "the evaluation was made from another commit"
+        raise RefusedError(what, where=where, why=why, remedy=remedy)
     _require_consistency(evaluation, where)
     _store_content(folder / _CONTENT, store)
     return evaluation

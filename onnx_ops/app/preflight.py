@@ -418,7 +418,7 @@ class Preflight:
         if new := sorted(set(np.unique(label).tolist()).difference(*known)):
             shown = ", ".join(map(str, new[:5])) + (", …" if len(new) > 5 else "")
             self.notes.append(
-                f"data.{self.draft.scored}: label {shown} does not occur in the training data"
+                f"data.{self.draft.scored}: these labels do not occur in the training data: {shown}"
             )
 
     def _note_few_rows(self) -> None:

@@ -144,7 +144,10 @@ def _machine_findings(
     findings = []
     for stage, names in _missing_packages(project, planned):
         if new := [name for name in names if name not in reported]:
-            text = f"needs {', '.join(new)}, which is not installed. {plugins.install_hint(*new)}"
+            are = "is" if len(new) == 1 else "are"
+            text = (
+                f"needs {', '.join(new)}, which {are} not installed. {plugins.install_hint(*new)}"
+            )
             findings.append(Issue(_location(pipeline, stage), text, environment=True))
     benchmarked = pipeline.benchmark.targets
     for name, why in find_unmeasurable(

@@ -106,7 +106,10 @@ def add_to_repository(root: Path, name: str, given: RepositorySource) -> Reposit
             remedy="For a new project, run onnx-ops init DIR.",
         )
     if not re.fullmatch(NAME_PATTERN, name):
-        remedy = "Use lower-case letters, digits and hyphens: --name."
+        remedy = (
+            "Set another name with `--name NAME`: lower-case letters, digits and hyphens, "
+            "beginning with a letter or digit."
+        )
         raise UserError(f"{name!r} cannot be the name of a pipeline", where="--name", remedy=remedy)
     files = dict(_list_files(root, name, given))
     written = [place for place, content in files.items() if _write_missing(root / place, content)]

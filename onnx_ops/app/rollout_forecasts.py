@@ -221,7 +221,7 @@ def _parse_harm(text: str) -> Harm:
         number = -1.0
     if name not in known or not 0 < number < (1.0001 if name in shares else 1e6):
         raise UserError(
-            f"{text!r} is not a kind of harm",
+            f"{text!r} is not a valid harm",
             where="--harm",
             remedy="For example: --harm errors=1%, --harm latency_p99=1.2x, "
             "--harm feedback=0.9x, --harm shadow=3%.",

@@ -174,7 +174,7 @@ def scaffold(folder: Path, name: str, preset: PresetName) -> tuple[str, ...]:
     _require_name(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
-            "the folder is not empty",
+            "this is not an empty folder",
             where=str(folder),
             remedy="Name a folder that is new or empty.",
         )
@@ -220,7 +220,7 @@ def _require_name(name: str) -> None:
     if keyword.iskeyword(name) or name in taken:
         package = "a package of the project's environment has this name"
         why = "the name is a keyword of Python" if keyword.iskeyword(name) else package
-        remedy = "Choose another name: --name."
+        remedy = "Choose another name with `--name NAME`."
         raise UserError(
             f"{name!r} cannot be the name of a project", where="--name", why=why, remedy=remedy
         )

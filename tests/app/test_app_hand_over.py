@@ -147,7 +147,7 @@ def test_prepare_release_of_failed_evaluation_names_its_cause(place: Path) -> No
 
 
 def test_write_evaluation_into_used_folder_raises_user_error(place: Path) -> None:
-    with pytest.raises(UserError, match="the folder for the evaluation is not empty"):
+    with pytest.raises(UserError, match="the evaluation needs a folder that is new or empty"):
         evaluate(place / "root", place / "evaluation")
 
 

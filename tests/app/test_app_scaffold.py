@@ -132,7 +132,7 @@ def test_scaffold_pipeline_contains_rollout_used_by_tutorials(tmp_path: Path) ->
 
 def test_scaffold_into_used_folder_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("mine")
-    with pytest.raises(UserError, match="the folder is not empty"):
+    with pytest.raises(UserError, match="this is not an empty folder"):
         scaffold(tmp_path, "fraud", "sklearn")
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
