@@ -199,7 +199,8 @@ def _check_target(draft: Draft, name: str, target: Target) -> Iterator[Issue]:
         if (value := getattr(export, key)) > limit:
             yield Issue(
                 ("export", key),
-                f"target '{name}' accepts {key} <= {limit}, not {value}; set export.{key}",
+                f"target '{name}' accepts {key} <= {limit}, not {value}; "
+                f"set export.{key} to {limit} or lower",
             )
     if draft.objective.on(name) == "cost" and target.price_per_hour is None:
         remedy = f"set price_per_hour, e.g. 0.096, in the target file {name}.yaml"

@@ -64,7 +64,7 @@ class Reach:
             return ""
         is_linked = os.path.normpath(root / text).startswith(f"{os.path.normpath(root)}{os.sep}")
         what = "is a link out of the project" if is_linked else "is not below the project's root"
-        return f"'{shorten(text)}' {what}; {remedy}, or move it there"
+        return f"'{shorten(text)}' {what}; {remedy}, or move it into the project"
 
     def explain_package(self, module: str) -> str:
         """Return why functions of a module outside the project are not allowed.

@@ -39,7 +39,7 @@ ABILITIES = {
     "shadow": "compare answers on copies of requests",
     "feedback": "collect clients' feedback",
     "cold_starts": "measure a cold start before traffic",
-    "exceedances": "count requests over any latency",
+    "exceedances": "count the requests above a given latency",
 }
 
 
@@ -83,7 +83,7 @@ def check_providers(
                 )
                 message = (
                     f"{plugin} cannot {ABILITIES[need]}; "
-                    f"it can: {quote_names(sorted(able)) or 'nothing'}"
+                    f"its capabilities: {quote_names(sorted(able)) or 'none'}"
                 )
                 yield Issue((*loc, "rollout", *key), message)
         if entry.target in targets and (why := unservable(entry, targets[entry.target])):
@@ -161,13 +161,13 @@ def _check_strategy(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
     """Yield a strategy that its other keys contradict."""
     match policy.strategy:
         case "all-at-once" if len(policy.steps) > 1 or policy.ab_test or policy.shadow:
-            message = "all-at-once has one step, 100%, and neither 'shadow' nor 'ab_test'"
+            message = "strategy all-at-once has one step, 100%, and neither 'shadow' nor 'ab_test'"
         case "canary" if len(policy.steps) < 2:
-            message = "canary needs several steps, e.g. steps: [10%, 50%, 100%]"
+            message = "strategy canary needs several steps, e.g. steps: [10%, 50%, 100%]"
         case "ab_test" if not policy.ab_test:
             message = "strategy ab_test needs 'ab_test', e.g. ab_test: {duration: 7 d}"
         case "shadow" if not policy.shadow:
-            message = "shadow needs 'shadow', e.g. shadow: {fraction: 20%}"
+            message = "strategy shadow needs 'shadow', e.g. shadow: {fraction: 20%}"
         case _:
             return
     yield Issue((*where, "strategy"), message)

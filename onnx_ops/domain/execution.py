@@ -108,17 +108,17 @@ class Environment:
 
 PROVIDER_PACKAGES: Mapping[str, str] = {
     "CUDAExecutionProvider": (
-        "pip install onnxruntime-gpu, in place of onnxruntime; it needs an NVIDIA GPU."
+        "Run `pip install onnxruntime-gpu`, in place of onnxruntime; it needs an NVIDIA GPU."
     ),
     "TensorrtExecutionProvider": (
-        "pip install onnxruntime-gpu, in place of onnxruntime, and TensorRT; "
+        "Run `pip install onnxruntime-gpu`, in place of onnxruntime, and install TensorRT; "
         "it needs an NVIDIA GPU."
     ),
-    "OpenVINOExecutionProvider": "pip install onnxruntime-openvino, in place of onnxruntime.",
-    "CoreMLExecutionProvider": "pip install onnxruntime, on macOS.",
-    "DmlExecutionProvider": "pip install onnxruntime-directml, on Windows.",
+    "OpenVINOExecutionProvider": "Run `pip install onnxruntime-openvino`, in place of onnxruntime.",
+    "CoreMLExecutionProvider": "Run `pip install onnxruntime` on macOS.",
+    "DmlExecutionProvider": "Run `pip install onnxruntime-directml` on Windows.",
     "MIGraphXExecutionProvider": (
-        "pip install onnxruntime-migraphx, in place of onnxruntime; it needs ROCm."
+        "Run `pip install onnxruntime-migraphx`, in place of onnxruntime; it needs ROCm."
     ),
     "NnapiExecutionProvider": "Only builds of ONNX Runtime for Android contain this provider.",
     "XnnpackExecutionProvider": (
@@ -126,7 +126,7 @@ PROVIDER_PACKAGES: Mapping[str, str] = {
         "--use_xnnpack."
     ),
     "QNNExecutionProvider": (
-        "pip install onnxruntime-qnn, and set `package: onnxruntime_qnn` for the provider."
+        "Run `pip install onnxruntime-qnn`, and set `package: onnxruntime_qnn` for the provider."
     ),
 }
 """How to install each execution provider, as a remedy in messages."""

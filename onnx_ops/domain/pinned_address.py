@@ -124,7 +124,7 @@ def _parse_url(place: str) -> WebAddress:
     pin = _PIN.fullmatch(parts.fragment)
     if pin is None:
         raise UserError(
-            "the address is not pinned to a content",
+            "the address does not pin the content of the file",
             where=shown,
             why=f"it ends with {parts.fragment!r}" if parts.fragment else "",
             remedy="Append #sha256= and the digest of the file, which `sha256sum FILE` prints.",

@@ -196,7 +196,7 @@ class Export(PlacedAttempts):
 
     framework: Annotated[
         str,
-        doc("Exporter plugin: sklearn, torch, xgboost, tensorflow …, or onnx for a ready file."),
+        doc("Exporter plugin: sklearn, torch, xgboost, tensorflow …, or onnx for an ONNX file."),
     ]
     opset: Annotated[int, Ge(7), Le(28), doc("Opset of the default domain.")] = 18
     ir_version: Annotated[int, Ge(3), Le(14), doc("IR version of the file.")] = 10

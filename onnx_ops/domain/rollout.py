@@ -558,7 +558,7 @@ class _Rollout:
             # In an A/B test, `duration` limits the step in place of `step_timeout`.
             is_late = False
         if missing and is_late:
-            why = f"{share} and needs an operator: step_timeout is over and {missing}"
+            why = f"{share} and needs an operator: step_timeout is over ({missing})"
             return Wait(why=why, kind=WaitKind.INCONCLUSIVE)
         if missing:
             return Wait(why=f"{share}: {missing}", kind=WaitKind.ANALYZING)
@@ -662,7 +662,7 @@ def find_missing(
         and step.kind != "cold"
         and not elapsed >= policy.min_step_duration
     ):
-        return f"{elapsed:.0f} s of {policy.min_step_duration:g} s"
+        return f"{elapsed:.0f} s of min_step_duration ({policy.min_step_duration:g} s)"
     return ""
 
 

@@ -317,7 +317,7 @@ def _find_zeros(label: Array, _: Options) -> str:
     zeros = int((label == 0).sum())
     if not zeros:
         return ""
-    return f"{zeros} of {len(label)} labels are 0, and an error is no share of 0"
+    return f"{zeros} of {len(label)} labels are 0, for which a relative error is not defined"
 
 
 def _find_no_text(label: Array, _: Options) -> str:

@@ -86,14 +86,14 @@ def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
     [
         (PLAIN, "split", []),
         ("{steps: [100%]}", "", []),
-        (PLAIN, "", ["steps: provider 'local' cannot divide traffic; it can: nothing"]),
+        (PLAIN, "", ["steps: provider 'local' cannot divide traffic; its capabilities: none"]),
         (
             "{shadow: {}}",
             "split sticky",
             [
                 (
                     "shadow: provider 'local' cannot compare answers on copies of requests; "
-                    "it can: 'split', 'sticky'"
+                    "its capabilities: 'split', 'sticky'"
                 )
             ],
         ),
@@ -101,10 +101,10 @@ def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
             "{ab_test: {duration: 1 d}}",
             "split",
             [
-                "ab_test: provider 'local' cannot keep a user on one version; it can: 'split'",
+                "ab_test: provider 'local' cannot keep a user on one version; its capabilities: 'split'",
                 (
                     "ab_test.metric: provider 'local' cannot collect clients' feedback; "
-                    "it can: 'split'"
+                    "its capabilities: 'split'"
                 ),
             ],
         ),
@@ -114,8 +114,8 @@ def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
             "split",
             [
                 (
-                    "guardrails: provider 'local' cannot count requests over any latency; "
-                    "it can: 'split'"
+                    "guardrails: provider 'local' cannot count the requests above a given latency; "
+                    "its capabilities: 'split'"
                 )
             ],
         ),
@@ -131,7 +131,7 @@ def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
             [
                 (
                     "guardrails: provider 'local' cannot measure a cold start before traffic; "
-                    "it can: 'quantiles'"
+                    "its capabilities: 'quantiles'"
                 )
             ],
         ),

@@ -39,7 +39,7 @@ def test_parse_pinned_address_of_hub_returns_repository_commit_and_path() -> Non
 @pytest.mark.parametrize(
     ("place", "problem"),
     [
-        ("https://host.example/model.onnx", "not pinned to a content"),
+        ("https://host.example/model.onnx", "does not pin the content"),
         ("https://host.example/model.onnx#sha256=12", "it ends with 'sha256=12'"),
         (f"https://host.example/{PIN}", "names no file"),
         (f"http://host.example/m.onnx{PIN}", "must begin with https://"),
