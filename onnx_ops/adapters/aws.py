@@ -44,7 +44,7 @@ _NAME = re.compile(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*")
 _ATTEMPTS = 6
 API_TIMEOUT_S = 60.0
 """Seconds within which AWS must answer one request."""
-_UNAVAILABLE = (ServiceUnavailableError, "AWS does not answer as expected", "Try again later.")
+_UNAVAILABLE = (ServiceUnavailableError, "AWS cannot serve the request now", "Try again later.")
 _ERRORS_BY_CODES: Mapping[str, tuple[type[OnnxOpsError], str, str]] = {
     "ConditionalRequestConflict InternalFailure InternalServerError RequestTimeout "
     "ServiceUnavailable": _UNAVAILABLE,
@@ -206,9 +206,7 @@ def translate_errors(where: str) -> Iterator[None]:
     except NoRegionError as error:
         raise _no_region(where) from error
     except (ProfileNotFound, ParamValidationError, InvalidRegionError) as error:
-        raise UserError(
-            "AWS rejected the request as invalid", where=where, why=str(error)
-        ) from error
+        raise UserError("the request to AWS is not valid", where=where, why=str(error)) from error
     except BotoCoreError as error:
         what, why = "AWS does not answer", str(error)
         raise ServiceUnavailableError(

@@ -178,7 +178,9 @@ def fetch_token(service: str = "", api_timeout_s: float = API_TIMEOUT_S) -> str:
         if is_unanswered_token_request(error):
             raise make_token_error(error) from error
         raise RefusedError(
-            "there are no Azure credentials", why=summarize_error(error), remedy=LOGIN_REMEDY
+            "Azure credentials are missing or not accepted",
+            why=summarize_error(error),
+            remedy=LOGIN_REMEDY,
         ) from error
     except AzureError as error:
         raise ServiceUnavailableError(
@@ -224,7 +226,7 @@ def request_resource(
         method, f"{base}{path}", document, host=host, headers=headers, timeout_s=timeout_s
     )
     if isinstance(answer, str) and answer:
-        why = f"it begins with {answer[:60]!r}"
+        why = f"its answer begins with {answer[:60]!r}"
         remedy = f"Check for a proxy or a login page between this machine and {host}."
         raise ServiceUnavailableError("does not answer in JSON", where=host, why=why, remedy=remedy)
     return answer or None

@@ -305,7 +305,7 @@ class ModelFolders:
             names = ", ".join(sorted({name for name, _ in differs}))
             raise DigestMismatchError(
                 f"files do not match manifest {short_digest(manifest.digest())}: {names}",
-                remedy="The artifact was changed after it was registered; run the pipeline again.",
+                remedy="Run the pipeline again.",
             )
         # Reading the structure raises RefusedError if the model refers to files outside its folder.
         for path in sorted(folder.glob("*.onnx")):

@@ -58,7 +58,7 @@ def test_load_images_with_table_returns_columns_in_order_of_images(tmp_path: Pat
         ("file_name,class\nb.png,1\n", "no row for 'a.jpg'"),
         ("file_name,class\nb.png,1\na.jpg,0\nc.png,0\n", "'c.png', which is no image"),
         ("file_name,class\nb.png,1\na.jpg,0\na.jpg,1\n", "'a.jpg' twice"),
-        ("file_name,image\nb.png,1\na.jpg,0\n", "'image' is the array of files"),
+        ("file_name,image\nb.png,1\na.jpg,0\n", "the name 'image' is reserved"),
     ],
 )
 def test_load_images_with_unfit_table_raises_user_error(

@@ -157,7 +157,7 @@ def test_load_number_column_with_missing_marks_returns_nan(tmp_path: Path, mark:
         pytest.param(
             gzip.compress(b"a,b\n1,x\n", mtime=0),
             "t.csv",
-            ("compressed by gzip",),
+            ("compressed with gzip", "rename it to end in .csv.gz"),
             id="gzip as csv",
         ),
         pytest.param(b"PK\x03\x04" + bytes(100), "t.csv", ("Excel", "save the sheet"), id="xlsx"),

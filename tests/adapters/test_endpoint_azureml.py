@@ -178,7 +178,7 @@ def test_azureml_apply_without_quota_raises_error_and_changes_nothing(world: Wor
     world.provider.apply(world.config, state, generation=1)
     world.cloud.conditions.quota = 13
     many = config_of(world.cloud, instances=10)
-    with pytest.raises(InfrastructureError, match="10 instances needs quota for 12"):
+    with pytest.raises(InfrastructureError, match="instances: 10`, the quota must cover 12"):
         world.apply(2, many, blue=90, green=10)
     assert world.scale() == 2.0
     assert world.observed().is_equivalent(state)

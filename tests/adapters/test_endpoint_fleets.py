@@ -168,7 +168,7 @@ def test_fleet_with_changed_machine_and_same_target_is_refused(
     after = replace(before, options={**options, "instance_type": machine})
     with pytest.raises(UserError) as caught:
         fleet.provider.validate_change(before, after)
-    assert f"no decision of target {before.target} is about {machine}" in str(caught.value)
+    assert f"no decision of target {before.target} was measured for {machine}" in str(caught.value)
     assert "onnx-ops run" in caught.value.remedy
     measured = replace(after, target_digest=digest_bytes(b"the target with another machine"))
     fleet.provider.validate_change(before, measured)

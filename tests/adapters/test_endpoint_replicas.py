@@ -407,7 +407,7 @@ class TestFailures:
         site.stop(number=signal.SIGKILL)
         site.age_reports(25)
         site.apply(4, blue=100)
-        with pytest.raises(ServiceUnavailableError, match="no report that it is loaded: r1"):
+        with pytest.raises(ServiceUnavailableError, match="r1 has not reported table"):
             site.apply(5, blue=90, green=10)
 
     def test_replica_server_after_follower_kill_serves_until_takeover(

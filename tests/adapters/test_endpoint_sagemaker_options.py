@@ -268,7 +268,7 @@ def test_build_layout_with_nine_trusted_keys_raises_user_error(tmp_path: Path) -
     ).models.values()
     assert model["PrimaryContainer"]["Environment"][TRUSTED_KEYS_VARIABLE] == keys
     create_key(tmp_path / "9.pem")
-    with pytest.raises(UserError, match="trusted keys are too long"):
+    with pytest.raises(UserError, match="the trusted keys have"):
         build_layout(
             "e",
             state,

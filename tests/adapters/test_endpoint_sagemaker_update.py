@@ -131,7 +131,7 @@ def test_sagemaker_update_after_failure_without_alarm_is_retried(
     site: Site, alarmed: EndpointConfig
 ) -> None:
     unknown = replace(alarmed, options={**alarmed.options, "alarms": ["nowhere"]})
-    with pytest.raises(NotFoundError, match="CloudWatch has no alarm nowhere"):
+    with pytest.raises(NotFoundError, match="does not have these alarms: nowhere"):
         site.apply(2, unknown, green=100)
     site.fake.behave(taken_back="no capacity")
     with pytest.raises(InfrastructureError, match="no capacity") as failed:

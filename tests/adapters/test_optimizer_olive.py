@@ -102,8 +102,8 @@ def test_olive_quantizes_returns_true_only_for_precision_passes(kind: str, quant
         ({"passes": ["OnnxDynamicQuantization"]}, "the configuration has no passes"),
         ({"passes": {"a": {"precision": "int8"}}}, "a pass has no type"),
         ({"passes": {"a": [STATIC, STATIC]}}, "passes.a lists alternatives"),
-        ({"search_strategy": {"execution_order": "joint"}}, "the configuration searches"),
-        ({"engine": {"search_strategy": True}}, "the configuration searches"),
+        ({"search_strategy": {"execution_order": "joint"}}, "the configuration contains a search"),
+        ({"engine": {"search_strategy": True}}, "the configuration contains a search"),
         ({"systems": {"there": {"type": "Docker"}}}, "systems.there is not a LocalSystem"),
         (
             {"host": {"type": "LocalSystem", "user_script": "x.py"}},

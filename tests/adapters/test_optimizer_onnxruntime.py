@@ -224,7 +224,7 @@ def test_quantizer_with_ineffective_exclusion_raises_user_error(
     """
     monkeypatch.setattr(adapter._Job, "nodes_to_exclude", lambda self: ["misspelt"])
     for optimizer, section in ((DynamicQuantizer(), DYNAMIC), (StaticQuantizer(), STATIC)):
-        with pytest.raises(UserError, match="excluding second took no effect"):
+        with pytest.raises(UserError, match="excluding second had no effect"):
             optimizer.optimize(replace(perceptron, section=replace(section, exclude=("second",))))
         assert not perceptron.path.exists()
 

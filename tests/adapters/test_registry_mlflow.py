@@ -677,7 +677,7 @@ def test_registry_with_unknown_or_invalid_name_raises_user_error(
     registry.set_alias("spelled", "champion-cpu-1t", version)
     with pytest.raises(NotFoundError, match="Did you mean 'spelled'"):
         registry.version("speled", "1")
-    with pytest.raises(NotFoundError, match="'champion-cpu-1t' is an alias of 1"):
+    with pytest.raises(NotFoundError, match="'champion-cpu-1t' is an alias: name its version 1"):
         registry.version("spelled", "champion-cpu-1t")
     with pytest.raises(NotFoundError, match="Newest: 1"):
         registry.version("spelled", "7")

@@ -117,7 +117,8 @@ def test_version_rejected_by_alarm_is_deployed_again_only_with_override(scene: S
     assert [report.did for report in reports if report.did] == ["rollback", "wrote aliases"]
     state = scene.state()
     assert state.pending_rollback is None
-    assert "alarm failing fired" in str(state.find_rejection(scene.record(bad)))
+    rejection = str(state.find_rejection(scene.record(bad)))
+    assert "these alarms changed state during it: failing" in rejection
     assert CHALLENGER not in scene.aliases()
 
     # Reconcile and watch, while the alarm fires and after it has ended.

@@ -109,7 +109,10 @@ def _read_values(
 def _read_points(entry: Mapping[str, Any], points: int, place: str, where: str) -> Sequence[float]:
     """Return the values of the keypoints; zeros if the object has none."""
     values = [float(value) for value in entry.get("keypoints", ())]
-    if len(values) not in (0, points) or points % 3:
+    if points % 3:
+        what = f"{place}: an object has {points} values of keypoints, not three for each keypoint"
+        raise UserError(what, where=where)
+    if len(values) not in (0, points):
         raise UserError(
             f"{place} has {len(values)} values of keypoints instead of {points}", where=where
         )

@@ -428,7 +428,7 @@ def _read_options(section: DataSection) -> DvcOptions:
     if "://" in options.repo and urlsplit(options.repo).password is not None:
         raise RefusedError(
             "a pipeline file must not contain a password",
-            where="data.with.repo",
+            where="data.options.repo",
             why="the URL contains a password, which the stored lineage would contain too",
             remedy="Remove it from the URL; use git's credential helper or an SSH key.",
         )
@@ -525,7 +525,7 @@ def _find_commit(folder: Path, rev: str, place: str) -> str:
         raise NotFoundError(
             f"there is no revision {rev!r}" if rev else "nothing was committed yet",
             where=place,
-            why="git has no tag, branch or commit with that name",
+            why="git has no tag, branch or commit with that name" if rev else "",
             remedy="List tags and branches with `git tag` and `git branch`. A shallow clone lacks "
             "most of them: run `git fetch --tags --unshallow`, or set `fetch-depth: 0` in GitHub's "
             "checkout action.",

@@ -87,7 +87,7 @@ class DvcWorker:
             except ImportError as error:
                 remedy = (
                     "Add the package to the requirements: "
-                    "`with: {requirements: ['dvc==3.67.1', 'dvc-s3==3.3.0']}`."
+                    "`options: {requirements: ['dvc==3.67.1', 'dvc-s3==3.3.0']}`."
                 )
                 what = "DVC lacks a package for this remote"
                 raise MissingPackageError(

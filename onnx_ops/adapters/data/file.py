@@ -347,5 +347,5 @@ def _find_file(name: str, root: Path) -> Path:
         if close := difflib.get_close_matches(path.stem, names, n=1, cutoff=0.7):
             remedy = f"Did you mean {names[close[0]]!r}?"
     if os.path.isfile(f"{path}.dvc"):
-        remedy = f"Fetch it: dvc pull {path.name}.dvc; or read it from DVC: `use: dvc`."
+        remedy = f"Fetch it: dvc pull {path.name}.dvc; or read it from DVC with `source: dvc`."
     raise NotFoundError("no such file", where=str(path), remedy=remedy)

@@ -110,7 +110,11 @@ def _order_rows(columns: Mapping[str, Array], names: Sequence[str], where: str) 
         raise UserError(f"the table has no column {NAMES!r}", where=where, remedy=remedy)
     if IMAGES in columns:
         remedy = "Give the column another name."
-        raise UserError(f"{IMAGES!r} is the array of files", where=where, remedy=remedy)
+        raise UserError(
+            f"the name {IMAGES!r} is reserved for the array of the images",
+            where=where,
+            remedy=remedy,
+        )
     listed = [str(name) for name in columns[NAMES].reshape(-1).tolist()]
     places = {name: row for row, name in enumerate(listed)}
     if len(places) < len(listed):

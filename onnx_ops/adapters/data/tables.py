@@ -76,10 +76,10 @@ Above this ratio, and above 1 MiB, texts are stored as Python objects.
 """
 
 _FOREIGN = {
-    b"PK\x03\x04": "a zip archive, as Excel writes it",
-    b"\xd0\xcf\x11\xe0": "an old Excel file",
-    b"PAR1": "a Parquet file",
-    b"\x1f\x8b\x08\x00": "compressed by gzip: its name must end in .gz",
+    b"PK\x03\x04": "a zip archive, as Excel writes it; save the sheet as CSV",
+    b"\xd0\xcf\x11\xe0": "an old Excel file; save the sheet as CSV",
+    b"PAR1": "a Parquet file; rename it to end in .parquet",
+    b"\x1f\x8b\x08\x00": "compressed with gzip; rename it to end in .csv.gz",
 }
 """First bytes of files that are often renamed to CSV."""
 
@@ -223,7 +223,7 @@ def _find_dialect(head: bytes) -> _Dialect:
     """
     encoding = "utf-16" if head[:2] in _UTF16 else "utf-8-sig"
     if head[:4] in _FOREIGN:
-        raise ValueError(f"it is {_FOREIGN[head[:4]]}; save the sheet or the table as CSV")
+        raise ValueError(f"it is {_FOREIGN[head[:4]]}")
     try:
         text = head.decode(encoding, "strict" if len(head) < _HEAD_BYTES else "ignore")
     except UnicodeDecodeError as error:

@@ -437,7 +437,7 @@ def _explain_shortage(
         )
     if _QUOTA.search(text):
         remedy = (
-            f"A deployment of {instances} instances needs quota for "
+            f"For `instances: {instances}`, the quota must cover "
             f"{math.ceil(instances * SPARE)}, "
             "as Azure keeps 20% in reserve. Request more quota in the portal (Quotas, "
             "Machine learning), delete an unused deployment, or choose a smaller size."
@@ -469,7 +469,10 @@ def _ml_client(workspace: Workspace | None, answer_s: float, *, registry: str = 
             **build_timeouts(answer_s),
         )
     except LookupError as error:
-        raise InfrastructureError("the Azure cloud is unknown", why=str(error)) from error
+        remedy = "Correct the name of the cloud: az cloud list --output table."
+        raise InfrastructureError(
+            "the name of the Azure cloud is unknown", why=str(error), remedy=remedy
+        ) from error
     # azure-ai-ml 1.35.2 prints a dot at each poll, which would break the JSON output of onnx-ops.
     # Its check of a registry model only logs a message, but first creates a client of the registry
     # and waits minutes for an answer. No option turns off the dots or the check; the check is from

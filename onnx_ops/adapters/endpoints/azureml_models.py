@@ -165,8 +165,7 @@ class AzureModels:
                     f"the registry contains another model with the name {model}",
                     where=where,
                     why=f"its manifest is {manifest}",
-                    remedy="The model was created manually: choose another registry, "
-                    "or archive the model.",
+                    remedy="Choose another registry, or archive the model that it contains.",
                 )
             return path
         asset = self._ensure_asset(name, deployment)

@@ -101,8 +101,7 @@ def verify_files(deployment: Deployment) -> dict[str, Path]:
             f"the files of {deployment.name} do not match its manifest "
             f"{short_digest(deployment.manifest)}",
             where=str(folder),
-            why=f"their digest is {short_digest(digest)}: they were changed after they were "
-            "verified",
+            why=f"their digest is {short_digest(digest)}",
             remedy="Remove the folder; the files are then fetched again.",
         )
     return {name: folder / name for name in manifest}

@@ -201,8 +201,8 @@ class FleetEndpoints(ReplicaEndpoints):
         options = self.read_options(config)
         if not fleet.is_equivalent(build_fleet_state(config, options)):
             yield (
-                f"the fleet is not one deployment with control {options.control} "
-                f"and reports {options.reports}"
+                "the cloud runs another fleet than one deployment with the options "
+                f"`control: {options.control}` and `reports: {options.reports}`"
             )
         yield from fleet.drift
 
@@ -221,8 +221,7 @@ class FleetEndpoints(ReplicaEndpoints):
                 error.what,
                 where=error.where,
                 why=error.why,
-                remedy="Change the options that caused it, such as `image`: this change is not "
-                "tried again.",
+                remedy="Change the options, such as `image`: this change is not retried.",
             ) from error
 
     def _wait_until_loaded(
@@ -314,7 +313,7 @@ class TrafficModes(EndpointProvider):
         if was != desired and before.target_digest == after.target_digest:
             target = after.target
             raise UserError(
-                f"no decision of target {target} is about {desired}",
+                f"no decision of target {target} was measured for {desired}",
                 where=after.endpoint,
                 why=f"the machine changes from {was} to {desired}, and the target has not changed: "
                 f"its decisions were measured for {was}",

@@ -499,7 +499,7 @@ class ReplicaEndpoints(EndpointProvider):
             return (
                 False,
                 "signing is off, so this process cannot sign tables",
-                "Set `signing`, and create a key with `onnx-ops keys`.",
+                'Set `signing = "required"`, and create a key with `onnx-ops keys new`.',
             )
         trusted = () if self._keys is None else self._keys.keys()
         found = f"{short_digest(signer.key)} signs tables"
@@ -820,20 +820,20 @@ class ReplicaEndpoints(EndpointProvider):
                         why=why,
                     )
             missing[:] = [
-                one.status.replica
+                f"{one.status.replica} has not reported table {table.number}"
                 for one in registered
                 if (one.status.adopted or TableNumber(0)) < table.number
             ]
             if not registered:
-                missing.append("no replica reports")
+                missing.append("no replica is registered")
             return not missing
 
         if not wait_until(is_loaded, _PREPARE_S, self._get_pause_s(config)):
             raise ServiceUnavailableError(
                 "some replicas have not loaded the new version",
                 where=config.endpoint,
-                why=f"no report that it is loaded: {', '.join(missing)}",
-                remedy="Start these replicas, or wait until they are no longer registered: "
+                why="; ".join(missing),
+                remedy="Start the replicas, or wait until missing ones are no longer registered: "
                 "see `onnx-ops status`.",
             )
 

@@ -142,7 +142,7 @@ def _check_bucket(s3: Any, bucket: str) -> Finding:
     if code == "403":
         return (
             False,
-            f"s3://{bucket} is not permitted",
+            f"access to s3://{bucket} is denied",
             "Permit s3:ListBucket, s3:GetObject and s3:PutObject on the bucket.",
         )
     if code:
@@ -177,7 +177,7 @@ def _check_image(connect: Clients, image: str) -> Finding:
             f"Run `aws ecr create-repository --repository-name {repository}`, "
             f"then `docker push {image}`."
         )
-        return False, f"there is no {repository}", remedy
+        return False, f"ECR has no repository {repository}", remedy
     if code:
         return False, f"{repository} has no {match['digest'] or tag}", f"docker push {image}"
     return (True, image, "") if answer["imageDetails"] else (False, f"{image} is not described", "")
@@ -190,7 +190,7 @@ def _check_pull(iam: Any, role: str, image: str) -> Finding:
     """
     match = _ECR.fullmatch(image)
     if match is None:
-        return True, "not checked for an image that is not in ECR", ""
+        return True, "checked only for images in ECR", ""
     _, partition, _, _, account, *_ = role.split(":")
     arn = (
         f"arn:{partition}:ecr:{match['region']}:{match['account']}:repository/{match['repository']}"
@@ -308,6 +308,9 @@ def _check_quota(quotas: Any, options: SageMakerOptions) -> Finding:
         return False, f"Service Quotas has no quota '{name}'", remedy
     return (
         limits[0] >= needed,
-        f"the quota is {limits[0]:g} {options.instance_type}; an update needs up to {needed}",
+        (
+            f"the quota is {limits[0]:g} instances of {options.instance_type}; "
+            f"an update needs up to {needed}"
+        ),
         remedy,
     )

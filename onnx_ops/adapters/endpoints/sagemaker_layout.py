@@ -181,7 +181,8 @@ def _require_possible(endpoint: str, state: EndpointState, options: SageMakerOpt
     elif len(state.deployments) > 10:
         problem = "an endpoint can have at most ten variants"
     elif len(set(variants)) != len(variants):
-        problem = f"two deployments would have the same variant: {', '.join(sorted(variants))}"
+        repeated = sorted({name for name in variants if variants.count(name) > 1})
+        problem = f"several deployments would have the same variant name: {', '.join(repeated)}"
     if problem:
         raise UserError(f"SageMaker does not support this state: {problem}", where=endpoint)
 
@@ -191,7 +192,8 @@ def _model_request(
 ) -> dict[str, Any]:
     if len(trusted_keys) > _VALUE_CHARACTERS:
         raise UserError(
-            "the trusted keys are too long for the environment of a container",
+            f"the trusted keys have {len(trusted_keys)} characters, and an environment variable "
+            f"of a container can have {_VALUE_CHARACTERS}",
             remedy="Retire old keys.",
         )
     environment = format_option_variables(options)

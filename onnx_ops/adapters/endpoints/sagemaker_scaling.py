@@ -175,5 +175,9 @@ def _variant_names(description: Mapping[str, Any]) -> list[str]:
 def _describe(target: Mapping[str, Any] | None, policy: Mapping[str, Any] | None) -> str:
     if target is None:
         return "none"
-    tracked = "nothing" if policy is None else f"{policy['TargetValue']:g} invocations per minute"
-    return f"{target['MinCapacity']} to {target['MaxCapacity']} instances by {tracked}"
+    tracked = (
+        "without a scaling policy"
+        if policy is None
+        else f"at {policy['TargetValue']:g} invocations per minute"
+    )
+    return f"{target['MinCapacity']} to {target['MaxCapacity']} instances {tracked}"

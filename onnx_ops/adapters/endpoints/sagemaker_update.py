@@ -290,7 +290,7 @@ class EndpointUpdate:
         if firing:
             endpoint = self._client.endpoint
             raise InfrastructureError(
-                f"alarm {', '.join(firing)} is firing and cannot guard an update",
+                f"these alarms are firing and cannot guard an update: {', '.join(firing)}",
                 where=endpoint,
                 remedy=f"Wait until no alarm fires, or run `onnx-ops rollback {endpoint}`, "
                 "which alarms do not stop.",
@@ -315,7 +315,8 @@ class EndpointUpdate:
         changed = [name for name, state in before.items() if now.get(name, state) != state]
         if changed:
             raise AlarmRollbackError(
-                f"SageMaker reverted the update: alarm {', '.join(changed)} fired",
+                "the update did not take effect, and these alarms changed state during it: "
+                f"{', '.join(changed)}",
                 where=self._client.endpoint,
                 why=_failure_reason(description or {}),
                 remedy=_TAKEN_BACK,
@@ -329,9 +330,9 @@ class EndpointUpdate:
             alarms = describe_alarms(self._client.clients("cloudwatch"), self._alarms)
         if missing := sorted(set(self._alarms) - set(alarms)):
             raise NotFoundError(
-                f"CloudWatch has no alarm {', '.join(missing)}",
+                f"CloudWatch does not have these alarms: {', '.join(missing)}",
                 where=self._client.endpoint,
-                remedy="Create the alarm in CloudWatch, as `infra/aws` does, or correct `alarms`.",
+                remedy="Create the alarms in CloudWatch, as `infra/aws` does, or correct `alarms`.",
             )
         states = {}
         for name in self._alarms:

@@ -580,7 +580,10 @@ class HuggingfaceExporter(TorchExporter):
         if len(names) != 1 or not hasattr(transformers, names[0]):
             remedy = "Install the version of transformers that wrote the folder."
             raise UserError(
-                f"transformers has no architecture {names}", where="config.json", remedy=remedy
+                "the file must name exactly one architecture of the installed transformers",
+                where="config.json",
+                why=f"it names {', '.join(names) or 'none'}",
+                remedy=remedy,
             )
         model_class = getattr(transformers, names[0])
         return model_class.from_pretrained(

@@ -188,10 +188,9 @@ class IsolatedProcess:
             f"its process {how} before it could {do}",
             where=self._where,
             why=output or "it printed nothing",
-            remedy="The lines above are the last output of the process. "
-            f"Its memory limit is {self._memory / 1e9:.1f} GB: "
-            "see `env.memory`. "
-            "Or try another version of a package: see `env.requirements`.",
+            remedy=f"Increase `env.memory` if the process needs more than "
+            f"{self._memory / 1e9:.1f} GB, "
+            "or set another version of a package in `env.requirements`.",
         )
 
 

@@ -94,7 +94,7 @@ class CloudWatchMetrics(MetricsSource):
         with translate_errors(config.endpoint):
             description = connect("sagemaker").describe_endpoint(EndpointName=config.endpoint)
             if (status := description["EndpointStatus"]) != "InService":
-                what = "the endpoint is being changed; its counts restart"
+                what = "the endpoint is not in service; its counts restart"
                 raise ServiceUnavailableError(what, where=config.endpoint, why=status)
             now = parsedate_to_datetime(
                 description["ResponseMetadata"]["HTTPHeaders"]["date"]

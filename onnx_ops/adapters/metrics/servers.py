@@ -84,7 +84,7 @@ def _check(counts: Sequence[Counts], config: EndpointConfig) -> None:
     if len({each.origin for each in counts}) < len(counts):
         why = "two addresses lead to the same server; each server needs its own address"
     elif len({each.bounds_s for each in counts}) > 1:
-        why = "the servers run different releases of onnx-ops"
+        why = "the servers count latencies with different bounds, as different releases do"
     elif any(len(splits) > 1 for splits in _find_splits(counts).values()):
         why = "the servers split users differently"
     if why:

@@ -230,7 +230,7 @@ class _CleanupOptimizer(Optimizer):
         before, after = (sum(1 for _ in iterate_nodes(model)) for model in (source, derived))
         sizes = [read_model_info(path).size_bytes for path in (request.source, request.path)]
         effect = (
-            f"nothing to simplify: the graph still has {before} nodes"
+            f"the graph still has {before} nodes"
             if before == after
             else f"{before} nodes became {after}"
         )

@@ -249,7 +249,7 @@ class Fp16Optimizer(Optimizer):
         }
         if lost := sorted(set(excluded) - float_nodes):
             raise UserError(
-                f"excluding {', '.join(lost)} took no effect",
+                f"excluding {', '.join(lost)} had no effect",
                 where=f"variant {request.section.name}",
                 why="another node uses the same weights in float16",
                 remedy="Exclude that node too.",

@@ -185,8 +185,7 @@ def _used(config: Any, where: str) -> Mapping[str, Json]:
     flat = {**config.get("engine", {}), **config}
     if flat.get("search_strategy"):
         what = (
-            "the configuration searches: the result depends on the speed of the machine that runs "
-            "the search"
+            "the configuration contains a search, whose result depends on the speed of the machine"
         )
         raise UserError(
             what,

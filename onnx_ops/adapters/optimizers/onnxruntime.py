@@ -301,10 +301,11 @@ def _quantize(
     if ignored := find_quantized_nodes(sorted(excluded), derived, _REWRITTEN_GEMM):
         names = sorted(name for name, heirs in job.excluded.items() if set(heirs) & set(ignored))
         raise UserError(
-            f"excluding {', '.join(names)} took no effect",
+            f"excluding {', '.join(names)} had no effect",
             where=f"variant {section.name}",
-            why="the quantizer cannot leave this node in float",
-            remedy="Exclude the node that has the weights, or remove this node from `exclude`.",
+            why="the quantizer cannot leave such a node in float",
+            remedy="Exclude the node that has the weights, or leave the excluded node out of "
+            "`exclude`.",
         )
     given = read_structure(request.source)
     # If the source is already quantized, names of some weights in the source also end in

@@ -415,7 +415,7 @@ class MlflowRegistry:
                         model, models, f"Registered: {', '.join(models[:10]) or 'none'}"
                     )
                 elif version in (aliases := self.aliases(model)):
-                    remedy = f"{version!r} is an alias of {aliases[version]}"
+                    remedy = f"{version!r} is an alias: name its version {aliases[version]} instead"
                 else:
                     newest = client.search_model_versions(f"name = '{model}'", max_results=10)
                     remedy = (

@@ -38,7 +38,7 @@ _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _PROBE_S = 5
 _MODEL_URI = re.compile(r"models:/(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[^/@]+))")
-_ARTIFACT_REMEDY = "Find out who changed the artifacts in MLflow, and register the release again"
+_ARTIFACT_REMEDY = "Check who can change artifacts in MLflow, and register the release again"
 
 _ARTIFACT_SCHEMES = frozenset(
     (
@@ -98,7 +98,9 @@ class MlflowConnection:
             raise UserError(
                 "this MLflow tracking URI cannot be used",
                 where=self.shown,
-                why="MLflow 3 no longer supports file stores as a registry",
+                why="MLflow 3 no longer supports file stores as a registry"
+                if self._kind in ("", "file")
+                else f"onnx-ops does not support the scheme {self._kind}",
                 remedy="Write http://HOST:PORT, or a database such as sqlite:///mlflow.db",
             )
         require("mlflow", where="registry")

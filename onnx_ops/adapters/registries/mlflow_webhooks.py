@@ -55,7 +55,8 @@ _SERVER_ERROR = 500
 _STATUS_HINTS = {
     401: "The receiver has a different secret: run `onnx-ops webhooks install --url URL` on the "
     "receiver's machine.",
-    400: "The clocks of MLflow's server and of the receiver differ by minutes.",
+    400: "Compare the clocks of MLflow's server and of the receiver, which must agree within "
+    "minutes.",
     404: "Another program listens at the address, or the path does not end in /webhooks/mlflow.",
 }
 
@@ -171,7 +172,7 @@ class MlflowWebhooks:
         if unread := sum(status >= _SERVER_ERROR for status in statuses):
             problem = (
                 f"{unread} of {_READS} requests for the webhooks failed: "
-                "MLflow's workers cannot read the secret"
+                "some workers of MLflow may have another encryption key"
             )
             return replace(report, problem=problem, remedy=KEY_REMEDY)
         for number in range(TEST_DELIVERIES):

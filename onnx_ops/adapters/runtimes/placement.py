@@ -215,7 +215,10 @@ class GuardedRuntime(OnnxRuntime):
                 "or set a lower `graph_level` in the target."
             )
             if crash.timed_out:
-                what, remedy = "ONNX Runtime did not finish in time", "Raise --timeout."
+                what, remedy = (
+                    "ONNX Runtime did not finish in time",
+                    "Raise the limit with --timeout SECONDS.",
+                )
             raise MeasurementError(
                 what, where=model.name, why=crash.reason, remedy=remedy
             ) from None

@@ -30,7 +30,7 @@ def read_key(path: Path) -> EcdsaSigner:
             "the signing key cannot be read",
             where=str(path),
             why=error.strerror or "",
-            remedy="Create a key with `onnx-ops init`, or set the right file in the settings",
+            remedy="Create a key with `onnx-ops keys new`, or correct the setting `signing_key`",
         ) from error
     return EcdsaSigner(pem, str(path))
 
