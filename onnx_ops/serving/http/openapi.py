@@ -21,7 +21,7 @@ from onnx_ops.serving.inference.tensors import DATATYPE_OF
 Schema = dict[str, Any]
 
 _ERRORS = {
-    "400": "The request does not fit the model; the message names the tensor.",
+    "400": "The request is not valid or does not fit the model; the message names the problem.",
     "403": "The Host or Origin header is not allowed.",
     "404": "The model, version or deployment does not exist.",
     "413": "The body is larger than the server's limit.",
@@ -29,7 +29,8 @@ _ERRORS = {
     "422": "The inputs fit the signature, but the model rejects them. Invocations get a 500.",
     "429": "The queue of the server is full.",
     "500": "The model failed on these inputs.",
-    "503": "Nothing is published yet, or the deployment is not loaded.",
+    "503": "No deployment is published or in service, the lease has expired, or too many bytes "
+    "arrive at the same time.",
     "504": "The request was queued past its deadline, or its run took too long.",
 }
 _INFERENCE_ERRORS = ("400", "404", "413", "415", "422", "429", "500", "503", "504")
@@ -126,7 +127,9 @@ def _build_paths(base: str, versions: list[str]) -> Schema:
         "/docs": _get("Page that describes the API", {**page, **_list_errors("503")}),
         "/v2": _get("Metadata of the server", _respond(_ref("Server"))),
         "/v2/health/live": _get("Liveness of the server", _respond(_object(live=_BOOLEAN))),
-        "/v2/health/ready": _get("Readiness: every deployment with traffic is loaded", readiness),
+        "/v2/health/ready": _get(
+            "Readiness: deployments with traffic are loaded, and the lease holds", readiness
+        ),
         "/v2/models/stats": _get("Statistics of all versions", _respond(_ref("Statistics"), "503")),
         "/v2/repository/index": {"post": index},
         "/ping": _get("Readiness, for SageMaker and MLflow", readiness),
@@ -163,7 +166,7 @@ def _build_inference(
         messages.REQUEST_ID_HEADER: "Copied to the response.",
         **dict.fromkeys(messages.PIN_HEADERS, "Selects a deployment by name."),
     }
-    length = "Bytes of JSON at the start of a body in the binary form."
+    length = "Number of bytes of JSON at the start of a body in the binary form."
     responses = _respond(schema, *_INFERENCE_ERRORS)
     responses["200"]["content"].update(_BINARY)
     responses["200"]["headers"] = {

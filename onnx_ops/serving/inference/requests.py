@@ -348,7 +348,7 @@ def _measure_nesting(name: str, data: Any) -> list[int]:
     shape: list[int] = []
     while type(data) is list:
         if len(shape) == _MAX_DEPTH:
-            raise UserError(f"tensor {name!r}: data is nested too deeply")
+            raise UserError(f"tensor {name!r}: data is nested more than {_MAX_DEPTH} levels deep")
         shape.append(len(data))
         data = data[0] if data else None
     return [*shape, *data.shape] if isinstance(data, LazyArray) else shape
@@ -392,7 +392,8 @@ def _read_csv(body: bytes) -> tuple[list[str], list[list[str]]]:
         # Without this error, a first line with data would be lost as column names.
         raise UserError("the first line of a table must name its columns")
     if len(set(names)) != len(names):
-        raise UserError("the table repeats a column")
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"the table repeats column {shorten(repeated)}")
     for number, row in enumerate(table[1:], start=1):
         if len(row) != len(names):
             raise UserError(f"row {number} of the table has {len(row)} cells, not {len(names)}")
@@ -417,8 +418,9 @@ def _map_columns(
     if len(signature.required) == 1:
         return {signature.get_only_input("a table"): rows}
     unknown = [name for name in columns if name not in signature.inputs]
+    missing = ", ".join(sorted(signature.required - names))
     raise UserError(
         f"the model has no input {shorten(unknown[0])}"
         if unknown
-        else "the table lacks an input of the model"
+        else f"the table lacks inputs of the model: {missing}"
     )

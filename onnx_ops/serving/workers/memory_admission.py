@@ -261,7 +261,7 @@ def _build_memory_error(
 ) -> InfrastructureError:
     names = ", ".join(deployment.name for deployment in deployments)
     return InfrastructureError(
-        f"deployment {names} does not fit into the {memory} of the server",
+        f"the {memory} of the server is too small to load {names}",
         where=deployments[0].location,
         why=why,
         remedy="Serve with fewer workers, give the server more memory, "

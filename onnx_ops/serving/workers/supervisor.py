@@ -133,7 +133,7 @@ class TablePublisher:
         current = self.state
         if current is None or state.generation > current.generation:
             return False
-        remedy = "Observe the endpoint again and decide again."
+        remedy = "Read the state of the endpoint again, and publish a newer generation."
         if state.generation < current.generation:
             raise ConflictError(
                 f"generation {state.generation} is older than the published generation "

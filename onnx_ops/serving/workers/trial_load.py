@@ -367,5 +367,5 @@ def _build_load_error(
     names = ", ".join(d.name for d in deployments)
     where = deployments[0].location
     return InfrastructureError(
-        f"deployment {names} could not be loaded", where=where, why=why, remedy=remedy
+        f"the server could not load {names}", where=where, why=why, remedy=remedy
     )

@@ -172,7 +172,7 @@ class WorkerPool:
                         raise InfrastructureError(
                             "a worker process ended whenever it loaded the state",
                             why="a trial process had loaded the state before, "
-                            "so it conflicts with other models of the worker",
+                            "so it may conflict with other models of the worker",
                             remedy="See the server's log for how the worker ended, "
                             "and publish the previous state again.",
                         )

@@ -79,7 +79,7 @@ def test_check_memory_without_enough_memory_names_need_and_workers() -> None:
     check_memory(deployments, needs, {HOST: 2863 * MIB, "1": 5 * GIB})
     with pytest.raises(InfrastructureError) as refusal:
         check_memory(deployments, needs, {HOST: 2862 * MIB, "1": 5 * GIB})
-    assert refusal.value.what == "deployment green, red does not fit into the memory of the server"
+    assert refusal.value.what == "the memory of the server is too small to load green, red"
     for words in (
         "2,863 MiB",
         "4 workers × 600 MiB",

@@ -275,7 +275,7 @@ def test_publish_of_model_beyond_available_memory_names_its_need(
     set_available(memory_root, available)
     model = large(tmp_path / "large", 128 * MIB)
     error = refused(server, model)
-    assert error["what"] == "deployment large does not fit into the memory of the server"
+    assert error["what"] == "the memory of the server is too small to load large"
     assert error["where"] == model.location
     assert [word for word in words if word not in error["why"]] == []
     assert "fewer workers" in error["remedy"]
@@ -322,10 +322,7 @@ def test_publish_of_deployment_and_shadow_checks_their_total_memory(
     set_available(memory_root, 210 * MIB)
     answer = server.publish(state, 2)
     assert answer.status == 422
-    assert (
-        answer.json()["what"]
-        == "deployment large, second does not fit into the memory of the server"
-    )
+    assert answer.json()["what"] == "the memory of the server is too small to load large, second"
     assert "in shadow processes" in answer.json()["why"]
     assert server.generation() == 1
     set_available(memory_root, 270 * MIB)
