@@ -252,7 +252,7 @@ def _remove_key(keys: Mapping[Digest, str], key: Digest | None, endpoint: str) -
     left = {digest: public for digest, public in keys.items() if digest != key}
     if keys and not left:
         raise RefusedError(
-            "the ledger does not accept any other key",
+            "the ledger accepts no other key than this one",
             where=f"ledger {endpoint}",
             remedy="Replace the key first (`onnx-ops keys rotate`), or admit another key "
             "(`onnx-ops keys admit`).",

@@ -67,7 +67,9 @@ def reevaluate(
     if missing or not targets:
         known = ", ".join(sorted(record.decisions)) or "none"
         raise NotFoundError(
-            f"there is no decision for target {missing[0] if missing else '(any)'}",
+            f"there is no decision for target {missing[0]}"
+            if missing
+            else "the version has no signed decision",
             where=f"{model}/{version}",
             remedy=f"Targets with a decision: {known}.",
         )
@@ -119,7 +121,8 @@ def reevaluate_release(
         raise NotFoundError(
             "no variant of the release has a signed decision",
             where=f"{model}/{version}",
-            remedy="Decisions are signed if the settings contain `signing = 'auto'` or 'required'.",
+            remedy="Set `signing = 'auto'` or 'required' in the settings, and run the "
+            "pipeline again.",
         )
     return {variant: reevaluate(context, model, number) for variant, number in newest.items()}
 
@@ -141,8 +144,7 @@ def load_decision_basis(
     signed = record.decisions.get(target)
     if signed is None:
         remedy = (
-            "An override permits the version, without measurements. Run its pipeline for "
-            "this target."
+            "Run its pipeline for this target. An override permits a version without measurements."
         )
         raise NotFoundError(f"there is no decision for target {target}", where=where, remedy=remedy)
     verify_envelope(signed.envelope, DecisionRecord, context.verifier(), where=where)

@@ -66,7 +66,7 @@ def require_passing_decision(
             where=where,
             why=f"it names {about.model}, {about.variant}, {short_digest(about.manifest)}, "
             f"{about.target}",
-            remedy="The tag was copied from another version. Run the pipeline again.",
+            remedy="Run the pipeline again.",
         )
     own = Attested(record=about, envelope=own.envelope)
     valid = [own, *(other for other in others if is_valid_for(other, record, target, verifier))]

@@ -143,7 +143,7 @@ def _require_approved(journal: Journal, action: Action) -> None:
                 f"the deployment was approved for {about.model} on {about.target}",
                 where=f"{config.endpoint}, which serves {config.model} on {config.target}",
                 why=f"the ledger names {deployment.name}",
-                remedy="The ledger was altered. Restore the ledger from a backup.",
+                remedy="Restore the ledger from a backup.",
             )
     for role in (action.roles.stable, action.roles.candidate):
         if (

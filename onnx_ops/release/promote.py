@@ -564,6 +564,6 @@ def _still_pending(endpoint: str, why: str) -> StillPendingError:
         "accepted, still pending: the deletion of the endpoint",
         where=endpoint,
         why=why,
-        remedy="Every `onnx-ops reconcile` and watch tries again. Withdraw the deletion with "
-        f"`onnx-ops rollback --withdraw {endpoint} --reason ...`.",
+        remedy="`onnx-ops reconcile`, also with `--watch`, retries the deletion. Withdraw it with "
+        f'`onnx-ops rollback --withdraw {endpoint} --reason "…"`.',
     )

@@ -445,7 +445,7 @@ def _require_here(journal: Journal) -> None:
     """Raise ServiceUnavailableError if a rollback here would not reach the clients."""
     config = journal.config
     if why := journal.context.provider(config.provider).explain_elsewhere(config):
-        remedy = "The next `onnx-ops reconcile` by the user of the server completes the rollback."
+        remedy = "Run `onnx-ops reconcile` as the user of the server: it completes the rollback."
         raise ServiceUnavailableError(why, where=config.endpoint, remedy=remedy)
 
 
@@ -454,10 +454,10 @@ def _still_pending(result: RollbackResult, why: str) -> StillPendingError:
         f"accepted, still pending: all traffic to {result.moved_to}",
         where=result.endpoint,
         why=why,
-        remedy="Every `onnx-ops reconcile` and watch tries again. "
-        f"Until then, {result.moved_from} is rejected. "
+        remedy="`onnx-ops reconcile`, also with `--watch`, retries the rollback. "
+        f"Until it succeeds, {result.moved_from} is rejected. "
         "Withdraw the rollback with "
-        f"`onnx-ops rollback --withdraw {result.endpoint} --reason ...`.",
+        f'`onnx-ops rollback --withdraw {result.endpoint} --reason "…"`.',
     )
 
 
@@ -517,8 +517,7 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
             "the endpoint is being deleted",
             where=config.endpoint,
             remedy=f"Complete the deletion with `onnx-ops delete {config.endpoint}`, "
-            f"or withdraw it with `onnx-ops rollback --withdraw {config.endpoint} --reason "
-            "...`.",
+            f'or withdraw it with `onnx-ops rollback --withdraw {config.endpoint} --reason "…"`.',
         )
     begun = state.open_intent.action if state.open_intent is not None else None
     if state.pending_rollback is not None:

@@ -520,7 +520,9 @@ def _describe_record(
         case MetricsRecorded():
             counts = sorted(body.reading.sum_tallies().items())
             what = "recorded metrics"
-            why = ", ".join(f"{name} {n.errors} of {n.requests} failed" for name, n in counts)
+            why = ", ".join(
+                f"{name}: {n.errors} of {n.requests} requests failed" for name, n in counts
+            )
         case ThresholdsFixed():
             what, why = "set latency thresholds", _describe_thresholds(body)
         case _:

@@ -252,7 +252,7 @@ class WatchLoop:
         else:
             is_unstable = not reports[-1].stable and not self._queue.is_closed()
             if is_unstable:
-                why = "the endpoint does not become stable: another process reverts each change"
+                why = "the endpoint does not become stable; another process may revert each change"
                 self.emit(name, WatchEventKind.TROUBLE, why=why)
             self._backoffs[name].record(
                 failed=is_unstable or any(report.refused for report in reports)
