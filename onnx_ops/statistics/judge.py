@@ -157,15 +157,15 @@ def _find_non_finite_parity(evidence: Evidence) -> Iterator[GateResult]:
         outputs = sorted((m.output, m.group) for m in _select_unsound(measurements))
         for output, group in outputs[:1]:
             yield _make_error(
-                "parity", f"output {output!r}, inputs {group!r}: a value is not a number", name
+                "parity", f"output {output!r}, inputs {group!r}: a value is not finite", name
             )
     weights = sorted(w.tensor for w in _select_unsound(evidence.weights))
     for tensor in weights[:1]:
-        yield _make_error("parity", f"weight {tensor!r}: its error is not a number", WEIGHTS.metric)
+        yield _make_error("parity", f"weight {tensor!r}: its error is not finite", WEIGHTS.metric)
     activations = sorted(a.tensor for a in _select_unsound(evidence.activations))
     for tensor in activations[:1]:
         yield _make_error(
-            "parity", f"activation {tensor!r}: a value is not a number", ACTIVATIONS.metric
+            "parity", f"activation {tensor!r}: a value is not finite", ACTIVATIONS.metric
         )
 
 
@@ -173,13 +173,13 @@ def _find_non_finite_performance(evidence: Evidence) -> Iterator[GateResult]:
     baselines = sorted(c.against for c in _select_unsound(evidence.comparisons))
     for against in baselines[:1]:
         yield _make_error(
-            "latency", f"a ratio against {against} is not a number", f"ratio vs {against}"
+            "latency", f"a ratio against {against} is not a finite number", f"ratio vs {against}"
         )
     if evidence.latency and not all(map(math.isfinite, evidence.latency.quantiles_ns.values())):
-        yield _make_error("latency", "a quantile is not a number", "quantiles")
+        yield _make_error("latency", "a quantile is not finite", "quantiles")
     for r in sorted(_select_unsound(evidence.ratios), key=lambda r: (r.figure, r.against)):
         yield _make_error(
-            find_gate_kind(r.figure), "a ratio is not a number", f"{r.figure} vs {r.against}"
+            find_gate_kind(r.figure), "a ratio is not a finite number", f"{r.figure} vs {r.against}"
         )
     for t in _select_unsound(evidence.throughput):
         yield _make_error(

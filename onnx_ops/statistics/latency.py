@@ -309,7 +309,7 @@ def explain_withheld_verdict(
     ratio = _exp(self_estimate)
     return (
         f"biased host: a model against itself has the ratio {ratio:.4g}, "
-        "which would move the interval as far"
+        "and an interval moved by this ratio reaches the limit"
     )
 
 

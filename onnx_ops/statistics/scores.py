@@ -51,14 +51,14 @@ Other keys are those of `ScoreComparison.against`.
 """
 
 _NO_SPREAD = "every row has the same score: an interval cannot be estimated"
-_NO_ERROR = "{name} has no error, so a change is no share of it"
+_NO_ERROR = "{name} has no error, so a relative change is not defined"
 _SAME_SCORES = (
     "the answers differ from those of {name}, but the scores of all rows are equal: "
     "the change has no interval"
 )
 
 _ONLY_CHANCE = (
-    "chance alone can cause the error of {name} on so few rows, so a change is no share of it"
+    "chance alone can cause the error of {name} on so few rows, so a relative change is not defined"
 )
 _IN_ORDER = frozenset({"detections", "keypoints", "masks"})
 """Kinds of answers whose rows are not sorted.

@@ -70,7 +70,7 @@ FAST = [
 @pytest.mark.parametrize(
     ("decisions", "variant", "reason"),
     [
-        ([FP32, SLOWER, UNKNOWN], "fp32", "no passing variant is faster with confidence"),
+        ([FP32, SLOWER, UNKNOWN], "fp32", "no passing variant is faster with 95 % confidence"),
         ([FP32, SLOWER, FASTER, UNKNOWN], "int4", ""),
         ([FP32, *FAST], "b", "0.6x"),
         (

@@ -245,6 +245,6 @@ def explain_labels(pairs: Sequence[tuple[Any, Any]]) -> str:
     if all(isinstance(part, int) for pair in changed.items() for part in pair):
         offsets = {theirs - ours for ours, theirs in mapping.items()}
         if len(offsets) == 1:
-            return f"label map: every class is {next(iter(offsets)):+d}"
+            return f"label map: every class number differs by {next(iter(offsets)):+d}"
     shown = ", ".join(f"{ours} becomes {theirs}" for ours, theirs in list(changed.items())[:4])
     return f"label map: {shown}"

@@ -187,7 +187,7 @@ def _explain_vocabulary(a: Sequence[int], b: Sequence[int]) -> str:
     offsets = Counter(right - left for left, right in zip(a, b, strict=True) if left != right)
     count = offsets.total()
     if len(offsets) == 1 and count > 1:
-        return f"vocabulary: {count} of {len(a)} ids are {next(iter(offsets)):+d}"
+        return f"vocabulary: {count} of {len(a)} ids differ by {next(iter(offsets)):+d}"
     unknown = Counter(y for x, y in zip(a, b, strict=True) if x != y).most_common(1)[0]
     if unknown[1] == count:
         return (

@@ -295,8 +295,8 @@ def _evaluate_shadow(copies: ShadowCounts, trial: ShadowTrial, limit: float) -> 
         limit=limit,
         compared=copies.seen,
         required=trial.min_requests,
-        rule=f"{copies.differing} of {copies.compared} differ, "
-        f"{copies.failed} failed, at most {100 * share:g} % are tolerated",
+        rule=f"{copies.differing} of {copies.compared} answers differ, "
+        f"{copies.failed} copies failed, at most {100 * share:g} % are tolerated",
     )
 
 

@@ -369,7 +369,7 @@ def _find_count_problem(counts: PairedCounts) -> str:
 def _find_score_problem(score: ScoreComparison) -> str:
     intervals = [i for i in (score.candidate, score.difference, score.ratio) if i is not None]
     if not all(i.is_finite for i in intervals):
-        return "a value is not a number"
+        return "a value is not a finite number"
     if score.n < 1 or not all(i.low <= i.estimate <= i.high for i in intervals):
         return "there are no rows, or an interval does not contain its estimate"
     return ""

@@ -289,8 +289,8 @@ def _judge_noise(gate: ParityGate, measured: Sequence[ActivationMeasurement]) ->
     worst = max(measured, key=lambda a: (a.noise, a.tensor))
     return ACTIVATIONS.make_result(
         gate,
-        f"activation {worst.tensor!r} is read back up to {worst.noise:.3g}x step/√12 from what "
-        f"was written, limit {gate.activation_noise:.4g}x, {len(measured)} activations",
+        f"the largest rounding error of activation {worst.tensor!r} is {worst.noise:.3g}x "
+        f"step/√12, limit {gate.activation_noise:.4g}x, {len(measured)} activations",
         estimate=worst.noise,
         n=sum(a.values for a in measured),
     )
@@ -351,8 +351,8 @@ def _judge_ranges(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
         + (
             ""
             if fits
-            else "; too wide, its steps are that much coarser: calibrate with rows like those of "
-            "use"
+            else "; too wide, its steps are that much coarser: calibrate with rows like those that "
+            "callers send"
         ),
         estimate=stretch,
         n=len(ranges),
@@ -396,8 +396,8 @@ def judge_source(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
             else ""
         )
         reason = (
-            f"no answer to the compared rows depends on {names}{more}: leave it out, "
-            "or look for a wrong name"
+            f"no answer to the compared rows depends on these inputs: {names}{more}; "
+            "leave them out, or look for a wrong name"
         )
         yield UNUSED_INPUTS.make_result(gate, join_lines(reason), passes=True)
     source = evidence.source
@@ -414,7 +414,7 @@ def judge_source(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
     yield ROWS.make_result(
         gate,
         f"the source is slow: it answered {source.rows} of {source.samples} rows; "
-        f"a difference in {as_percent(_RARE)} of all rows is seen with a chance of "
+        f"a difference in {as_percent(_RARE)} of all rows is detected with a probability of "
         f"{as_percent(round(detected, 2))} (`validate: {{source_time: …}}` allows more)",
         passes=True,
         n=source.rows,
@@ -432,7 +432,7 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
     rows = max(m.rows for m in measured)
     non_finite = [m.output for m in measured if not _is_finite(m)]
     if non_finite:
-        reason = f"output {min(non_finite)!r}: a value is not a number"
+        reason = f"output {min(non_finite)!r}: a value is not finite"
         result = BATCH_INVARIANCE.make_result(gate, reason, n=rows)
         yield replace(result, verdict=Verdict.ERROR, bound=None, unit="")
         return

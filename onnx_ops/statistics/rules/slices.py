@@ -310,7 +310,7 @@ def _explain(
     shown = [r for r in results if r.verdict is worst][: 1 if worst is Verdict.PASS else _NAMED]
     parts += [_describe_slice(comparison.limit, r) for r in shown]
     if skipped:
-        parts.append(f"{_count(len(skipped), 'slice')} with too few rows not judged")
+        parts.append(f"{_count(len(skipped), 'slice')} not judged because of too few rows")
     return "; ".join(parts)
 
 

@@ -368,7 +368,7 @@ def _describe_cost(chosen: _Candidate, policy: TargetObjective, *, loaded: bool)
 
 def _describe_ratio(chosen: _Candidate) -> str:
     if chosen.decision.variant == EXPORT:
-        return " and no passing variant is faster with confidence"
+        return " and no passing variant is faster with 95 % confidence"
     ratio = chosen.decision.latency_ratio
     return "" if ratio is None else f", {ratio:.3g}x the latency of {EXPORT}"
 
