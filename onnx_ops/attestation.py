@@ -331,8 +331,9 @@ class TrustedKeys:
         except (InvalidSignature, ValueError) as error:
             raise InvalidSignatureError(
                 f"the signature by key {short_digest(key)} is not valid",
-                why="the record or the signature was changed after it was signed",
-                remedy="Judge the release again with `onnx-ops run`, and find out who changed it",
+                why="the record or the signature was changed, or another key signed the record",
+                remedy="Judge the release again with `onnx-ops run`, and check who can change "
+                "the record",
             ) from error
 
     def _load(self) -> dict[Digest, EllipticCurvePublicKey]:
@@ -374,7 +375,7 @@ def build_key_error(kind: str, where: str) -> UserError:
     return UserError(
         f"this is not an ECDSA P-256 {kind} key",
         where=where,
-        remedy="`onnx-ops init` creates a pair: NAME.pem is the private key, "
+        remedy="`onnx-ops keys new` creates a pair: NAME.pem is the private key, "
         f"NAME{PUBLIC_SUFFIX} is the public key",
     )
 

@@ -208,7 +208,7 @@ def _is_scalar_union(kind: Any) -> bool:
 
 def _scalar(value: Any, kind: Any) -> Any:
     if type(value) is float and not math.isfinite(value):
-        raise TypeError(f"{value!r} is not a number")
+        raise TypeError(f"{value!r} is not a finite number")
     if type(value) in (members := union_members(kind)) or (type(value) is int and float in members):
         return value
     raise TypeError(f"{value!r} is not {kind}")
@@ -229,7 +229,7 @@ def _choice(value: Any, kind: Any) -> str:
 
 def _float(value: Any, _: Any) -> float:
     if type(value) not in (int, float) or not math.isfinite(value):
-        raise TypeError(f"{value!r} is not a number")
+        raise TypeError(f"{value!r} is not a finite number")
     return float(value)
 
 

@@ -125,7 +125,7 @@ def load(kind: str, name: str, *arguments: object) -> Any:
         raise missing_package(imported(error), where=f"{kind} plugin {name}") from error
     if not isinstance(plugin, getattr(ports, KINDS[kind])):
         raise UserError(
-            f"{point.value} is not an instance of {KINDS[kind]}",
+            f"{point.value} does not create an instance of {KINDS[kind]}",
             where=f"{kind} plugin {name}",
             remedy=f"Derive its class from onnx_ops.ports.{KINDS[kind]}.",
         )

@@ -89,7 +89,7 @@ def test_load_plugin_of_other_distribution_creates_it() -> None:
 @pytest.mark.usefixtures("installed")
 def test_load_plugin_without_base_class_raises_user_error() -> None:
     with pytest.raises(
-        UserError, match="acme_underived:Plugin is not an instance of Exporter"
+        UserError, match="acme_underived:Plugin does not create an instance of Exporter"
     ) as caught:
         plugins.load("exporters", "underived")
     assert caught.value.remedy == "Derive its class from onnx_ops.ports.Exporter."

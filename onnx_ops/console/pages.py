@@ -363,7 +363,7 @@ def list_commands(reading: EndpointReading) -> list[tuple[str, str]]:
         commands.append(("Withdraw it", f"onnx-ops rollback {name} --withdraw {why}"))
     if state.roles.candidate is not None:
         commands += [
-            ("Take the candidate back", f"onnx-ops rollout abort {name} {why}"),
+            ("Abort the rollout", f"onnx-ops rollout abort {name} {why}"),
             ("Pause at this step", f"onnx-ops rollout pause {name} {why}"),
             ("Continue after a pause", f"onnx-ops rollout resume {name} {why}"),
             ("Advance without waiting for checks", f"onnx-ops rollout advance {name} {why}"),

@@ -141,9 +141,17 @@ def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
             for prediction in predictions
         ]
     if len({(prediction.values.shape[1:], prediction.columns) for prediction in predictions}) != 1:
-        shapes = sorted({str(prediction.values.shape[1:]) for prediction in predictions})
+        forms = sorted(
+            {
+                f"{prediction.columns} scores"
+                if prediction.columns
+                else f"shape {prediction.values.shape[1:]}"
+                for prediction in predictions
+            }
+        )
         raise UserError(
-            f"the shape of the model's answers changes from batch to batch: {', '.join(shapes)}"
+            f"the form of the answer for a row differs between batches: {', '.join(forms)}",
+            remedy="Export the model with a fixed number of values for each row.",
         )
     return Prediction(
         values=np.concatenate([prediction.values for prediction in predictions]),

@@ -308,10 +308,10 @@ def explain_non_tensors(path: Path) -> str:
     )
     if not names:
         return ""
-    what = str(kinds[names[0]]).removesuffix("_type")
+    listed = ", ".join(f"{name} ({str(kinds[name]).removesuffix('_type')})" for name in names)
     return (
-        f"{', '.join(names)} is not a tensor but a {what}: an endpoint can neither accept nor "
-        "return it. Export the model with tensors."
+        f"an endpoint accepts and returns only tensors, and these values are of other kinds: "
+        f"{listed}. Export the model with tensors."
     )
 
 

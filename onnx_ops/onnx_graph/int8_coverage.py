@@ -299,7 +299,8 @@ def advise(
             if operator.setting and not (fuses_already and operator.setting == FUSE):
                 shared.setdefault((operator.reason, operator.setting), []).append(operator.name)
         for (reason, setting), names in shared.items():
-            finding = f"{len(names)} left in float: {reason}"
+            operators = "1 operator" if len(names) == 1 else f"{len(names)} operators"
+            finding = f"{operators} left in float: {reason}"
             advice.append(Advice(finding=finding, setting=setting, nodes=tuple(names)))
         if coverage.unheeded:
             finding = (
@@ -334,7 +335,7 @@ def _list_type_advice(model: onnx.ModelProto, machine: Arithmetic) -> Iterator[A
             "and answers are wrong"
         )
         setting = "options: {reduce_range: true}, or omit the option: the target then decides"
-        yield Advice(finding=f"{finding} without a message", setting=setting)
+        yield Advice(finding=f"{finding} without a warning", setting=setting)
 
 
 def _read_element_types(model: onnx.ModelProto) -> tuple[set[int], set[int]]:

@@ -41,7 +41,7 @@ def read_ort_structure(path: Path) -> onnx.ModelProto:
     except (struct.error, IndexError, ValueError, TypeError, UnicodeDecodeError) as error:
         remedy = "Recreate it from the .onnx file."
         raise UserError(
-            "a damaged file in ORT format", where=str(path), why=quoted(error), remedy=remedy
+            "the file in ORT format is damaged", where=str(path), why=quoted(error), remedy=remedy
         ) from error
 
 

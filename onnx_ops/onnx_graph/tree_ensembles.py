@@ -80,7 +80,11 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
             leaf[output] = leaf.get(output, 0.0) + weight
         width = max(outputs[2], default=0) + 1
         if width * nodes > _MOST_WEIGHTS:
-            raise UserError(f"a tree ensemble has {width} outputs", where=where)
+            what = (
+                f"a tree ensemble has {width} outputs and {nodes} nodes, and their product can be "
+                f"at most {_MOST_WEIGHTS}"
+            )
+            raise UserError(what, where=where)
         for number, grown in growing.items():
             try:
                 roots = _find_roots((*grown.splits, *grown.leaves), grown.splits)
@@ -129,7 +133,7 @@ def order_nodes(
             for output, weight in leaves.get(number, {}).items():
                 weights[place, output] = weight
     if len(features) != len(weights):
-        raise ValueError("nodes that no split leads to")
+        raise ValueError("no split leads to some of its nodes")
     return Tree(
         features=np.array(features, dtype=np.int64),
         thresholds=np.array(thresholds, dtype=np.float32),
@@ -151,7 +155,8 @@ def _grow(node: onnx.NodeProto, where: str) -> tuple[dict[int, _Growing], int]:
             grown.splits[number] = _Split(feature, float(exact), yes, no)
         else:
             raise UserError(
-                f"a tree has a split of mode {mode.decode(errors='replace')}", where=where
+                f"a tree has a split of mode {mode.decode(errors='replace')}, which is not read",
+                where=where,
             )
     return growing, len(columns[0])
 

@@ -217,7 +217,7 @@ def _server() -> str:
     raise UserError(
         "events need a Prefect server, and none is configured",
         where="PREFECT_API_URL",
-        remedy="prefect config set PREFECT_API_URL=http://HOST:4200/api",
+        remedy="Run `prefect config set PREFECT_API_URL=http://HOST:4200/api`.",
     )
 
 

@@ -81,7 +81,7 @@ def verify_delivery(
     if not _SECONDS.fullmatch(timestamp) or abs(now - int(timestamp)) > TOLERANCE_S:
         raise RefusedError(
             f"the delivery is more than {TOLERANCE_S:.0f} s old, or from the future",
-            remedy="Check the clocks.",
+            remedy="Compare the clocks of MLflow's server and of this machine.",
         )
     try:
         name = json.loads(body)["data"]["name"]

@@ -101,7 +101,10 @@ def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
             "{ab_test: {duration: 1 d}}",
             "split",
             [
-                "ab_test: provider 'local' cannot keep a user on one version; its capabilities: 'split'",
+                (
+                    "ab_test: provider 'local' cannot keep a user on one version; "
+                    "its capabilities: 'split'"
+                ),
                 (
                     "ab_test.metric: provider 'local' cannot collect clients' feedback; "
                     "its capabilities: 'split'"

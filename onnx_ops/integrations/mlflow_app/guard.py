@@ -136,7 +136,7 @@ class Guard:
             if target.name != alias:
                 raise RefusedError(
                     f"the alias must be spelled {target.name}",
-                    remedy="Some databases treat both spellings as the same alias.",
+                    why="some databases treat both spellings as the same alias",
                 )
             if record is None:
                 raise RefusedError(
@@ -306,7 +306,7 @@ class Guard:
         if key != f"{DECISION}{target}":
             raise RefusedError(
                 f"the tag must be spelled {DECISION}{target}",
-                remedy="Some databases treat both spellings as the same tag.",
+                why="some databases treat both spellings as the same tag",
             )
         keys, new = self._configuration.keys, read_decisions({key: value}).get(target)
         if keys is None or not self._counts(record, target):

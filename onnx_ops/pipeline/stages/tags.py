@@ -52,7 +52,9 @@ def _load(section: DataSection, fingerprint: str, context: Context) -> Mapping[s
     arrays = source.load(section, context.root)
     if source.fingerprint(section, context.root) != fingerprint:
         raise ConflictError(
-            "the data was changed after the run was planned", where=WHERE, remedy="Run again."
+            "the data was changed after the run was planned",
+            where=WHERE,
+            remedy="Run the pipeline again.",
         )
     return arrays
 
