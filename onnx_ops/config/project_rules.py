@@ -31,7 +31,7 @@ from onnx_ops.domain.pinned_address import find_pin_problem
 from onnx_ops.domain.pipeline import TRANSLATIONS, FileData, PluginData, SystemComparison
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import AUTO
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import ConfigError, NotFoundError, Problem, UserError
 from onnx_ops.plugins import has_extra
 
@@ -148,19 +148,24 @@ def _list_paths(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[L
         yield ("model",), draft.model
     if draft.system:
         yield from _list_system_paths(draft.system)
-    for at, name in enumerate(draft.targets):
-        for library in targets[name].custom_ops if name in targets else ():
-            if not library.package:
-                yield ("benchmark", "targets", at), library.path
+    for loc, library in _list_libraries(draft, targets):
+        if not library.package:
+            yield loc, library.path
 
 
 def _list_packages(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[Loc, str]]:
     """Yield the packages whose libraries the targets load, with their locations."""
+    for loc, library in _list_libraries(draft, targets):
+        # An extra of onnx-ops installs the package, so the user has chosen it.
+        if library.package and not has_extra(library.package):
+            yield loc, library.package
+
+
+def _list_libraries(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[Loc, CustomOps]]:
+    """Yield the libraries of operators that the targets load, with their locations."""
     for at, name in enumerate(draft.targets):
         for library in targets[name].custom_ops if name in targets else ():
-            # An extra of onnx-ops installs the package, so the user has chosen it.
-            if library.package and not has_extra(library.package):
-                yield ("benchmark", "targets", at), library.package
+            yield ("benchmark", "targets", at), library
 
 
 def _list_system_paths(section: SystemComparison) -> Iterator[tuple[Loc, str]]:

@@ -113,7 +113,9 @@ def test_build_image_decoder_returns_rgb_planes_of_rgb_rgba_and_gray_images(tmp_
 
 
 @pytest.mark.parametrize(("height", "width"), [(70, 131), (96, 96), (200, 150), (37, 40), (5, 400)])
-def test_build_image_decoder_with_letterbox_keeps_proportions_and_returns_size(height: int, width: int) -> None:
+def test_build_image_decoder_with_letterbox_keeps_proportions_and_returns_size(
+    height: int, width: int
+) -> None:
     model = build_image_decoder(96, 64, scale=1.0, letterbox=114, size_output="size")
     onnx.checker.check_model(model)
     options = ort.SessionOptions()
