@@ -254,7 +254,7 @@ def test_advise_on_float_operators_groups_them_by_reason(maker: Maker) -> None:
     OnnxRuntime().rewritten(maker.path, TARGET, rewritten)
     found = advise(maker.path, rewritten, TARGET, VNNI, coverage)
     assert found == (
-        Advice(finding="2 left in float: no pair", setting="name Gemm", nodes=("a", "b")),
+        Advice(finding="2 operators left in float: no pair", setting="name Gemm", nodes=("a", "b")),
     )
 
 
