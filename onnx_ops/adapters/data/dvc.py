@@ -148,7 +148,7 @@ class _TrackedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DvcSource(DataSource):
-    """Data sets of `use: dvc`.
+    """Data sets of `source: dvc`.
 
     Args:
         environments: folder of the environment with DVC, which is created on first use.
