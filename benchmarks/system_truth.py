@@ -2,9 +2,11 @@
 
     python -m benchmarks.system_truth [--seeds N] [--seed N] [--inputs N] [--worlds A,B]
 
-Each seed makes fresh pictures, objects, texts and sounds, and models of them. Every fault changes
-one step before or after the model. A correct system has another implementation of one to three
-steps: another decoder, NumPy instead of Pillow, float64 instead of float32, rounding or truncation.
+Each seed makes fresh pictures, objects, texts and sounds, and models of them. The worlds `shapes`
+and `tickets` are the examples `drawn_shapes` and `ticket_texts`. Every fault changes one step
+before or after the model, or the tokenizer in the model. A correct system has another
+implementation of one to three steps: another decoder, NumPy instead of Pillow, float64 instead of
+float32, rounding or truncation.
 Exits with 1 if a fault was missed, the wrong step was named, or a correct system was refused.
 """
 
@@ -14,19 +16,23 @@ import argparse
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.truth.example_systems import EXAMPLE_WORLDS
 from benchmarks.truth.systems import WORLDS, World
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.measure.system_inputs import list_raw_inputs
 from onnx_ops.measure.system_judgement import SystemJudgement, SystemRequest, judge_system
+from onnx_ops.measure.system_parity import OUTPUT
 from onnx_ops.tools.compare import REFERENCE
 
 
-def judge_world(world: World, changes: dict[str, object], count: int) -> SystemJudgement:
+def judge_world(world: World, changes: Mapping[str, object], count: int) -> SystemJudgement:
     """Judge a world with some of its steps replaced."""
     inputs, total = list_raw_inputs(world.files, count)
     runtime = OnnxRuntime()
@@ -43,8 +49,12 @@ def judge_world(world: World, changes: dict[str, object], count: int) -> SystemJ
 
 def judge_faults(world: World, count: int, counts: Counter[str]) -> None:
     """Judge every fault of a world, and print those that were missed or not explained."""
-    for step, words, wrong in world.faults:
-        judgement = judge_world(world, {step: wrong}, count)
+    cases: list[tuple[str, str, World, Mapping[str, object]]] = [
+        *((step, words, world, {step: wrong}) for step, words, wrong in world.faults),
+        *((OUTPUT, "", replace(world, model=path), {}) for path in world.models.values()),
+    ]
+    for step, words, changed, changes in cases:
+        judgement = judge_world(changed, changes, count)
         counts["faults"] += 1
         reason = next(
             (r.reason for r in judgement.decisions[0].results if r.verdict is Verdict.FAIL), ""
@@ -86,11 +96,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--correct", type=int, default=15, help="correct systems of each world")
     parser.add_argument("--worlds", help="names, separated by commas; default: all")
     options = parser.parse_args(arguments)
-    names = (options.worlds or "pictures,objects,texts,sounds").split(",")
+    names = (options.worlds or "pictures,objects,texts,sounds,shapes,tickets").split(",")
     counts: Counter[str] = Counter()
     for seed in range(options.seed, options.seed + options.seeds):
         with tempfile.TemporaryDirectory() as folder:
-            for index, make in enumerate(WORLDS):
+            for index, make in enumerate((*WORLDS, *EXAMPLE_WORLDS)):
                 if make.__name__.removeprefix("make_") not in names:
                     continue
                 random = np.random.default_rng([seed, index])

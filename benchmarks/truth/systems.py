@@ -44,6 +44,8 @@ class World:
     alternatives: Mapping[str, tuple[Step, ...]] = field(default_factory=dict)
     faults: tuple[tuple[str, str, Step], ...] = ()
     """Faults: the step, words of the right explanation, and the wrong step."""
+    models: Mapping[str, Path] = field(default_factory=dict)
+    """Models with a fault inside, by its description."""
 
     def build(self, changes: Mapping[str, Step]) -> System:
         """Return the system with some of its steps replaced."""
