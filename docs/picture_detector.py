@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
-SHOWN = ("003.jpg", "015.jpg", "016.png", "075.jpg")
+SHOWN = ("001.jpg", "008.png", "022.jpg", "075.jpg")
 SCALE, GAP = 3, 12
 STEPS = "examples.drawn_shapes"
 CLIENT = """\
