@@ -53,7 +53,7 @@ def versions_unread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("versions_unread")
-def test_plugin_version_of_package_without_distribution_names_its_provider(
+def test_version_of_package_names_distribution_that_contains_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plugins, "_packages", lambda: {"acme_runtime": ["numpy"]})

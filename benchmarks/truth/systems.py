@@ -107,7 +107,7 @@ def write_model(path: Path, text: str, weights: Mapping[str, Any]) -> Path:
     return path
 
 
-# Pictures: decode, resize, normalize; scores, label.
+# Steps of pictures. Before the model: decode, resize, normalize. After it: scores, label.
 
 
 def decode(path: str) -> Any:

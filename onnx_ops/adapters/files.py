@@ -485,6 +485,14 @@ class FsspecObjects(ObjectStore):
             yield
         except FileNotFoundError:
             raise
+        except PermissionError as error:
+            what, remedy = (
+                "the object store denied access",
+                "Check the credentials and their rights.",
+            )
+            raise ServiceUnavailableError(
+                what, where=self.place, why=str(error), remedy=remedy
+            ) from error
         except OSError as error:
             what = "the object store does not answer"
             raise ServiceUnavailableError(what, where=self.place, why=str(error)) from error

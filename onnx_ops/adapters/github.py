@@ -58,9 +58,9 @@ def validate_token(token: str, where: str) -> str:
     if token.isascii() and token.isprintable() and " " not in token:
         return token
     raise UserError(
-        "the text is not a GitHub token",
+        "the GitHub token contains a space, a line break or a character outside ASCII",
         where=where,
-        remedy="A GitHub token contains only letters, digits and underscores.",
+        remedy="Copy the token again, without quotes and line breaks.",
     )
 
 

@@ -730,5 +730,5 @@ def read_release_keys(folder: Path, trusted: str) -> TrustedKeys:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     logging.shutdown()
-    # The process exits here, since other threads can still wait for the store.
+    # A normal exit would wait for threads of clients that still wait for the store.
     os._exit(code)

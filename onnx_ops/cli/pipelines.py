@@ -522,8 +522,9 @@ def init(
     preset: Annotated[
         PresetChoice | None,
         typer.Option(
-            help="Gates on pull requests only, or releases of a model: scikit-learn (default), a "
-            "CSV table, PyTorch, or an ONNX file. With --into: ci-only or none.",
+            help="Starting point: ci-only (gates on pull requests, no releases), or releases of a "
+            "model of sklearn (default), table (CSV), torch or onnx. With --into, only ci-only is "
+            "allowed.",
             show_default=False,
         ),
     ] = None,

@@ -25,7 +25,10 @@ _ENTRY = b"RegisterCustomOps"
 def resolve_libraries(
     declared: Iterable[CustomOps], root: Path, document: Document
 ) -> tuple[tuple[CustomOps, ...], tuple[Issue, ...]]:
-    """Return the libraries of a target with absolute paths, and the issues of the others."""
+    """Return the libraries of a target with absolute paths, and the issues of all libraries.
+
+    A library is left out if it is not found in its package.
+    """
     libraries: list[CustomOps] = []
     issues: list[Issue] = []
     for index, library in enumerate(declared):

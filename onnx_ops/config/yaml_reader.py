@@ -288,13 +288,13 @@ def plain_scalar(text: str) -> str | int | float | bool | None:
         plain = text.lstrip("+-0")
         plain = f"{'-' if text[0] == '-' else ''}{plain}" if plain else "0"
         raise ValueError(
-            f"'{shorten(text)}' is ambiguous: some readers read a leading zero as octal; "
-            f"write {shorten(plain)}, or quote it to mean a text"
+            f"'{shorten(text)}' is ambiguous: some YAML parsers read a leading zero as "
+            f"octal; write {shorten(plain)}, or quote it to make it a string"
         )
     if _INT.fullmatch(text) or _OTHER_BASE.fullmatch(text):
         if len(text) > _MOST_DIGITS or not -(2**63) <= int(text, 0) < 2**63:
             raise ValueError(
-                f"the number {shorten(text)} does not fit in 64 bits; quote it to mean a text"
+                f"the number {shorten(text)} does not fit in 64 bits; quote it to make it a string"
             )
         return int(text, 0)
     if _NOT_FINITE.fullmatch(text):

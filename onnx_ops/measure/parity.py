@@ -147,7 +147,7 @@ def _drop_useless_scores(
 
 
 def _are_scores_useless(name: str, rounding: Rounding, tensors: Sequence[Tensors]) -> bool:
-    """Return whether the scores of an output do not rank the source's answers.
+    """Return whether the scores of an output give no ranking of its classes.
 
     The source's answers in float32 and in float64 are compared.
     """

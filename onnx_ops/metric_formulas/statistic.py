@@ -48,7 +48,7 @@ def mean(values: Array) -> Statistic:
 
 
 def make_mean_statistic(values: Array) -> MetricStatistic:
-    """Return the mean of one value in [0, 1] per row; a wrong row has the value 0."""
+    """Return the metric that averages one value per row, at most 1; a wrong row has 0."""
     return MetricStatistic(statistic=mean(values), reads=values, step=1 / len(values))
 
 

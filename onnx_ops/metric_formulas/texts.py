@@ -43,7 +43,7 @@ def _make_error_rate(counted: Any, answers: Array) -> MetricStatistic:
             total = weights @ units
             return np.where(total > 0, weights @ errors / total, np.nan)
 
-    # A wrong row of average length adds 1 / rows of all words or characters.
+    # If a row of average length becomes wrong, the error rate rises by 1 / rows.
     return MetricStatistic(statistic=statistic, reads=answers, step=1 / len(answers))
 
 

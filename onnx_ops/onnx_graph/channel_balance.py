@@ -296,11 +296,12 @@ def _read_factors(channels: Mapping[str, Any], count: int) -> npt.NDArray[np.flo
     """
     factors = np.ones(count, dtype=np.float32)
     for channel, exponent in channels.items():
-        if not (
-            isinstance(exponent, int) and 0 < exponent <= _LARGEST_EXPONENT and int(channel) >= 0
-        ):
+        if int(channel) < 0:
+            raise ValueError(f"{channel!r} is not the index of a channel")
+        if not (isinstance(exponent, int) and 0 < exponent <= _LARGEST_EXPONENT):
             raise ValueError(
-                f"a channel's exponent is not from 1 to {_LARGEST_EXPONENT}: {exponent!r}"
+                f"the exponent of channel {channel} is not from 1 to {_LARGEST_EXPONENT}: "
+                f"{exponent!r}"
             )
         factors[int(channel)] = 2.0**exponent
     return factors

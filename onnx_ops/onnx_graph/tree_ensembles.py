@@ -255,7 +255,7 @@ def _split_columns(
     for name, array in samples.items():
         pairs = parts[name]
         if array.dtype.kind == "i":
-            # For integers, the values are rounded outwards to the next whole numbers.
+            # Rounded outwards, the two rows of a pair stay on different sides of the threshold.
             pairs = np.where(
                 pairs > pairs.min(axis=1, keepdims=True), np.ceil(pairs), np.floor(pairs)
             )

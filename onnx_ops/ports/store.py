@@ -1,4 +1,4 @@
-"""Ports that store content, and sign or verify it."""
+"""Ports of the stores of stage results, and of signers and verifiers."""
 
 from __future__ import annotations
 

@@ -45,10 +45,12 @@ from onnx_ops.tools.task_judgement import judge_task
 
 _METRIC_NAMES = {"ratio": "latency", **PROCESS_FIGURES}
 
+_BASIC = "set `session: {graph_level: basic}` in the target file"
 _OPTIMIZED = (
-    "at graph level basic the result passes: the fault is in an optimization of ONNX Runtime, "
-    "not in the file; set `session: {graph_level: basic}` in the target file"
+    "with graph level basic, the result passes, so an optimization of ONNX Runtime causes the "
+    f"failure; {_BASIC}"
 )
+_RUNS_BASIC = f"With graph level basic, the model runs: {_BASIC}."
 
 
 def judge_candidate(request: JudgeRequest) -> Judgement:
@@ -207,7 +209,7 @@ def _find_running_level(request: JudgeRequest, target: Target) -> str:
             return False
         return True
 
-    return _OPTIMIZED if plain is not None and not runs(target) and runs(plain) else ""
+    return _RUNS_BASIC if plain is not None and not runs(target) and runs(plain) else ""
 
 
 def _with_fewer_optimizations(target: Target) -> Target | None:

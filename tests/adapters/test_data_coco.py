@@ -102,7 +102,7 @@ def test_load_missing_annotations_raises_not_found_error(root: Path) -> None:
         ({"bbox": [10, 20, -3, 8]}, "annotation 1 has a box with a negative size"),
         ({"bbox": [10, 20, 3]}, "annotation 1 has no box of four numbers"),
         ({"bbox": [10, 20, 3, float("nan")]}, "annotation 1 has no box of four numbers"),
-        ({"image_id": None}, "annotation 1 has no 'image_id'"),
+        ({"image_id": None}, "annotation 1 has no 'image_id' that is an integer or a string"),
         ({"keypoints": [1, 2]}, "annotation 1 has 2 values of keypoints"),
     ],
 )

@@ -175,7 +175,7 @@ def test_killed_deletion_leaves_whole_state_and_is_continued(
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("change", range(1, 10))
-def test_reader_during_deletion_finds_whole_state(
+def test_read_during_deletion_returns_state_before_or_after_it(
     site: AnalysisSite, monkeypatch: pytest.MonkeyPatch, change: int, after: bool
 ) -> None:
     assert site.serve_traffic(5, **SAME).verdict.verdict == "pass"

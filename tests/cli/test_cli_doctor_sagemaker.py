@@ -181,7 +181,7 @@ def test_sagemaker_diagnosis_with_wrong_options_reports_remedies(account: FakeSa
     findings = found(instance_count=2)
     assert (findings["quota"].ok, "Service Quotas" in findings["quota"].remedy) == (False, True)
     assert found(instance_type="ml.g5.xlarge")["quota"].found.startswith(
-        "Service Quotas has no quota"
+        "Service Quotas lists no value for the quota"
     )
     assert "did you mean 'instance_type'" in found(instance_typ="x")["options"].found
     assert "quota" not in found(memory="2 GiB", strategy="guarded")

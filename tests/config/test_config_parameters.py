@@ -118,7 +118,8 @@ def test_override_replaces_parameter_reference_and_can_contain_one(
           "which cannot be part of a text")),
         ("epochs: 3", "epochs: '${params:bad}'",
          ("params.yaml:9:6: train.with.epochs: '012' is ambiguous: "
-          "some readers read a leading zero as octal; write 12, or quote it to mean a text")),
+          "some YAML parsers read a leading zero as octal; "
+           "write 12, or quote it to make it a string")),
         ("max_drop: 1%", "max_drop: '${params:wide}'", "params.yaml:8:7: gates[1].max_drop: "),
     ],
 )  # fmt: skip

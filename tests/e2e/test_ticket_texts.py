@@ -34,7 +34,9 @@ def list_answering_versions(project: Project) -> set[str]:
     return {ask(project, [f"{text} {number}"])["version"] for text in TEXTS for number in range(80)}
 
 
-def test_ticket_texts_go_through_canary_and_back(fresh_project: Project) -> None:
+def test_ticket_texts_release_after_canary_and_rollback_serves_first_version(
+    fresh_project: Project,
+) -> None:
     # The import of this module imports scikit-learn.
     from examples.ticket_texts import fit
 

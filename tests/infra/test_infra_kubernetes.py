@@ -340,7 +340,9 @@ def mount_key(key: Path, folder: Path) -> Path:
 
 
 @pytest.mark.services
-def test_container_with_settings_of_manifest_gets_ready_and_ends_in_time(tmp_path: Path) -> None:
+def test_container_with_manifest_settings_becomes_ready_and_ends_within_grace_period(
+    tmp_path: Path,
+) -> None:
     site, port, log = open_site(tmp_path), free_port(), tmp_path / "log"
     scratch, work = tmp_path / "scratch", tmp_path / "work"
     scratch.mkdir()

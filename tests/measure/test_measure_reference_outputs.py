@@ -161,7 +161,7 @@ def test_reference_with_nan_compares_answers_or_records_rejection(
     assert worst(tmp_path / "m.onnx", asked).ratio <= 10
 
 
-def test_reference_of_model_with_nan_records_whether_it_passes_nan_on(tmp_path: Path) -> None:
+def test_reference_outputs_for_nan_record_whether_model_propagates_it(tmp_path: Path) -> None:
     path = write_perceptron(tmp_path / "model.onnx")
     asked = collect_reference_outputs(OnnxExporter(), str(path), path, rows(40))
     assert asked.limits.nan in ("passed on", "answered")

@@ -149,7 +149,7 @@ def test_slot_of_removed_deployment_is_reused_with_zero_counts() -> None:
         previous = current
 
 
-def test_assign_of_too_many_or_too_long_names_raises_user_error() -> None:
+def test_slot_allocator_with_too_many_or_too_long_names_raises_user_error() -> None:
     slots = SlotAllocator(SharedMetrics(1))
     with pytest.raises(UserError, match="at most 31"):
         slots.assign(table(*(f"d{number}" for number in range(SLOTS))), None)

@@ -142,7 +142,7 @@ class TestFamily:
     ) -> None:
         assert choose(decisions).variant == variant
 
-    def test_choose_with_variants_that_pass_only_alone_names_them_or_is_inconclusive(self) -> None:
+    def test_choose_with_variants_that_pass_only_uncorrected_does_not_choose_them(self) -> None:
         assert (
             "a passes the metric gate alone"
             in choose([FP32, gated("a", 0.02), *self.OTHERS]).reason

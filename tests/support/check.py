@@ -101,10 +101,9 @@ class NearTests:
         elif change.suffix == ".py":
             yield from ((1, path) for path in self._find_named(change))
             yield from self._find_importing(_name_module(change))
-            if (
-                change.parts[0] == PACKAGE
-                # The tests of the room come last: they may call a command or a plug-in by name.
-            ):
+            # Tests of the package's own folder come last: they can reach the module only through a
+            # command or a plug-in that they name.
+            if change.parts[0] == PACKAGE:
                 yield from (
                     (9, path)
                     for path in self._list_tests()

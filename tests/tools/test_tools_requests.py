@@ -132,7 +132,7 @@ def test_compare_of_voice_detector_fails_for_each_fault_and_passes_for_copy(
     assert compared(a, b).verdict is (Verdict.FAIL if fault else Verdict.PASS)
 
 
-def test_generate_samples_varies_state_and_sets_scalar_to_compared_constants(voice: Path) -> None:
+def test_generate_samples_varies_state_and_groups_set_scalar_to_each_constant(voice: Path) -> None:
     samples = samples_of(voice)
     assert samples.axes == {"input": 0, "state": 1}
     assert samples.rows["state"].shape == (40, 2, HIDDEN)

@@ -82,7 +82,8 @@ def _load(path: Path, where: str) -> dict[str, Any]:
 
 def _get(entry: Mapping[str, Any], key: str, place: str, where: str) -> Any:
     if not isinstance(entry.get(key), int | str):
-        raise UserError(f"{place} has no {key!r}: {str(dict(entry))[:80]}", where=where)
+        what = f"{place} has no {key!r} that is an integer or a string: {str(dict(entry))[:80]}"
+        raise UserError(what, where=where)
     return entry[key]
 
 

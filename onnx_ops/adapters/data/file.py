@@ -251,7 +251,7 @@ def _read_archive(
         raise UserError(
             "the file is not an .npz file of plain arrays",
             where=where,
-            why="the file contains an array of objects, which is loaded only from a pickle"
+            why="the file contains an array of Python objects, which NumPy stores as a pickle"
             if is_pickled
             else describe_error(error),
             remedy="Write it with numpy.savez, without arrays of objects; a table's name ends in "

@@ -196,7 +196,7 @@ def _find_missing_locations(options: AzureOptions) -> Iterator[tuple[str, str]]:
     for name in missing:
         yield (
             name,
-            "is needed for `traffic: table`; without a route to storage, set `traffic: native`",
+            "is needed for `traffic: table`; if instances cannot reach it, set `traffic: native`",
         )
     if not missing:
         yield from find_overlap(options.control, options.reports)

@@ -369,7 +369,8 @@ class LocalEndpoints(EndpointProvider):
         if not _NAME.fullmatch(config.endpoint):
             raise UserError(
                 f"{config.endpoint!r} cannot be the name of an endpoint",
-                remedy="Use at most 63 letters, digits, hyphens and underscores.",
+                remedy="Use at most 63 letters, digits, hyphens and underscores, beginning with a "
+                "letter or digit.",
             )
         return LocalServer(self._folder / config.endpoint, self._python)
 

@@ -305,7 +305,7 @@ def _check_quota(quotas: Any, options: SageMakerOptions) -> Finding:
         "an update runs old and new instances at the same time."
     )
     if not limits:
-        return False, f"Service Quotas has no quota '{name}'", remedy
+        return False, f"Service Quotas lists no value for the quota '{name}'", remedy
     return (
         limits[0] >= needed,
         (

@@ -428,7 +428,8 @@ def _valid_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise UserError(
             f"{name!r} is not a valid name of a registered model or variant",
-            why="a name has at most 200 letters, digits, dots, dashes, underscores and spaces",
+            remedy="Use at most 200 letters, digits, dots, dashes, underscores and spaces. Begin "
+            "with a letter or digit.",
         )
     return name
 

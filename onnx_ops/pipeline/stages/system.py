@@ -78,8 +78,8 @@ def _load_trained(stage: Stage, trained: Manifest, context: Context, folder: Pat
     exporter = context.exporter(framework, None)
     if exporter.requirements:
         raise UserError(
-            f"the trained model cannot be passed to the source: {framework} runs in an environment "
-            "of its own",
+            "the trained model cannot be passed to the source: "
+            f"{framework} runs in an isolated environment",
             where="system.source",
             remedy="Leave out the parameter `model`, and load the model in the function.",
         )

@@ -79,8 +79,8 @@ class MemoryTrimmer:
     def check(self) -> bool:
         """Trim the memory if it exceeds `TRIM_RATIO` times its smallest value.
 
-        Return whether it was trimmed. After a trim, the next one waits for a pause. Call this on a
-        thread.
+        Return whether it was trimmed. During the pause after a trim, the result is False. Do not
+        call this on the event loop, since releasing memory blocks.
         """
         resident = read_resident_bytes()
         self._least_bytes = min(self._least_bytes, resident)

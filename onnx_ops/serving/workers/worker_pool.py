@@ -171,8 +171,8 @@ class WorkerPool:
                     if not all(attempts.values()):
                         raise InfrastructureError(
                             "a worker process ended whenever it loaded the state",
-                            why="a trial process had loaded the state before, "
-                            "so it may conflict with other models of the worker",
+                            why="a trial process loaded its new deployments, so they can conflict "
+                            "with other models of the worker",
                             remedy="See the server's log for how the worker ended, "
                             "and publish the previous state again.",
                         )

@@ -117,7 +117,7 @@ def _explain_padding(
         return "padding side: the source pads on the right, the candidate on the left"
     if left is not None and ours[0] == left and theirs[0] != left:
         return "padding side: the source pads on the left, the candidate on the right"
-    return "padding: another number of padded ids"
+    return "padding: as many padding ids, but divided differently between start and end"
 
 
 def _explain_special(a: Sequence[int], b: Sequence[int]) -> str:

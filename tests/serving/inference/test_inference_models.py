@@ -179,7 +179,11 @@ def test_run_without_optional_inputs_uses_defaults(build: Callable[..., Deployme
             ],
         )
     )
-    assert list(loaded.signature.inputs) == ["x", "o", "scale"]  # weights are no inputs
+    assert list(loaded.signature.inputs) == [
+        "x",
+        "o",
+        "scale",
+    ]  # a default with several elements is a weight, not an input
     assert loaded.signature.optional == {"o", "scale"}
     x = np.ones((1, 2), np.float32)
     y, has = loaded.run(("y", "has"), {"x": x})

@@ -439,7 +439,9 @@ def test_version_that_hangs_workers_goes_out_of_service(hanging: Server) -> None
     assert list_out_of_service(hanging) == set()
 
 
-def test_selected_version_that_hangs_workers_stays_in_service(hanging: Server) -> None:
+def test_version_that_hangs_only_on_requests_that_select_it_stays_in_service(
+    hanging: Server,
+) -> None:
     for _ in range(MIN_DEATHS):
         with pytest.raises((ConnectionError, http.client.HTTPException)):
             hanging.call("POST", INFER, infer_body([1, 2]), {"azureml-model-deployment": "green"})
