@@ -253,7 +253,7 @@ def served(home: Path, **environ: str) -> Iterator[str]:
         server.start("server", "start", "--host", "127.0.0.1", "--port", str(port))
     )
     try:
-        until(server.healthy, seconds=120, what="a healthy Prefect server")
+        until(server.healthy, seconds=300, what="a healthy Prefect server")
         yield server.api
     finally:
         ended(server.started)
