@@ -103,7 +103,7 @@ def test_load_missing_annotations_raises_not_found_error(root: Path) -> None:
         ({"bbox": [10, 20, 3]}, "annotation 1 has no box of four numbers"),
         ({"bbox": [10, 20, 3, float("nan")]}, "annotation 1 has no box of four numbers"),
         ({"image_id": None}, "annotation 1 has no 'image_id' that is an integer or a string"),
-        ({"keypoints": [1, 2]}, "annotation 1 has 2 values of keypoints"),
+        ({"keypoints": [1, 2]}, "annotation 1: an object has 2 values of keypoints"),
     ],
 )
 def test_load_wrong_annotation_raises_user_error_with_its_id(

@@ -399,7 +399,7 @@ class TestFailures:
     ) -> None:
         monkeypatch.setattr(replicas, "_PREPARE_S", 2.0)
         site.apply(1, blue=100)
-        with pytest.raises(ServiceUnavailableError, match="no replica reports"):
+        with pytest.raises(ServiceUnavailableError, match="no replica is registered"):
             site.apply(2, blue=90, green=10)
         site.start()
         until(lambda: site.adopted() == TableNumber(2, 0))

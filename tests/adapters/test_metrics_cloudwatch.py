@@ -94,7 +94,7 @@ def test_cloudwatch_read_while_endpoint_is_deleted_raises_service_unavailable_er
     site.apply(1, config, blue=100)
     site.fake.behave(reads=9)
     site.client("sagemaker").delete_endpoint(EndpointName="changing")
-    with pytest.raises(ServiceUnavailableError, match="being changed"):
+    with pytest.raises(ServiceUnavailableError, match="not in service"):
         site.provider.metrics(SETTINGS).read(config, {"blue": None})
 
 

@@ -214,7 +214,7 @@ def test_github_notifier_check_reads_token_from_private_file(tmp_path: Path) -> 
     file = tmp_path / "notify.github"
     file.write_text("a token\n")
     file.chmod(0o600)
-    with pytest.raises(UserError, match="not a GitHub token"):
+    with pytest.raises(UserError, match="the GitHub token contains"):
         notifier.check()
     file.write_text(f"{TOKEN}\n")
     assert notifier.check() == "to acme/models issues at api.github.com"

@@ -87,7 +87,7 @@ def test_quantize_auto_with_unreachable_budget_writes_closest_variant(folder: Pa
         (["--tuning-data", "none.npz"], "no such file"),
         (["--tuning-data", "bare.npz"], "--label NAME"),
         (["--tuning-data", "tune.npz", "--metric", "accurracy"], "no metric is called"),
-        (["--tuning-data", "tune.npz", "--budget", "speed=5"], "a budget has no 'speed'"),
+        (["--tuning-data", "tune.npz", "--budget", "speed=5"], "a budget has no limit 'speed'"),
         (["--tuning-data", "tune.npz", "--budget", "metric_drop=0.5"], "percentage"),
         (["--tuning-data", "tune.npz", "--budget", "max_builds=0"], "above 0"),
         (["--tuning-data", "tune.npz", "--select", "best"], "there are fast, small, exact"),

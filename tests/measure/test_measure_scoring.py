@@ -462,7 +462,7 @@ class TestReading:
         assert find_column_labels(np.array(label), count, "").tolist() == list(range(count))
 
     def test_join_predictions_of_other_shapes_fails_and_prepare_label_makes_integers(self) -> None:
-        with pytest.raises(UserError, match="from batch to batch"):
+        with pytest.raises(UserError, match="differs between batches"):
             join_predictions(
                 [Prediction(values=np.ones((2, 3))), Prediction(values=np.ones((2, 4)))]
             )

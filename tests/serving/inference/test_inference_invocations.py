@@ -119,7 +119,7 @@ def test_read_invocation_with_unfit_inputs_raises_user_error() -> None:
         read({"inputs": [[1]]}, TABLE)
     with pytest.raises(UserError, match="no input 'size'"):
         read({"dataframe_records": [{"age": 1, "size": 2}]}, TABLE)
-    with pytest.raises(UserError, match="lacks an input"):
+    with pytest.raises(UserError, match="lacks inputs of the model: city"):
         read({"dataframe_records": [{"age": 1}]}, TABLE)
     with pytest.raises(UserError, match="dimension 'batch' is 2"):
         read({"inputs": {"age": [1, 2], "city": ["Bern"]}}, TABLE)
@@ -180,7 +180,7 @@ def test_read_invocation_of_csv_reads_names_from_first_line() -> None:
         (b"", "must name its columns"),
         (b"1,2,3\n4,5,6\n", "must name its columns"),
         (b"a,b,c\n", "shape"),
-        (b"a,b,a\n1,2,3\n", "repeats a column"),
+        (b"a,b,a\n1,2,3\n", "repeats column 'a'"),
         (b"a,b,c\n1,2\n", "row 1 of the table has 2 cells, not 3"),
         (b"a,b\n1,2\n", r"must have shape \[batch, 3\]"),
         (b"a,b,c\n1,2,x\n", "'x' of FP32 contains 'x'"),
