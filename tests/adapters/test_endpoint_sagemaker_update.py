@@ -94,7 +94,9 @@ def test_sagemaker_update_reverted_by_alarm_is_not_retried(
     site.fake.behave(reads=2)
     site.fake.fault()
     for generation in (2, 3):
-        with pytest.raises(AlarmRollbackError, match=r"changed state during it: failing \(.*failing"):
+        with pytest.raises(
+            AlarmRollbackError, match=r"changed state during it: failing \(.*failing"
+        ):
             site.apply(generation, alarmed, green=100)
     site.provider.roll_back(alarmed, site.state(blue=100), generation=4)
     assert updates(site) == 0
@@ -113,7 +115,7 @@ def test_sagemaker_update_with_firing_alarm_is_refused_but_rollback_succeeds(
     site.apply(2, alarmed, green=100)
     alarm_is(site, "ALARM")
     site.fake.fault()
-    with pytest.raises(InfrastructureError, match="alarms are firing .*: failing"):
+    with pytest.raises(InfrastructureError, match=r"alarms are firing .*: failing"):
         site.apply(3, alarmed, blue=100)
     assert updates(site) == 0
     site.provider.roll_back(alarmed, site.state(blue=100, green=0), generation=4)

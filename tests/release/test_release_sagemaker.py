@@ -137,7 +137,7 @@ def test_version_rejected_by_alarm_is_deployed_again_only_with_override(scene: S
     # With a signed override, the version serves, but not while the alarm fires.
     scene.alarm("ALARM")
     scene.promote(bad, override=True, reason="the alarm was about something else")
-    with pytest.raises(InfrastructureError, match="alarms are firing .*: failing"):
+    with pytest.raises(InfrastructureError, match=r"alarms are firing .*: failing"):
         scene.reconcile()
     scene.watch(3)
     assert len(scene.fake.updates("digits")) == 1

@@ -345,7 +345,9 @@ def test_rollout_waits_until_service_level_is_certified() -> None:
 
 def test_rollout_step_with_min_duration_or_approval_waits_for_it() -> None:
     baking = replace(CANARY, min_step_duration=600.0)
-    waits(due(seen(*[healthy()] * 6), baking), WaitKind.ANALYZING, "60 s of min_step_duration (600 s)")
+    waits(
+        due(seen(*[healthy()] * 6), baking), WaitKind.ANALYZING, "60 s of min_step_duration (600 s)"
+    )
     acts(due(seen(*[healthy()] * 6), baking, now=600.0), ActionKind.ADVANCE)
     asked = replace(CANARY, approval_steps=(0.1,))
     waits(due(seen(*[healthy()] * 6), asked), WaitKind.APPROVAL, "waits for approval")
@@ -376,7 +378,7 @@ def test_shadow_step_precedes_traffic_and_aborts_on_differences() -> None:
         ActionKind.ABORT,
         "shadow answers: 40 of 400 answers differ",
     )
-    acts(due(seen(copies(failed=40)), SHADOW), ActionKind.ABORT, "40 failed")
+    acts(due(seen(copies(failed=40)), SHADOW), ActionKind.ABORT, "40 copies failed")
     waits(due(seen(copies(differing=3)), SHADOW), WaitKind.ANALYZING, "not below 1 %")
 
 
