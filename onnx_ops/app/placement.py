@@ -152,7 +152,8 @@ def _list_modules(
     The stage calls these functions, and a trained model has classes of these modules.
     """
     metrics = [*settings.get("metrics", ()), *filter(None, [settings.get("metric")])]
-    definitions = [metric["definition"] for metric in metrics] + settings.get("definitions", [])
+    definitions = [metric["definition"] for metric in metrics]
+    definitions += settings.get("definitions", ())
     functions = [definition.get(key) for definition in definitions for key in ("use", "decode")]
     translations = settings.get("section", {}).get("options", {}).get(TRANSLATIONS)
     modules = set(filter(None, (*functions, settings.get("run"), translations)))
