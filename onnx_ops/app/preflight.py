@@ -6,7 +6,6 @@ Each check applies the same rule as the stage that would fail.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnx_ops import plugins
 from onnx_ops.config.document import Issue, Loc, path_text
-from onnx_ops.config.functions import find_missing_imports, list_siblings
+from onnx_ops.config.functions import find_missing_imports, has_parameter, list_siblings
 from onnx_ops.config.messages import did_you_mean
 from onnx_ops.config.project_rules import check_plugin_options
 from onnx_ops.domain.gate import MetricGate, SlicesGate
@@ -148,13 +147,25 @@ class Preflight:
             yield Issue(("model",), f"no such model: '{draft.model}'{hint}")
 
     def _system(self) -> Iterator[Issue]:
-        """Yield an issue for each missing or unreadable file of the section `system`."""
+        """Yield an issue for each problem of the section `system`.
+
+        Problems are files that are missing or cannot be read, and a source that needs a model from
+        an isolated environment.
+        """
         from onnx_ops.measure.system_inputs import list_raw_inputs
         from onnx_ops.onnx_graph.model_info import read_model_info
+        from onnx_ops.pipeline.stages.system import build_isolation_error
 
-        section, root = self.draft.system, self.context.root
+        section, root, export = self.draft.system, self.context.root, self.draft.export
         if section is None:
             return
+        if (
+            export is not None
+            and self._is_exporter_isolated()
+            and has_parameter(section.source, "model", root)
+        ):
+            error = build_isolation_error(export.framework)
+            yield Issue(("system", "source"), error.without_place())
         if section.files:
             try:
                 list_raw_inputs(root / section.files, section.rows)
@@ -201,17 +212,29 @@ class Preflight:
 
         The training function is left out if its packages are in an isolated environment.
         """
-        train, export = self.draft.train, self.draft.export
+        train = self.draft.train
         functions: list[tuple[Loc, str]] = []
-        # Another check reports a framework without an exporter.
-        plugin = self._plugin("exporters", export.framework) if train and export else None
-        if train and export and plugin is not None:
-            with contextlib.suppress(OnnxOpsError):
-                if plugins.select_environment(plugin, train.env or export.env) is None:
-                    functions.append((("train", "run"), train.run))
+        if train and self._is_exporter_isolated() is False:
+            functions.append((("train", "run"), train.run))
         if self.draft.slices and self.draft.slices.use:
             functions.append((("slices", "use"), self.draft.slices.use))
         return [*functions, *self.draft.metric_functions, *self.draft.system_functions]
+
+    def _is_exporter_isolated(self) -> bool | None:
+        """Return whether models are trained and loaded in an isolated environment.
+
+        The result is None without an exporter or a valid environment. Another check reports these
+        problems.
+        """
+        train, export = self.draft.train, self.draft.export
+        plugin = self._plugin("exporters", export.framework) if export else None
+        if export is None or plugin is None:
+            return None
+        environment = (train.env if train else None) or export.env
+        try:
+            return plugins.select_environment(plugin, environment) is not None
+        except OnnxOpsError:
+            return None
 
     def _describe_import(self, loc: Loc, module: str, text: str) -> Issue:
         """Return the issue of a missing import.

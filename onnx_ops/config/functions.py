@@ -89,6 +89,18 @@ def check_arguments(reference: str, given: Iterable[str], root: Path) -> list[tu
     return problems
 
 
+def has_parameter(reference: str, name: str, root: Path) -> bool:
+    """Return whether the function has a parameter of this name.
+
+    A decorated function, and one that is not found, count as functions without it.
+    """
+    definition = _definition(reference, root)
+    if definition is None or definition[1].decorator_list:
+        return False
+    takes = definition[1].args
+    return name in {a.arg for a in (*takes.posonlyargs, *takes.args, *takes.kwonlyargs)}
+
+
 def _list_needed(takes: ast.arguments) -> list[str]:
     """Return the parameters without a default, except the one for the data sets."""
     positional = [*takes.posonlyargs, *takes.args][1:]

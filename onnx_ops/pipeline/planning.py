@@ -233,6 +233,8 @@ def _plan_system(
     if section is None:
         return []
     operators, libraries = write_operators(pipeline, targets)
+    framework = pipeline.export.framework
+    environment = (pipeline.train.env if pipeline.train else None) or pipeline.export.env
     return [
         make_stage(
             StageKind.SYSTEM,
@@ -241,7 +243,8 @@ def _plan_system(
             {
                 "section": write_section(section),
                 "content": probe.system(section),
-                "framework": pipeline.export.framework,
+                "framework": framework,
+                "isolated": REQUIREMENTS in probe.tools("exporters", framework, environment),
                 **operators,
             },
             needs=["export", "train"],  # the source can take the trained model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,9 @@ from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import SystemResult
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import ConfigError
+from onnx_ops.errors import ConfigError, UserError
 from onnx_ops.pipeline.stages.register import read_example
+from onnx_ops.pipeline.stages.system import execute as compare_system
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.system_parity import build_example
 from onnx_ops.statistics.judge import judge
@@ -160,6 +162,32 @@ def test_comparison_passes_trained_model_to_source_with_parameter_model(project:
     stored = project.context.store.read(must(result.outcomes["system"].manifest)["results.json"])
     verdicts = {one.step: one.verdict for one in codec.loads(stored, tuple[SystemResult, ...])}
     assert verdicts == dict.fromkeys(("read", "scale", "output", "label", "answer"), "pass")
+
+
+def test_check_of_source_with_parameter_model_and_isolated_exporter_reports_source(
+    project: Project,
+) -> None:
+    change(project, "{framework: onnx}", "{framework: onnx, env: {requirements: [onnx]}}")
+    check(project, project.settings.root / "configs/pipelines/p.yaml")
+    file = project.settings.root / "project.py"
+    file.write_text(CODE.replace("def predict(row):", "def predict(row, model):"))
+    assert "only in an isolated environment" in find_problems(project)["system.source"]
+
+
+def test_comparison_with_decorated_source_and_isolated_exporter_raises_user_error(
+    project: Project,
+) -> None:
+    # The check reads source text, in which a decorator can hide the parameters.
+    file = project.settings.root / "project.py"
+    file.write_text(f"{CODE}\n\npredict = lambda row, model: 0\n")
+    prepared = prepare_pipeline(project, StageKind.SYSTEM)
+    (stage,) = (one for one in prepared.plan.stages if one.kind is StageKind.SYSTEM)
+    assert stage.settings["isolated"] is False
+    isolated = replace(stage, settings={**stage.settings, "isolated": True})
+    outcomes = execute(project, prepare_pipeline(project, StageKind.EXPORT)).outcomes
+    inputs = {name: must(outcomes[name].manifest) for name in ("train", "export")}
+    with pytest.raises(UserError, match="only in an isolated environment"):
+        compare_system(isolated, must(outcomes["export"].key), inputs, project.context)
 
 
 @pytest.mark.nightly

@@ -10,6 +10,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
+from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import Stage, SystemComparison
 from onnx_ops.domain.system_comparison import DeployedStep
 from onnx_ops.errors import UserError
@@ -68,21 +69,26 @@ def execute(
     )
 
 
+def build_isolation_error(framework: str) -> UserError:
+    """Return the error of a source with a parameter `model`, if the exporter is isolated."""
+    return UserError(
+        f"the source has a parameter `model`, but models of {framework} are loaded only in an "
+        "isolated environment",
+        where="system.source",
+        remedy="Remove the parameter, and load the model in the function.",
+    )
+
+
 def _load_trained(stage: Stage, trained: Manifest, context: Context, folder: Path) -> object:
     """Return the model that the project trained in this run, as its exporter loads it.
 
     Raises:
-        UserError: the model can only be loaded in the environment of its exporter.
+        UserError: the exporter loads models only in an isolated environment.
     """
     framework = str(stage.settings["framework"])
-    exporter = context.exporter(framework, None)
-    if exporter.requirements:
-        raise UserError(
-            "the trained model cannot be passed to the source: "
-            f"{framework} runs in an isolated environment",
-            where="system.source",
-            remedy="Leave out the parameter `model`, and load the model in the function.",
-        )
+    if stage.settings["isolated"]:
+        raise build_isolation_error(framework)
+    exporter = context.exporter(framework, Environment(isolated=False))
     return exporter.load(checkout_files(context.store, trained, TRAINED, folder))
 
 
