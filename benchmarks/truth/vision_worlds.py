@@ -7,9 +7,10 @@ the numbers of its images.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,11 +23,18 @@ from onnx_ops.metric_formulas.detection import (
     make_precision_statistic,
     make_recall_statistic,
     match_boxes,
+    match_keypoints,
 )
 from onnx_ops.statistics.scores import CANDIDATE
 
 SIDE = 12
 """Height and width of masks."""
+POINTS = np.array([[0.5, 0.1], [0.1, 0.4], [0.9, 0.4], [0.3, 0.9], [0.7, 0.9]])
+"""Places of the keypoints in the box of an object, as shares of its width and height."""
+SIGMAS = (0.15,) * len(POINTS)
+
+Populate: TypeAlias = Callable[[Random, Any], tuple[Any, Mapping[str, Any]]]
+"""Draws the objects of all images, and the detections of two models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,16 +153,48 @@ def select_images(matches: Matches, images: Any) -> Matches:
     )
 
 
-def make_street_world(name: str, street: Street, metric: str, iou: float | None) -> World:
+def populate_poses(street: Street, random: Random, effect: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Draw objects with keypoints, and the detections of two models.
+
+    One of five keypoints is invisible. An object whose keypoints are all invisible is ignored.
+    """
+    label, answers = populate_street(street, random, effect)
+    size = label[..., 2:4] - label[..., :2]
+    crowd, area = np.zeros(size.shape[:2]), 0.5 * size.prod(axis=-1)
+    visible = 2 * (random.random((*size.shape[:2], len(POINTS))) < 0.8)
+    objects = [label, crowd[..., None], area[..., None], _place_points(label, 0, visible, random)]
+    detections = {
+        side: _place_points(boxes, street.jitter, np.ones((*boxes.shape[:2], len(POINTS))), random)
+        for side, boxes in answers.items()
+    }
+    return np.concatenate(objects, axis=-1), {
+        side: np.concatenate([boxes, detections[side]], axis=-1) for side, boxes in answers.items()
+    }
+
+
+def _place_points(boxes: Any, jitter: float, visible: Any, random: Random) -> Any:
+    """Return x, y and visibility of the keypoints in boxes, of shape (rows, boxes, 3 * points).
+
+    `jitter` is the standard deviation of a keypoint, as a share of the box's width and height.
+    """
+    corner, size = boxes[..., None, :2], boxes[..., None, 2:4] - boxes[..., None, :2]
+    noise = jitter * random.standard_normal((*visible.shape, 2))
+    points = np.concatenate([corner + (POINTS + noise) * size, visible[..., None]], axis=-1)
+    return points.reshape(*points.shape[:2], -1)
+
+
+def make_image_world(
+    name: str, metric: str, populate: Populate, match: Callable[[Any, Any], Matches]
+) -> World:
     """Return a world whose rows are image numbers, and add its metric to `METRICS`.
 
     Answers are `number * 2` for the candidate and `number * 2 + 1` for the baseline.
     """
     pools: list[Matches] = []
 
-    def populate(random: Random, effect: Any) -> tuple[Any, Mapping[str, Any]]:
-        label, answers = populate_street(street, random, effect)
-        pools[:] = [match_boxes(label, answers[side], iou) for side in (CANDIDATE, BASELINE)]
+    def number_images(random: Random, effect: Any) -> tuple[Any, Mapping[str, Any]]:
+        label, answers = populate(random, effect)
+        pools[:] = [match(label, answers[side]) for side in (CANDIDATE, BASELINE)]
         numbers = np.arange(ROWS)
         return numbers, {CANDIDATE: 2 * numbers, BASELINE: 2 * numbers + 1}
 
@@ -164,7 +204,7 @@ def make_street_world(name: str, street: Street, metric: str, iou: float | None)
         return build(matches, answers)
 
     METRICS[name] = replace(METRICS[metric], method=Resampled(make=make))
-    return World(definition=MetricDefinition(name=name), populate=populate)
+    return World(definition=MetricDefinition(name=name), populate=number_images)
 
 
 def populate_masks(random: Random, effect: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -193,16 +233,31 @@ def _change_pixels(random: Random, masks: Any, share: Any) -> Any:
     return np.where(chosen, random.integers(0, 4, masks.shape, dtype=np.uint8), masks)
 
 
+def list_image_worlds() -> dict[str, World]:
+    """Return the worlds of detections, by name."""
+    worlds = {}
+
+    def add(
+        name: str, metric: str, populate: Populate, match: Callable[[Any, Any], Matches]
+    ) -> None:
+        worlds[name] = make_image_world(name, metric, populate, match)
+
+    for name, street in STREETS.items():
+        add(f"map, {name}", "map", partial(populate_street, street), match_boxes)
+    for name, street in STREETS.items():
+        match = partial(match_boxes, iou=0.5)
+        add(f"map iou:0.5, {name}", "map", partial(populate_street, street), match)
+    rare = partial(populate_street, STREETS["rare classes"])
+    add("ar, rare classes", "ar", rare, match_boxes)
+    for name in ("one class", "unequal images"):
+        populate = partial(populate_poses, STREETS[name])
+        match = partial(match_keypoints, sigmas=SIGMAS)
+        add(f"keypoints_ap, {name}", "keypoints_ap", populate, match)
+    return worlds
+
+
 VISION_WORLDS: dict[str, World] = {
-    **{
-        f"map, {name}": make_street_world(f"map, {name}", street, "map", None)
-        for name, street in STREETS.items()
-    },
-    **{
-        f"map iou:0.5, {name}": make_street_world(f"map iou:0.5, {name}", street, "map", 0.5)
-        for name, street in STREETS.items()
-    },
-    "ar, rare classes": make_street_world("ar, rare classes", STREETS["rare classes"], "ar", None),
+    **list_image_worlds(),
     "iou": World(definition=MetricGate(name="iou").definition(), populate=populate_masks),
     "dice": World(
         definition=MetricGate(name="dice", positive=3).definition(), populate=populate_masks

@@ -20,7 +20,7 @@ from onnx_ops.console.snapshot import EndpointReading, Snapshot, SnapshotReader
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.release import ListedVersion, VersionRecord
-from onnx_ops.domain.rollout import ActionKind
+from onnx_ops.domain.rollout import ActionKind, OperatorCommand
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, OnnxOpsError
 from onnx_ops.ports import PoolStatus
@@ -362,10 +362,12 @@ def list_commands(reading: EndpointReading) -> list[tuple[str, str]]:
         commands.append(("Try the pending request again", f"onnx-ops reconcile {name}"))
         commands.append(("Withdraw it", f"onnx-ops rollback {name} --withdraw {why}"))
     if state.roles.candidate is not None:
+        paused = state.command is OperatorCommand.PAUSE
         commands += [
             ("Abort the rollout", f"onnx-ops rollout abort {name} {why}"),
-            ("Pause at this step", f"onnx-ops rollout pause {name} {why}"),
-            ("Continue after a pause", f"onnx-ops rollout resume {name} {why}"),
+            ("Continue after the pause", f"onnx-ops rollout resume {name} {why}")
+            if paused
+            else ("Pause at this step", f"onnx-ops rollout pause {name} {why}"),
             ("Advance without waiting for checks", f"onnx-ops rollout advance {name} {why}"),
         ]
     elif state.roles.previous is not None:

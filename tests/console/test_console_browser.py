@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +79,17 @@ def overflow(page: Page) -> int:
     return int(page.evaluate(f"{root}.scrollWidth - {root}.clientWidth"))
 
 
+def run_shown_dry_runs(site: Site, page: Page) -> set[str]:
+    """Run each dry run that a page shows in the project; return the commands, without names."""
+    shown = page.locator("dl.commands pre.soft code").all_inner_texts()
+    for text in shown:
+        program, *arguments = shlex.split(text)
+        assert program == "onnx-ops"
+        assert arguments[-1] == "--dry-run"
+        site.command(*arguments, "--json").parsed(0)
+    return {re.split(rf" '?{re.escape(site.model)}", text)[0] for text in shown}
+
+
 def test_console_in_browser_follows_canary_and_rollback(
     site: Site, pages: tuple[str, dict[str, Page], list[str]], tmp_path: Path
 ) -> None:
@@ -99,12 +112,20 @@ def test_console_in_browser_follows_canary_and_rollback(
     for name, page in shown.items():
         page.locator("li[aria-current=step]", has_text="50 %").wait_for()
         page.screenshot(path=tmp_path / f"{name}-canary.png", full_page=True)
+    rollout = {f"onnx-ops rollout {command}" for command in ("abort", "advance", "pause")}
+    assert run_shown_dry_runs(site, shown["desktop"]) == rollout
+    send_command(context, endpoint, OperatorCommand.PAUSE)
+    for page in shown.values():
+        page.get_by_text("Continue after the pause").wait_for()
+    resumed = rollout - {"onnx-ops rollout pause"} | {"onnx-ops rollout resume"}
+    assert run_shown_dry_runs(site, shown["phone"]) == resumed
     _, errors = roll_back_each(context, (endpoint,), reason="<b>it is slow</b>", timeout_s=60.0)
     assert not errors
     for name, page in shown.items():
         page.get_by_text("<b>it is slow</b>").first.wait_for()
         page.locator(".key", has_text="v1 100 %").first.wait_for()
         page.screenshot(path=tmp_path / f"{name}-rolled-back.png", full_page=True)
+        assert run_shown_dry_runs(site, page) == {"onnx-ops reconcile"}
         press_until(page, f"History of {endpoint}")
         page.get_by_text("✓ verified").first.wait_for()
         page.screenshot(path=tmp_path / f"{name}-history.png", full_page=True)
@@ -112,5 +133,6 @@ def test_console_in_browser_follows_canary_and_rollback(
         for path in ("/", f"/endpoints/{endpoint}", "/releases", f"/releases/{site.model}/2"):
             page.goto(f"{address}{path}")
             assert overflow(page) == 0, path
+            run_shown_dry_runs(site, page)
             page.screenshot(path=tmp_path / f"{name}{path.replace('/', '-')}.png", full_page=True)
     assert reports == []

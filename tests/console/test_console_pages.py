@@ -11,6 +11,7 @@ from onnx_ops.console.snapshot import SnapshotReader
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointServer, EndpointState
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.errors import StillPendingError
+from onnx_ops.release.rollback import send_command
 from onnx_ops.testing.fakes import FakeProvider
 from tests.console.console_parts import publish_with_evidence, serving_console
 from tests.release.disk_scenes import on_disk
@@ -64,10 +65,20 @@ def test_endpoint_page_of_canary_shows_evidence_and_commands(tmp_path: Path) -> 
     assert "Evidence against the candidate" in page
     assert "Share of the candidate" in page
     assert "of 1000" in page
-    for command in ("rollout pause", "rollout resume", "rollout advance", "rollout abort"):
-        assert f"onnx-ops {command} digits --reason" in page
+    for command in ("rollout pause", "rollout advance", "rollout abort"):
         assert page.count(f"onnx-ops {command} digits --reason") == 2
+    assert "rollout resume" not in page
     assert "--dry-run" in page
+
+
+def test_endpoint_page_of_paused_rollout_offers_resume_instead_of_pause(tmp_path: Path) -> None:
+    scene = counted_out(bad=False)
+    scene.reconcile_some()
+    send_command(scene.context, "digits", OperatorCommand.PAUSE, reason="look at it")
+    with serving_console(tmp_path, scene.context) as console:
+        page = console.show("/endpoints/digits")
+    assert page.count("onnx-ops rollout resume digits --reason") == 2
+    assert "rollout pause" not in page
 
 
 def test_endpoint_page_after_rollback_shows_reason_and_end(tmp_path: Path) -> None:
