@@ -9,10 +9,11 @@ import datetime
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from onnx_ops import codec
-from onnx_ops.app.context import ask_git, resolve_commit
+from onnx_ops.app.context import Project, ask_git, resolve_commit
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.decision import Decision, GateResult, TargetObjective, Verdict
 from onnx_ops.domain.evidence import Evidence
@@ -61,6 +62,31 @@ def evidence_of(summary: Summary, store: Store) -> Mapping[Digest, Evidence]:
         if outcome.manifest is not None and "evidence.json" in outcome.manifest
     ]
     return {digest: codec.loads(store.read(digest), Evidence) for digest in stored}
+
+
+def render_report(
+    summary: Summary, project: Project, environ: Mapping[str, str], base: BaseRelease | None = None
+) -> str:
+    """Return the HTML report of a run, also of one whose release failed."""
+    from onnx_ops.measure.paired_rows import compare_rows
+    from onnx_ops.pipeline.stages.register import read_example
+    from onnx_ops.reporting.html import release_report
+
+    root, context = project.settings.root, project.context
+    evidence = evidence_of(summary, context.store)
+    manifests = {one.stage: one.manifest for one in summary.outcomes if one.manifest is not None}
+    return release_report(
+        summary.decisions,
+        tuple(evidence.values()),
+        summary.choices,
+        None,
+        {} if summary.registration is None else summary.registration.versions,
+        digests={(one.variant, one.target): digest for digest, one in evidence.items()},
+        provenance=read_provenance(root, context.clock.now(), environ),
+        base=base,
+        pairs=partial(compare_rows, context.store),
+        example=read_example(manifests, context.store),
+    )
 
 
 def summarize(pipeline: Pipeline, result: RunResult, context: Context) -> Summary:

@@ -34,6 +34,7 @@ from onnx_ops.errors import (
     ConfigError,
     InternalError,
     MissingPackageError,
+    NotFoundError,
     OnnxOpsError,
     UserError,
     quoted,
@@ -223,6 +224,16 @@ def parse_version(text: str, command: str) -> tuple[str, str]:
             f"{text!r} is not MODEL/VERSION", remedy=f"For example: onnx-ops {command} digits-mlp/3"
         )
     return model, number
+
+
+def require_folder(option: str, file: Path) -> None:
+    """Raise NotFoundError if the folder of an output file does not exist."""
+    if not file.resolve().parent.is_dir():
+        raise NotFoundError(
+            "the folder of this file does not exist",
+            where=f"{option} {file}",
+            remedy="Create the folder, or choose another.",
+        )
 
 
 @contextlib.contextmanager

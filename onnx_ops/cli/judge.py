@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onnx_ops.cli.common import AsJson, Quiet, open_project, print_result
+from onnx_ops.cli.common import AsJson, Quiet, open_project, print_result, require_folder
 from onnx_ops.cli.judgement_output import (
     build_document,
     build_heading,
@@ -20,7 +20,7 @@ from onnx_ops.cli.judgement_output import (
     write_reports,
 )
 from onnx_ops.cli.tools import Fix, parse_values
-from onnx_ops.errors import NotFoundError, UserError
+from onnx_ops.errors import UserError
 from onnx_ops.plugins import EXTRAS, require
 
 if TYPE_CHECKING:
@@ -396,10 +396,8 @@ def _parse_options(only: str | None, batch: str, files: Mapping[str, str | None]
         what = f"{batch!r} is not a list of whole numbers from 1 to 100000"
         raise UserError(what, where="--batch", remedy=remedy)
     for option, path in files.items():
-        if path and path != "-" and not Path(path).resolve().parent.is_dir():
-            remedy = "Create the folder, or choose another."
-            what = "the folder of this file does not exist"
-            raise NotFoundError(what, where=f"{option} {path}", remedy=remedy)
+        if path and path != "-":
+            require_folder(option, Path(path))
     return list(dict.fromkeys(map(int, batches)))
 
 

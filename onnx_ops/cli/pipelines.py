@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +27,9 @@ from onnx_ops.cli.common import (
     print_result,
     print_text,
     render_error,
+    require_folder,
     say,
+    writing,
 )
 from onnx_ops.cli.dry_runs import DryRunOutcome, build_dry_run_document, print_changes
 from onnx_ops.cli.progress import RunProgress
@@ -302,6 +305,12 @@ def run(
     jobs: Jobs = 1,
     abandon: Abandon = "",
     details: Annotated[bool, typer.Option("--details", help="Print every gate result.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE", help="Write a report, also of a release that fails."
+        ),
+    ] = None,
     base: Base = "",
     hand_over: HandOver = None,
     take_over: TakeOver = None,
@@ -333,7 +342,7 @@ def run(
     set_values, repeated = tuple(overrides or ()), tuple(no_cache or ())
     if dry_run:
         _show_plan(
-            _get_only_file(files, hand_over, take_over),
+            _get_only_file(files, hand_over, take_over, html),
             overrides=set_values,
             until=until,
             no_cache=repeated,
@@ -343,10 +352,10 @@ def run(
         return
     project, is_silent = open_project(), as_json or quiet
     if len(files) > 1:
-        if hand_over or take_over:
+        if hand_over or take_over or html:
             raise UserError(
-                "--hand-over and --take-over are for one file",
-                remedy="Run each file with its own folder.",
+                "--hand-over, --take-over and --html are for one file",
+                remedy="Run each file with its own folder or report.",
             )
         results = run_files(
             project,
@@ -366,6 +375,8 @@ def run(
         raise typer.Exit(code)
 
     _check_folders(hand_over, take_over, repeated)
+    if html is not None:
+        require_folder("--html", html)
     if take_over is None:
         prepared = projects.prepare(project, files[0], overrides=set_values, until=until)
     else:
@@ -378,7 +389,7 @@ def run(
             say(note, err=True)
         observer = RunProgress(error_console(), jobs=jobs)
 
-    from onnx_ops.app.results import find_base, summarize
+    from onnx_ops.app.results import find_base, render_report, summarize
 
     name, store = prepared.pipeline.pipeline, project.context.store
     against = find_base(project.settings.root, store, name, base) if base else None
@@ -395,15 +406,18 @@ def run(
     summary = summarize(prepared.pipeline, result, project.context)
     if hand_over is not None:
         projects.write_evaluation(project, prepared, result, hand_over)
+    if html is not None:
+        with writing("the report", f"--html {html}"):
+            html.write_text(render_report(summary, project, os.environ, against), encoding="utf-8")
     _print_run(project, summary, result.errors, against, details=details, as_json=as_json)
     raise typer.Exit(summary.exit_code)
 
 
-def _get_only_file(files: Sequence[Path], hand_over: Path | None, take_over: Path | None) -> Path:
+def _get_only_file(files: Sequence[Path], *outputs: Path | None) -> Path:
     """Return the file of a dry run; raise UserError for options of a real run."""
-    if len(files) > 1 or hand_over or take_over:
+    if len(files) > 1 or any(outputs):
         raise UserError(
-            "--dry-run is for one file, without --hand-over and --take-over",
+            "--dry-run is for one file, without --hand-over, --take-over and --html",
             remedy="Run `onnx-ops plan FILE` for each file.",
         )
     return files[0]

@@ -180,7 +180,8 @@ def summary_report(
     else:
         hidden = sum(_target_report(choice, decisions, evidence) for choice in summary.choices)
         if hidden:
-            print_text("[dim]All {} gate results: add --details, or read the report.[/dim]", hidden)
+            report = "" if summary.registration is None else ", or read the report"
+            print_text("[dim]All {} gate results: add --details{}.[/dim]", hidden, report)
     _print_errors(errors)
     if not summary.executed:
         say("Nothing changed: no stage was executed.")

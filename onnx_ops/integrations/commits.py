@@ -30,6 +30,7 @@ from onnx_ops.app.results import (
     import_commits,
     read_base_branch,
     read_provenance,
+    render_report,
     summarize,
 )
 from onnx_ops.config.settings import Settings
@@ -44,10 +45,8 @@ from onnx_ops.errors import (
 )
 from onnx_ops.measure.paired_rows import compare_rows
 from onnx_ops.pipeline import RunResult
-from onnx_ops.pipeline.stages.register import read_example
 from onnx_ops.reporting.comparison import base_comparisons, champion_comparisons, variant_rows
 from onnx_ops.reporting.description import made_by
-from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.pull_request import Checked, find_contradiction, title
 from onnx_ops.scratch import read_plain_file
 
@@ -236,29 +235,12 @@ def _execute(
     base = find_base(root, project.context.store, name, since, branch) if since else None
     result = execute(project, prepared, base=base)
     summary = summarize(prepared.pipeline, result, project.context)
-    evidence, pairs = (
-        evidence_of(summary, project.context.store),
-        partial(compare_rows, project.context.store),
-    )
-    measured, made = (
-        tuple(evidence.values()),
-        read_provenance(root, project.context.clock.now(), os.environ),
-    )
-    manifests = {one.stage: one.manifest for one in summary.outcomes if one.manifest is not None}
-    report = release_report(
-        summary.decisions,
-        measured,
-        summary.choices,
-        None,
-        {} if summary.registration is None else summary.registration.versions,
-        digests={(one.variant, one.target): digest for digest, one in evidence.items()},
-        provenance=made,
-        base=base,
-        pairs=pairs,
-        example=read_example(manifests, project.context.store),
-    )
+    report = render_report(summary, project, os.environ, base)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{_name(one.file)}.html").write_text(report, encoding="utf-8")
+    measured = tuple(evidence_of(summary, project.context.store).values())
+    pairs = partial(compare_rows, project.context.store)
+    made = read_provenance(root, project.context.clock.now(), os.environ)
     errors = [f"{stage}: {error}" for stage, error in result.errors.items()]
     verdicts = [choice.verdict for choice in summary.choices]
     if summary.exit_code in _FAILURES:

@@ -25,7 +25,8 @@ from onnx_ops.orchestration.events import TIMEOUT_S
 from onnx_ops.pipeline.run import DaemonThreadPool
 from onnx_ops.ports import Observer
 from onnx_ops.reporting.description import result_table
-from onnx_ops.reporting.plots import as_data_url, variants_picture
+from onnx_ops.reporting.plots import as_data_url
+from onnx_ops.reporting.variants_plot import variants_picture
 
 
 def publish_tables(summary: Summary) -> None:

@@ -42,7 +42,6 @@ from onnx_ops.reporting.plots import (
     SERIES,
     Figure,
     latency_figure,
-    pareto_figure,
     parity_figure,
     ratio_figure,
     search_figure,
@@ -52,6 +51,7 @@ from onnx_ops.reporting.plots import (
 from onnx_ops.reporting.slices import slice_figures, slice_tables
 from onnx_ops.reporting.structure import structure_entries
 from onnx_ops.reporting.svg import STYLE
+from onnx_ops.reporting.variants_plot import pareto_figure
 from onnx_ops.statistics.latency import compare
 from onnx_ops.statistics.rules.parity_rules import EXPORT_OUTPUTS, OUTPUTS, WEIGHTS
 from onnx_ops.statistics.variants.choice import estimate_prospects

@@ -8,11 +8,11 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from statistics import median
 
-from onnx_ops.domain.decision import Decision, Verdict
+from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.evidence import (
     Evidence,
     Interval,
@@ -25,8 +25,8 @@ from onnx_ops.domain.evidence import (
 from onnx_ops.domain.gate import find_gate_kind
 from onnx_ops.domain.quantization import SearchRecord, Trial
 from onnx_ops.domain.rollout_observations import EvidencePath
-from onnx_ops.reporting.formatting import Scale, format_figure, number, scale_for
-from onnx_ops.reporting.metrics import Measured, headline, median_latency, task_metric
+from onnx_ops.reporting.formatting import format_figure, number, scale_for
+from onnx_ops.reporting.metrics import Measured, median_latency
 from onnx_ops.reporting.svg import Axis, Chart, axis_around, make_standalone, room_for
 from onnx_ops.statistics.latency import ALPHA, compare
 from onnx_ops.statistics.rules.parity_rules import WEIGHTS
@@ -40,7 +40,10 @@ Further variants use the same colours with other dashes.
 
 _POINTS = 240
 _ROWS = 16
-_NAMED = 4
+_MARKS = 10
+"""Maximum number of marks on the axis of session pairs."""
+_STEPS = [factor * 10**power for power in range(9) for factor in (1, 2, 5)]
+"""Distances between marks on the axis of session pairs."""
 _COLUMNS = 6
 """Maximum number of columns whose smallest detectable error is listed."""
 
@@ -93,7 +96,8 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
     keys = []
     for series, e, latency, seconds in curves:
         chart.path(
-            _step_curve([value / scale.divisor for value in seconds]), f"line {_style(series)}"
+            _step_curve([value / scale.divisor for value in seconds]),
+            f"line {style_series(series)}",
         )
         lost = (
             f"{share(latency.preempted, latency.runs)} of {latency.runs} runs preempted and omitted"
@@ -290,115 +294,6 @@ def _count_shown(known: Sequence[object]) -> str:
     return f"The worst {_ROWS} of {len(known)}" if len(known) > _ROWS else f"All {len(known)}"
 
 
-def pareto_figure(
-    target: str, evidence: Sequence[Evidence], decisions: Sequence[Decision], chosen: str | None
-) -> Figure | None:
-    """Plot size against latency, with the task metric beside each variant."""
-    here = [e for e in evidence if e.target == target]
-    points = [
-        (s, e, m)
-        for s, e in enumerate(here)
-        if (m := median_latency(e.latency)) and e.size_bytes > 0
-    ]
-    if not points:
-        return None
-    metric = headline(decisions, here)
-    passed = _list_passed(decisions, target)
-    time, size = _choose_scales(points)
-    chart = _make_size_chart(points, time, size)
-    above = _choose_sides(points)
-    keys = []
-    for series, e, middle in points:
-        left, top = e.size_bytes / size.divisor, middle.estimate / time.divisor
-        _draw_interval(chart, left, middle, time, series)
-        value = task_metric(e, metric)
-        label = f"{e.variant}: {format_figure(e.size_bytes, 'B')}, median {middle.text()}"
-        label += f", {metric} {value.text() if value else 'not measured'}"
-        chart.dot(
-            left,
-            top,
-            f"{_style(series)} {'full' if e.variant in passed else 'open'}",
-            label,
-            radius=5,
-        )
-        if e.variant == chosen:
-            chart.dot(left, top, "ring", f"{e.variant} is chosen", radius=9)
-        name = e.variant
-        # Long lists of names would overlap, so numbers replace them.
-        if len(points) > _NAMED:
-            name, label = f"{series + 1}:", f"{series + 1}: {label}"
-        beside = f"{name} {format_figure(value.estimate, value.unit)}" if value else name
-        chart.note(left, top, beside, above=above[e.variant])
-        keys.append((series, label))
-    return Figure(
-        title=f"Size, latency and {metric} on {target}",
-        svg=chart.render(f"Size against latency on {target}"),
-        caption="Lower and further left is better. Bars and brackets show 90 % intervals. "
-        "Full dots mark variants that passed every gate; open dots mark the others. "
-        f"The ring marks the chosen variant. The text beside a variant shows its {metric}.",
-        keys=tuple(keys),
-    )
-
-
-def _choose_sides(points: Sequence[tuple[int, Evidence, Measured]]) -> dict[str, bool]:
-    """Return, for each variant, whether its name is above its dot.
-
-    Neighbours have their names on opposite sides.
-    """
-    by_size = sorted((e for _, e, _ in points), key=lambda e: e.size_bytes)
-    return {e.variant: place % 2 == 0 for place, e in enumerate(by_size)}
-
-
-def _draw_interval(chart: Chart, left: float, middle: Measured, time: Scale, series: int) -> None:
-    if _is_bounded(middle):
-        ends = [(left, middle.low / time.divisor), (left, middle.high / time.divisor)]
-        chart.path(ends, f"line {_style(series)}")
-
-
-def _list_passed(decisions: Sequence[Decision], target: str) -> set[str]:
-    """Return the variants that passed every gate of a target."""
-    return {d.variant for d in decisions if d.target == target and d.verdict is Verdict.PASS}
-
-
-def _choose_scales(points: Sequence[tuple[int, Evidence, Measured]]) -> tuple[Scale, Scale]:
-    """Return the units of time and size that fit the largest values."""
-    return (
-        scale_for(max(middle.estimate for *_, middle in points), "s"),
-        scale_for(max(e.size_bytes for _, e, _ in points), "B"),
-    )
-
-
-def _make_size_chart(
-    points: Sequence[tuple[int, Evidence, Measured]], time: Scale, size: Scale
-) -> Chart:
-    """Return an empty plot of size and latency.
-
-    The axes have room for all points and their intervals.
-    """
-    ends = [
-        v / time.divisor
-        for *_, m in points
-        for v in (m.estimate, m.low, m.high)
-        if 0 < v < math.inf
-    ]
-    sizes = [e.size_bytes / size.divisor for _, e, _ in points]
-    return Chart(
-        x=axis_around(sizes, f"size on disk ({size.suffix.strip()})", room=0.25),
-        y=axis_around(ends, f"median latency ({time.suffix.strip()})", room=0.15),
-    )
-
-
-def variants_picture(
-    target: str, evidence: Sequence[Evidence], decisions: Sequence[Decision], chosen: str | None
-) -> Figure | None:
-    """Plot size and latency of a target's variants as a standalone SVG file.
-
-    Return None without measurements.
-    """
-    figure = pareto_figure(target, evidence, decisions, chosen)
-    return None if figure is None else replace(figure, svg=make_standalone(figure.svg))
-
-
 def search_figure(record: SearchRecord, target: str) -> Figure | None:
     """Plot the loss of the task metric against time on one target.
 
@@ -484,12 +379,13 @@ def share(part: int, whole: int) -> str:
     return format_figure(part / whole if whole > 0 else 0.0, "1")
 
 
-def _is_bounded(interval: Interval) -> bool:
+def is_bounded(interval: Interval) -> bool:
     """Return whether both ends of an interval can be plotted."""
     return interval.low > 0 and interval.high < math.inf
 
 
-def _style(series: int) -> str:
+def style_series(series: int) -> str:
+    """Return the CSS classes of a variant's colour and dashes."""
     return f"s{series % SERIES}" + (" dash" if series // SERIES % 2 else "")
 
 
@@ -530,14 +426,14 @@ def ratio_figure(
     centres = [median(pair) for pair in (*pairs, *filter(None, selves))]
     bounds = [v for v in (ratio.low, ratio.high, limit) if v is not None and 0 < v < math.inf]
     values = [1.0, *centres, *bounds, *chain.from_iterable(pairs)]
-    step = 1 if len(pairs) <= 10 else 5
+    step = next(step for step in _STEPS if len(pairs) <= _MARKS * step)
     marks = tuple(map(float, range(step, len(pairs) + 1, step)))
     chart = Chart(
         x=Axis(low=0.4, high=len(pairs) + 0.6, label=noun, marks=marks),
         y=axis_around(values, f"{of} / {comparison.against} (×)"),
     )
     # The lines are drawn first, so that the dots cover them.
-    if _is_bounded(ratio):
+    if is_bounded(ratio):
         chart.band(ratio.low, ratio.high, "band")
     chart.across(ratio.estimate, "line estimate")
     chart.across(1.0, "line one")

@@ -6,6 +6,7 @@ The page's CSS classes set colours and fonts.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -269,10 +270,9 @@ def room_for(names: Sequence[str]) -> tuple[float, float]:
     return 12.0, 24.0 + LINE * max(len(wrapped(name)) for name in names)
 
 
-def wrapped(text: str) -> tuple[str, ...]:
-    """Split the text into pieces that each fit on one line."""
-    most = int(0.8 * WIDTH / _CHARACTER)
-    return tuple(text[start : start + most] for start in range(0, len(text), most))
+def wrapped(text: str) -> list[str]:
+    """Split the text into lines that fit, at spaces where possible."""
+    return textwrap.wrap(text, int(0.8 * WIDTH / _CHARACTER)) or [text]
 
 
 def make_standalone(svg: str, style: str = "") -> str:

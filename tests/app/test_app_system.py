@@ -27,6 +27,7 @@ from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.system_parity import build_example
 from onnx_ops.statistics.judge import judge
 from tests.support.checkout import copy_parts
+from tests.support.command import run_command
 from tests.support.evidence import make_evidence
 from tests.support.must import must
 
@@ -200,6 +201,11 @@ def test_release_passes_with_agreeing_steps_and_fails_with_differing_step(projec
     for decision in failed.decisions:  # of the export and of its variant
         assert decision.verdicts["system"] is Verdict.FAIL
         assert decision.reason.startswith("system: step read: ")
+    root = project.settings.root
+    command = ("run", "configs/pipelines/p.yaml", "--until", "gate", "--html")
+    assert run_command(*command, "report.html", cwd=root).code == 1
+    assert "read on rows.jsonl" in (root / "report.html").read_text(encoding="utf-8")
+    assert run_command(*command, "missing/report.html", cwd=root).code == 2
 
 
 @pytest.mark.parametrize(

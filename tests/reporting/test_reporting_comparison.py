@@ -28,9 +28,11 @@ from onnx_ops.reporting.comparison import (
 from onnx_ops.reporting.description import made_by, version_description
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.pull_request import Checked, page
+from onnx_ops.reporting.variants_plot import pareto_figure
 from onnx_ops.statistics.judge import judge
 from tests.reporting.test_reporting_html import GATES, LINEAGE, comparison, evidence_of
 from tests.support.golden import Golden
+from tests.support.must import must
 
 CHOICE = Choice(target="cpu-1t", variant="fp32", verdict=Verdict.PASS, reason="it passes")
 CHAMPION = ChampionFacts(version="3", manifest=digest_bytes(b"champion"), size_bytes=50_000)
@@ -182,7 +184,9 @@ def test_variant_rows_of_compared_variant_scale_median_of_baseline_by_ratio() ->
     assert quantized.latency is not None
     slow = tuple(4 * ns for ns in quantized.latency.sorted_ns)
     quantized = replace(quantized, latency=replace(quantized.latency, sorted_ns=slow))
-    rows = variant_rows([judge(GATES, one) for one in (source, quantized)], [source, quantized])
+    evidence = [source, quantized]
+    decisions = [judge(GATES, one) for one in evidence]
+    rows = variant_rows(decisions, evidence)
     own, beside = (row.latency for row in rows)
     ((_, ratio),) = rows[1].ratios
     assert own is not None
@@ -190,6 +194,10 @@ def test_variant_rows_of_compared_variant_scale_median_of_baseline_by_ratio() ->
     assert beside.estimate == pytest.approx(own.estimate * ratio.estimate)
     assert beside.low == pytest.approx(own.estimate * ratio.low)
     assert beside.estimate < own.estimate
+    figure = must(pareto_figure("cpu-1t", evidence, decisions, None))
+    assert [key.split(", ")[1] for _, key in figure.keys] == [
+        f"median {median.text()}".split(", ")[0] for median in (own, beside)
+    ]
 
 
 def test_version_description_shows_metrics_between_verdict_and_gate_table(golden: Golden) -> None:
