@@ -130,7 +130,7 @@ def test_load_row_of_unknown_image_raises_user_error(root: Path) -> None:
         SOURCE.load(FILE, root)
 
 
-def test_load_array_named_like_objects_raises_user_error(root: Path) -> None:
+def test_load_annotations_with_array_named_objects_raises_user_error(root: Path) -> None:
     write(root, make_annotations(), objects=np.zeros(3))
     with pytest.raises(UserError, match="Rename the array"):
         SOURCE.load(FILE, root)

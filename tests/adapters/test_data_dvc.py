@@ -147,7 +147,7 @@ def test_dvc_fingerprint_in_bare_repository_equals_fingerprint_in_checkout(
     assert reads.origin(section(repo=bare.as_uri()), repository.root)["md5"] == md5(archive(5))
 
 
-def test_dvc_fingerprint_at_cached_full_commit_needs_no_remote(
+def test_dvc_fingerprint_at_cached_commit_without_git_repository_is_equal(
     repository: Repository, reads: DvcSource
 ) -> None:
     url, commit = repository.root.as_uri(), repository.git("rev-parse", "v1")

@@ -128,7 +128,9 @@ def test_load_table_in_common_format_returns_its_columns(
 
 
 @pytest.mark.parametrize("mark", ["?", "", " ", "-", "NA", "n/a", "null", "None", "NaN", "#N/A"])
-def test_load_number_column_with_missing_marks_returns_nan(tmp_path: Path, mark: str) -> None:
+def test_load_number_column_with_marks_of_missing_values_returns_nan(
+    tmp_path: Path, mark: str
+) -> None:
     columns = load(tmp_path, f"a,b\n1,x\n{mark},{mark}\n3,y\n")
     assert columns["a"][0] == "f"
     np.testing.assert_array_equal(columns["a"][1], [1, np.nan, 3])

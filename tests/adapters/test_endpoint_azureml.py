@@ -109,7 +109,7 @@ def test_azureml_capabilities_include_split_and_quantiles(world: World) -> None:
     assert world.provider.capabilities({"traffic": "native"}) == {"split", "quantiles"}
 
 
-def test_azureml_container_without_trusted_signature_loads_no_model(
+def test_azureml_apply_of_model_without_trusted_signature_raises_infrastructure_error(
     world: World, tmp_path: Path
 ) -> None:
     create_key(tmp_path / "keys" / "signing.pem")
@@ -173,7 +173,9 @@ def test_azureml_apply_during_update_waits_for_its_end(world: World) -> None:
     assert len(world.cloud.routes("scaling")[-1]) == 2
 
 
-def test_azureml_apply_without_quota_raises_error_and_changes_nothing(world: World) -> None:
+def test_azureml_apply_with_insufficient_quota_raises_error_and_changes_nothing(
+    world: World,
+) -> None:
     state = world.state(blue=100)
     world.provider.apply(world.config, state, generation=1)
     world.cloud.conditions.quota = 13
@@ -241,7 +243,7 @@ def test_azureml_apply_after_recreation_by_other_tool_restores_traffic(world: Wo
 
 
 @pytest.mark.parametrize("fault", ["conflict", "throttle"])
-def test_azureml_apply_after_refused_traffic_update_skips_wait_for_read(
+def test_azureml_apply_after_refused_traffic_update_sends_few_additional_requests(
     world: World, fault: Fault
 ) -> None:
     provider = AzureEndpoints(world.folder, policy=replace(POLICY, lag_s=5))
@@ -391,7 +393,9 @@ def test_azureml_apply_with_autoscaling_creates_and_removes_rules(world: World) 
     assert autoscale == {}
 
 
-def test_azureml_list_orphans_lists_needed_version_with_former_options(world: World) -> None:
+def test_azureml_list_orphans_after_option_change_lists_deployment_with_former_options(
+    world: World,
+) -> None:
     """Its machines cost money, and no endpoint state contains it."""
     world.apply(1, blue=100)
     former = world.name(world.blue)

@@ -171,7 +171,9 @@ def test_azureml_repeated_finished_rollback_sends_no_change(world: World) -> Non
     assert world.observed().generation == 3
 
 
-def test_azureml_rollback_of_state_before_request_raises_generation(world: World) -> None:
+def test_azureml_rollback_to_served_state_refuses_later_apply_of_older_generation(
+    world: World,
+) -> None:
     """A write that is older than the request must be refused when it arrives late."""
     world.apply(1, blue=100, green=0)
     assert changes(roll_back(world, 4, sequence=3)) == [("PUT", ENDPOINT)]
@@ -266,7 +268,7 @@ def test_azureml_rollback_after_faulty_write_takes_effect(
     assert world.observed().generation == 2
 
 
-def test_azureml_operations_send_few_requests(world: World) -> None:
+def test_azureml_operations_without_faults_send_expected_number_of_requests(world: World) -> None:
     """The fake shows a change in the second poll; Azure takes about a minute for it."""
     world.apply(1, blue=90, green=10)
     counts = {
@@ -289,7 +291,7 @@ def test_azureml_operations_send_few_requests(world: World) -> None:
     }
 
 
-def test_azureml_removal_sends_same_requests_for_each_deployment(world: World) -> None:
+def test_azureml_remove_sends_same_number_of_requests_for_each_deployment(world: World) -> None:
     def count(number: int) -> int:
         deployments = [
             replace(world.blue, name=f"v{at}", version=str(at)) for at in range(1, number + 1)
@@ -321,7 +323,7 @@ def test_azureml_removal_sends_same_requests_for_each_deployment(world: World) -
     ],
 )
 @pytest.mark.parametrize("is_update", [False, True])
-def test_azureml_apply_with_missing_instances_names_quota_or_capacity(
+def test_azureml_apply_without_quota_or_capacity_raises_error_with_cause_and_remedy(
     world: World, code: str, message: str, what: str, remedy: str, is_update: bool
 ) -> None:
     """The SDK creates deployments; plain requests change their instance counts."""

@@ -64,7 +64,7 @@ def test_fleet_rollback_after_raised_instance_count_completes(cloud: Cloud, tmp_
 
 
 @pytest.mark.parametrize("cloud", ["sagemaker", "azureml"])
-def test_fleet_rollback_without_fleet_creates_it(cloud: Cloud, tmp_path: Path) -> None:
+def test_fleet_rollback_after_removal_creates_fleet(cloud: Cloud, tmp_path: Path) -> None:
     """Otherwise, the rollback would stay pending, since no observation could show it."""
     with open_scene(cloud, tmp_path) as (scene, place):
         scene.bind_count(2)

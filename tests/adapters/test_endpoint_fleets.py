@@ -71,7 +71,9 @@ def fleet(request: pytest.FixtureRequest) -> FleetSite:
     return site
 
 
-def test_fleet_keeps_users_on_their_version_and_counts_their_feedback(fleet: FleetSite) -> None:
+def test_fleet_with_two_versions_keeps_users_on_their_version_and_counts_feedback(
+    fleet: FleetSite,
+) -> None:
     fleet.provider.confirm_rollout(fleet.config)
     users = [f"user {number};%" for number in range(40)]
     first = {user: fleet.invoke(user) for user in users}
@@ -125,7 +127,7 @@ def test_fleet_with_other_image_is_replaced_without_failed_request(fleet: FleetS
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("key", ["image", "count"])
-def test_fleet_during_replacement_of_instances_shows_it_and_rolls_back(
+def test_fleet_during_replacement_of_instances_reports_replacement_and_rolls_back(
     fleet: FleetSite, key: str
 ) -> None:
     count = "instance_count" if fleet.provider_name == "sagemaker" else "instances"
@@ -147,7 +149,7 @@ def test_fleet_during_replacement_of_instances_shows_it_and_rolls_back(
     assert (fleet.observed().replacements, fleet.drift()) == ((), [])
 
 
-def test_fleet_with_changed_traffic_or_location_is_refused(azure: AzureFleet) -> None:
+def test_fleet_validate_change_of_traffic_or_location_raises_user_error(azure: AzureFleet) -> None:
     changed = replace(azure.config, options={**azure.config.options, "traffic": "native"})
     moved = replace(azure.config, options={**azure.config.options, "control": "/elsewhere"})
     for after, name in ((changed, "traffic"), (moved, "control")):
@@ -159,7 +161,7 @@ def test_fleet_with_changed_traffic_or_location_is_refused(azure: AzureFleet) ->
 @pytest.mark.parametrize(
     ("site", "machine"), [("amazon", "ml.m7g.large"), ("azure", "Standard_F8s_v2")]
 )
-def test_fleet_with_changed_machine_and_same_target_is_refused(
+def test_fleet_validate_change_of_machine_with_same_target_raises_user_error(
     request: pytest.FixtureRequest, site: str, machine: str, traffic: str
 ) -> None:
     fleet: FleetSite = request.getfixturevalue(site)

@@ -192,7 +192,7 @@ def test_local_observe_with_stale_record_sends_no_token(site: Site) -> None:
     assert calls == []
 
 
-def test_local_server_record_of_dead_process_is_ignored(site: Site) -> None:
+def test_local_server_record_of_process_without_lock_returns_none(site: Site) -> None:
     server = LocalServer(site.folder, sys.executable)
     site.folder.mkdir(parents=True)
     with (site.folder / LOCK_FILE).open("w", encoding="utf-8") as lock:

@@ -241,7 +241,7 @@ def test_read_record_of_deployment_with_operators_restores_library_names(
     assert not state_of(plain, v1=100).is_equivalent(state_of(doubling, v1=100))
 
 
-def test_copy_libraries_with_invalid_source_copies_nothing(
+def test_copy_libraries_with_invalid_or_unused_library_copies_nothing(
     tmp_path: Path, library: CustomOps
 ) -> None:
     model = tmp_path / "model.onnx"

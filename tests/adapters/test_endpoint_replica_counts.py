@@ -109,14 +109,14 @@ def test_count_by_server_of_faulty_replica_shows_outlier(
     assert not compare(site, "r1", "r2", "r4")
 
 
-def test_count_by_server_with_many_starts_adds_last_eight(site: ReplicaSite) -> None:
+def test_count_by_server_with_many_starts_adds_counts_of_last_eight(site: ReplicaSite) -> None:
     for start in range(40, 52):
         report(site, "r3", start, errors=start)
     (outlier,) = find(site)
     assert outlier.own == (sum(range(44, 52)), 8000), "the last eight starts"
 
 
-def test_count_by_server_with_two_followers_counts_server_once(site: ReplicaSite) -> None:
+def test_count_by_server_with_eight_follower_starts_counts_server_once(site: ReplicaSite) -> None:
     for start in range(8):
         report(site, "r3", start, errors=60, origin="one")
     (outlier,) = find(site)

@@ -225,7 +225,7 @@ class TestFeedback:
         assert not any(key.encode() in path.read_bytes() for path in files)
         assert key not in repr(both.observed())
 
-    def test_feedback_token_after_unsigned_rollback_counts(self, both: ReplicaSite) -> None:
+    def test_feedback_token_after_unsigned_rollback_is_counted(self, both: ReplicaSite) -> None:
         token = ask_replica(both.address("r1"), "user")[FEEDBACK_HEADER]
         back = RollbackTable(endpoint="digits", number=TableNumber(9), to=TableNumber(2))
         both.write_table(back.number, encode_table(back, None))
@@ -502,7 +502,7 @@ class TestEmptyPlace:
         assert [server.state for server in site.provider.list_servers(site.config)] == ["ended"]
 
 
-def test_replica_apply_after_loss_of_rollback_table_serves_stable_version(
+def test_replica_apply_after_loss_of_rollback_table_writes_no_load_only_table(
     site: ReplicaSite,
 ) -> None:
     site.start()

@@ -94,7 +94,7 @@ def test_sagemaker_roll_back_of_endpoint_that_refuses_updates_replaces_it(
 
 
 @pytest.mark.parametrize("strategy", ["ab", "guarded"])
-def test_sagemaker_roll_back_after_interrupted_update_returns_to_former_config(
+def test_sagemaker_roll_back_after_failed_update_serves_former_version_with_new_config(
     site: Site, strategy: str
 ) -> None:
     """The endpoint keeps the former config, and SageMaker refuses an update to it."""
@@ -172,7 +172,7 @@ def test_sagemaker_roll_back_of_foreign_endpoint_with_same_variants_changes_noth
     assert {v["CurrentWeight"] for v in site.describe("foreign")["ProductionVariants"]} == {90, 10}
 
 
-def test_sagemaker_idle_observation_and_weight_step_send_few_requests(site: Site) -> None:
+def test_sagemaker_observation_weight_step_and_rollback_send_expected_requests(site: Site) -> None:
     config = config_of("few")
     site.apply(1, config, blue=90, green=10)
     table = {

@@ -197,7 +197,7 @@ def logistic() -> Any:
         ),
     ],
 )
-def test_sklearn_export_of_unfaithful_conversion_suggests_other_estimator(
+def test_sklearn_export_without_faithful_conversion_raises_user_error_with_remedy(
     tmp_path: Path, make: Callable[[], Any], remedy: str
 ) -> None:
     rows, labels = load("iris")
@@ -206,7 +206,9 @@ def test_sklearn_export_of_unfaithful_conversion_suggests_other_estimator(
     assert (caught.value.remedy or "").startswith(remedy)
 
 
-def test_sklearn_export_of_scaled_trees_divides_like_source(tmp_path: Path) -> None:
+def test_sklearn_export_of_scaled_forest_equals_source_where_its_precisions_agree(
+    tmp_path: Path,
+) -> None:
     rows, labels = load("iris")
     forest = scaled(sk("ensemble.RandomForestClassifier", 30, random_state=0)).fit(rows, labels)
     answers = export(forest, rows, tmp_path / "m.onnx")

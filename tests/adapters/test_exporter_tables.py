@@ -129,14 +129,16 @@ def test_export_of_imputer_over_integers_equals_source(tmp_path: Path) -> None:
     check_same(SklearnExporter(), model, visits, tmp_path)
 
 
-def test_export_of_data_frame_model_without_transformer_joins_columns(tmp_path: Path) -> None:
+def test_export_of_data_frame_model_without_column_transformer_equals_source(
+    tmp_path: Path,
+) -> None:
     model = piped(sk("impute.SimpleImputer"), sk("linear_model.LogisticRegression")).fit(
         Dataset(inputs=NUMBERS).frame(), LABEL
     )
     check_same(SklearnExporter(), model, NUMBERS, tmp_path)
 
 
-def test_export_with_matrix_splits_it_for_column_transformer(tmp_path: Path) -> None:
+def test_export_of_column_transformer_with_matrix_input_equals_source(tmp_path: Path) -> None:
     steps = [
         ("scaled", sk("preprocessing.StandardScaler"), ["visits"]),
         ("filled", sk("impute.SimpleImputer"), ["age"]),

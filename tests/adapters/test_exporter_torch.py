@@ -131,7 +131,7 @@ def test_torch_reference_in_float64_computes_in_double_precision(modules: Any) -
     assert 0 < np.abs(rounded - exact).max() < 1e-5
 
 
-def test_torch_export_silences_loggers_and_restores_their_levels(
+def test_quiet_context_silences_loggers_and_restores_their_levels(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     verbose = logging.getLogger("onnxscript.verbose")

@@ -166,7 +166,7 @@ def test_torch_export_of_two_inputs_with_same_length_shares_symbol(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["Strided", "Encoder", "Summed", "Banded", "Padded"])
-def test_torch_export_of_other_sequence_models_equals_source(
+def test_torch_export_of_sequence_models_with_free_length_equals_source(
     modules: Any, kind: str, tmp_path: Path
 ) -> None:
     module = getattr(modules, kind)().eval()

@@ -120,7 +120,7 @@ class Counted(FsspecObjects):
         return super().list_names(prefix)
 
 
-def test_state_of_long_ledger_needs_few_reads() -> None:
+def test_state_of_long_ledger_needs_at_most_ten_reads() -> None:
     objects = Counted(f"memory://{uuid.uuid4().hex}")
     writer = ObjectLedger(objects, make_ledger_keys())
     for sequence in range(1, 201):

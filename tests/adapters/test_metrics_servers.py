@@ -337,7 +337,7 @@ def test_server_metrics_read_with_fixed_thresholds_counts_exceedances() -> None:
     assert raised == [2, 2], "16 bounds a doubling: the second one is 9 % higher"
 
 
-def test_server_metrics_read_with_threshold_that_is_no_bound_counts_no_exceedances() -> None:
+def test_server_metrics_read_with_threshold_other_than_bound_counts_no_exceedances() -> None:
     server = Server()
     server.answer(1, 200, 0.001)
     limits = LatencyThresholds(p50_s=0.0011, p99_s=5e9, requests=1)

@@ -155,7 +155,9 @@ def test_dynamic_quantizer_with_op_types_quantizes_only_them(convolution: Optimi
     assert is_rounded(convolution)
 
 
-def test_quantizer_of_source_with_inferred_shapes_succeeds(perceptron: OptimizeRequest) -> None:
+def test_quantizer_of_source_with_inferred_weight_shapes_quantizes_all_weights(
+    perceptron: OptimizeRequest,
+) -> None:
     """Exports of PyTorch contain inferred shapes of their weights.
 
     A quantizer that transposes a weight fails on a stale shape.

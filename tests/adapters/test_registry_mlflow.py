@@ -263,7 +263,7 @@ def test_publish_interrupted_at_any_call_is_completed_by_retry(
         _is_whole(survivor, release, tmp_path / f"fetched-{at}")
 
 
-def test_refresh_interrupted_at_any_call_is_completed_by_retry(
+def test_publish_of_changed_decision_interrupted_at_any_call_is_completed_by_retry(
     mlflow_home: Path, tmp_path: Path, sweep: Sweep
 ) -> None:
     def judged(seed: str, verdict: Verdict) -> Publication:

@@ -99,7 +99,7 @@ def test_isolated_runtime_after_timeout_raises_stage_error(
     assert "env.timeout" in late.value.remedy
 
 
-def test_isolated_runtime_fingerprint_names_build_without_starting(
+def test_isolated_runtime_fingerprint_returns_build_without_starting_process(
     runtime: TargetedRuntime,
 ) -> None:
     openvino = replace(

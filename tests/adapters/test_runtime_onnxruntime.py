@@ -213,7 +213,7 @@ def test_onnxruntime_sample_disables_garbage_collection_while_timing(
     assert gc.isenabled()
 
 
-def test_read_conditions_of_machine_returns_texts() -> None:
+def test_read_conditions_of_machine_returns_strings() -> None:
     found = read_conditions()
     assert "load" in found
     assert len(found["load"].split()) == 3

@@ -109,7 +109,7 @@ def test_webhook_receiver_metrics_are_served_unless_ledger_fails(listening: List
     assert listening.woken == []
 
 
-def test_webhook_delivery_wakes_its_model_once(listening: Listening) -> None:
+def test_webhook_receiver_with_repeated_delivery_calls_wake_once(listening: Listening) -> None:
     assert [listening.send(), listening.send(), listening.send(delivery="d-2")] == [204, 204, 204]
     assert listening.woken == ["digits", "digits"]
 
@@ -157,7 +157,7 @@ def test_webhook_receiver_with_other_path_or_method_returns_404_or_405(
     ]
 
 
-def test_webhook_receiver_with_concurrent_deliveries_wakes_once_for_each(
+def test_webhook_receiver_with_concurrent_deliveries_calls_wake_once_for_each_id(
     listening: Listening,
 ) -> None:
     with ThreadPoolExecutor(8) as pool:
