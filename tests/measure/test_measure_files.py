@@ -32,7 +32,7 @@ def test_put_dataset_with_texts_of_any_length_keeps_them(tmp_path: Path) -> None
     assert digests[0] == digests[1]
 
 
-def test_pack_arrays_of_equal_texts_returns_equal_bytes() -> None:
+def test_pack_arrays_of_equal_strings_returns_equal_bytes() -> None:
     first = np.array(["ab", "abc"], dtype=object)
     second = np.array(["".join("ab"), "".join(["ab", "c"])], dtype=object)
     assert pack_arrays({"x": first}) == pack_arrays({"x": second})

@@ -93,7 +93,7 @@ def test_measure_metrics_without_package_raises_missing_package_error_before_mod
         measure({CANDIDATE: tmp_path / "missing.onnx"}, define("wer"), np.array(["a"] * ROWS))
 
 
-def test_score_of_equal_texts_leaves_room_for_unseen_rows() -> None:
+def test_score_of_equal_texts_returns_interval_widened_for_unseen_rows() -> None:
     label = np.array([f"word{number}" for number in range(50)])
     answers = label.copy()
     answers[:5] = "wrong"
@@ -343,13 +343,13 @@ class TestPerRow:
             (lambda answers, label: 1 / 0, "ZeroDivisionError"),
         ],
     )
-    def test_score_of_function_per_row_with_wrong_result_fails(
+    def test_score_of_function_per_row_with_wrong_result_reports_failure(
         self, function: Any, text: str
     ) -> None:
         (entry,) = score(self.ROW, self.LABEL, {CANDIDATE: self.ANSWERS}, seed=0, function=function)
         assert re.search(text, entry.failed)
 
-    def test_score_of_function_per_set_with_values_per_row_fails_naming_key(self) -> None:
+    def test_score_of_function_per_set_with_values_per_row_reports_failure_with_key(self) -> None:
         definition = MetricDefinition(use="project:error")
         (entry,) = score(
             definition,

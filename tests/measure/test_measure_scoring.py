@@ -209,7 +209,7 @@ class TestEqualOutputs:
         changes = [one.difference for one in found.scores if one.against]
         assert changes == [Interval.point(0.0)] * 2
 
-    def test_measure_metrics_of_other_outputs_with_equal_classes_keeps_interval_open(
+    def test_measure_metrics_of_other_outputs_with_equal_classes_returns_interval_around_zero(
         self, model: Path, scores: Any, tmp_path: Path
     ) -> None:
         near = write_changed(
@@ -440,7 +440,7 @@ class TestReading:
         with pytest.raises(UserError, match="no column"):
             read_positive_scores(label, "maybe", reading, "")
 
-    def test_read_classes_of_text_output_returns_labels(self) -> None:
+    def test_read_classes_of_string_output_returns_labels(self) -> None:
         reading = read_prediction(ACCURACY, {"label": np.array(["a", "b"], dtype=object)})
         assert read_classes(np.array(["a", "c"]), reading, ACCURACY).tolist() == ["a", "b"]
         with pytest.raises(UserError, match="the labels are int64"):

@@ -191,7 +191,7 @@ def test_read_prediction_of_masks_in_any_form_returns_classes() -> None:
         assert np.array_equal(read_prediction(IOU, {"y": output}).values, label)
 
 
-def test_measure_metrics_of_iou_returns_value(tmp_path: Path) -> None:
+def test_measure_metrics_of_iou_with_ignored_pixels_returns_value(tmp_path: Path) -> None:
     label = np.random.default_rng(0).integers(0, 3, (IMAGES, 5, 6))
     scores = np.eye(3, dtype=np.float32)[label].transpose(0, 3, 1, 2)
     label[0, 0, 0] = 255

@@ -123,7 +123,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 pytestmark = pytest.mark.usefixtures("at_once")
 
 
-def test_request_counts_in_epoch_in_which_it_was_routed() -> None:
+def test_request_is_counted_in_epoch_in_which_it_was_routed() -> None:
     site = Site()
     site.watch()
     place = site.workers[0].begin(site.draw, 2, 5)

@@ -263,7 +263,7 @@ def test_recall_and_reciprocal_rank_of_equal_scores_count_against_model() -> Non
     assert compute((define("mrr"), grades, scores)) == 0.25
 
 
-def test_error_rate_of_insertions_exceeds_one_and_of_no_words_is_undefined() -> None:
+def test_word_error_rate_of_insertions_exceeds_one_and_of_empty_reference_is_nan() -> None:
     longer = np.array(["a"]), np.array(["a b c d"])
     assert compute((define("wer"), *longer)) == 3
     assert np.isnan(compute((define("wer"), np.array([""]), np.array(["a"]))))

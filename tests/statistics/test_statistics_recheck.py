@@ -150,7 +150,7 @@ def test_judge_recheck_of_initial_failure_against_export_is_advisory(golden: Gol
     assert verdict(judge_recheck(GATES, then, relative(1.7))) is Verdict.FAIL
 
 
-def test_judge_recheck_with_failed_or_missing_measurement_does_not_fail() -> None:
+def test_judge_recheck_with_failed_or_missing_measurement_is_error_or_inconclusive() -> None:
     assert (
         verdict(judge_recheck(GATES, INT8, replace(INT8_NOW, failure="no provider here")))
         is Verdict.ERROR

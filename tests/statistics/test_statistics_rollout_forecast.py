@@ -89,7 +89,7 @@ def test_forecast_of_larger_harm_detects_it_no_later(name: GuardrailName, users:
     assert found[0] > 2 * found[-1]
 
 
-def test_forecast_with_more_requests_detects_more_harm() -> None:
+def test_forecast_with_larger_min_requests_detects_more_harm() -> None:
     harm = Harm(name="errors", value=0.01)
     few = forecast_rollout(make_policy(min_requests=(100,)), STEADY, [harm]).harms[0]
     many = forecast_rollout(make_policy(min_requests=(5000,)), STEADY, [harm]).harms[0]
@@ -179,7 +179,7 @@ def test_forecast_with_measured_rate_widens_interval() -> None:
     )
 
 
-def test_forecast_with_few_open_rollouts_leaves_out_later_steps() -> None:
+def test_forecast_of_harm_that_first_step_detects_omits_it_in_later_steps() -> None:
     harm = Harm(name="errors", value=1.0)
     forecast = forecast_rollout(make_policy(), replace(STEADY, rate=20), [harm])
     assert [len(step.harms) for step in forecast.steps] == [1, 0]

@@ -121,7 +121,7 @@ def test_find_outliers_raises_limit_by_number_of_comparisons() -> None:
     assert min(strengths) >= OUTLIER_LIMIT + np.log10(16)
 
 
-def test_find_outliers_of_servers_with_many_requests_scales_them() -> None:
+def test_find_outliers_of_servers_with_very_many_requests_names_faulty_server() -> None:
     rows = [(10**12, 10**11), (10**12, 10**11), (10**12, 4 * 10**11)]
     assert list_found(count_each(rows)) == [("r3", "errors")]
     assert not find_outliers(count_each(rows[:2]))

@@ -266,7 +266,7 @@ class TestEqualAnswers:
         assert alone.candidate is None or definition is not R2 or alone.candidate.estimate < 1
 
     @pytest.mark.parametrize(("definition", "draw"), WORLDS[:2], ids=ids[:2])
-    def test_score_of_equal_classes_from_other_outputs_keeps_interval_open(
+    def test_score_of_equal_classes_from_other_outputs_returns_interval_around_zero(
         self, definition: MetricDefinition, draw: World
     ) -> None:
         label, base, _ = draw(1000, np.random.default_rng(0))

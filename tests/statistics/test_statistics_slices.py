@@ -45,7 +45,7 @@ def counts(n: int, lost: int, won: int, **more: Any) -> PairedCounts:
         (np.array(["2024-01-02", "NaT"], dtype="M8[D]"), ["2024-01-02", "(missing)"]),
     ],
 )
-def test_read_values_returns_texts_with_missing_values(array: Any, texts: list[str]) -> None:
+def test_read_values_returns_strings_and_marks_missing_values(array: Any, texts: list[str]) -> None:
     assert read_values(array).tolist() == texts
 
 

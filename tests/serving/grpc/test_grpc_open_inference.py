@@ -96,7 +96,7 @@ def test_encode_request_with_typed_contents_writes_bytes_of_datatype(
     }
 
 
-def test_encode_request_of_texts_writes_length_before_each_element() -> None:
+def test_encode_request_of_bytes_contents_writes_length_before_each_element() -> None:
     body, length = encode_request(request("BYTES", [2], bytes_contents=[b"ab", b""]))
     assert body[length:] == b"\x02\0\0\0ab\0\0\0\0"
 
@@ -200,6 +200,6 @@ def test_decode_request_of_malformed_bytes_raises_user_error(data: bytes) -> Non
         decode_request(data)
 
 
-def test_encode_request_with_too_many_texts_raises_too_large_error() -> None:
+def test_encode_request_with_too_many_bytes_contents_raises_too_large_error() -> None:
     with pytest.raises(TooLargeError, match="raw_input_contents"):
         encode_request(request("BYTES", [65537], bytes_contents=[b""] * 65537))

@@ -71,7 +71,7 @@ def test_feedback_by_request_id_counts_for_deployment_that_answered(server: Serv
     assert feedback_of(server) == expected
 
 
-def test_feedback_by_user_key_or_deployment_name_counts(server: ServerFamily) -> None:
+def test_feedback_by_user_key_or_deployment_name_is_counted(server: ServerFamily) -> None:
     users = {f"user-{n}": ask(server, **{"x-user-key": f"user-{n}"}) for n in range(20)}
     assert (
         report(server, *({"key": user, "success": True} for user in users)).json()["counted"] == 20

@@ -69,7 +69,7 @@ def test_open_of_sealed_token_returns_deployment_and_cell(deployment: str, cell:
         st.binary().map(repr),
     )
 )
-def test_open_of_arbitrary_text_returns_none(text: str) -> None:
+def test_open_of_arbitrary_string_returns_none(text: str) -> None:
     assert TOKENS.open(text) is None
 
 
@@ -134,7 +134,7 @@ def test_token_reported_at_other_server_counts_for_deployment_and_cell() -> None
     assert first.read_feedback() == {"old": (0, 0), "new": (0, 0)}
 
 
-def test_token_reported_to_several_workers_counts_once_per_server() -> None:
+def test_token_reported_to_several_workers_is_counted_once_per_server() -> None:
     servers = FeedbackServer(make_table()), FeedbackServer(make_table())
     token = servers[0].answer("new")
     for server in servers:
@@ -144,7 +144,7 @@ def test_token_reported_to_several_workers_counts_once_per_server() -> None:
         assert server.shared.sum_slot(0)[metrics.UNKNOWN_FEEDBACK] == 2
 
 
-def test_token_of_unloaded_deployment_counts_after_it_is_loaded() -> None:
+def test_token_of_unpublished_deployment_is_counted_after_publication() -> None:
     first, second = FeedbackServer(make_table()), FeedbackServer(make_table(1, old=100))
     token = first.answer("new")
     assert second.report([token]) == (0, 1)

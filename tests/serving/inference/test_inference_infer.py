@@ -284,7 +284,7 @@ def test_read_infer_of_huge_shape_without_elements_raises_user_error() -> None:
         read_infer(x(shape=[2**31 - 1, 0], data=[]), None, model)
 
 
-def test_texts_of_padding_model_are_bounded_by_longest_and_not_batched_if_long() -> None:
+def test_read_infer_of_long_texts_for_padding_model_disables_batching_or_raises() -> None:
     inputs = [spec("text", "string", "batch", 1)]
     model = signature(inputs, pads_texts=True)
 
@@ -437,7 +437,7 @@ def test_read_infer_with_wrong_header_length_raises_user_error() -> None:
     ],
 )
 @pytest.mark.parametrize("count", [2, 10**12])
-def test_read_infer_of_invalid_binary_text_names_problem(
+def test_read_infer_of_invalid_binary_string_names_problem(
     tail: bytes, message: str, count: int
 ) -> None:
     tensor = {
@@ -452,7 +452,7 @@ def test_read_infer_of_invalid_binary_text_names_problem(
         read_infer(json_part + tail, len(json_part), signature([spec("s", "string", "n")]))
 
 
-def test_read_infer_with_too_many_texts_raises_too_large_error() -> None:
+def test_read_infer_with_too_many_strings_raises_too_large_error() -> None:
     count = MAX_VALUES + 1
     tensor = {
         "name": "s",
@@ -493,7 +493,7 @@ def test_read_infer_error_with_long_values_is_short() -> None:
         assert len(str(caught.value)) < 200
 
 
-def test_encode_outputs_of_float32_writes_shortest_text() -> None:
+def test_encode_outputs_of_float32_writes_shortest_decimal() -> None:
     model = signature([spec("x", "float32", "n")], [spec("y", "float32", "n")])
     body, _ = encode_outputs(InferenceRequest({}, ("y",), 1), model, [np.array([0.1], np.float32)])
     assert b"[0.1]" in body

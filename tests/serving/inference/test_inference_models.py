@@ -126,7 +126,7 @@ def test_load_of_model_that_fails_on_warm_up_size_skips_warm_up(
     assert model.seconds == 0
 
 
-def test_load_of_model_that_rejects_empty_text_succeeds(build: Callable[..., Deployment]) -> None:
+def test_load_of_model_that_rejects_empty_string_succeeds(build: Callable[..., Deployment]) -> None:
     encode = helper.make_node(
         "OneHotEncoder", ["city"], ["y"], domain="ai.onnx.ml", cats_strings=["Oslo"], zeros=0
     )

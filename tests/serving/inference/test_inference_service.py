@@ -673,7 +673,7 @@ def test_should_run_inline_depends_on_length_of_json_and_binary_parts(
     assert status(answer) == (400 if "x" in headers.values() else 200)
 
 
-def test_should_run_inline_of_long_binary_text_returns_false(
+def test_should_run_inline_of_large_binary_strings_returns_false(
     build: Callable[..., Deployment],
 ) -> None:
     """Each text element is a separate object.

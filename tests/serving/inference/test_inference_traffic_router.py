@@ -72,7 +72,7 @@ def test_route_of_many_users_matches_split_weights(weight: int, epoch_s: float) 
     assert abs(count - len(USERS) * weight / 100) < 4 * deviation
 
 
-def test_next_experiment_draws_users_independently() -> None:
+def test_route_in_next_experiment_draws_users_independently() -> None:
     one, next_one = split(50, "release 1"), split(50, "release 2")
     first = {user for user in USERS if route(one, user) == "new"}
     second = {user for user in USERS if route(next_one, user) == "new"}

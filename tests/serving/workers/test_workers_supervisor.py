@@ -141,7 +141,7 @@ def test_epochs_after_one_error_continue_without_its_epoch(
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_lasting_epoch_error_is_visible_and_closes_no_epoch(
+def test_lasting_epoch_error_is_reported_until_epochs_start_again(
     site: Site, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     with monkeypatch.context() as patch:
