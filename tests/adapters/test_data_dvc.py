@@ -55,7 +55,7 @@ def test_load_dvc_file_at_revision_returns_its_data(
     )
 
 
-def test_load_dvc_file_in_folder_reads_it_through_folder_list(
+def test_load_dvc_file_in_folder_returns_its_data_and_rejects_other_paths(
     repository: Repository, reads: DvcSource
 ) -> None:
     repository.add_folder("data/many", {"a.npz": archive(3), "deep/b.npz": archive(4)})
@@ -80,7 +80,7 @@ def test_load_csv_through_dvc_pointer_returns_its_columns(
     assert {name: array.dtype.kind for name, array in arrays.items()} == {"age": "f", "city": "U"}
 
 
-def test_load_stage_output_reads_its_entry_in_dvc_lock(
+def test_load_dvc_stage_output_verifies_committed_entry_of_dvc_lock(
     repository: Repository, reads: DvcSource
 ) -> None:
     oid = repository.put(archive(3))
@@ -328,7 +328,7 @@ def test_load_with_invalid_committed_dvc_pointer_raises_error_with_its_path(
     assert caught.value.remedy
 
 
-def test_load_with_swapped_md5_in_dvc_pointer_detects_size_or_pin_mismatch(
+def test_load_with_swapped_md5_in_dvc_pointer_raises_digest_mismatch_error(
     repository: Repository, reads: DvcSource
 ) -> None:
     known = repository.put(archive(6, rows=40))

@@ -269,7 +269,7 @@ def test_load_malformed_csv_raises_user_error_with_cause(
     assert "rows.csv" in str(caught.value)
 
 
-def test_load_csv_without_pyarrow_names_missing_extra(
+def test_load_csv_without_pyarrow_raises_missing_package_error_with_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rows.csv").write_text(TABLE)

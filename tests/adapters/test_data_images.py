@@ -61,7 +61,7 @@ def test_load_images_with_table_returns_columns_in_order_of_images(tmp_path: Pat
         ("file_name,image\nb.png,1\na.jpg,0\n", "the name 'image' is reserved"),
     ],
 )
-def test_load_images_with_unfit_table_raises_user_error(
+def test_load_images_with_invalid_table_raises_user_error(
     tmp_path: Path, table: str, cause: str
 ) -> None:
     folder = write_images(tmp_path, b_png=PNG, a_jpg=JPEG)

@@ -198,7 +198,7 @@ def test_load_parquet_with_unsigned_identifiers_keeps_their_digits(tmp_path: Pat
     assert loaded == {"id": ("U", [str(number) for number in ids]), "n": ("i", [5, 5])}
 
 
-def test_load_csv_with_one_long_text_limits_memory(tmp_path: Path) -> None:
+def test_load_csv_with_one_long_string_limits_memory(tmp_path: Path) -> None:
     lines = [f"word {row}" for row in range(20_000)]
     lines[7] = "x" * 60_000
     path = tmp_path / "t.csv"

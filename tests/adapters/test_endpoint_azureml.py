@@ -294,7 +294,9 @@ def test_azureml_apply_to_endpoint_of_other_owner_raises_refused_error(world: Wo
     assert world.scale() == 2.0
 
 
-def test_azureml_apply_of_changed_files_uploads_nothing(world: World, tmp_path: Path) -> None:
+def test_azureml_apply_of_changed_files_raises_digest_mismatch_error_and_uploads_nothing(
+    world: World, tmp_path: Path
+) -> None:
     changed = scaling_deployment(tmp_path / "changed", name="blue", version="1", scale=2.0)
     (tmp_path / "changed" / "model.onnx").write_bytes(b"something else")
     with pytest.raises(DigestMismatchError):

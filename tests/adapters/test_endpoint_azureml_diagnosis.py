@@ -147,7 +147,9 @@ def test_azureml_diagnosis_with_quota_for_two_versions_reports_no_problem(world:
 
 
 @given(st.sampled_from(ACTIONS), st.integers(0, 60))
-def test_is_allowed_with_wildcard_matches_prefix(action: str, cut: int) -> None:
+def test_is_allowed_of_listed_or_wildcard_action_returns_true_unless_excluded(
+    action: str, cut: int
+) -> None:
     assert is_allowed(action, [{"actions": [f"{action[:cut]}*"], "notActions": []}])
     assert is_allowed(action.upper(), [{"actions": [action], "notActions": []}])
     assert not is_allowed(action, [{"actions": ["*"], "notActions": [f"{action[:cut]}*"]}])

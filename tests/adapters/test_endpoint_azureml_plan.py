@@ -47,7 +47,7 @@ def states(draw: st.DrawFn) -> EndpointState:
 
 
 @given(states(), st.integers(0, 10**6))
-def test_read_state_of_planned_traffic_returns_original_state(
+def test_read_state_of_planned_traffic_returns_equivalent_state(
     state: EndpointState, generation: int
 ) -> None:
     plan = plan_traffic(state, generation=generation)

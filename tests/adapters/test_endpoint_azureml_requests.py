@@ -99,7 +99,7 @@ def test_azureml_rollback_keeps_identity_and_foreign_tags(world: World) -> None:
     assert list(body["identity"]["userAssignedIdentities"]) == [identity]
 
 
-def test_azureml_endpoint_update_leaves_out_read_only_fields() -> None:
+def test_build_update_of_azureml_endpoint_omits_read_only_fields() -> None:
     document = {
         "id": "/x",
         "name": "x",
@@ -342,7 +342,7 @@ def test_azureml_apply_without_quota_or_capacity_raises_error_with_cause_and_rem
     ("path", "remedy"),
     [("/deployments/", "AzureML Data Scientist"), ("autoscaleSettings", "Monitoring Contributor")],
 )
-def test_azureml_apply_with_forbidden_scaling_names_missing_role(
+def test_azureml_apply_with_forbidden_scaling_raises_refused_error_with_missing_role(
     world: World, path: str, remedy: str
 ) -> None:
     world.apply(1, blue=100)

@@ -111,7 +111,7 @@ def test_sagemaker_operations_need_exactly_permitted_actions(
 
 
 @pytest.mark.parametrize("given", [(), (KEY,), (("UsesVpc", "true"),), (KEY, ("UsesVpc", "true"))])
-def test_aws_roles_with_key_and_network_gain_only_their_actions(
+def test_aws_roles_with_key_or_network_gain_only_their_actions(
     given: tuple[tuple[str, str], ...],
 ) -> None:
     grown = {

@@ -80,7 +80,7 @@ def test_fleet_rollback_after_removal_creates_fleet(cloud: Cloud, tmp_path: Path
 
 
 @pytest.mark.parametrize("cloud", ["sagemaker", "azureml"])
-def test_fleet_with_failed_start_of_further_instance_grows_later(
+def test_fleet_with_failed_start_of_further_instance_serves_and_reconciles_later(
     cloud: Cloud, tmp_path: Path
 ) -> None:
     """The running instances serve meanwhile, although Azure shows their deployment as failed."""

@@ -273,7 +273,7 @@ def test_local_observe_after_loss_of_model_files_returns_none_until_restored(
     assert site.provider.observe(CONFIG) == replace(state, generation=1)
 
 
-def test_local_apply_with_server_that_fails_to_start_shows_its_log(
+def test_local_apply_with_server_that_fails_to_start_raises_error_with_its_log(
     site: Site, tmp_path: Path
 ) -> None:
     broken = tmp_path / "python"

@@ -128,7 +128,7 @@ def test_count_by_server_with_load_only_table_ignores_it(site: ReplicaSite) -> N
     assert not find(site)
 
 
-def test_metrics_read_of_replica_reports_names_each_replica(site: ReplicaSite) -> None:
+def test_metrics_read_of_replica_reports_returns_counts_of_each_replica(site: ReplicaSite) -> None:
     report(site, "r3", errors=60)
     reading = site.provider.metrics().read(site.config, {"green": None, "blue": None})
     assert {each.server for each in reading.counts} == set(NAMES)
@@ -253,7 +253,9 @@ def test_metrics_read_with_complete_epoch_ignores_open_epoch(site: ReplicaSite) 
 
 
 @pytest.mark.parametrize("text", ["", "no cells", base64.b64encode(zlib.compress(b"abc")).decode()])
-def test_metrics_read_with_unreadable_cells_names_replica(site: ReplicaSite, text: str) -> None:
+def test_metrics_read_with_unreadable_cells_omits_replica_and_reports_its_name(
+    site: ReplicaSite, text: str
+) -> None:
     write_open_epoch(site, "r1", encode_failed(5))
     write_open_epoch(site, "r2", {**encode_failed(6), "green": text})
     epoch = EpochCounts(generation=NUMBER.generation, epoch=7, cells={"green": text, "blue": text})

@@ -159,7 +159,7 @@ def serving(site: ReplicaSite) -> ReplicaSite:
     return site
 
 
-def test_list_memory_returns_what_each_reporting_replica_measured(serving: ReplicaSite) -> None:
+def test_list_memory_returns_measurements_of_reporting_replicas(serving: ReplicaSite) -> None:
     (memory,) = serving.provider.list_memory(serving.config)
     assert (memory.server, memory.workers) == ("r1", 1)
     assert memory.worker_bytes > 0
@@ -330,7 +330,9 @@ class TestWithoutAuthority:
         serving.provider.roll_back(serving.config, serving.state(blue=100, green=0), generation=3)
         assert {SUITE.scale(serving.address()) for _ in range(30)} == {2.0}
 
-    def test_metrics_read_with_impossible_counts_names_replica(self, serving: ReplicaSite) -> None:
+    def test_metrics_read_with_impossible_counts_omits_replica_and_reports_its_name(
+        self, serving: ReplicaSite
+    ) -> None:
         provider, limits_s = serving.provider, {"green": (), "blue": ()}
         request = UserCountsRequest(limits_s=limits_s)
         until(lambda: not provider._read_counts(serving.config, request)[0].failure)
@@ -628,7 +630,7 @@ def test_validate_options_with_nested_locations_raises_user_error(site: ReplicaS
             site.provider.validate_options({"control": "s3://bucket/p/", "reports": reports})
 
 
-def test_follower_with_wrong_table_head_adopts_no_other_table(site: ReplicaSite) -> None:
+def test_follower_with_invalid_table_head_keeps_table_until_next_apply(site: ReplicaSite) -> None:
     site.start()
     site.apply(1, blue=100)
     until(lambda: site.adopted() == TableNumber(1))

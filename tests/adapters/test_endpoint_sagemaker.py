@@ -229,7 +229,7 @@ def test_sagemaker_apply_of_changed_or_missing_files_raises_error(
     assert site.provider.observe(config_of("changed")) is None
 
 
-def test_sagemaker_apply_of_previous_version_needs_no_files(site: Site) -> None:
+def test_sagemaker_apply_of_previous_version_without_its_files_serves_it(site: Site) -> None:
     config = config_of("no-files")
     site.apply(1, config, blue=100)
     site.apply(2, config, green=100)

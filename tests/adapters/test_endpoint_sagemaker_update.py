@@ -146,7 +146,7 @@ def test_sagemaker_update_after_failure_without_alarm_is_retried(
     assert site.invoke(alarmed.endpoint) == ("main", 3.0)
 
 
-def test_sagemaker_update_with_failed_revert_names_rollback_command(site: Site) -> None:
+def test_sagemaker_update_with_failed_revert_raises_error_with_rollback_command(site: Site) -> None:
     config = config_of("stuck")
     site.apply(1, config, blue=100)
     site.fake.behave(stuck="no capacity for ml.c6i.large")
@@ -160,7 +160,7 @@ def test_sagemaker_update_with_failed_revert_names_rollback_command(site: Site) 
     assert site.invoke("stuck") == ("blue", 2.0)
 
 
-def test_sagemaker_apply_of_model_that_fails_to_start_reports_health_check(
+def test_sagemaker_apply_of_model_that_fails_to_start_raises_error_with_health_check(
     site: Site, tmp_path: Path
 ) -> None:
     config = config_of("broken")

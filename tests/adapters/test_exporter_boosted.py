@@ -114,7 +114,9 @@ def test_export_of_xgboost_forest_raises_user_error(
     assert refused.value.remedy
 
 
-def test_sklearn_export_of_xgboost_model_names_xgboost_exporter(tmp_path: Path) -> None:
+def test_sklearn_export_of_xgboost_model_raises_user_error_with_xgboost_exporter(
+    tmp_path: Path,
+) -> None:
     import xgboost
 
     class Mine(xgboost.XGBClassifier):

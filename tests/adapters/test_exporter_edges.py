@@ -111,7 +111,7 @@ def test_torch_reference_of_float32_only_module_in_float64_returns_none() -> Non
         exporter.reference(module("Single"), {"x": X[:, :3]}, "float64")
 
 
-def test_torch_export_of_unsupported_branch_names_cause_and_prints_nothing(
+def test_torch_export_of_unsupported_branch_raises_user_error_and_prints_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UserError, match="Could not guard on data-dependent expression") as caught:

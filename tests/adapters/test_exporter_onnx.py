@@ -73,7 +73,7 @@ def test_onnx_export_with_external_weights_copies_them(tmp_path: Path) -> None:
     assert exporter.reference(path, samples, "float64") is None
 
 
-def test_save_onnx_file_with_hostile_external_path_copies_nothing(tmp_path: Path) -> None:
+def test_save_onnx_file_with_hostile_external_path_raises_refused_error(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     write_external(tmp_path / "mine.onnx", "../../etc/passwd")
     with pytest.raises(RefusedError):
@@ -211,7 +211,9 @@ def test_collect_reference_outputs_of_source_too_new_for_runtime_returns_groups(
         OnnxExporter().reference(source, {"x": np.zeros((1, 3), np.float32)}, "float32")
 
 
-def test_convert_onnx_file_with_unsupported_operator_names_it(tmp_path: Path) -> None:
+def test_convert_onnx_file_with_unsupported_operator_raises_user_error_with_its_name(
+    tmp_path: Path,
+) -> None:
     """LayerNormalization came with opset 17, and no older opset has a replacement."""
     text = "(float[batch,4] x) => (float[batch,4] y) { [norm] y = LayerNormalization(x, scale) }"
     write_graph(tmp_path / "mine.onnx", text, scale=np.ones(4, np.float32))

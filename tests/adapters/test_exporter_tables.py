@@ -190,7 +190,7 @@ def test_export_of_multiclass_modified_huber_classifier_raises_user_error(tmp_pa
         SklearnExporter().export(model, request)
 
 
-def test_export_failing_on_unseen_categories_is_refused_unless_source_fails(tmp_path: Path) -> None:
+def test_export_of_encoder_that_groups_unseen_categories_raises_user_error(tmp_path: Path) -> None:
     samples = {"city": COLUMNS["city"]}
     request = ExportRequest(
         section=Export(framework="sklearn"), samples=samples, path=tmp_path / "model.onnx"

@@ -145,7 +145,9 @@ def test_quiet_context_silences_loggers_and_restores_their_levels(
     assert [record.message for record in caplog.records] == ["heard again"]
 
 
-def test_torch_export_of_unsupported_model_names_cause(modules: Any, tmp_path: Path) -> None:
+def test_torch_exporter_with_unsupported_model_or_rows_raises_error_with_cause(
+    modules: Any, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=r"not a torch\.nn\.Module"):
         export("a string", images(4), tmp_path / "m.onnx")
     with pytest.raises(UserError, match="data-dependent") as caught:
@@ -158,7 +160,7 @@ def test_torch_export_of_unsupported_model_names_cause(modules: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("form", ["plain", "causal", "masked"])
-def test_torch_export_of_attention_without_heads_equals_source(
+def test_torch_export_of_attention_without_head_axis_equals_source(
     modules: Any, tmp_path: Path, form: str
 ) -> None:
     module = (
@@ -201,7 +203,7 @@ def test_torch_load_of_missing_or_invalid_file_raises_error(tmp_path: Path) -> N
         TorchExporter().load(tmp_path)
 
 
-def test_torch_export_of_untranslated_operator_names_translations_option(
+def test_torch_export_of_untranslated_operator_raises_user_error_with_remedy(
     modules: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as raised:

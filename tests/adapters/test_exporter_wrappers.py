@@ -187,7 +187,9 @@ def test_export_of_column_transformer_equals_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["clip", "nan", "raise"])
-def test_export_of_isotonic_regression_requires_clip(tmp_path: Path, method: str) -> None:
+def test_export_of_isotonic_regression_without_clip_raises_user_error(
+    tmp_path: Path, method: str
+) -> None:
     rows = {"age": NUMBERS["age"]}
     model = sk("isotonic.IsotonicRegression", out_of_bounds=method).fit(rows["age"], AMOUNT)
     if method == "clip":

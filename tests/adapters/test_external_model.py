@@ -26,7 +26,7 @@ def models(tmp_path: Path) -> UserSuppliedModels:
     )
 
 
-def test_user_model_at_local_path_stays_in_place(
+def test_user_model_at_local_path_is_used_in_place(
     models: UserSuppliedModels, tmp_path: Path
 ) -> None:
     write_perceptron(tmp_path / "mine.onnx")

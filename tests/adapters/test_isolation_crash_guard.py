@@ -146,7 +146,7 @@ def test_limit_memory_keeps_lower_limit_of_administrator(children_too: bool) -> 
     assert output.split() == [b"2000000000"] * 2
 
 
-def test_run_guarded_with_much_output_keeps_its_end() -> None:
+def test_run_guarded_after_crash_with_much_output_reports_its_end() -> None:
     with pytest.raises(ProcessCrashError) as crash:
         run_guarded(chatter)
     assert "24 MB of output" in crash.value.output

@@ -180,7 +180,7 @@ def test_python_environment_place_depends_on_requirements_and_python(tmp_path: P
 
 
 @pytest.mark.parametrize("installer", [pytest.param("pip", marks=pytest.mark.nightly), "uv"])
-def test_python_environment_with_missing_package_shows_installer_output(
+def test_python_environment_with_missing_package_raises_stage_error_with_output(
     environments: PythonEnvironments, installer: str
 ) -> None:
     environments = replace(environments, uv=environments.uv if installer == "uv" else None)
@@ -233,7 +233,9 @@ def test_npm_packages_after_installation_are_reused_without_npm(
     assert "apt-get install" in missing.value.remedy
 
 
-def test_npm_packages_with_missing_version_show_npm_output(packages: NpmPackages) -> None:
+def test_npm_packages_with_missing_version_raise_stage_error_with_npm_output(
+    packages: NpmPackages,
+) -> None:
     with pytest.raises(StageError, match="cannot be created") as failure:
         packages.installed(("long@999.0.0",))
     assert "999.0.0" in failure.value.why

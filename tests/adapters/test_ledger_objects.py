@@ -67,7 +67,7 @@ def written(tmp_path: Path) -> tuple[ObjectLedger, Path]:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"null", b'{"endpoint": "digits"}'])
-def test_ledger_read_with_unreadable_entry_names_that_entry(
+def test_ledger_read_with_unreadable_entry_raises_corrupt_state_error_with_its_name(
     written: tuple[ObjectLedger, Path], content: bytes
 ) -> None:
     ledger, folder = written

@@ -214,7 +214,7 @@ def miss(source: Path, result: Path, skip: Sequence[str]) -> None:
     SlimOptimizer.clean(source, result, skip)
 
 
-def test_graph_pass_without_package_names_missing_extra(file: Path) -> None:
+def test_graph_pass_without_package_raises_missing_package_error_with_extra(file: Path) -> None:
     class Missing(SlimOptimizer):
         clean = staticmethod(miss)
 

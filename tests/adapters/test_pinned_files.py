@@ -195,7 +195,7 @@ def _model_zoo_files(folder: Path) -> tuple[dict[str, bytes], np.ndarray, str, s
 
 
 @pytest.mark.parametrize("suffix", ["tar.gz", "zip"])
-def test_archive_of_model_zoo_gives_model_rows_and_known_labels(
+def test_fetch_and_load_of_model_zoo_archive_return_model_rows_and_labels(
     web: WebFiles, tmp_path: Path, suffix: str
 ) -> None:
     files, rows, name, output = _model_zoo_files(tmp_path)
@@ -217,7 +217,7 @@ def test_archive_of_model_zoo_gives_model_rows_and_known_labels(
         source.load(FileData(file=place, label="other"), tmp_path)
 
 
-def test_fetch_of_invalid_archive_raises_user_error_or_skips_paths_outside(
+def test_fetch_of_invalid_archive_raises_user_error_or_skips_paths_outside_target(
     web: WebFiles, tmp_path: Path
 ) -> None:
     pinned = PinnedFiles(cache=tmp_path / "pinned")

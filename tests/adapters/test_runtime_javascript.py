@@ -210,7 +210,7 @@ def test_javascript_benchmark_with_coarse_clock_times_several_calls(
     assert not slow.preempted.any()
 
 
-def test_node_rewritten_writes_optimized_graph_except_for_wasm(
+def test_node_rewritten_writes_optimized_graph_but_raises_error_for_wasm(
     node: NodeRuntime, wasm: NodeRuntime, other_node: NodeRuntime, file: Path, tmp_path: Path
 ) -> None:
     node.rewritten(file, NODE, tmp_path / "copy.onnx")
@@ -296,7 +296,7 @@ def test_webgpu_on_software_adapter_computes_but_refuses_timing(
         assert "onnx-ops judge" in refused.value.remedy
 
 
-def test_javascript_runtime_without_programs_names_packages_to_install(
+def test_javascript_runtime_without_programs_reports_packages_to_install(
     tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -63,7 +63,9 @@ class TestEnvironment:
         assert "a secret" not in str(caught.value)
 
     @pytest.mark.parametrize("text", ["kms:alias/x", "env:", "signing.pem"])
-    def test_open_signer_with_unknown_form_lists_known_forms(self, text: str) -> None:
+    def test_open_signer_with_unknown_form_raises_user_error_with_known_forms(
+        self, text: str
+    ) -> None:
         with pytest.raises(UserError, match="names no signer") as caught:
             open_signer(text)
         assert "awskms:KEY" in caught.value.remedy

@@ -110,7 +110,9 @@ def test_read_answers_of_fixed_batch_returns_each_row_once(
     np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-def test_read_answers_bounds_memory_by_chunks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_answers_beyond_input_limit_reads_rows_in_chunks(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("onnx_ops.measure.answers._INPUT_BYTES", 8 * 4 * 9)
     sizes: list[int] = []
     found = read_answers(
@@ -292,7 +294,7 @@ NEW_METRICS = {
 
 
 @pytest.mark.parametrize("name", NEW_METRICS)
-def test_measure_metrics_with_new_metric_computes_it_by_its_method(
+def test_measure_metrics_with_metric_added_to_table_returns_its_value(
     model: Path, scores: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setitem(METRICS, name, NEW_METRICS[name])
@@ -461,11 +463,13 @@ class TestReading:
     ) -> None:
         assert find_column_labels(np.array(label), count, "").tolist() == list(range(count))
 
-    def test_join_predictions_of_other_shapes_fails_and_prepare_label_makes_integers(self) -> None:
+    def test_join_predictions_of_different_shapes_raises_user_error(self) -> None:
         with pytest.raises(UserError, match="differs between batches"):
             join_predictions(
                 [Prediction(values=np.ones((2, 3))), Prediction(values=np.ones((2, 4)))]
             )
+
+    def test_prepare_label_of_float_labels_returns_integers(self) -> None:
         found = prepare_label(ACCURACY, np.array([[1.0], [0.0]]))
         assert found is not None
         assert (found.dtype.kind, found.tolist()) == ("i", [1, 0])

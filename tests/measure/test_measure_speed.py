@@ -86,7 +86,7 @@ def test_measure_speed_without_further_request_measures_latency_only(
     assert found.latency.batch == 2
 
 
-def test_measure_speed_times_each_baseline_and_compares_rest_with_last(
+def test_measure_speed_with_two_baselines_compares_only_latency_with_both(
     models: dict[str, Path],
 ) -> None:
     found = measured(scripted(models), models, EVERYTHING, "fp32", "champion")

@@ -98,7 +98,9 @@ def test_judge_system_with_different_step_after_model_names_it(tmp_path: Path) -
     assert (judgement.verdict, judgement.step) == (Verdict.FAIL, "choice")
 
 
-def test_judge_system_with_failure_after_difference_fails_without_error(tmp_path: Path) -> None:
+def test_judge_system_with_exception_after_difference_fails_at_differing_step(
+    tmp_path: Path,
+) -> None:
     judgement = judge(tmp_path, before=lambda row: features(row)[:, :3])
     assert (judgement.verdict, judgement.step) == (Verdict.FAIL, "features")
     assert results(judgement)["output"].verdict is Verdict.INCONCLUSIVE
@@ -187,7 +189,7 @@ def test_list_raw_inputs_returns_rows_of_tables_and_files_of_folder(tmp_path: Pa
         ("a.wav", b"RIFF\x00\x00", "cut off"),
     ],
 )
-def test_list_raw_inputs_of_broken_file_raises_user_error_at_file(
+def test_list_raw_inputs_of_broken_file_raises_user_error_with_its_path(
     tmp_path: Path, name: str, content: bytes, words: str
 ) -> None:
     (tmp_path / name).write_bytes(content)

@@ -81,7 +81,7 @@ def test_search_with_calibration_rows_uses_7_bits_on_saturating_machine(root: Pa
     assert {r.name for r in record.recipes} == {"static", "dynamic"}
 
 
-def test_search_with_size_or_p99_budget_applies_it(root: Path) -> None:
+def test_search_with_unreachable_size_or_p99_budget_selects_no_model(root: Path) -> None:
     small = searched(fragile_ground(root, budget=Budget(metric_drop=0.1, size=1)))
     assert small.models == {}
     assert "larger" in small.record.slots[0].reason

@@ -121,7 +121,7 @@ def test_measure_metrics_of_map_returns_estimate_and_interval(tmp_path: Path) ->
         (5, 0, 5, -3, "row 5: box 0 has a class"),
     ],
 )
-def test_measure_metrics_of_wrong_detection_fails_naming_row(
+def test_measure_metrics_of_invalid_detection_reports_failure_with_row(
     tmp_path: Path, row: int, place: int, column: int, value: float, expected: str
 ) -> None:
     answers = change(make_detections(), row, place, column, value)
@@ -144,7 +144,7 @@ def test_measure_metrics_of_nan_in_empty_place_ignores_it(tmp_path: Path) -> Non
     assert entry.candidate is not None
 
 
-def test_measure_metrics_of_detections_of_other_classes_fails(tmp_path: Path) -> None:
+def test_measure_metrics_of_detections_of_other_classes_reports_failure(tmp_path: Path) -> None:
     answers = make_detections()
     answers[:, 0, 5] = 2
     (entry,) = measure(tmp_path / "model.onnx", answers, make_objects(), MAP).scores
@@ -200,7 +200,9 @@ def test_measure_metrics_of_iou_with_ignored_pixels_returns_value(tmp_path: Path
     assert (entry.metric, entry.candidate.estimate) == ("iou macro", 1.0)
 
 
-def test_measure_metrics_of_label_with_unknown_class_fails_naming_row(tmp_path: Path) -> None:
+def test_measure_metrics_of_label_with_unknown_class_reports_failure_with_row(
+    tmp_path: Path,
+) -> None:
     label = np.zeros((IMAGES, 5, 6), dtype=np.int64)
     label[8, 1, 1] = 3
     scores = np.zeros((IMAGES, 3, 5, 6), dtype=np.float32)

@@ -267,7 +267,7 @@ class TestParity:
         ignored = ParityGate(groups={"missing": "ignore", "beyond_range": "ignore"})
         assert [r.advisory for r in judge([ignored], evidence).results] == [False]
 
-    def test_parity_gate_with_group_set_to_advise_passes(self) -> None:
+    def test_parity_gate_with_failing_group_set_to_advise_passes(self) -> None:
         evidence = replace(FP32, parity=(parity(), parity(99.0, group="lengths:length=7")))
         assert judge([ParityGate()], evidence).verdict is Verdict.FAIL
         assert judge([ParityGate(groups={"lengths": "advise"})], evidence).verdict is Verdict.PASS

@@ -87,7 +87,7 @@ def test_activation_statistics_of_clipping_returns_ratio_to_rounding_energy() ->
     assert fine.clipping > 100  # a fine step does not hide clipping
 
 
-def test_activation_statistics_returns_stretch_at_best_fitting_end_unless_undefined() -> None:
+def test_activation_statistics_stretch_compares_range_with_values_unless_undefined() -> None:
     x = np.linspace(-0.1, 2.55, 400, dtype=np.float32)
     assert look(x, x, step=0.02, zero=128).stretch == pytest.approx(1, abs=0.01)
     assert look(x, x, step=0.06, zero=128).stretch == pytest.approx(3, abs=0.03)

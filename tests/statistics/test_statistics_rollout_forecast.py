@@ -107,7 +107,7 @@ def test_forecast_with_few_users_waits_for_units() -> None:
     )
 
 
-def test_forecast_of_latency_step_above_half_waits_for_control_replica() -> None:
+def test_forecast_of_latency_step_above_half_waits_for_requests_of_control_replica() -> None:
     policy = make_policy("latency_p50", steps=(0.9, 1.0))
     step = forecast_rollout(policy, STEADY).steps[0]
     assert step.waits[0].kind == "timed requests"
@@ -219,7 +219,7 @@ def test_choose_harms_follows_tolerance_of_policy() -> None:
     assert choose_harms(policy, Traffic(rate=1.0))[0].value == 0.01
 
 
-def test_forecast_rest_scales_with_elapsed_time() -> None:
+def test_forecast_rest_extrapolates_elapsed_time_or_returns_none() -> None:
     rest = forecast_rest(100, 300, 500.0)
     assert rest is not None
     assert rest.median_s == pytest.approx(1000, rel=0.02)
@@ -232,7 +232,7 @@ def test_forecast_rest_scales_with_elapsed_time() -> None:
 
 @pytest.mark.parametrize("users", [0, 1, 30, 5000, 200_000])
 @pytest.mark.parametrize("chance", [1e-4, 0.02, 0.5])
-def test_unit_model_agrees_with_drawn_users(users: int, chance: float) -> None:
+def test_model_units_agrees_with_drawn_users(users: int, chance: float) -> None:
     model = model_units(200.0, users)
     shares = model.bin_badness(chance)
     assert shares.sum() == pytest.approx(1)

@@ -408,7 +408,7 @@ def test_ab_test_finishes_if_better_aborts_if_worse_and_waits_if_undecided() -> 
     )
 
 
-def test_ab_test_with_feedback_follows_on_inconclusive_and_goal() -> None:
+def test_ab_test_with_feedback_applies_options_on_inconclusive_and_goal() -> None:
     finish = replace(AB, ab_test=SplitTest(duration=1.0, on_inconclusive="finish"))
     acts(due(seen(*reported(50, 50)), finish), ActionKind.FINISH)
     waits(due(seen(), finish), WaitKind.INCONCLUSIVE, "no feedback was reported")

@@ -113,7 +113,7 @@ def test_metric_gate_of_score_without_value_returns_its_reason(gate: MetricGate)
         )
 
 
-def test_metric_gate_with_unscorable_baseline_judges_minimum() -> None:
+def test_metric_gate_with_undefined_score_of_champion_still_judges_minimum() -> None:
     found = evidence(
         entry("auc", ""),
         entry("auc", difference=interval(0.0)),

@@ -153,7 +153,7 @@ def test_parity_gate_with_source_that_refuses_nan_adds_advisory() -> None:
     assert line(replace(FLOAT, source=SourceLimits(nan="answered")), "NaN") is None
 
 
-def test_parity_gate_with_rows_explained_by_jitter_counts_them(golden: Golden) -> None:
+def test_parity_gate_with_rows_explained_by_jitter_reports_their_number(golden: Golden) -> None:
     jumped = replace(FLOAT.parity[0], explained=7, unexplained=2, error=0.1, ratio=1e5)
     found = certain(replace(FLOAT, parity=(jumped,)), "outputs")
     golden("reasons", found.reason)

@@ -160,7 +160,7 @@ def test_measure_unit_evidence_with_one_more_failing_unit_rises() -> None:
     )
 
 
-def test_badness_edges_separate_rare_errors_of_busy_units() -> None:
+def test_find_badness_bin_separates_rare_errors_of_busy_units() -> None:
     bins = [find_badness_bin(events, 1000) for events in (0, 1, 3, 5, 10, 20, 50, 80)]
     assert bins == sorted(set(bins))
 

@@ -172,7 +172,7 @@ def test_search_with_faster_recipe_in_budget_repairs_no_slower_recipe() -> None:
     assert {t.recipe for t in known.trials if t.excluded} == {"static"}
 
 
-def test_search_stops_exclusions_that_cost_gain_of_int8() -> None:
+def test_search_with_costly_exclusions_excludes_at_most_two_nodes() -> None:
     landscape = Landscape({"static": nodes(*[0.2] * 16)}, {"static": 0.8}, price=0.15)
     known, _ = searched(landscape)
     assert all(len(t.excluded) <= 2 for t in known.trials)

@@ -210,7 +210,7 @@ def test_token_under_table_without_its_key_is_unknown(key: str) -> None:
     assert FeedbackServer(make_table(key=key)).report([token]) == (0, 1)
 
 
-def test_token_in_split_with_epochs_counts_for_no_cell() -> None:
+def test_token_in_split_with_epochs_is_counted_without_cell() -> None:
     server = FeedbackServer(make_table(epoch_s=60.0))
     assert server.report([server.answer("new", 7)]) == (1, 0)
     assert server.read_feedback()["new"] == (1, 1)

@@ -210,7 +210,9 @@ def test_read_infer_of_valid_request_returns_its_fields() -> None:
         ({"inputs": [{k: v for k, v in X.items() if k != "data"}]}, "'x' has neither data nor"),
     ],
 )
-def test_read_infer_of_invalid_request_names_problem(document: object, message: str) -> None:
+def test_read_infer_of_invalid_request_raises_user_error_with_cause(
+    document: object, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         read_infer(encode(document), None, PIXELS)
 
@@ -239,7 +241,7 @@ def test_read_infer_of_invalid_request_names_problem(document: object, message: 
         ({"data": [1, 2, 3, 1e300]}, "too large for FP32"),
     ],
 )
-def test_read_infer_with_invalid_tensor_names_tensor(
+def test_read_infer_with_invalid_tensor_raises_user_error_with_its_name(
     changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
@@ -365,7 +367,7 @@ def test_binary_request_with_several_inputs_returns_mixed_outputs() -> None:
     assert tail == text_bytes(["é\0"])
 
 
-def test_read_infer_of_raw_body_reads_only_input() -> None:
+def test_read_infer_of_raw_body_fills_single_input_or_raises_user_error() -> None:
     call = read_infer(np.ones((3, 2), np.float32).tobytes(), 0, PIXELS)
     assert call.feed["x"].shape == (3, 2)
     assert call.binary == (True, True)
@@ -403,7 +405,7 @@ def header(parameters: object, shape: tuple[int, ...] = (1, 2), **more: object) 
         (header({}, data=[1, 2]), bytes(8), "8 bytes follow"),
     ],
 )
-def test_read_infer_of_invalid_binary_body_names_problem(
+def test_read_infer_of_invalid_binary_body_raises_user_error_with_cause(
     json_part: bytes, tail: bytes, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -437,7 +439,7 @@ def test_read_infer_with_wrong_header_length_raises_user_error() -> None:
     ],
 )
 @pytest.mark.parametrize("count", [2, 10**12])
-def test_read_infer_of_invalid_binary_string_names_problem(
+def test_read_infer_of_invalid_binary_string_raises_user_error_with_cause(
     tail: bytes, message: str, count: int
 ) -> None:
     tensor = {

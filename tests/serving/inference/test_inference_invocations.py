@@ -109,12 +109,14 @@ def test_read_invocation_of_columns_feeds_several_inputs(document: object) -> No
         ({"dataframe_split": {"columns": ["a", "b", "c"], "data": []}}, "shape"),
     ],
 )
-def test_read_invocation_of_invalid_body_names_problem(document: object, message: str) -> None:
+def test_read_invocation_of_invalid_body_raises_user_error_with_cause(
+    document: object, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         read(document)
 
 
-def test_read_invocation_with_unfit_inputs_raises_user_error() -> None:
+def test_read_invocation_with_mismatched_inputs_raises_user_error() -> None:
     with pytest.raises(UserError, match="this model has age, city"):
         read({"inputs": [[1]]}, TABLE)
     with pytest.raises(UserError, match="no input 'size'"):
@@ -191,12 +193,14 @@ def test_read_invocation_of_csv_reads_names_from_first_line() -> None:
         (b"\xff,b,c\n1,2,3\n", "not CSV"),
     ],
 )
-def test_read_invocation_of_invalid_csv_names_problem(body: bytes, message: str) -> None:
+def test_read_invocation_of_invalid_csv_raises_user_error_with_cause(
+    body: bytes, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         read(body)
 
 
-def test_read_invocation_of_csv_cell_unfit_for_type_raises_user_error() -> None:
+def test_read_invocation_of_csv_cell_invalid_for_type_raises_user_error() -> None:
     for dtype, cell in (("int64", "1.0"), ("int64", "9" * 30), ("bool", "1"), ("uint8", "-1")):
         with pytest.raises(UserError, match=r"contains|too large"):
             read(f"a\n{cell}\n".encode(), signature([spec("a", dtype, "n")]))
@@ -292,6 +296,8 @@ def test_read_invocation_with_deep_lists_beside_null_raises_user_error() -> None
         (b"age,visits,city\nold,2,a\n", "'age' of FP32 contains 'old' in row 1"),
     ],
 )
-def test_read_invocation_with_unfit_cell_names_column_and_row(body: object, words: str) -> None:
+def test_read_invocation_with_invalid_cell_raises_user_error_with_column_and_row(
+    body: object, words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         read(body if isinstance(body, bytes) else {"dataframe_records": body}, COLUMNS)

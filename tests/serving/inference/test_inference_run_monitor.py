@@ -43,7 +43,7 @@ def test_limit_ends_only_run_past_its_deadline(tmp_path: Path) -> None:
     assert y.tolist() == [[3.0, 3.0]]
 
 
-def test_limit_of_hanging_run_gives_up_once_with_its_deployment() -> None:
+def test_limit_of_hanging_run_calls_give_up_once_with_its_deployment() -> None:
     given_up: list[tuple[int, int]] = []
     thread_runs = make_thread_runs()
     gave_up = threading.Event()

@@ -70,7 +70,7 @@ def test_memory_need_of_zero_bytes_fits_into_zero_bytes() -> None:
     assert not MemoryNeed(workers=1, worker_bytes=1).fits(0)
 
 
-def test_check_memory_without_enough_memory_names_need_and_workers() -> None:
+def test_check_memory_without_enough_memory_raises_error_with_need_and_workers() -> None:
     need = MemoryNeed(
         workers=4, worker_bytes=600 * MIB, shadow_bytes=100 * MIB, restart_bytes=50 * MIB
     )

@@ -113,7 +113,7 @@ CALLS: dict[str, Callable[[Site], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_epochs_after_one_error_continue_without_its_epoch(
+def test_epochs_after_one_error_continue_without_failed_epoch(
     site: Site, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     discarded: list[int] = []

@@ -264,7 +264,7 @@ def set_available(root: Path, size: int) -> None:
         pytest.param(0, ["the trial load needs more than", " 0 MiB are available"], id="none"),
     ],
 )
-def test_publish_of_model_beyond_available_memory_names_its_need(
+def test_publish_of_model_beyond_available_memory_is_refused_with_its_need(
     start: Callable[..., Server],
     tmp_path: Path,
     memory_root: Path,
