@@ -312,13 +312,13 @@ class TestRun:
         _, low, high = run_interval([[float(x)] for x in values])
         return high - low
 
-    def test_run_interval_of_correlated_pairs_is_wider(self) -> None:
+    def test_run_interval_of_correlated_pairs_is_wider_than_of_shuffled_pairs(self) -> None:
         draw = np.random.default_rng(0)
         values = np.sort(draw.normal(0, 0.01, 40))
         shuffled = draw.permutation(values)
         assert 2.2 < self.width(values) / self.width(shuffled) < 5
 
-    def test_run_interval_of_independent_pairs_is_hardly_wider(self) -> None:
+    def test_run_interval_of_independent_pairs_is_hardly_wider_than_session_interval(self) -> None:
         draw = np.random.default_rng(1)
         wider = []
         for _ in range(100):

@@ -74,7 +74,7 @@ def test_read_available_bytes_of_group_returns_limit_minus_unreclaimable(
     assert root.read() == 320 * MIB
 
 
-def test_read_available_bytes_of_version_1_group_counts_its_children(tmp_path: Path) -> None:
+def test_read_available_bytes_of_version_1_group_uses_totals_with_children(tmp_path: Path) -> None:
     root = Root(tmp_path, groups="9:name=systemd:/box\n4:cpu,memory:/box\n0::/\n")
     root.add_old_group("/box", 500 * MIB, 300 * MIB, cache=100 * MIB)
     root.add_old_group("", UNLIMITED, 900 * MIB)
