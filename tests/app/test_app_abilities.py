@@ -53,7 +53,7 @@ BY_USER = {"shadow", "sticky", "feedback"}
 @pytest.mark.parametrize("provider", ["sagemaker", "azureml"])
 @pytest.mark.parametrize("metrics", [None, PROMETHEUS], ids=["its own", "ours by prometheus"])
 @pytest.mark.parametrize(("traffic", "expected"), [("native", set()), ("table", BY_USER)])
-def test_list_capabilities_of_cloud_endpoint_includes_users_only_with_table(
+def test_list_capabilities_of_cloud_endpoint_includes_features_by_user_only_with_table_traffic(
     tmp_path: Path, provider: str, metrics: MetricsConfig | None, traffic: str, expected: set[str]
 ) -> None:
     entry = Deploy(
@@ -71,7 +71,7 @@ def test_list_capabilities_of_cloud_endpoint_includes_users_only_with_table(
 @pytest.mark.parametrize(
     ("provider", "own"), [("sagemaker", "cloudwatch"), ("azureml", "azuremonitor")]
 )
-def test_explain_uncounted_of_cloud_metrics_refuses_them_only_with_table(
+def test_explain_uncounted_of_cloud_metrics_returns_reason_only_with_table_traffic(
     tmp_path: Path, provider: str, own: str
 ) -> None:
     endpoints = open_project(tmp_path).context.provider(provider)

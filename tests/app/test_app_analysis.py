@@ -52,7 +52,7 @@ def test_observe_of_worse_canary_fails_and_stays_failed(site: AnalysisSite) -> N
     assert site.observe(site.restart()).verdict == result.verdict
 
 
-def test_observe_again_within_scrape_adds_nothing(site: AnalysisSite) -> None:
+def test_observe_again_without_new_scrape_keeps_state(site: AnalysisSite) -> None:
     site.serve_traffic(1, **WORSE)
     before = site.observe().state
     site.clock.advance(30)
@@ -67,7 +67,7 @@ def test_observe_in_intervals_shorter_than_recording_sends_no_query(site: Analys
     assert len(site.prometheus.queries) == queries
 
 
-def test_observe_after_restart_of_proxy_leaves_interval_out(site: AnalysisSite) -> None:
+def test_observe_after_restart_of_scraped_target_leaves_interval_out(site: AnalysisSite) -> None:
     before = site.serve_traffic(2, **SAME).state
     site.prometheus.restart()
     site.prometheus.add("a", 5000, 10)
@@ -121,7 +121,7 @@ def test_observe_after_long_gap_leaves_interval_out(site: AnalysisSite) -> None:
     assert (len(state.intervals), state.left_out_reason) == (2, "3600 s passed without a reading")
 
 
-def test_observe_after_max_duration_returns_no_verdict(site: AnalysisSite) -> None:
+def test_observe_after_max_duration_is_inconclusive(site: AnalysisSite) -> None:
     assert site.serve_traffic(5, **SAME).verdict.verdict == "pass"
     site.pass_time(86_200)
     result = site.observe()
@@ -220,7 +220,7 @@ def test_observe_of_canary_without_traffic_waits(site: AnalysisSite) -> None:
     assert state.left_out_reason == "the traffic of the canary began within the interval"
 
 
-def test_observe_with_stale_counts_no_longer_passes(site: AnalysisSite) -> None:
+def test_observe_with_stale_counts_reports_missing_scrape(site: AnalysisSite) -> None:
     assert site.serve_traffic(5, **SAME).verdict.verdict == "pass"
     site.clock.advance(400)
     result = site.observe()
@@ -249,7 +249,7 @@ def test_observe_by_two_instances_records_each_interval_once(site: AnalysisSite)
     assert len(site.observe(other).state.intervals) == 6
 
 
-def test_observe_between_read_and_append_of_other_instance_adopts_its_interval(
+def test_observe_with_interval_appended_meanwhile_by_other_instance_adopts_it(
     site: AnalysisSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, create = site.restart(), LocalObjects.create

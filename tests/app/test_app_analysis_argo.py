@@ -52,14 +52,14 @@ def run_analysis(
     [((40, 0), "Successful"), ((40, 12), "Failed"), ((2, 0), "Inconclusive")],
     ids=["equal", "worse", "little"],
 )
-def test_argo_analysis_ends_by_verdict(
+def test_argo_analysis_ends_in_phase_of_its_verdict(
     client: AnalysisClient, metric: dict[str, Any], canary: tuple[int, int], end: Phase
 ) -> None:
     assert run_analysis(client, metric, canary) == end
 
 
 @pytest.mark.parametrize("metric", [METRIC, OLDER], ids=["1.8", "older"])
-def test_argo_analysis_without_prometheus_pauses(
+def test_argo_analysis_without_prometheus_ends_inconclusive(
     client: AnalysisClient, metric: dict[str, Any]
 ) -> None:
     client.site.prometheus.status = 500

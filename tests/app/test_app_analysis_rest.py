@@ -167,7 +167,7 @@ def test_request_of_web_page_gets_403_except_for_health(client: AnalysisClient) 
     assert client.send("GET", "/healthz").status_code == 200
 
 
-def test_request_without_token_gets_401_except_for_health(tmp_path: Path) -> None:
+def test_request_without_valid_token_gets_401_except_for_health(tmp_path: Path) -> None:
     with open_client(tmp_path, token=TOKEN) as client:
         for given in ("", "Bearer", f"Bearer {TOKEN}x", f"Basic {TOKEN}"):
             headers = {"Authorization": given} if given else {}

@@ -74,7 +74,7 @@ def interrupt(
 
 
 @pytest.mark.parametrize("traffic", [SAME, WORSE], ids=["passed", "failed"])
-def test_delete_old_deletes_rollout_after_keep_without_requests(
+def test_delete_old_of_rollout_without_counts_for_retention_time_deletes_it(
     site: AnalysisSite, traffic: dict[str, tuple[int, int]]
 ) -> None:
     recorded_at = site.serve_traffic(5, **traffic).state.recorded_at
@@ -263,7 +263,7 @@ def test_delete_old_by_two_instances_deletes_each_rollout_once(
     assert len(list_files(site)) == 2
 
 
-def test_state_without_checkpoint_is_read_from_the_last_start(site: AnalysisSite) -> None:
+def test_state_with_unreadable_checkpoint_is_read_from_last_start(site: AnalysisSite) -> None:
     site.serve_traffic(5, **SAME)
     site.pass_time(KEEP + 60)
     site.service.delete_old()

@@ -104,7 +104,7 @@ def test_list_champions_with_names_selects_pipelines_or_models(tmp_path: Path) -
         list_champions(scene.context, ("p", "q"))
 
 
-def test_list_champions_with_foreign_aliases_ignores_them(tmp_path: Path) -> None:
+def test_list_champions_with_only_other_aliases_returns_empty_tuple(tmp_path: Path) -> None:
     scene = ChampionScene(tmp_path)
     registry = scene.world.registry
     registry.delete_alias(MODEL, f"champion-{TARGET}")

@@ -43,7 +43,7 @@ def test_shape_files_equal_what_example_draws(example: Any, tmp_path: Path) -> N
         assert np.abs(pixels[0] - pixels[1]).mean() < 1
 
 
-def test_shapes_are_rows_with_objects_of_annotations() -> None:
+def test_load_of_drawn_shapes_returns_images_with_annotated_objects() -> None:
     section = FileData(file="examples/data/shapes", annotations="examples/data/shapes.json")
 
     arrays = FileSource().load(section, ROOT)
@@ -60,7 +60,7 @@ def open_session(model: onnx.ModelProto) -> Any:
     return ort.InferenceSession(model.SerializeToString(), options)
 
 
-def test_decoder_of_released_file_returns_input_of_predict(example: Any) -> None:
+def test_decoder_of_image_files_returns_same_input_as_predict(example: Any) -> None:
     files = sorted(SHAPES.iterdir())[:16]
     encoded = pad_rows([file.read_bytes() for file in files])
 
@@ -96,7 +96,7 @@ def sort_rows(rows: Any) -> Any:
     return rows[np.argsort(-rows[:, 4], kind="stable")]
 
 
-def test_load_net_reads_weights_of_released_file(example: Any, tmp_path: Path) -> None:
+def test_load_net_of_built_model_returns_its_weights(example: Any, tmp_path: Path) -> None:
     net = example.ShapeNet().eval()
     onnx.save(example.build_model(net), tmp_path / "model.onnx")
 

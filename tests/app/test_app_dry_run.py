@@ -25,7 +25,7 @@ def test_dry_run_without_key_binds_endpoint_and_writes_nothing(root: Path) -> No
     assert list(root.iterdir()) == []
 
 
-def test_dry_run_with_key_signs_with_it(root: Path) -> None:
+def test_dry_run_with_key_opens_signer_with_it(root: Path) -> None:
     signer = create_key(root / ".onnx-ops" / "keys" / "signing.pem")
     with open_dry_run() as dry_run:
         opened = dry_run.context.signer()

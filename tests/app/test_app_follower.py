@@ -195,7 +195,9 @@ def test_serving_end_after_start_is_zero_until_newest_table_is_adopted() -> None
     assert following.renew_serving_end() == NOW + LEASE_S
 
 
-def test_leased_table_without_candidate_is_listed_at_short_interval(following: Following) -> None:
+def test_is_list_due_with_leased_table_without_candidate_returns_true_earlier(
+    following: Following,
+) -> None:
     leased = plan_tables(
         "digits", make_state(a=100), 4, ABORT, digest=None, limits_s={}, is_leased=True
     )[1]
@@ -265,7 +267,7 @@ def test_name_replica_returns_same_name_after_restart_and_rejects_wrong_names(
 
 
 @pytest.mark.parametrize("trusted", ["nowhere", "AAAA", "empty"])
-def test_read_release_keys_without_key_raises_user_or_refused_error(
+def test_read_release_keys_without_valid_key_raises_user_or_refused_error(
     tmp_path: Path, trusted: str
 ) -> None:
     (tmp_path / "empty").mkdir()

@@ -86,7 +86,9 @@ def test_fork_server_process_inherits_current_environment_and_path(
     assert document["temporary"] != describe(project)["temporary"]
 
 
-def test_fork_server_processes_have_distinct_seeds_and_own_descriptors(project: Settings) -> None:
+def test_fork_server_processes_have_distinct_seeds_and_as_many_descriptors(
+    project: Settings,
+) -> None:
     with ThreadPoolExecutor(4) as threads:
         documents = list(threads.map(lambda _: describe(project), range(4)))
     drawn = [number for document in documents for number in document["drawn"]]

@@ -116,7 +116,7 @@ def test_prepare_release_signs_without_running_user_code(place: Path) -> None:
     assert (again.exit_code, again.executed) == (0, ())
 
 
-def test_prepare_release_after_other_promotion_raises_refused_error(place: Path) -> None:
+def test_release_of_evaluation_of_other_commit_or_champion_is_refused(place: Path) -> None:
     root = place / "root"
     older = place / "evaluation"
     write_project(root, strength=2.0)
@@ -261,7 +261,7 @@ def test_prepare_release_of_forged_evaluation_raises_refused_or_corrupt_state_er
 
 
 @pytest.mark.parametrize("kind", ["nothing", "link", "folder", "pipe", "deep"])
-def test_prepare_release_with_irregular_description_raises_user_or_corrupt_state_error(
+def test_prepare_release_with_missing_or_irregular_file_raises_user_or_corrupt_state_error(
     place: Path, kind: str
 ) -> None:
     file = place / "evaluation" / "evaluation.json"

@@ -108,7 +108,7 @@ def test_doctor_in_container_without_limit_and_report_reports_replica_only(
     assert container.list_faults().keys() == {"replica"}
 
 
-def test_doctor_in_container_reports_folder_below_file(container: Container) -> None:
+def test_doctor_in_container_reports_state_folder_below_file(container: Container) -> None:
     faults = container.list_faults(ONNX_OPS_STATE_DIR=f"{container.public}/state")
     assert faults.keys() == {"state folder", "replica"}
 
@@ -147,7 +147,7 @@ def test_doctor_in_container_reports_table_without_valid_signature(container: Co
     assert container.list_faults().keys() == {"tables"}
 
 
-def test_doctor_in_container_reports_unset_location(container: Container) -> None:
+def test_doctor_in_container_reports_unset_location_of_reports(container: Container) -> None:
     assert container.list_faults(ONNX_OPS_REPORTS="").keys() == {"reports", "clock", "replica"}
 
 

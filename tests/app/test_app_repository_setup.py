@@ -217,7 +217,7 @@ def test_init_into_repository_leaves_tests_and_build_unchanged(tmp_path: Path, l
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_init_into_repository_creates_pipeline_whose_gates_pass(
+def test_init_into_repository_creates_pipeline_whose_gates_do_not_fail(
     tmp_path: Path, layout: str
 ) -> None:
     root = tmp_path / layout
@@ -257,7 +257,7 @@ def test_init_into_repository_with_ci_only_runs_gates_and_registers_nothing(
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_init_into_repository_with_preset_of_project_raises_user_error(tmp_path: Path) -> None:
+def test_init_into_repository_with_preset_of_project_exits_with_2(tmp_path: Path) -> None:
     options = ["init", "--into", str(tmp_path), "--from", "m.onnx", "--preset", "table"]
     assert CliRunner().invoke(app, options).exit_code == 2
     assert not list(tmp_path.iterdir())
@@ -299,7 +299,7 @@ def test_init_into_repository_writes_deployments_of_package_flows(tmp_path: Path
         ([], "--into needs --from"),
     ],
 )
-def test_init_into_repository_from_missing_source_writes_nothing(
+def test_init_into_repository_with_invalid_source_or_data_writes_nothing(
     tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     make_src_layout(tmp_path)

@@ -108,7 +108,9 @@ def test_scaffold_of_ci_only_has_no_registry_endpoint_or_secret(tmp_path: Path) 
     assert not re.search(r"secrets\.|id-token|environment:", file.read_text(encoding="utf-8"))
 
 
-def test_recording_job_of_ci_only_equals_judge_except_for_its_event(tmp_path: Path) -> None:
+def test_recording_job_of_ci_only_equals_judge_except_for_event_runner_and_concurrency(
+    tmp_path: Path,
+) -> None:
     scaffold(tmp_path / "fraud", "fraud", "ci-only")
     file = tmp_path / "fraud/.github/workflows/model-commit.yml"
     jobs = yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"]
@@ -145,7 +147,7 @@ def test_scaffold_with_invalid_name_raises_user_error(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["class", "import", "onnx", "onnx-ops", "scikit-learn", "models"])
-def test_scaffold_with_name_of_installed_package_raises_user_error(
+def test_scaffold_with_reserved_or_installed_name_raises_user_error(
     name: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="cannot be the name of a project"):
@@ -176,7 +178,7 @@ def test_write_wheel_contains_build_files_and_is_reproducible(tmp_path: Path) ->
     ]
 
 
-def test_scaffold_from_wheel_writes_same_files_as_checkout(tmp_path: Path) -> None:
+def test_scaffold_from_wheel_writes_files_with_same_names_as_checkout(tmp_path: Path) -> None:
     with zipfile.ZipFile(write_wheel(distribution("onnx-ops"), tmp_path)) as archive:
         archive.extractall(tmp_path / "site")
     for preset in PRESETS:

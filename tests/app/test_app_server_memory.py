@@ -60,7 +60,7 @@ def test_find_memory_shortages_with_measured_peak_uses_larger_value() -> None:
     assert "4 workers × 180 MiB" in shortage
 
 
-def test_find_memory_shortages_without_stable_version_or_server_returns_nothing() -> None:
+def test_find_memory_shortages_without_stable_version_or_reports_returns_nothing() -> None:
     empty, silent = serving(), serving("a")
     assert not find(empty, SMALL)
     assert not find(silent)

@@ -101,7 +101,7 @@ def test_help_imports_no_heavy_module() -> None:
     assert not HEAVY & modules_after(["--help"])
 
 
-def test_omitted_and_plain_values_equal_those_that_typer_converts() -> None:
+def test_command_with_omitted_or_plain_values_converts_them_like_typer() -> None:
     def show(
         name: str,
         places: Annotated[list[str] | None, typer.Argument()] = None,

@@ -187,7 +187,7 @@ def test_sagemaker_diagnosis_with_wrong_options_reports_remedies(account: FakeSa
     assert "quota" not in found(memory="2 GiB", strategy="guarded")
 
 
-def test_sagemaker_diagnosis_without_credentials_or_package_reports_remedy(
+def test_sagemaker_diagnosis_without_credentials_region_or_package_reports_remedy(
     monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     with monkeypatch.context() as patched:

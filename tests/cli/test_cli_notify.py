@@ -144,7 +144,7 @@ def test_watch_without_notifier_starts_no_thread(tmp_path: Path) -> None:
         assert threading.active_count() == before
 
 
-def test_rollback_that_moved_no_traffic_sends_no_notification(
+def test_rollback_of_unknown_endpoint_sends_no_notification(
     inbox: WebhookSink, tmp_path: Path
 ) -> None:
     """Such a rollback has nothing to report, and no process is started for it."""

@@ -154,7 +154,7 @@ def test_run_progress_of_concurrent_stages_without_terminal_prints_lines(
     assert not list(tmp_path.iterdir())
 
 
-def test_show_progress_without_terminal_prints_each_step_once(
+def test_show_progress_without_terminal_omits_immediate_repetition(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with show_progress("judge", "a.onnx", quiet=False) as report:

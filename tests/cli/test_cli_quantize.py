@@ -91,7 +91,7 @@ def test_quantize_with_graph_pass_reports_size_and_time(folder: Path, method: st
     assert "times the time (" in said
 
 
-def test_quantize_with_untimeable_pass_reports_reason(
+def test_quantize_of_model_that_runtime_rejects_reports_why_time_is_missing(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_softsign(folder / "model.onnx")

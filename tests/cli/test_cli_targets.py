@@ -143,7 +143,7 @@ def test_targets_with_missing_package_reports_reason_and_remedy(packaged: Path) 
     assert "package acme_missing is not installed" in finding.found
 
 
-def test_check_and_run_with_missing_package_exit_with_4_once(packaged: Path) -> None:
+def test_check_and_run_with_missing_package_report_it_once_and_exit_with_4(packaged: Path) -> None:
     for command in (("check",), ("run", "--until", "validate")):
         done = run_command(*command, "q.yaml", cwd=packaged)
         assert done.code == 4, done.stderr

@@ -149,7 +149,9 @@ def test_load_pipeline_allows_package_of_extra_or_of_settings(project: Path, pac
     load_pipeline(file, root=project)
 
 
-def test_load_pipeline_without_machine_accepts_target_of_missing_package(project: Path) -> None:
+def test_load_pipeline_without_machine_check_accepts_target_of_missing_package(
+    project: Path,
+) -> None:
     write(project, PACKAGED.format("acme_missing"))
     file = project / "toy.yaml"
     file.write_text(file.read_text().replace("[cpu-1t]", "[cpu-1t, boards]"))

@@ -168,7 +168,7 @@ def test_page_with_failing_endpoint_shows_other_endpoints(
     assert "RuntimeError: a fault" in page
 
 
-def test_snapshot_with_silent_endpoint_sends_no_second_request(
+def test_snapshot_during_unanswered_request_sends_no_second_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reader = SnapshotReader(serving("a").context)

@@ -14,7 +14,7 @@ from tests.support.processes import ROOT
 
 
 @pytest.mark.nightly
-def test_demo_script_runs_canary_and_both_rollbacks(tmp_path: Path) -> None:
+def test_demo_script_finishes_one_canary_and_rolls_back_twice(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     (tmp_path / "configs/pipelines/digits-mlp.yaml").write_bytes(
         (ROOT / "configs/pipelines/digits-mlp.yaml").read_bytes()

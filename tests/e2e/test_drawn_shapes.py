@@ -41,7 +41,9 @@ def list_answering_versions(project: Project) -> set[str]:
     return {detect(project, [images[number % 3]])["version"] for number in range(120)}
 
 
-def test_drawn_shapes_go_through_canary_and_back(fresh_project: Project) -> None:
+def test_drawn_shapes_release_after_canary_and_rollback_serves_first_version(
+    fresh_project: Project,
+) -> None:
     # The import of this module imports torch.
     from examples.drawn_shapes import list_objects, predict
 

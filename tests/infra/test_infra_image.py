@@ -185,7 +185,7 @@ def test_image_entrypoint_with_cloud_environment_serves_model(
 
 
 @pytest.mark.nightly
-def test_serving_image_contains_no_platform_and_loads_few_modules(installed: Path) -> None:
+def test_serving_image_omits_platform_packages_and_loads_no_heavy_module(installed: Path) -> None:
     code = (
         "import importlib.util, sys, onnx_ops.serving.container, onnx_ops.serving.workers.worker;"
         f"print([name for name in {NEVER_INSTALLED!r} if importlib.util.find_spec(name)],"

@@ -203,7 +203,7 @@ def test_variables_of_services_do_not_reach_container() -> None:
     assert read_pod()["enableServiceLinks"] is False
 
 
-def test_probe_paths_exist_and_waiting_pod_is_not_restarted() -> None:
+def test_probes_use_live_path_for_restarts_and_ready_path_for_traffic() -> None:
     container = read_container()
     (port,) = container["ports"]
     assert str(port["containerPort"]) == read_environment("s3")["ONNX_OPS_PORT"]
@@ -262,7 +262,7 @@ def test_autoscaler_sets_replicas_and_updates_keep_all_of_them() -> None:
     assert base["PodDisruptionBudget"]["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
-def test_network_policy_allows_names_and_public_stores_only() -> None:
+def test_network_policy_limits_egress_to_dns_and_public_https() -> None:
     policy = read_base()["NetworkPolicy"]["spec"]
     assert policy["ingress"] == [{"ports": [{"port": "http", "protocol": "TCP"}]}]
     names, store = policy["egress"]

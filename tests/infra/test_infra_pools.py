@@ -295,7 +295,7 @@ def _list_images(value: object) -> list[str]:
     )
 
 
-def test_images_are_pinned_by_digest() -> None:
+def test_images_except_prefect_image_are_pinned_by_digest() -> None:
     compose = yaml.safe_load((INFRA / "compose" / "compose.yaml").read_text(encoding="utf-8"))
     of_jobs = template("kubernetes")["variables"]["properties"]["image"]["default"]
     images = {of_jobs, *_list_images(manifests()), *_list_images(compose)}

@@ -53,7 +53,7 @@ def write_files(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the exporter
-def test_readme_first_screen_leads_to_verdict_on_own_files(tmp_path: Path) -> None:
+def test_first_readme_commands_judge_local_models_within_time_limit(tmp_path: Path) -> None:
     write_files(tmp_path)
     build_wheel(tmp_path / "source", tmp_path / "dist")
     install = blocks_of(ROOT / "README.md")[0]

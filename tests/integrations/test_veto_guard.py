@@ -151,7 +151,7 @@ def test_set_alias_with_unguarded_name_is_allowed(plain: Guarded, alias: str) ->
     plain.guard.delete_alias("", MODEL, alias)
 
 
-def test_changes_of_foreign_model_are_allowed(plain: Guarded) -> None:
+def test_changes_of_model_not_registered_by_onnx_ops_are_allowed(plain: Guarded) -> None:
     plain.versions.put("1", {"stage": "x"}, model="faces", aliases=(CHAMPION,))
     plain.set_alias(CHAMPION, "1", model="faces")
     plain.guard.set_tag("", "faces", "1", "override.cpu-1t", "sure")

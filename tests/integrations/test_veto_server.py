@@ -241,7 +241,7 @@ def test_delete_rename_and_retag_of_guarded_version_return_403(
     )
 
 
-def test_changes_of_foreign_model_return_200(veto_server: GuardedServer) -> None:
+def test_changes_of_model_not_registered_by_onnx_ops_return_200(veto_server: GuardedServer) -> None:
     models, number = "/api/2.0/mlflow/registered-models", "/api/2.0/mlflow/model-versions"
     assert veto_server.call("bob", "POST", f"{models}/create", {"name": "it's theirs"})[0] == 200
     asked = {"name": "it's theirs", "source": "s3://theirs/x"}

@@ -81,7 +81,7 @@ class TestPaddle(TestTensorflow):
     framework, run, settings = "paddle", "examples.digits_paddle:train", {"epochs": 40}
 
 
-def test_train_that_returns_foreign_model_raises_user_or_stage_error(
+def test_train_that_returns_unsupported_model_raises_user_or_stage_error(
     isolated: Isolated, tmp_path: Path
 ) -> None:
     for framework, expected in (("tensorflow", "Keras model"), ("paddle", "not a static layer")):

@@ -111,7 +111,7 @@ def test_olive_pass_that_fails_or_changes_interface_raises_stage_error(
         olive.optimize(request_for(tmp_path, one))
 
 
-def test_olive_with_lost_exclusion_raises_user_error(
+def test_olive_that_quantizes_excluded_node_raises_user_error(
     olive: IsolatedOptimizer, tmp_path: Path
 ) -> None:
     # The preparation fuses the product and the sum.

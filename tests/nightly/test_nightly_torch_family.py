@@ -102,7 +102,9 @@ class TestText(TestVision):
         rows = words()[:32]
         return {"input_ids": rows, "attention_mask": np.ones_like(rows)}
 
-    def test_export_of_text_model_has_free_length(self, exported: tuple[object, Path]) -> None:
+    def test_export_of_text_model_has_dynamic_length_axis(
+        self, exported: tuple[object, Path]
+    ) -> None:
         assert [spec.shape for spec in read_model_info(exported[1]).inputs] == [
             ("batch", "length")
         ] * 2
@@ -169,7 +171,7 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(config)
 
 
-def test_save_of_foreign_model_raises_user_error_and_saves_nothing(tmp_path: Path) -> None:
+def test_save_of_model_of_other_library_raises_user_error_and_saves_nothing(tmp_path: Path) -> None:
     import torch
 
     for exporter in (KerasExporter(), HuggingfaceExporter()):

@@ -102,7 +102,7 @@ def test_summarize_model_counts_constants_of_nodes_and_subgraphs(tmp_path: Path)
     assert summarize_model(write_graph(tmp_path / "m.onnx", text)).parameters == {"float": 5}
 
 
-def test_summarize_model_lists_inputs_and_outputs_without_declared_shape(tmp_path: Path) -> None:
+def test_summarize_model_lists_input_without_declared_shape(tmp_path: Path) -> None:
     found = summarize_model(
         write_graph(tmp_path / "m.onnx", "(float[N,4] x, float[] s) => (float y) { y = Mul(x, s) }")
     )

@@ -86,7 +86,7 @@ def test_rounding_error_of_gemm_includes_bias_and_factors(tmp_path: Path, turned
     np.testing.assert_allclose(error_of(path), expected, rtol=1e-5)
 
 
-def test_rounding_error_of_heads_scales_with_each_head(tmp_path: Path) -> None:
+def test_rounding_error_of_product_scales_with_weights_of_each_column(tmp_path: Path) -> None:
     scales = np.array([2e4, 15.0, 0.3], dtype=np.float32)
     error = error_of(write(tmp_path / "m.onnx", PRODUCT, w=WEIGHT * scales)).max(axis=0)
     assert np.all(error < 1e-5 * scales)

@@ -139,7 +139,7 @@ def test_failed_train_stage_skips_all_later_stages() -> None:
     assert result.outcomes["deploy/digits"].reason == "needs register, which was skipped"
 
 
-def test_stage_without_work_is_skipped_with_reason() -> None:
+def test_stage_refused_by_handler_has_reason_of_refusal() -> None:
     result = go(CountingHandler(refusals={"gate/fp32@cpu": "no variant passed"}))
     assert result.outcomes["gate/fp32@cpu"].reason == "no variant passed"
 

@@ -39,7 +39,7 @@ def seen(*, outlived: bool) -> EndpointStatus:
     return read_status(scene.context, "digits")
 
 
-def test_status_of_unsupervised_endpoint_is_not_silent(
+def test_status_of_unsupervised_endpoint_reports_that_it_answers(
     capsys: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
     found = seen(outlived=True)
@@ -49,7 +49,7 @@ def test_status_of_unsupervised_endpoint_is_not_silent(
     assert (document["answers"], document["supervised"], document["traffic"]) == (True, False, None)
 
 
-def test_status_of_unreachable_endpoint_is_silent(
+def test_status_of_unreachable_endpoint_reports_that_it_does_not_answer(
     capsys: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
     found = seen(outlived=False)
