@@ -59,7 +59,7 @@ def test_observe_again_without_new_scrape_keeps_state(site: AnalysisSite) -> Non
     assert [site.observe().state for _ in range(3)] == [before] * 3
 
 
-def test_observe_in_intervals_shorter_than_recording_sends_no_query(site: AnalysisSite) -> None:
+def test_observe_again_within_recording_interval_sends_no_query(site: AnalysisSite) -> None:
     site.serve_traffic(1, **SAME)
     queries = len(site.prometheus.queries)
     site.pass_time(5)
@@ -105,7 +105,7 @@ def test_observe_after_changed_weight_leaves_mixed_interval_out(site: AnalysisSi
     assert len(site.serve_traffic(2, canary=(60, 0), stable=(140, 2)).state.intervals) == 5
 
 
-def test_observe_of_next_step_needs_its_own_requests(site: AnalysisSite) -> None:
+def test_observe_of_next_step_waits_for_requests_of_that_step(site: AnalysisSite) -> None:
     assert site.serve_traffic(5, **SAME).verdict.verdict == "pass"
     moved = site.observe(step=1)
     assert moved.verdict.waits_for == "0 of 100 requests"
@@ -305,7 +305,7 @@ def test_observe_with_unreadable_state_is_inconclusive(site: AnalysisSite) -> No
     assert "the entry is missing" in site.observe(site.restart()).verdict.reason
 
 
-def test_latency_guardrail_fails_slower_canary(tmp_path: Path) -> None:
+def test_observe_with_latency_guardrail_fails_slower_canary(tmp_path: Path) -> None:
     changes = {"guardrails": ["latency_p50"], "prometheus": {"histogram": "http_seconds"}}
     with open_site(tmp_path, **changes) as site:
         fast = {0.1: 50, 0.2: 40, 0.4: 10, math.inf: 0}
@@ -395,7 +395,7 @@ def test_add_counts_for_analysis_of_prometheus_raises_refused_error(site: Analys
         site.service.add_counts(replace(POSTED, analysis="web"), make_counts((1, 0), "one"))
 
 
-def test_open_traffic_succeeds_repeatedly_only_for_short_time(site: AnalysisSite) -> None:
+def test_open_traffic_repeated_returns_true_only_for_short_time(site: AnalysisSite) -> None:
     forget_canary(site)
     site.pass_time()
     result = site.observe()

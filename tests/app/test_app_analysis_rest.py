@@ -161,7 +161,9 @@ def test_request_with_fault_in_service_returns_500(
     assert client.send("GET", ROLLOUT).status_code == 500
 
 
-def test_request_of_web_page_gets_403_except_for_health(client: AnalysisClient) -> None:
+def test_request_with_other_host_or_origin_gets_403_except_for_health(
+    client: AnalysisClient,
+) -> None:
     for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
         assert client.send("GET", ROLLOUT, headers=headers).status_code == 403
     assert client.send("GET", "/healthz").status_code == 200

@@ -233,7 +233,9 @@ def test_rollout_observed_during_deletion_starts_again_in_both_instances(
     assert site.serve_traffic(5, **SAME).verdict.verdict == "pass"
 
 
-def test_instance_with_state_in_memory_finds_deletion(site: AnalysisSite) -> None:
+def test_observe_with_state_in_memory_detects_deletion_by_other_instance(
+    site: AnalysisSite,
+) -> None:
     site.serve_traffic(5, **SAME)
     other = site.restart()
     site.observe(other)

@@ -31,7 +31,7 @@ def example() -> Any:
     return importlib.import_module("examples.drawn_shapes")
 
 
-def test_shape_files_equal_what_example_draws(example: Any, tmp_path: Path) -> None:
+def test_shape_files_nearly_equal_images_that_example_draws(example: Any, tmp_path: Path) -> None:
     example.write_images(tmp_path)
 
     drawn = json.loads((tmp_path / "shapes.json").read_text())
@@ -75,7 +75,7 @@ def test_decoder_of_image_files_returns_same_input_as_predict(example: Any) -> N
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_choice_of_boxes_equals_choice_of_predict(example: Any, seed: int) -> None:
+def test_build_choice_selects_same_boxes_as_predict(example: Any, seed: int) -> None:
     random = np.random.default_rng(seed)
     raw = random.uniform(1, 3, (3, 7, 144)).astype(np.float32)
     raw[:, 4:] = np.where(random.random((3, 3, 144)) < 0.08, random.uniform(-3, 4, (3, 3, 144)), -9)
@@ -108,7 +108,7 @@ def test_load_net_of_built_model_returns_its_weights(example: Any, tmp_path: Pat
     assert answers == []
 
 
-def test_choice_of_boxes_without_shape_returns_only_padding(example: Any) -> None:
+def test_build_choice_without_detected_shape_returns_only_padding(example: Any) -> None:
     choice = open_session(example.build_choice())
     raw = np.full((2, 7, 144), -9, np.float32)
 

@@ -71,7 +71,9 @@ def run(root: Path, name: str, *overrides: str) -> Any:
 @pytest.mark.parametrize(
     "name", [*LIGHT, *(pytest.param(name, marks=pytest.mark.nightly) for name in HEAVY)]
 )
-def test_run_of_framework_pipeline_passes_gates_and_is_cached(root: Path, name: str) -> None:
+def test_run_of_framework_pipeline_passes_gates_of_export_and_is_cached_when_repeated(
+    root: Path, name: str
+) -> None:
     project, result = run(root, name)
     assert [
         (o.stage, o.reason) for o in result.outcomes.values() if o.status is StageStatus.FAILED

@@ -149,7 +149,7 @@ def asked(pools: Nearby, asker: Project, stage: Stage, renew: bool = False) -> M
     return ask(pools, asker.context, stage, KEY, {}, place=asker.settings.store, renew=renew)
 
 
-def test_remote_training_sends_named_code_and_files(
+def test_remote_training_reads_no_pickle_and_leaves_no_code_on_worker(
     asker: Project, worker: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -310,7 +310,7 @@ def test_remote_benchmark_receives_all_files_of_champion(
     assert seen == [b"model.onnx", b"custom_ops/board/lib.so"]
 
 
-def test_remote_benchmark_from_unaccepted_machine_is_not_reused(
+def test_remote_benchmark_stored_by_machine_that_target_rejects_runs_again(
     asker: Project, worker: Project, executed: list[str]
 ) -> None:
     evidence = make_evidence()

@@ -160,7 +160,7 @@ def test_doctor_in_container_reports_wrong_clock(container: Container) -> None:
 @pytest.mark.parametrize(
     "change", [{"refused": "no space"}, {"failed": {"v2": "a broken file"}}, {"at": 0.0}]
 )
-def test_doctor_in_container_reports_replica_that_does_not_follow(
+def test_doctor_in_container_reports_replica_with_failure_or_old_report(
     change: dict[str, object], container: Container
 ) -> None:
     container.write_status(replace(container.status, **change))  # type: ignore[arg-type]

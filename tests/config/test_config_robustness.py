@@ -94,7 +94,9 @@ ODD = (
 
 
 @pytest.mark.parametrize("data", ODD)
-def test_load_pipeline_of_odd_bytes_raises_onnx_ops_error(project: Path, data: bytes) -> None:
+def test_load_pipeline_of_malformed_yaml_raises_error_with_exit_code_2(
+    project: Path, data: bytes
+) -> None:
     path = project / "toy.yaml"
     path.write_bytes(data)
     with pytest.raises(OnnxOpsError) as caught:

@@ -10,7 +10,7 @@ from tests.docs.docs_blocks import ROOT
 from tests.docs.test_docs_run import follow
 
 
-def test_example_of_page_names_step_and_passes(tmp_path: Path) -> None:
+def test_system_parity_page_followed_literally_writes_report_with_image(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     follow(ROOT / "docs" / "system-parity.md", tmp_path, tmp_path)
     assert "data:image/png" in (tmp_path / "report.html").read_text(encoding="utf-8")

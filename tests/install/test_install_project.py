@@ -39,7 +39,9 @@ def world(request: pytest.FixtureRequest, onnx_ops: Path, tmp_path: Path) -> Ite
         yield made
 
 
-def test_workflows_of_new_project_run_on_bare_machine(world: World) -> None:
+def test_workflows_of_new_project_judge_release_promote_and_roll_back_on_bare_machine(
+    world: World,
+) -> None:
     first = git(world.origin, "rev-parse", "HEAD")
     text = (world.origin / "configs" / "pipelines" / "fraud.yaml").read_text(encoding="utf-8")
     pipeline = yaml.safe_load(text)

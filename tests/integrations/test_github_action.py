@@ -276,7 +276,7 @@ def test_action_for_push_without_known_previous_commit_evaluates_all_pipelines(
 
 
 @pytest.mark.parametrize("environment", ["github-hosted", "self-hosted"])
-def test_action_for_release_onto_disk_of_job_stops_at_gates(
+def test_action_for_release_with_registry_on_disk_of_runner_stops_at_gates(
     runner: Runner,
     environment: str,
     monkeypatch: pytest.MonkeyPatch,
