@@ -58,7 +58,7 @@ def test_analysis_api_starts_counts_shows_and_forgets_rollout(started: AnalysisC
     assert started.send("GET", ROLLOUT).status_code == 404
 
 
-def test_start_with_policy_of_client_uses_it(client: AnalysisClient) -> None:
+def test_start_with_policy_of_client_uses_its_min_requests(client: AnalysisClient) -> None:
     path = "/v1/rollouts/posted/own-policy"
     policy = {"min_requests": 1000, "guardrails": [{"name": "errors", "odds_ratio": 2}]}
     client.send("POST", path, {**START, "policy": policy})
@@ -66,7 +66,9 @@ def test_start_with_policy_of_client_uses_it(client: AnalysisClient) -> None:
     assert answer.json()["waits_for"] == "120 of 1000 requests"
 
 
-def test_rollout_of_prometheus_is_shown_by_its_revisions(client: AnalysisClient) -> None:
+def test_get_of_prometheus_rollout_with_revisions_returns_404_until_started(
+    client: AnalysisClient,
+) -> None:
     path = "/v1/rollouts/web/seen?stable=a&canary=b"
     assert client.send("GET", path).status_code == 404
     assert client.send("PUT", path, START).status_code == 200
@@ -146,7 +148,7 @@ def test_request_with_hostile_name_is_rejected_and_writes_nothing(
     assert sorted((client.site.folder / "state").rglob("*")) == before
 
 
-def test_request_with_other_method_gets_405(client: AnalysisClient) -> None:
+def test_request_with_unsupported_method_gets_405(client: AnalysisClient) -> None:
     assert client.send("PUT", f"{ROLLOUT}/counts", {}).status_code == 405
     assert client.send("PATCH", ROLLOUT, {}).status_code == 405
 

@@ -256,7 +256,7 @@ def test_comparison_is_affected_by_inputs_graphs_and_imported_modules(project: P
         ("rows: 24", "rows: 24\n  depends: [words.txt]", "system.depends[0]", "no file"),
     ],
 )
-def test_check_of_wrong_section_reports_key(
+def test_check_of_invalid_system_section_reports_key(
     project: Project, old: str, new: str, path: str, message: str
 ) -> None:
     change(project, old, new)

@@ -45,7 +45,7 @@ def test_random_trials_of_clouds_end_in_expected_state_without_lost_request(plac
         assert result.answered > 0
 
 
-def test_trial_with_endpoint_that_keeps_old_version_is_wrong(tmp_path: Path) -> None:
+def test_run_trial_with_endpoint_that_keeps_old_version_reports_wrong_state(tmp_path: Path) -> None:
     """The provider reports success of each update, and serves the first version for ever."""
     apply, states = TrafficModes.apply, list[EndpointState]()
 
@@ -68,7 +68,7 @@ def test_trial_with_endpoint_that_keeps_old_version_is_wrong(tmp_path: Path) -> 
     assert any(result.wrong for result in results)
 
 
-def test_trial_that_drops_request_is_wrong(tmp_path: Path) -> None:
+def test_run_trial_with_dropped_request_reports_lost_request(tmp_path: Path) -> None:
     with open_place("sagemaker", "native", tmp_path) as place:
         invoke, count = place.invoke, 0
 

@@ -300,7 +300,7 @@ def test_shadow_candidate_with_wrong_answers_is_rejected_before_traffic(site: Si
 
 
 @pytest.mark.nightly
-def test_candidate_with_slow_cold_start_gets_no_traffic(site: Site) -> None:
+def test_candidate_with_slow_cold_start_is_rolled_back(site: Site) -> None:
     bind_endpoint(
         site.context,
         site.config,

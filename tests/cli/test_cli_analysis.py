@@ -60,7 +60,7 @@ def test_analysis_serve_on_invalid_or_public_address_exits_with_2(
     assert (result.code, what in result.stderr) == (2, True), result.stderr
 
 
-def test_analysis_serve_with_wrong_file_shows_line(config: Path) -> None:
+def test_analysis_serve_with_invalid_file_exits_with_2_and_shows_line(config: Path) -> None:
     config.write_text(CONFIG.replace("[errors]", "[errrs]"))
     result = run_command("analysis", "serve", config, cwd=config.parent)
     assert result.code == 2

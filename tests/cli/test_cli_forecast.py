@@ -87,7 +87,7 @@ def test_forecast_with_json_returns_document(project: Path) -> None:
         (("p.yaml", "--rate", "5/s", "--harm", "errors=200%"), "is not a valid harm"),
     ],
 )
-def test_forecast_with_impossible_input_is_refused(
+def test_forecast_with_invalid_input_exits_with_2(
     project: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     done = run(project, "forecast", *arguments)

@@ -276,7 +276,9 @@ def test_judge_of_models_without_comparable_outputs_is_inconclusive(tmp_path: Pa
     assert "no answer can be compared" in done.stdout
 
 
-def test_judge_of_stateful_model_requires_fixed_rate(folder: Path) -> None:
+def test_judge_of_model_with_scalar_input_requires_fix_option_with_valid_value(
+    folder: Path,
+) -> None:
     write_voice_detector(folder / "voice.onnx")
     np.savez(folder / "voice.npz", allow_pickle=False, **make_voice_rows(40))
     arguments = (

@@ -165,7 +165,9 @@ def test_quantize_of_model_above_target_opset_exits_with_2(folder: Path) -> None
     assert not (folder / "int8.onnx").exists()
 
 
-def test_quantize_to_variant_that_crashes_target_reports_it(folder: Path) -> None:
+def test_quantize_to_variant_that_crashes_target_reports_crash_and_keeps_variant(
+    folder: Path,
+) -> None:
     """float16 behind this transposition crashes ONNX Runtime 1.31 on a CPU.
 
     Encoders have such a transposition.

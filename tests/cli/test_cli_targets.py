@@ -153,7 +153,7 @@ def test_check_and_run_with_missing_package_report_it_once_and_exit_with_4(packa
     assert run_command("check", "p.yaml", cwd=packaged).code == 0
 
 
-def test_inspect_with_missing_package_reports_reason_for_that_target(packaged: Path) -> None:
+def test_inspect_with_target_of_missing_package_reports_reason(packaged: Path) -> None:
     found = run_command("inspect", "iris.onnx", "--json", cwd=packaged).parsed()["targets"]
 
     assert found["cpu-1t"]["accepts"]

@@ -58,7 +58,9 @@ class TestInspect:
         assert done.code == 2
         golden("tables", without_digest(done.stdout))
 
-    def test_inspect_with_batch_reports_cost_for_it(self, folder: Path, golden: Golden) -> None:
+    def test_inspect_with_batch_size_reports_cost_of_batch(
+        self, folder: Path, golden: Golden
+    ) -> None:
         found = command(folder, "inspect", "good.onnx", "--batch", "2", "--json").document()
         assert found["flops"] == 2 * found["macs"] == 2 * 2 * (8 * 16 + 16 * 16 + 16 * 3)
         golden(

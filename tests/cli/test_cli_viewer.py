@@ -66,7 +66,7 @@ def test_inspect_serve_shows_graph_locally_until_interrupt(tmp_path: Path) -> No
         page(found[1])
 
 
-def test_view_after_block_stops_server(tmp_path: Path) -> None:
+def test_view_stops_server_at_end_of_block(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "mine.onnx")
     with view(tmp_path / "mine.onnx", 0) as (address, _):
         assert page(address)[0] == 200

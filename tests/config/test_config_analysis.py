@@ -92,7 +92,9 @@ def test_bind_policy_replaces_given_keys_and_rejects_unknown_keys() -> None:
         bind_policy({"guardrail": []}, defaults)
 
 
-def test_load_analysis_config_reads_keep_of_a_day_or_longer(tmp_path: Path) -> None:
+def test_load_analysis_config_reads_keep_setting_and_rejects_less_than_one_day(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "analysis.yaml"
     path.write_text(SHORT)
     assert load_analysis_config(path).keep == 30 * 86_400.0

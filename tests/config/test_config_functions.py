@@ -51,7 +51,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "name", ["first", "second", "fast", "slow", "Third", "fourth", "fifth", "sixth", "glue", "json"]
 )
-def test_explain_missing_function_finds_name_without_running_module(root: Path, name: str) -> None:
+def test_explain_missing_function_of_existing_name_returns_none_without_running_module(
+    root: Path, name: str
+) -> None:
     assert explain_missing_function(f"code.many:{name}", root) is None
     assert "code.many" not in sys.modules
 

@@ -139,7 +139,7 @@ def test_load_pipeline_of_newer_schema_reports_version_only(problems: Problems) 
     assert "needs a newer onnx-ops" in problem
 
 
-def test_load_pipeline_with_blank_list_or_single_deployment_normalizes_it(
+def test_load_pipeline_with_blank_list_or_single_deployment_returns_tuples(
     load: Load, pipeline_text: str
 ) -> None:
     text = pipeline_text.replace(

@@ -64,7 +64,7 @@ def test_rollout_policy_with_all_keys_is_loaded_and_planned(load: Load, pipeline
     )
 
 
-def test_rollout_policy_with_one_request_count_needs_it_on_each_canary_step(
+def test_rollout_policy_with_one_request_count_applies_it_to_each_canary_step(
     load: Load, pipeline_text: str
 ) -> None:
     rails = "guardrails: [errors, latency_p50, latency_p99]"

@@ -71,7 +71,7 @@ def test_format_flags_preserves_options_and_format_option_variables_omits_defaul
         ),
     ],
 )
-def test_bind_options_with_wrong_options_reports_each_problem(
+def test_bind_server_options_with_wrong_options_reports_each_problem(
     options: dict[str, Json], message: str
 ) -> None:
     with pytest.raises(OptionsError) as caught:

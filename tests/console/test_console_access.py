@@ -81,7 +81,7 @@ def test_console_beyond_loopback_without_token_raises_refused_error(tmp_path: Pa
         ConsoleServer(project, "127.0.0.1", 0, allowed_hosts=("console.example",))
 
 
-def test_console_with_token_answers_only_with_it(tmp_path: Path) -> None:
+def test_console_with_token_answers_only_requests_with_token(tmp_path: Path) -> None:
     with serving_console(tmp_path, serving("a").context, token=TOKEN) as console:
         refused = [
             console.ask("/"),

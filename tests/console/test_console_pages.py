@@ -244,7 +244,7 @@ def test_targets_page_lists_profiles_and_pools(tmp_path: Path) -> None:
     assert "benchmark/fp32" in page
 
 
-def test_endpoint_reading_without_provider_keeps_state(tmp_path: Path) -> None:
+def test_endpoint_page_without_provider_shows_error_and_recorded_state(tmp_path: Path) -> None:
     scene = serving("a")
     broken = replace(scene.context, provider=scene.context.exporter)  # type: ignore[arg-type]
     with serving_console(tmp_path, broken) as console:

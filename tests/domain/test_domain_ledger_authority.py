@@ -35,7 +35,7 @@ def restore(roles: Roles, **weights: int) -> Action:
     )
 
 
-def test_explain_grant_of_upkeep_with_same_roles_is_empty(state: ReleaseState) -> None:
+def test_explain_grant_of_restore_with_same_roles_is_empty(state: ReleaseState) -> None:
     assert explain_grant(state, intent(restore(ROLES, v1=90, v2=10))) == ""
 
 
@@ -50,7 +50,7 @@ def test_explain_grant_of_upkeep_with_same_roles_is_empty(state: ReleaseState) -
     ],
     ids=["stable", "finished", "candidate", "ended", "step"],
 )
-def test_explain_grant_of_upkeep_with_other_roles_requires_signature(
+def test_explain_grant_of_restore_with_other_roles_requires_signature(
     state: ReleaseState, roles: Roles
 ) -> None:
     """The state itself stays as granted; only the recorded roles differ."""

@@ -59,7 +59,7 @@ def test_find_pin_problem_of_wrong_address_names_cause_or_remedy(place: str, pro
 @pytest.mark.parametrize(
     "place", ["models/m.onnx", "models:/m/1", "s3://b/m.onnx", f"https://h.example/m.onnx{PIN}"]
 )
-def test_find_pin_problem_of_other_place_is_empty(place: str) -> None:
+def test_find_pin_problem_of_pinned_or_other_address_is_empty(place: str) -> None:
     assert find_pin_problem(place) == ""
 
 

@@ -64,5 +64,5 @@ def test_find_missing_without_accelerator_omits_driver(golden: Golden) -> None:
         driver=st.sampled_from(["", "550.1"]),
     )
 )
-def test_least_machine_meets_requirements(wanted: Requirements) -> None:
+def test_least_of_requirements_returns_machine_that_meets_them(wanted: Requirements) -> None:
     assert wanted.find_missing(wanted.least(BOX)) == ()

@@ -46,7 +46,7 @@ def test_convert_readme_leaves_no_relative_link_and_names_pages_by_command() -> 
     assert shown.count("```") == text.count("```")
 
 
-def test_metadata_has_no_invented_address_and_licence_file_exists() -> None:
+def test_metadata_has_no_urls_and_names_existing_licence_files() -> None:
     assert "urls" not in PROJECT
     assert all((ROOT / name).is_file() for name in PROJECT["license-files"])
     assert PROJECT["license"] == "Apache-2.0"

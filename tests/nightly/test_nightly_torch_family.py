@@ -194,7 +194,9 @@ def test_save_of_project_class_named_like_transformers_class_raises_user_error(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_export_of_keras_model_with_fixed_length_names_layer(tmp_path: Path) -> None:
+def test_export_of_keras_model_with_fixed_length_raises_user_error_naming_layer(
+    tmp_path: Path,
+) -> None:
     os.environ.setdefault("KERAS_BACKEND", "torch")
     keras = importlib.import_module("keras")
     x = keras.Input((None, 3), name="x")

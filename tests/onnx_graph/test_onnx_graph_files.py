@@ -124,7 +124,7 @@ def test_share_structure_of_recently_written_file_parses_it_each_time(perceptron
 
 
 @pytest.mark.parametrize("settled_ns", [0, 10**18])
-def test_share_structure_of_damaged_file_names_it_as_caller_does(
+def test_share_structure_of_damaged_file_names_path_of_caller(
     settled_ns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_SETTLED_NS", settled_ns)

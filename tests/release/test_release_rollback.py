@@ -103,7 +103,7 @@ def test_repeated_roll_back_after_success_changes_nothing(scene: Scene, to: str 
 
 
 @pytest.mark.parametrize(("policy", "goal"), [(CANARY, "v3"), (None, "v2")])
-def test_repeated_roll_back_of_unreachable_endpoint_keeps_its_goal(
+def test_repeated_roll_back_of_unreachable_endpoint_keeps_version_to_restore(
     scene: Scene, policy: RolloutPolicy | None, goal: str
 ) -> None:
     if policy is not None:
@@ -138,7 +138,7 @@ def test_repeated_roll_back_during_open_intent_raises_still_pending_error(
     assert scene.traffic()["v2"] == 100
 
 
-def test_repeated_roll_back_during_clean_up_keeps_its_goal(trial: Scene) -> None:
+def test_repeated_roll_back_during_clean_up_keeps_version_to_restore(trial: Scene) -> None:
     trial.roll_back()
     interrupted(trial, lambda: reconcile_until_stable(trial.context, "digits"), reaches=True)
     assert trial.state().open_intent is not None

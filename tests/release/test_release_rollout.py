@@ -159,7 +159,7 @@ def test_paused_rollout_stays_at_step_until_advance_command(trial: Scene) -> Non
     assert trial.traffic()["v2"] == 50
 
 
-def test_resumed_rollout_stays_at_step_until_approval(trial: Scene) -> None:
+def test_resumed_rollout_waits_for_approval_at_its_step(trial: Scene) -> None:
     with pytest.raises(UserError, match="no operator has paused"):
         trial.say(OperatorCommand.RESUME)
     trial.say(OperatorCommand.PAUSE)

@@ -49,7 +49,7 @@ def name_tests(near: NearTests, *changes: str) -> list[str]:
     ]
 
 
-def test_choose_for_module_lists_named_then_importing_then_room_tests(
+def test_choose_for_module_lists_named_then_importing_then_folder_tests(
     near: NearTests,
 ) -> None:
     assert name_tests(near, "onnx_ops/release/rollback.py") == [
@@ -85,7 +85,7 @@ def test_choose_for_several_changes_lists_each_test_once_by_best_rank(near: Near
     assert (names[0], names.count("release_other")) == ("release_other", 1)
 
 
-def test_choose_for_existing_module_lists_tests_of_its_room_first() -> None:
+def test_choose_for_existing_module_lists_tests_of_its_folder_first() -> None:
     near = NearTests(ROOT, read_importers())
     for module in (
         "release/rollback",
