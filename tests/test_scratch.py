@@ -135,7 +135,7 @@ def test_scratch_sweep_leaves_folders_of_other_users(temporary: Path) -> None:
     assert folder.exists()
 
 
-def test_scratch_folder_removed_before_lock_is_replaced(
+def test_scratch_whose_folder_is_removed_before_locking_creates_other_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opened = os.open

@@ -53,7 +53,7 @@ BY_USER = {"shadow", "sticky", "feedback"}
 @pytest.mark.parametrize("provider", ["sagemaker", "azureml"])
 @pytest.mark.parametrize("metrics", [None, PROMETHEUS], ids=["its own", "ours by prometheus"])
 @pytest.mark.parametrize(("traffic", "expected"), [("native", set()), ("table", BY_USER)])
-def test_list_capabilities_of_cloud_includes_features_by_user_only_with_table_traffic(
+def test_list_capabilities_of_cloud_includes_shadow_sticky_and_feedback_only_with_table_traffic(
     tmp_path: Path, provider: str, metrics: MetricsConfig | None, traffic: str, expected: set[str]
 ) -> None:
     entry = Deploy(

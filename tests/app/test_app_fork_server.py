@@ -86,7 +86,7 @@ def test_fork_server_process_inherits_current_environment_and_path(
     assert document["temporary"] != describe(project)["temporary"]
 
 
-def test_fork_server_processes_have_distinct_seeds_and_as_many_descriptors(
+def test_fork_server_processes_have_distinct_seeds_and_same_number_of_descriptors(
     project: Settings,
 ) -> None:
     with ThreadPoolExecutor(4) as threads:

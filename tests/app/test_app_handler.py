@@ -101,7 +101,7 @@ def test_deploy_stage_without_promotion_updates_policy_only(tmp_path: Path) -> N
     assert context.ledger.state("e").policy == patient
 
 
-def test_execute_of_run_that_abandons_endpoint_raises_refused_error(tmp_path: Path) -> None:
+def test_execute_of_run_that_drops_endpoint_requires_abandon_reason(tmp_path: Path) -> None:
     (tmp_path / "onnx-ops.toml").write_text('signing = "off"\n')
     world = FakeWorld()
     context = world.context(root=tmp_path)

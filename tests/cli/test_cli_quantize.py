@@ -34,7 +34,7 @@ def run(*arguments: str, code: int = 0) -> str:
     return result.output
 
 
-def test_quantize_writes_variant_and_explains_it(folder: Path) -> None:
+def test_quantize_writes_variant_and_prints_size_recipe_and_coverage(folder: Path) -> None:
     said = run("model.onnx", "int8.onnx", "--method", "static", "--data", "rows.npz")
     assert (
         read_model_info(folder / "int8.onnx").inputs

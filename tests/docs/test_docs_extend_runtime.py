@@ -37,7 +37,7 @@ def test_runtime_of_page_passes_conformance_suite(folder: Path) -> None:
     assert " passed" in run_suite(folder, "test_extra_runtime.py")
 
 
-def test_runtime_of_page_is_plugin_that_target_names(folder: Path) -> None:
+def test_runtime_of_page_is_loaded_by_name_in_target(folder: Path) -> None:
     target = TargetFiles(folder).load("reference")
     runtime = plugins.load("runtimes", target.runtime)
     assert isinstance(runtime, Runtime)

@@ -418,7 +418,7 @@ def test_rollout_does_not_start_while_instances_are_replaced() -> None:
     assert waiting.kind is WaitKind.REPLACING
 
 
-def test_step_with_changed_instances_changes_instances_only() -> None:
+def test_rollout_step_with_drifted_instances_reconfigures_instances_only() -> None:
     action = choose_with_instances(OperatorCommand.ADVANCE, drift=("image: a, not b",))
     assert isinstance(action, Action)
     assert (action.kind, action.roles) == (ActionKind.RECONFIGURE, IN_ROLLOUT)

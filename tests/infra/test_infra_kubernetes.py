@@ -199,7 +199,7 @@ def test_example_locations_are_valid_options(example: str) -> None:
     assert not SECRETS & set(variables)
 
 
-def test_variables_of_services_do_not_reach_container() -> None:
+def test_pod_disables_variables_of_services() -> None:
     assert read_pod()["enableServiceLinks"] is False
 
 

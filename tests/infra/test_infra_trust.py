@@ -129,7 +129,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return project / ".github" / "workflows"
 
 
-def test_cloud_roles_trust_signing_jobs_except_evaluation(folder: Path) -> None:
+def test_cloud_roles_trust_jobs_with_cloud_login_except_evaluation(folder: Path) -> None:
     signing = [job for job in jobs(folder) if job.audiences]
     # The evaluation job assumes separate roles of the operator, which can only read.
     evaluation = "model-commit.yml:evaluate"

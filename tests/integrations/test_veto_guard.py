@@ -165,7 +165,7 @@ def test_changes_of_model_not_registered_by_onnx_ops_are_allowed(plain: Guarded)
 
 
 @given(st.text(max_size=40))
-def test_folded_alias_is_stable_and_guarded_aliases_are_recognized(text: str) -> None:
+def test_folded_alias_is_idempotent_and_guarded_recognizes_reserved_aliases(text: str) -> None:
     assert folded(folded(text)) == folded(text)
     found = guarded(text)
     if re.fullmatch(r"(champion|challenger|previous)-[a-z0-9][a-z0-9-]*", text):
@@ -260,7 +260,9 @@ class TestDeletion:
 
 
 class TestPolicy:
-    def test_set_alias_against_first_matching_rule_names_rule(self, ruled: Guarded) -> None:
+    def test_set_alias_against_first_matching_rule_is_refused_with_place_of_rule(
+        self, ruled: Guarded
+    ) -> None:
         ruled.set_alias(CHAMPION, "1", user="alice")
         ruled.set_alias(CHALLENGER, "1", user="bob")
         with pytest.raises(

@@ -96,7 +96,7 @@ def test_read_input_bounds_of_index_into_each_row_returns_row_length(
         ("a = Add(x, depth) y = Gather(nodes, a)", ()),
     ],
 )
-def test_read_input_bounds_of_index_into_input_returns_its_size(
+def test_read_input_bounds_of_index_into_input_returns_dimension_of_that_input(
     nodes: str, expected: tuple[int | str, ...], tmp_path: Path
 ) -> None:
     text = f"(int64[n,4] x, float[num_nodes,3] nodes, bool[n,4] mask) => (float y) {{ {nodes} }}"

@@ -173,7 +173,7 @@ def about(found: tuple[Advice, ...], word: str) -> Advice:
     return one
 
 
-def test_advise_on_recipe_for_target_returns_nothing(maker: Maker) -> None:
+def test_advise_on_default_recipe_returns_nothing(maker: Maker) -> None:
     maker.make(StaticQuantizer())
     assert maker.advice() == ()
     maker.make(DynamicQuantizer())
@@ -212,7 +212,7 @@ def test_advise_on_8_bit_weights_without_vnni_suggests_reduce_range(
 
 
 @pytest.mark.processor
-def test_quantizers_with_extreme_values_keep_sums_right_on_this_machine(tmp_path: Path) -> None:
+def test_quantizers_with_extreme_values_cause_no_saturation_on_this_machine(tmp_path: Path) -> None:
     """Products have values at the ends of their ranges.
 
     A CPU without VNNI saturates sums of two such products to 16 bits.

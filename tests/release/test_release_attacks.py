@@ -562,7 +562,7 @@ UNSIGNED = "has no signature|does not follow|is not valid|v1 serves all traffic"
 @pytest.mark.parametrize(
     "has_release_key", [False, True], ids=["without a key", "with the release key"]
 )
-def test_attack_loads_only_approved_files(
+def test_endpoint_under_attack_loads_only_approved_files(
     attack: Callable[[Site], None], has_release_key: bool, tmp_path: Path
 ) -> None:
     site = Site(tmp_path, has_release_key=has_release_key)
@@ -578,7 +578,7 @@ def test_attack_loads_only_approved_files(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_attack_on_real_server_loads_only_approved_files(
+def test_real_server_under_attack_loads_only_approved_files(
     attack: Callable[[Site], None], tmp_path: Path
 ) -> None:
     site = Site(tmp_path, real=True, has_release_key=True)

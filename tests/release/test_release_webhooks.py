@@ -190,7 +190,7 @@ def heard() -> Iterator[Heard]:
 
 
 @pytest.mark.parametrize("examples", [6, pytest.param(500, marks=pytest.mark.nightly)])
-def test_webhook_deliveries_of_any_kind_only_trigger_reconciliation(
+def test_webhook_deliveries_of_any_kind_end_in_same_state_as_polling(
     examples: int, copies: Callable[[], Scene], heard: Heard
 ) -> None:
     woken = 0
