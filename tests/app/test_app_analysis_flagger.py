@@ -71,13 +71,17 @@ def test_flagger_canary_without_traffic_gets_first_traffic_only_once(
     assert list_open(client) == {*STARTS, *NOTES}
 
 
-def test_flagger_canary_as_good_as_primary_is_promoted(client: AnalysisClient) -> None:
+def test_flagger_hooks_of_canary_as_good_as_primary_permit_promotion(
+    client: AnalysisClient,
+) -> None:
     call(client, "pre-rollout")
     serve(client, 8, (30, 0))
     assert list_open(client) == {*STARTS, *GATES, *NOTES}
 
 
-def test_flagger_canary_worse_than_primary_is_rolled_back(client: AnalysisClient) -> None:
+def test_flagger_hooks_of_canary_worse_than_primary_request_rollback(
+    client: AnalysisClient,
+) -> None:
     call(client, "pre-rollout")
     serve(client, 8, (30, 10))
     assert list_open(client) == {"rollback", *NOTES}

@@ -238,7 +238,7 @@ def test_action_with_read_only_token_writes_only_summary(
     assert TOKEN not in runner.summary()
 
 
-def test_action_for_push_compares_with_previous_commit(runner: Runner) -> None:
+def test_action_for_push_reports_check_of_pushed_commit(runner: Runner) -> None:
     before = os.environ["GITHUB_SHA"]
     runner.write("README.md", "words")
     os.environ["GITHUB_SHA"] = runner.commit()

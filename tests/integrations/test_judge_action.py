@@ -109,7 +109,7 @@ def test_judge_action_passes_options_that_are_set(tmp_path: Path) -> None:
     assert {"--retrained", "--only=parity"} <= set(arguments)
 
 
-def test_judge_action_with_unusable_wheel_is_error_and_judges_nothing(tmp_path: Path) -> None:
+def test_judge_action_with_unusable_wheel_reports_error_and_judges_nothing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="seen"):
         ran(tmp_path, 0, baseline="a.onnx", candidate="b.onnx", wheel="--requirement=none.whl")
     assert (tmp_path / "output").read_text(encoding="utf-8") == "verdict=error\n"

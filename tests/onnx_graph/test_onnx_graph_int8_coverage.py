@@ -62,7 +62,9 @@ def test_int8_coverage_of_convolutions_is_complete(tmp_path: Path) -> None:
     )
 
 
-def test_int8_coverage_of_excluded_node_quantized_by_runtime_reports_it(perceptron: Path) -> None:
+def test_int8_coverage_of_excluded_node_quantized_by_runtime_lists_it_as_unheeded(
+    perceptron: Path,
+) -> None:
     """ONNX Runtime also quantizes a Gemm's weights between two QuantizeLinear pairs."""
     assert covered(perceptron, "static", rows(64), ("second",)).unheeded == ("second",)
 

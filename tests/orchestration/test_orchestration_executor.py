@@ -209,7 +209,7 @@ def test_task_run_state_matches_stage_outcome(
     assert message in (found.message or "")
 
 
-def test_run_with_failed_gate_keeps_its_result(seen: FlowRunRecord) -> None:
+def test_run_with_failed_gate_records_stage_as_done(seen: FlowRunRecord) -> None:
     assert seen.result.outcomes[f"gate/fp32@{TARGET}"].status is StageStatus.DONE
     assert seen.result.outcomes["register"].status is StageStatus.DONE
     assert set(seen.result.errors) == {"quantize/int8"}

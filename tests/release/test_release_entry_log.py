@@ -13,7 +13,9 @@ from tests.release.disk_scenes import on_disk
 from tests.release.release_scenes import on_trial
 
 
-def test_entry_log_names_grants_of_signed_entries_only(tmp_path: Path) -> None:
+def test_entry_log_of_signed_ledger_names_grant_of_each_entry_that_needs_one(
+    tmp_path: Path,
+) -> None:
     with on_disk(tmp_path):
         log = read_entry_log(on_trial().context, "digits")
     assert log.error is None

@@ -500,7 +500,7 @@ def test_champion_alias_moves_after_all_endpoints_serve_version(pair: Scene) -> 
     assert all(not pair.state(name).pending_aliases for name in PAIR)
 
 
-def test_rollback_of_one_endpoint_pins_it(pair: Scene) -> None:
+def test_rollback_of_one_endpoint_pins_that_endpoint_to_its_version(pair: Scene) -> None:
     pair.roll_back(PAIR[1])
     pair.reconcile_all()
     assert pair.traffic(PAIR[0])["v2"] == 100

@@ -289,7 +289,9 @@ def test_settle_samples_finds_dimension_that_is_sum_of_others(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("table", ["x[1]", "?"])
-def test_generate_samples_with_indices_into_unnamed_rows_reaches_each_entry(table: str) -> None:
+def test_generate_samples_with_indices_into_unnamed_rows_uses_range_of_that_dimension(
+    table: str,
+) -> None:
     inputs = (
         TensorSpec(name="x", dtype="float32", shape=("?", "?", 4)),
         TensorSpec(name="place", dtype="int64", shape=("?",)),
