@@ -67,7 +67,7 @@ def test_export_dvc_files_are_readable_by_dvc(
     assert '"quantile"' in (tmp_path / "page/index.html").read_text()
 
 
-def test_export_dvc_with_paths_writes_there_and_prints_json(
+def test_export_dvc_with_paths_writes_to_them_and_prints_json(
     export: Callable[..., Result], tmp_path: Path
 ) -> None:
     done = export("iris-onnx/v1", "--metrics", "a/m.json", "--plots", "b", "--json")
