@@ -134,7 +134,9 @@ def read_envelope(data: bytes | Envelope, kind: type[_R], *, where: str = "") ->
     if statement.get("subject") != [
         {"name": _SUBJECT, "digest": {"sha256": hex_digits(record.manifest)}}
     ]:
-        raise CorruptStateError("its subject does not match its predicate", where=where)
+        raise CorruptStateError(
+            "the subject of the statement does not match the predicate", where=where
+        )
     return Attested(record=record, envelope=envelope)
 
 
@@ -152,7 +154,7 @@ def verify_envelope(
         payload = _decoded(envelope.payload, where)
     except (CorruptStateError, UnicodeEncodeError, RecursionError) as error:
         raise InvalidSignatureError(
-            "it has no valid signature", where=where, why=str(error)
+            "the record has no valid signature", where=where, why=str(error)
         ) from error
     try:
         verify_bytes(envelope.payloadType, payload, envelope.signatures, verifier)
@@ -191,7 +193,7 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
     )
     if not is_about(about, deployment, about.target):
         raise RefusedError(
-            "the signed decision names other files",
+            "the signed decision or override is not about this version",
             where=where,
             why=f"it is about {about.model}, {about.variant}, {short_digest(about.manifest)}",
             remedy=_UNSIGNED,
@@ -210,11 +212,13 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
     )
     if (deployment.evidence, deployment.batchable, deployment.threads) != rests_on:
         raise RefusedError(
-            "the signed decision is based on other evidence", where=where, remedy=_UNSIGNED
+            "the signed decision is based on other evidence, batching or threads",
+            where=where,
+            remedy=_UNSIGNED,
         )
     if deployment.execution != about.execution:
         raise RefusedError(
-            f"its execution settings are not those of target {about.target}",
+            f"the execution settings are not those that were approved for target {about.target}",
             where=where,
             remedy=_UNSIGNED,
         )
@@ -405,7 +409,7 @@ def _decoded(payload: str, where: str) -> bytes:
     try:
         return base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise CorruptStateError("its payload is not base64", where=where) from error
+        raise CorruptStateError("the payload is not base64", where=where) from error
 
 
 def _pre_authentication(payload_type: str, payload: bytes) -> bytes:

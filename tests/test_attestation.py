@@ -135,7 +135,7 @@ def test_verify_envelope_with_changed_byte_raises_invalid_signature_error(
 
 
 def test_verify_envelope_of_other_record_kind_raises_invalid_signature_error() -> None:
-    with pytest.raises(InvalidSignatureError, match="it has no valid signature"):
+    with pytest.raises(InvalidSignatureError, match="the record has no valid signature"):
         verify_envelope(sign_record(override(), SIGNER).envelope, DecisionRecord, SIGNER)
     with pytest.raises(InvalidSignatureError):
         verify_envelope(
@@ -198,14 +198,14 @@ def test_verify_authority_of_matching_decision_or_override_returns_it() -> None:
     ("other", "why"),
     [
         (deployment(authority=None), "no signed decision names its files"),
-        (deployment(manifest=digest_bytes(b"other")), "names other files"),
-        (deployment(release=digest_bytes(b"other")), "names other files"),
+        (deployment(manifest=digest_bytes(b"other")), "is not about this version"),
+        (deployment(release=digest_bytes(b"other")), "is not about this version"),
         (
             deployment(execution=Execution(session=SessionSettings(intra_op_threads=2))),
-            "execution settings are not those of target cpu",
+            "execution settings are not those that were approved for target cpu",
         ),
-        (deployment(variant="int8"), "names other files"),
-        (deployment(model="faces"), "names other files"),
+        (deployment(variant="int8"), "is not about this version"),
+        (deployment(model="faces"), "is not about this version"),
         (
             deployment(authority=sign_record(decision(verdict=Verdict.FAIL), SIGNER).envelope),
             "is FAIL",
@@ -217,7 +217,7 @@ def test_verify_authority_of_matching_decision_or_override_returns_it() -> None:
             deployment(
                 evidence=None, version="3", authority=sign_record(override(), SIGNER).envelope
             ),
-            "names other files",
+            "is not about this version",
         ),
         (deployment(evidence=digest_bytes(b"other")), "is based on other evidence"),
         (deployment(batchable=True), "is based on other evidence"),

@@ -71,16 +71,16 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
     """
     if not ask_git(root, "rev-parse", "--git-dir", may_fail=True):
         raise UserError(
-            "this is not a git repository",
+            "the folder is not in a git repository, or git is not installed",
             where=str(root),
-            remedy="Run the command in a checkout of the project.",
+            remedy="Install git, and run the command in a checkout of the project.",
         )
     if not base:
         listed = ask_git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
         return frozenset(name for name in listed.split("\0") if name)
     if not resolve_commit(root, base):
         raise UserError(
-            f"git knows no commit {base!r}",
+            f"git found no commit {base!r}",
             where=str(root),
             remedy="Name a branch, tag or commit. In a shallow clone, fetch the history first "
             "(in GitHub's checkout action: `fetch-depth: 0`).",

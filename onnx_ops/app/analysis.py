@@ -191,7 +191,11 @@ class AnalysisService:
         """
         self.get_settings(key.analysis)
         if key.analysis in self._counters:
-            raise RefusedError("counts of this analysis come from Prometheus", where=key.analysis)
+            raise RefusedError(
+                "the counts were not recorded",
+                where=key.analysis,
+                why="all counts of this analysis come from Prometheus",
+            )
         return self._repeat(key, lambda: self._add_counts(key, counts))
 
     def open_traffic(self, result: AnalysisAnswer) -> bool:
@@ -241,7 +245,7 @@ class AnalysisService:
                     break
                 ended += self._delete_old(key, keep_s, why)
         except OnnxOpsError as error:
-            _log.warning("old rollouts are not deleted: %s", error)
+            _log.warning("the deletion of old rollouts stopped: %s", error)
         return ended
 
     def _delete_old(self, key: RolloutKey, keep_s: float, why: str) -> bool:
@@ -251,7 +255,7 @@ class AnalysisService:
         except ConflictError:  # The rollout is in use again, or another instance deletes it.
             return False
         except CorruptStateError as error:
-            _log.warning("a rollout is not deleted: %s", error)
+            _log.warning("a rollout was not deleted: %s", error)
             return False
 
     def _guard(self, key: RolloutKey, observe: Callable[[], AnalysisAnswer]) -> AnalysisAnswer:
@@ -301,11 +305,19 @@ class AnalysisService:
         state = self._require_started(key)
         policy = state.policy or AnalysisPolicy()
         if counts.at is not None and counts.at > now + CLOCK_TOLERANCE_S:
-            raise RefusedError("the time of the counts is in the future", where=key.rollout)
+            raise RefusedError(
+                f"the time of the counts is {counts.at - now:.0f} s in the future",
+                where=key.rollout,
+                remedy="Synchronize the clocks of the client and of this machine.",
+            )
         if state.is_failed or state.is_expired(now):
             return self._answer(state)
         if len(state.intervals) >= MAX_INTERVALS:
-            return _hold(state, f"{MAX_INTERVALS} intervals are recorded; send longer intervals")
+            why = (
+                f"the rollout has {MAX_INTERVALS} intervals, which is the maximum; start another "
+                "rollout with longer intervals"
+            )
+            return _hold(state, why)
         body = _make_client_counts(state, counts, now)
         if body is None:
             return self._answer(state)
@@ -331,7 +343,7 @@ class AnalysisService:
         policy = state.policy or AnalysisPolicy()
         is_stale = age > max(FRESH_S, 3 * policy.recording_s)
         if is_stale and state.key.analysis in self._counters:
-            return _hold(state, f"Prometheus has no scrape of the last {age:.0f} s")
+            return _hold(state, f"the last counts from Prometheus are {age:.0f} s old")
         return AnalysisAnswer(state=state, verdict=verdict, is_ready=is_ready)
 
 

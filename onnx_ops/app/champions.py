@@ -135,8 +135,8 @@ def _measured(
         raise MeasurementError(
             "the store does not contain the benchmark of the champion's decision",
             where=f"{record.model}/{record.version}",
-            remedy=f"Run its pipeline again on this store: onnx-ops run {champion.pipeline}.yaml "
-            "--no-cache benchmark",
+            remedy=f"Run the file of pipeline {champion.pipeline} again with this store: "
+            "onnx-ops run FILE --no-cache benchmark",
         )
     stage, key, inputs = parse_request(json.loads(context.store.read(memory[REQUEST])))
     # With a new key, the measurement cannot replace the stored result of the pipeline. A worker of

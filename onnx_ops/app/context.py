@@ -293,7 +293,8 @@ def _signer(settings: Settings, *, is_read_only: bool = False) -> Signer | None:
     if settings.signing == "auto" and not is_read_only:
         return create_key(settings.signing_key)
     if not settings.signing_key.exists():
-        remedy = "Create a key with `onnx-ops keys new`, or set signing = 'auto'."
+        other = "" if settings.signing == "auto" else ", or set signing = 'auto'"
+        remedy = f"Create a key with `onnx-ops keys new`{other}."
         raise UserError("there is no signing key", where=str(settings.signing_key), remedy=remedy)
     return read_key(settings.signing_key)
 

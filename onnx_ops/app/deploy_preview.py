@@ -109,7 +109,7 @@ def describe_release(state: ReleaseState, section: Deploy, *, is_manual: bool) -
         return f"{name}: a release that passes waits for `onnx-ops promote`"
     if roles.stable is None:
         return f"{name}: a release that passes is deployed first, with 100 % of traffic"
-    begin = f"{name}: a release that passes is newer than {roles.stable.name}, which serves, and"
+    begin = f"{name}: {roles.stable.name} serves; a release that passes"
     if roles.candidate is not None:
         begin += f" replaces {roles.candidate.name}, the candidate of the current rollout, and"
     return f"{begin} {_describe_first_step(section.rollout, roles.stable.name)}"
@@ -123,4 +123,7 @@ def _describe_first_step(policy: RolloutPolicy, stable: str) -> str:
     if len(steps) == 1:
         return "gets 100 % of traffic immediately"
     rest = 100 - first.percent
-    return f"begins with {first.percent} % of traffic, {stable} {rest} % (step 1 of {len(steps)})"
+    return (
+        f"begins with {first.percent} % of traffic, and {stable} keeps {rest} % "
+        f"(step 1 of {len(steps)})"
+    )

@@ -228,8 +228,8 @@ def run_in_subprocess(
                 f"the stage exceeded its time-out of {stage.timeout:g} s and was stopped",
                 where=stage.id,
                 why=tail.summary(),
-                remedy="Raise `timeout` in the pipeline file if the stage needs that "
-                f"long.{output.place}",
+                remedy="Raise `timeout` in the pipeline file if the stage needs more time."
+                + output.place,
             ) from None
         finally:
             processes.discard(process)

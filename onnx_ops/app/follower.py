@@ -317,7 +317,7 @@ class Follower:
                 )
         except OnnxOpsError as error:
             self._refused = (table.number, read_boot_clock() + _RETRY_S, str(error))
-            _log.error("table %s is not served: %s", table.number, error)
+            _log.error("the publication of table %s failed: %s", table.number, error)
         else:
             self._refused = None
             self._following.adopted = table
@@ -576,7 +576,7 @@ def require_known(names: Sequence[str], known: TableNumber | None, place: str) -
     """
     if known is not None and f"{known}.json" not in names:
         raise ServiceUnavailableError(
-            f"table {known} is gone",
+            f"table {known} is missing",
             where=f"{place}/{FOLDER}",
             why="the location is not mounted any more, or its objects were deleted",
             remedy="Mount the location again, or publish a table: onnx-ops reconcile.",
@@ -695,7 +695,7 @@ def check_options(own: Mapping[str, str], options: ServerOptions) -> None:
     control, reports = (own[name].rstrip("/") for name in ("follow", "reports"))
     if control == reports or control.startswith(f"{reports}/") or reports.startswith(f"{control}/"):
         raise UserError(
-            "tables and reports are in the same location",
+            "the locations of tables and reports are the same, or one contains the other",
             where="--reports",
             why="replicas write reports, and must not be able to write tables",
             remedy="Use separate buckets, containers or folders with different permissions.",
@@ -719,7 +719,7 @@ def read_release_keys(folder: Path, trusted: str) -> TrustedKeys:
     )
     if not keys.keys():
         raise RefusedError(
-            "there is no public key that signs releases",
+            "there is no public key for releases",
             where=f"--trusted-keys {trusted}",
             remedy="Name a folder with the file NAME.pub.pem, or with this file in its subfolder "
             "`release`. `onnx-ops keys list` shows the files.",

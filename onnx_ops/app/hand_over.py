@@ -222,7 +222,7 @@ def _require_same_file(evaluation: Evaluation, pipeline: Pipeline, planned: Plan
     why = f"The stages differ: {', '.join(sorted(changed)[:5])}." if changed else ""
     remedy = "Evaluate and release the same files, with the same --set."
     raise RefusedError(
-        "the evaluation belongs to another pipeline file",
+        "the evaluation does not match this pipeline file",
         where=planned.pipeline,
         why=why,
         remedy=remedy,

@@ -138,7 +138,7 @@ class StageHandler:
         )
         if not failed or self.context.ledger.state(binding(stage)[0].endpoint).config is not None:
             return ""
-        return f"needs {failed[0]}, which did not run"
+        return f"needs {failed[0]}, which did not complete"
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         """Execute a stage and store its result."""
@@ -358,5 +358,5 @@ def at_rest(endpoint: str, reports: list[StepReport]) -> None:
             "the endpoint did not reach a stable state",
             where=endpoint,
             why=last.why,
-            remedy="See `onnx-ops history`.",
+            remedy=f"See `onnx-ops history {endpoint}`.",
         )

@@ -45,7 +45,8 @@ def answer(
         document = json.loads(store.read(Digest(request)))
     except CorruptStateError as error:
         raise ConflictError(
-            f"this worker's store {project.settings.store} does not have the request of {place}",
+            f"the request in store {place} cannot be read from this worker's store "
+            f"{project.settings.store}",
             where=f"worker on {platform.node()}",
             remedy="Set the same `store` in onnx-ops.toml on both machines, "
             "such as s3://bucket/onnx-ops.",

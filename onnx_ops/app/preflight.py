@@ -418,8 +418,8 @@ class Preflight:
             if rows is not None and rows < needed:
                 self.notes.append(
                     f"{path_text(loc)}: a slice of fewer than {needed} rows cannot pass, even if "
-                    f"no row is lost, and min_rows is {rows}; such a slice leaves the gate "
-                    "inconclusive, or fails it"
+                    f"all its answers are right, and min_rows is {rows}; such a slice leaves the "
+                    "gate inconclusive, or fails it"
                 )
 
     def _note_new_labels(self) -> None:

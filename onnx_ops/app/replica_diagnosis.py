@@ -164,7 +164,8 @@ class _Container:
         remedy = (
             f"Grant the replica the permissions to list, read and write objects in {reports.place}."
         )
-        return is_read, f"{reports.place}: can be listed, read and written", remedy
+        found = "can be listed, read and written" if is_read else "the written object was not found"
+        return is_read, f"{reports.place}: {found}", remedy
 
     def check_clock(self) -> _Finding:
         """Compare the clock with that of the store."""
@@ -187,7 +188,7 @@ class _Container:
             status = self._read_status()
         memory = None if status is None else status.memory
         if memory is None or not memory.worker_bytes:
-            return True, f"{shown}; no version is loaded", ""
+            return True, f"{shown}; the replica has reported no loaded version", ""
         need = MemoryNeed(workers=memory.workers, worker_bytes=memory.worker_bytes)
         found = f"{shown}; a second version like the loaded one needs {_format(need.total_bytes)}"
         remedy = "Increase the memory limit, or use fewer workers."

@@ -327,7 +327,7 @@ def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = ""
         if not tip:
             return BaseRelease(
                 branch=name,
-                why=f"git knows no commit {base!r} here: fetch the branch with its history.",
+                why=f"git found no commit {base!r} in {root}. Fetch {base} with its history.",
             )
         fork = (
             ask_git(root, "merge-base", "--end-of-options", tip, "HEAD", may_fail=True).strip()
@@ -354,8 +354,8 @@ def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = ""
     except OnnxOpsError as error:
         return BaseRelease(branch=name, why=str(error))
     why = (
-        f"No measurement is recorded for {name}. To record one, run this pipeline on a commit of "
-        f"{name} with this store."
+        f"No measurement is recorded for {name} in the last {_COMMITS} commits before this branch. "
+        "To record one, run this pipeline on one of these commits with this store."
     )
     return BaseRelease(branch=name, why=why)
 

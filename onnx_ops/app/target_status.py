@@ -102,7 +102,7 @@ def _read_status(project: Project, name: str, probe: Path) -> TargetStatus:
             return replace(status, why=f"workers of pool {target.pool} measure this target")
         if target.env is not None:
             build = ", ".join(target.env.requirements)
-            why = f"the first run installs its build ({build}) into a separate environment"
+            why = f"the first run installs {build} into a separate environment"
             return replace(status, why=why)
         status = replace(status, here=False)
         why = _find_obstacle(project.context.runtime(target.runtime), target, probe)

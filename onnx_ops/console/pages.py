@@ -360,7 +360,9 @@ def list_commands(reading: EndpointReading) -> list[tuple[str, str]]:
     commands: list[tuple[str, str]] = []
     if state.pending_rollback is not None or state.deleting:
         commands.append(("Try the pending request again", f"onnx-ops reconcile {name}"))
-        commands.append(("Withdraw it", f"onnx-ops rollback {name} --withdraw {why}"))
+        commands.append(
+            ("Withdraw the pending request", f"onnx-ops rollback {name} --withdraw {why}")
+        )
     if state.roles.candidate is not None:
         paused = state.command is OperatorCommand.PAUSE
         commands += [
@@ -382,7 +384,7 @@ def list_promotions(detail: _ReleaseDetail, model: str, version: str) -> list[tu
     name = shlex.quote(f"{model}/{version}")
     return [
         (
-            f"Promote it on {target}",
+            f"Promote this version on {target}",
             f'onnx-ops promote {name} --target {shlex.quote(target)} --reason "WHY"',
         )
         for target, signed in sorted(detail.record.decisions.items())

@@ -142,7 +142,8 @@ def _read_endpoint(context: Context, name: str) -> EndpointReading:
 
 
 def _build_timeout(name: str) -> OnnxOpsError:
-    return ServiceUnavailableError(f"it did not answer within {COMMAND_TIMEOUT_S:g} s", where=name)
+    what = f"the state of the endpoint was not read within {COMMAND_TIMEOUT_S:g} s"
+    return ServiceUnavailableError(what, where=name)
 
 
 def _compute_revision(readings: tuple[EndpointReading, ...], error: str) -> str:

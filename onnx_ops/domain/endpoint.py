@@ -74,11 +74,12 @@ class TrafficSplit:
             raise ValueError(f"shadow traffic must be from 0 to 100: {dict(self.shadow)}")
         if not 0 <= self.shadow_tolerance < 1:
             raise ValueError(
-                f"the tolerance of shadow answers must be from 0 to 1: {self.shadow_tolerance}"
+                "the tolerance of shadow answers must be at least 0 and less than 1: "
+                f"{self.shadow_tolerance}"
             )
         if not (self.epoch_s == 0 or MIN_EPOCH_S <= self.epoch_s <= MAX_EPOCH_S):
             raise ValueError(
-                f"an epoch must last from {MIN_EPOCH_S:g} to {MAX_EPOCH_S:g} s: {self.epoch_s}"
+                f"an epoch must last 0 s, or {MIN_EPOCH_S:g} to {MAX_EPOCH_S:g} s: {self.epoch_s}"
             )
 
 

@@ -114,7 +114,7 @@ def _parse_url(place: str) -> WebAddress:
         raise UserError("the address is not valid", where=shown, why=str(error)) from error
     if not host or (parts.scheme == "http" and host not in _LOOPBACK):
         raise UserError(
-            "the address of a file must begin with https://",
+            "the address of a file must begin with https:// and name a host",
             where=shown,
             remedy="http:// is allowed only for servers of this machine.",
         )
@@ -138,7 +138,7 @@ def _parse_hub_address(place: str) -> HubAddress:
     path = (match["path"] or "").strip("/") if match else ""
     if match is None or not {".", ".."}.isdisjoint(path.split("/")):
         raise UserError(
-            "the address is not one of the Hugging Face hub",
+            "the address of the Hugging Face hub is not valid",
             where=place,
             remedy="Write hf://OWNER/NAME@COMMIT/PATH, or hf://datasets/OWNER/NAME@COMMIT/PATH.",
         )

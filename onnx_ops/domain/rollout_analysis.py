@@ -338,7 +338,7 @@ def diff_revisions(
     The reason is empty if there is an interval.
     """
     if before.origin != now.origin:
-        return None, "a target of Prometheus started, stopped or restarted"
+        return None, "the origin of the counts changed, as after a restart of a Prometheus target"
     counts = []
     for revision in (state.canary, state.stable):
         difference = now.tallies.get(revision, RequestCounts()).minus(

@@ -28,7 +28,7 @@ class Tolerances:
     rounding: Annotated[
         float,
         Gt(0),
-        doc("Largest error of a float, as a share of the value plus a tenth of the largest one."),
+        doc("Largest error of a float, as a share of the value plus a tenth of the largest value."),
     ] = 1e-3
     resampling: Annotated[
         float, Gt(0), doc("Mean difference in levels (1/255 of the range) after interpolation.")

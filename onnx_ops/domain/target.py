@@ -119,7 +119,8 @@ class Requirements:
             f"it has {fingerprint.memory_bytes / 1e9:.1f} of {(self.memory or 0) / 1e9:.1f} GB "
             "of memory": (fingerprint.memory_bytes >= (self.memory or 0)),
             f"it has no accelerator called {self.accelerator}": not self.accelerator or bool(named),
-            f"its driver is {fingerprint.driver or 'not known'}, older than {self.driver}": (
+            f"its driver is {fingerprint.driver or 'not known'}, "
+            f"and at least {self.driver} is required": (
                 not self.driver or _version(fingerprint.driver) >= _version(self.driver)
             ),
         }

@@ -334,8 +334,8 @@ def _find_irrelevant(label: Array, _: Options) -> str:
     found = [grade > 0 for grade in label.max(axis=1).tolist()]
     if all(found):
         return ""
-    count = f"{found.count(False)} of {len(found)} queries have no relevant item"
-    return f"{count}, which has a grade above 0; the first is query {found.index(False)}"
+    count = f"{found.count(False)} of {len(found)} queries have no item with a grade above 0"
+    return f"{count}; the first is query {found.index(False)}"
 
 
 def _find_useless_recall(label: Array, options: Options) -> str:

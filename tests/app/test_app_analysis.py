@@ -75,7 +75,10 @@ def test_observe_after_restart_of_scraped_target_leaves_interval_out(site: Analy
     site.pass_time()
     after = site.observe()
     assert after.state.intervals == before.intervals
-    assert after.state.left_out_reason == "a target of Prometheus started, stopped or restarted"
+    assert (
+        after.state.left_out_reason
+        == "the origin of the counts changed, as after a restart of a Prometheus target"
+    )
     assert after.verdict.verdict == "inconclusive"
 
 

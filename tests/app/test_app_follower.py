@@ -157,7 +157,7 @@ def test_lease_end_of_new_replica_is_zero_until_second_heartbeat() -> None:
 def test_require_known_without_known_table_raises_service_unavailable_error(
     names: list[str],
 ) -> None:
-    with pytest.raises(ServiceUnavailableError, match="table 00000002-1 is gone"):
+    with pytest.raises(ServiceUnavailableError, match="table 00000002-1 is missing"):
         require_known(names, TableNumber(2), "/share/control")
 
 

@@ -92,7 +92,7 @@ def deploy(*, auto: bool = False, **section: object) -> Stage:
 def test_deploy_stage_without_promotion_updates_policy_only(tmp_path: Path) -> None:
     context = FakeWorld().context(root=tmp_path)
     handler, inputs = handler_of(context), {"register": registered(context, KEY)}
-    assert handler.refusal(deploy(auto=True), inputs) == "needs promote@cpu, which did not run"
+    assert handler.refusal(deploy(auto=True), inputs) == "needs promote@cpu, which did not complete"
     assert handler.refusal(deploy(auto=True), {**inputs, "promote@cpu": Manifest(files={})}) == ""
     handler.execute(deploy(), KEY, inputs)
     patient = RolloutPolicy(scale_down_delay=7200.0)

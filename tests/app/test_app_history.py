@@ -127,8 +127,8 @@ def test_run_with_failing_commit_record_succeeds(
 def test_find_base_with_unknown_commit_returns_explanation(
     root: Path, store: ContentStore, tmp_path: Path
 ) -> None:
-    assert "git knows no commit 'nope'" in find_base(root, store, PIPELINE, "nope").why
-    assert "git knows no commit" in find_base(tmp_path, store, PIPELINE, "main").why
+    assert "git found no commit 'nope'" in find_base(root, store, PIPELINE, "nope").why
+    assert "git found no commit" in find_base(tmp_path, store, PIPELINE, "main").why
 
 
 def test_import_commits_from_exported_folder_restores_base(

@@ -288,7 +288,7 @@ def test_model_commit_flow_with_unknown_commit_fails_as_wrong_input(
 ) -> None:
     unknown = end("model_commit", since="no-such-branch")
     assert unknown.name == "WrongInput"
-    assert "git knows no commit 'no-such-branch'" in str(unknown.message)
+    assert "git found no commit 'no-such-branch'" in str(unknown.message)
 
 
 def test_rollback_flow_of_unknown_endpoint_lists_known_endpoints(

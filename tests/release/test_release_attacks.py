@@ -532,7 +532,7 @@ REGISTRY: dict[Callable[[Site], None], str] = {
 }
 LEDGER: dict[Callable[[Site], None], str] = {
     begun_rollout: "no signed decision names its files",
-    begun_rollout_with_the_authority_of_another: "names other files",
+    begun_rollout_with_the_authority_of_another: "is not about this version",
     # v7 serves the server's copy of the approved files.
     other_files_under_an_approved_name: "v7 serves all traffic",
     added_library: "is not among the files of v7",

@@ -138,8 +138,8 @@ def test_base_comparisons_of_same_rows_are_paired() -> None:
         ),
         (
             changed(),
-            BaseRelease(branch="main", why="git knows no commit 'main'"),
-            "git knows no commit",
+            BaseRelease(branch="main", why="git found no commit 'main'"),
+            "git found no commit",
         ),
         (
             replace(
