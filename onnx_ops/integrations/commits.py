@@ -296,7 +296,7 @@ def lost_with_job(settings: Settings, pipeline: Pipeline, *, hosted: bool) -> st
         "checkout."
     )
     what = (
-        "Nothing was registered or released, because it would be lost with the job's disk: "
+        "Nothing was registered or released, because these places lose their data after the job: "
         f"{', '.join(lost)}."
     )
     return f"{what}\n{remedy} See `onnx-ops docs github`."

@@ -283,7 +283,7 @@ def _write_comment(repository: GitHubRepository, number: int, text: str, *, want
 def _open_repository(environ: Mapping[str, str]) -> GitHubRepository:
     name, token = environ.get("GITHUB_REPOSITORY", ""), environ.get("GITHUB_TOKEN", "").strip()
     if not REPOSITORY.fullmatch(name):
-        raise UserError(f"{name!r} is not a repository", where="GITHUB_REPOSITORY")
+        raise UserError(f"{name!r} is not of the form OWNER/REPOSITORY", where="GITHUB_REPOSITORY")
     if not token:
         raise UserError(
             "no token was given",

@@ -199,9 +199,10 @@ class OnnxOpsDeployments(BaseDeploymentClient):
             )
         if given:
             raise UserError(
-                f"the options of {name} are in the file of pipeline {bound.pipeline}",
+                f"an update cannot change options of {name}",
                 where=", ".join(sorted(given)),
-                remedy="Change them there, or delete the deployment and create it again.",
+                remedy="Change them in the pipeline file if one declares the endpoint. Otherwise "
+                "delete the deployment, and create it again.",
             )
         if model_uri is not None:
             model, version = self._version(model_uri)
@@ -289,7 +290,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         seen = read_status(self._context, name)
         config, stable = seen.state.config, seen.state.roles.stable
         if config is None:
-            raise NotFoundError("no endpoint of that name", where=name)
+            raise NotFoundError("there is no endpoint of this name", where=name)
         silent = "serving, but not supervised" if seen.unsupervised else "does not answer"
         return {
             "name": name,

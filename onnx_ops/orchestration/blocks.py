@@ -256,7 +256,10 @@ def _forbidden(value: object, key: str = "") -> Iterator[str]:
 def _written(targets: Mapping[str, Mapping[str, Any]], folder: Path) -> Path:
     for name, target in targets.items():
         if not re.fullmatch(NAME_PATTERN, name):
-            raise ValueError(f"{name!r} is not the name of a target")
+            raise ValueError(
+                f"{name!r} is not a valid target name: use lower-case letters, digits and hyphens, "
+                "beginning with a letter or digit"
+            )
         # A target file is YAML, and JSON is valid YAML.
         (folder / f"{name}.yaml").write_text(json.dumps({"name": name, **target}), encoding="utf-8")
     return folder
@@ -274,7 +277,8 @@ def load_block(place: str) -> Block:
         block: Any = Block.load(place)
     except ValueError as error:  # The block does not exist, or its type is not registered.
         remedy = "See `prefect block ls`. Install the package that defines the block's type."
-        raise UserError("there is no such block", where=where, remedy=remedy) from error
+        what = "the block does not exist, or its type is not installed"
+        raise UserError(what, where=where, remedy=remedy) from error
     except Exception as error:
         # The message can contain a secret, so only the type of the error is reported.
         raise ServiceUnavailableError(

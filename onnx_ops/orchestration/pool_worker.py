@@ -104,7 +104,11 @@ def _work(run: UUID, request: str, store: str, logger: _Logger) -> State[Any]:
             error = answer(project, request, place=store, run=str(run), observer=_Log(logger))
     except OnnxOpsError as raised:
         error = raised
-    return Completed(message="its result is in the store") if error is None else failed(error)
+    return (
+        Completed(message="the result of the stage is in the store")
+        if error is None
+        else failed(error)
+    )
 
 
 class _Log(Observer):
@@ -143,9 +147,8 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
                             with contextlib.suppress(Exception):
                                 # The state must be set before the processes end. Otherwise, the
                                 # flow run would report their end as a failure.
-                                client.set_flow_run_state(
-                                    run, Cancelled(message="its result is not needed"), force=True
-                                )
+                                why = "the result of the stage is not needed"
+                                client.set_flow_run_state(run, Cancelled(message=why), force=True)
                         project.running().end()
                         os._exit(1)
                     if time.monotonic() - sent > HEARTBEAT_S:
@@ -382,11 +385,15 @@ class PoolWorker:
                 # The run was cancelled before its stage began, so the stage could not set the
                 # state.
                 client.set_flow_run_state(
-                    run_id, Cancelled(message=f"its process ended with {how}"), force=True
+                    run_id,
+                    Cancelled(message=f"the process of the stage ended with {how}"),
+                    force=True,
                 )
             elif not is_final(state):
                 declare_crashed(
-                    client, run_id, f"its process on worker {self.name} ended with {how}"
+                    client,
+                    run_id,
+                    f"the process of the stage on worker {self.name} ended with {how}",
                 )
             del self._ended[run_id]
 

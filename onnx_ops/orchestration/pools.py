@@ -154,12 +154,12 @@ class PrefectPools(Pools):
                     deaths.append(str(death))
                     if len(deaths) == self.tries:
                         raise MeasurementError(
-                            f"{self.tries} workers of pool {stage.pool} died while executing the "
-                            "stage, one after the other",
+                            f"{self.tries} flow runs of the stage on pool {stage.pool} crashed, "
+                            "were cancelled, or sent no heartbeat, one after the other",
                             where=stage.title,
                             why=deaths[-1],
                             remedy=f"See the flow runs of `{FLOW}` in Prefect, "
-                            "and the memory of those machines.",
+                            "and check the memory of the machines of the workers.",
                         ) from None
                 except BaseException:
                     if is_ours:
@@ -248,7 +248,7 @@ class PrefectPools(Pools):
             raise StageError(
                 f"the stage ran longer than its time-out of {stage.timeout:g} s and was stopped",
                 where=stage.title,
-                remedy="Raise `timeout` in the pipeline file if the stage needs that long.",
+                remedy="Raise `timeout` in the pipeline file if the stage needs more time.",
             )
 
     def _check_start(self, stage: PlacedStage, pending_s: float) -> None:
@@ -293,7 +293,7 @@ class PrefectPools(Pools):
                 declare_crashed(
                     client,
                     run,
-                    why := f"its flow run has sent no heartbeat for {now - last_beat:.0f} s",
+                    why := f"the flow run has sent no heartbeat for {now - last_beat:.0f} s",
                 )
                 raise _WorkerDied(why)
             if kind == "RUNNING":
@@ -492,7 +492,7 @@ def _cancel(client: SyncPrefectClient, run: UUID) -> None:
         state = client.read_flow_run(run).state
         if not is_final(state):
             waiting = get_state_type(state) == "SCHEDULED"
-            message = "its result is no longer needed"
+            message = "the result of the stage is no longer needed"
             ended: State[Any] = (
                 Cancelled(message=message) if waiting else Cancelling(message=message)
             )
@@ -513,7 +513,7 @@ def _find_end(flow_run: FlowRun) -> EndedRun | None:
     """
     state, kind = flow_run.state, get_state_type(flow_run.state)
     if kind in DEAD_STATES:
-        raise _WorkerDied(f"its flow run ended with state {state.name if state else kind}")
+        raise _WorkerDied(f"the flow run ended with state {state.name if state else kind}")
     if kind not in FINISHED_STATES:
         return None
     message = (state.message or "") if state else ""

@@ -83,6 +83,7 @@ class Optimizer(Plugin):
         raise UserError(
             "calibration cannot be split into shards by this optimizer",
             where=f"variant {request.section.name}",
+            remedy="Leave out `calibrate.shards`.",
         )
 
     def files(self, section: Quantize) -> tuple[str, ...]:

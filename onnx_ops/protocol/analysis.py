@@ -153,7 +153,7 @@ def parse_query(query: str) -> dict[str, str]:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, max_num_fields=_MAX_FIELDS)
     except ValueError as error:
-        raise UserError("the query has too many fields") from error
+        raise UserError(f"the query has more than {_MAX_FIELDS} fields") from error
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise UserError("a field of the query is repeated")

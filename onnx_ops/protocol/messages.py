@@ -255,7 +255,7 @@ def decode_cells(text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64
     raw = inflater.decompress(base64.b64decode(text, validate=True), CELLS * _CELL_BYTES)
     length, rest = divmod(len(raw), _CELL_BYTES)
     if rest or not inflater.eof:
-        raise ValueError("the counts by cell are truncated")
+        raise ValueError("the counts by cell are truncated or too long")
     cells = np.frombuffer(raw, "<u2", length).astype(np.int64)
     if (cells >= CELLS).any() or (np.diff(cells) <= 0).any():
         raise ValueError("the cells are unknown or not in ascending order")

@@ -77,10 +77,14 @@ def verify_delivery(
     # The signature is always compared, so that the response time does not reveal which check
     # failed.
     if not hmac.compare_digest(signature, expected) or not 0 < len(delivery) <= _MAX_ID_CHARS:
-        raise InvalidSignatureError("the delivery is not signed with this receiver's secret")
+        raise InvalidSignatureError(
+            "the delivery is not signed with this receiver's secret, or its id does not have 1 to "
+            f"{_MAX_ID_CHARS} characters"
+        )
     if not _SECONDS.fullmatch(timestamp) or abs(now - int(timestamp)) > TOLERANCE_S:
         raise RefusedError(
-            f"the delivery is more than {TOLERANCE_S:.0f} s old, or from the future",
+            "the timestamp of the delivery is not valid, or differs from the time of this machine "
+            f"by more than {TOLERANCE_S:.0f} s",
             remedy="Compare the clocks of MLflow's server and of this machine.",
         )
     try:

@@ -147,7 +147,7 @@ def _require_counting(context: Context, state: ReleaseState) -> None:
     signer = context.signer()
     if state.keys and (signer is None or signer.key not in state.keys):
         raise MissingKeyError(
-            "this ledger does not accept the signature of this machine",
+            "this machine has no key that the ledger accepts",
             where=f"ledger {state.endpoint}",
             why=f"accepted keys: {', '.join(map(short_digest, sorted(state.keys)))}",
             remedy="Admit the key of this machine on a machine with an accepted key: "
@@ -183,7 +183,10 @@ def find_adoption(
         readable = entries[-1].sequence if entries else 0
         remedy = f"Readable entries: 1 to {readable}." if readable else "No entry is readable."
         raise UserError(
-            f"entry {last} cannot be read", where=f"ledger {endpoint}", why=damage, remedy=remedy
+            f"entry {last} does not exist, or cannot be read",
+            where=f"ledger {endpoint}",
+            why=damage,
+            remedy=remedy,
         )
     return Adoption(
         state=state, count=max(count, _observe_generation(context, state)), damage=damage
@@ -252,7 +255,7 @@ def _remove_key(keys: Mapping[Digest, str], key: Digest | None, endpoint: str) -
     left = {digest: public for digest, public in keys.items() if digest != key}
     if keys and not left:
         raise RefusedError(
-            "the ledger accepts no other key than this one",
+            "the key was not removed, since the ledger accepts only this key",
             where=f"ledger {endpoint}",
             remedy="Replace the key first (`onnx-ops keys rotate`), or admit another key "
             "(`onnx-ops keys admit`).",

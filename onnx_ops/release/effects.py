@@ -88,7 +88,8 @@ def perform_action(
                 "the endpoint could not be changed",
                 where=config.endpoint,
                 why=str(error),
-                remedy="Free disk space, or restore access to the file that the reason names.",
+                remedy="Remove the cause that the reason names, such as a full disk or a file "
+                "without access.",
             )
         if (failure is not None or action.is_rollback) and (
             missing := _find_missing(journal, config, action, failure)

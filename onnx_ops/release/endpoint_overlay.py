@@ -250,8 +250,10 @@ def list_endpoint_changes(
     """Yield how two states of an endpoint differ."""
     old, new = _list_loaded(before), _list_loaded(after)
     for name in (name for name in new if name not in old or old[name] != new[name]):
-        verb = "load" if name not in old else "load again with other files or options"
-        yield _describe(ChangeKind.DEPLOYMENT, endpoint, f"{verb} {name} on {endpoint}")
+        what = f"load {name} on {endpoint}"
+        if name in old:
+            what = f"load {name} on {endpoint} again, with other files or options"
+        yield _describe(ChangeKind.DEPLOYMENT, endpoint, what)
     was, will = _describe_traffic(before), _describe_traffic(after)
     if was != will:
         what = f"move the traffic of {endpoint}"

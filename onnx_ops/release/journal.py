@@ -73,7 +73,7 @@ class Journal:
         if self.state.config is None:
             known = ", ".join(list_bound_endpoints(self.context)) or "none"
             raise NotFoundError(
-                "no endpoint of that name",
+                "there is no endpoint of this name",
                 where=self.state.endpoint,
                 remedy=f"Known endpoints: {known} (ledger: {self.context.ledger.place}). "
                 "An endpoint is bound by the first `onnx-ops run` that deploys it.",

@@ -338,8 +338,9 @@ def select_endpoints(
     names_model = bool(model) and not endpoints
     if not (names_model if every else names_endpoints):
         raise UserError(
-            "no endpoints were selected",
-            remedy="Name endpoints, or use --all --model MODEL. `onnx-ops status` lists endpoints.",
+            "a rollback needs either the names of endpoints, or --all with a model",
+            remedy="Name endpoints, or use --all --model MODEL, not both. `onnx-ops status` lists "
+            "endpoints.",
         )
     return _list_endpoints_of(context, model, target, to) if every else endpoints
 

@@ -247,7 +247,9 @@ def read_history(
         ledger_entries, error = _read_ledger(context, name)
         if selection.endpoints and not ledger_entries and error is None:
             known = ", ".join(context.ledger.endpoints()) or "none"
-            raise NotFoundError("no endpoint of that name", where=name, remedy=f"Known: {known}.")
+            raise NotFoundError(
+                "there is no endpoint of this name", where=name, remedy=f"Known: {known}."
+            )
         if not _is_selected(name, ledger_entries, selection, is_damaged=error is not None):
             continue
         if error is not None:

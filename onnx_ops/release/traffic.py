@@ -144,9 +144,9 @@ def _subtract(before: MetricsReading, after: MetricsReading, endpoint: str) -> R
     known = [each for each in totals if each is not None]
     if after.at <= before.at or len(known) < len(totals) or before.origin != after.origin:
         raise ServiceUnavailableError(
-            "the metrics source has no counts of this time",
+            "the metrics source has no counts of the measured time",
             where=endpoint,
-            why="its counters restarted, or it reports later",
+            why="its counters or its targets restarted, or it returned no later counts",
             remedy="Try again, measure longer with --window, or give the traffic: --rate 5/s.",
         )
     total = RequestCounts()

@@ -118,7 +118,7 @@ def _list_measurements(results: Sequence[GateResult], sizes: tuple[int, int]) ->
         by_gate[result.gate].append(result)
     parts = []
     if by_gate["parity"]:
-        parts.append("the same function within its precision")
+        parts.append("parity within the limits")
     if by_gate["task"]:
         metric = by_gate["task"][0]
         parts.append(f"{_name(metric)} {_figure(metric)}")

@@ -347,7 +347,7 @@ def _draw_trial(
     )
     chart.dot(ratio.estimate, loss, f"s0 {'full' if on_front else 'open'}", label)
     if name:
-        chart.dot(ratio.estimate, loss, "ring", f"{name} is this one", radius=8)
+        chart.dot(ratio.estimate, loss, "ring", f"this model is variant {name}", radius=8)
     if not on_front and not name:
         return ""
     chart.note(ratio.estimate, loss, str(n))

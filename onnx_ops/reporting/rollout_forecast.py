@@ -31,7 +31,7 @@ _WHAT: Mapping[WaitKind, str] = {
     "units": "{needed} independent units of the candidate",
     "intervals": "{needed} intervals of a minute",
     "comparisons": "{needed} minutes with enough requests to compare percentiles",
-    "service level": "its service level, for which {needed} independent requests are needed",
+    "service level": "the service level, for which {needed} independent requests are needed",
     "copies": "{needed} compared answers",
     "users": "{needed} users of each version",
     "thresholds": "{needed} timed requests of the stable version before the rollout",

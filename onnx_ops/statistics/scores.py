@@ -635,7 +635,10 @@ def _find_function_problem(
             f"{len(label)} rows"
         )
     if definition.per == "set" and values.size != 1:
-        return f"{definition.use} gave {values.size} values, not one; for one per row: `per: row`"
+        return (
+            f"{definition.use} gave {values.size} values, not one; set `per: row` if it returns "
+            "one value per row"
+        )
     odd = ~np.isfinite(values)
     if definition.per == "row" and odd.any():
         return f"{definition.use} gave NaN or infinity for {int(odd.sum())} of {len(label)} rows"

@@ -422,7 +422,7 @@ def _require_same(a: Path, one: Mapping[str, Any], again: Mapping[str, Any]) -> 
             raise MeasurementError(
                 f"output {name!r} differs between runs",
                 where=a.name,
-                why="the model draws random numbers, so there is no answer to compare with",
+                why="the model draws random numbers, or one of its kernels is not deterministic",
                 remedy="Export it for inference, without dropout and sampling.",
             )
 

@@ -194,7 +194,8 @@ def generate_samples(
     )
     if row_bytes > _ROW_BYTES:
         raise UserError(
-            f"one row of the model's inputs takes {row_bytes / 1e9:.3g} GB",
+            f"one row of the model's inputs takes {row_bytes / 1e9:.3g} GB, and the limit is "
+            f"{_ROW_BYTES / 1e9:.3g} GB",
             remedy="Supply rows with --data FILE.",
         )
     count = max(recipe.batch or 1, min(count, SET_BYTES // max(1, row_bytes)))
@@ -222,7 +223,7 @@ def _check_dimension_names(inputs: Sequence[TensorSpec], dims: Mapping[str, int]
         {symbol for symbol, _, _ in list_named_axes({spec.name: spec.shape for spec in inputs})}
     )
     if unknown := sorted(set(dims) - set(named)):
-        remedy = f"Named ones: {', '.join(named) or 'none'}."
+        remedy = f"Named dimensions: {', '.join(named) or 'none'}."
         raise UserError(f"no dimension is called {unknown[0]!r}", where="--dim", remedy=remedy)
 
 

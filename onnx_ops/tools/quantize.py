@@ -70,7 +70,8 @@ class SpeedupEstimate:
         if self.why:
             return f"not timed: {self.why}"
         return (
-            f"{self.ratio:.2f} times the time ({self.low:.2f} to {self.high:.2f}); `judge` decides"
+            f"{self.ratio:.2f} times the time ({self.low:.2f} to {self.high:.2f}); "
+            "`onnx-ops judge` gives the verdict"
         )
 
 
@@ -312,7 +313,8 @@ def search_variant(
                 remedy=(
                     "Allow more time with `--budget max_minutes=…`"
                     if result.record.timed_out
-                    else "Allow more loss with `--budget metric_drop=…`, or keep the float model"
+                    else "Raise the limit that the reason names with `--budget NAME=…`, or keep the "
+                    "float model"
                 )
                 + f"; {record_path.name} contains all trials{kept}.",
             )

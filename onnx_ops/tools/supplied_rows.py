@@ -109,7 +109,7 @@ def _check_row_counts(counts: Mapping[str, int], axes: Mapping[str, int], where:
     if len(set(counts.values())) > 1 or 0 in counts.values():
         text = ", ".join(f"{name} {count} on axis {axes[name]}" for name, count in counts.items())
         raise UserError(
-            f"its arrays must have the same number of rows, at least one: {text}", where=where
+            f"the arrays must have the same number of rows, at least one: {text}", where=where
         )
 
 

@@ -59,8 +59,8 @@ def _explain_unknown_cost(agreement: GateResult | None, dataset: Dataset | None)
     if agreement is None:
         remedy = "set --labels NAME and --metric METRIC, or --metric cosine for embeddings"
         return (
-            "the cost of rounding for the task is unknown: no output can be read as classes; "
-            f"{remedy}"
+            "the cost of rounding for the task is unknown: the answers could not be compared as "
+            f"classes; {remedy}"
         )
     if dataset is None:
         return (

@@ -77,11 +77,11 @@ def test_forecast_with_json_returns_document(project: Path) -> None:
     ("arguments", "message"),
     [
         (("p.yaml",), "its traffic cannot be measured"),
-        (("nowhere", "--rate", "1/s"), "no endpoint of that name"),
+        (("nowhere", "--rate", "1/s"), "there is no endpoint of this name"),
         (("nowhere.yaml", "--rate", "1/s"), "nowhere.yaml"),
         (("p.yaml", "--rate", "0/s"), "is not a rate"),
         (("p.yaml", "--rate", "5"), "is not a rate"),
-        (("p.yaml", "--rate", "5/s", "--errors", "100%"), "out of range"),
+        (("p.yaml", "--rate", "5/s", "--errors", "100%"), "must be from 0 to less than 1"),
         (("p.yaml", "--rate", "5/s", "--harm", "errors=2x"), "is not a valid harm"),
         (("p.yaml", "--rate", "5/s", "--harm", "cold_start=2x"), "is not a valid harm"),
         (("p.yaml", "--rate", "5/s", "--harm", "errors=200%"), "is not a valid harm"),

@@ -72,7 +72,7 @@ def test_notify_without_pending_notifications_sends_nothing(inbox: WebhookSink) 
         (["--test"], {"ONNX_OPS_NOTIFY": "github"}, "missing key 'repository'"),
         (["--test"], {"ONNX_OPS_NOTIFY": "github:acme/models"}, "'github:acme/models'"),
         (["digits", "--test"], {}, "about no endpoint"),
-        (["nowhere"], {}, "no endpoint of that name"),
+        (["nowhere"], {}, "there is no endpoint of this name"),
     ],
 )
 def test_notify_with_wrong_settings_or_arguments_exits_with_2(

@@ -27,7 +27,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rollback_without_clear_endpoint_selection_exits_with_2(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["rollback", *arguments, "--reason", "slow"])
     assert result.exit_code == 2
-    assert "no endpoints were selected" in result.output
+    assert "a rollback needs either the names of endpoints" in result.output
 
 
 def test_rollback_of_model_without_endpoint_exits_with_2() -> None:

@@ -339,7 +339,7 @@ class TestOverride:
     [
         (
             {"ONNX_OPS_BASIC_AUTH": ""},
-            r"names users \(alice, bob, release-bot\), but this server authenticates none",
+            r"names users \(alice, bob, release-bot\), but this server does not authenticate users",
         ),
         ({"ONNX_OPS_BASIC_AUTH": "maybe"}, "ONNX_OPS_BASIC_AUTH is 'maybe'"),
         ({"ONNX_OPS_PROMOTION_POLICY": "missing.yaml"}, "no such file"),

@@ -114,7 +114,7 @@ class TestProbing:
             20,
             8,
         )
-        with pytest.raises(UserError, match="Named ones: batch, height"):
+        with pytest.raises(UserError, match="Named dimensions: batch, height"):
             generate_samples([spec], count=2, dims={"hieght": 20})
 
     @pytest.mark.parametrize(

@@ -92,9 +92,10 @@ def read_configuration(environ: Mapping[str, str]) -> Configuration:
     if policy is not None and (names := policy.policy.names()) and not basic_auth:
         raise UserError(
             f"the policy names users ({', '.join(sorted(names))}), "
-            "but this server authenticates none",
+            "but this server does not authenticate users",
             where=policy_file,
-            remedy=f"Set {BASIC_AUTH}=true, or set `users: ['*']` in every rule.",
+            remedy=f"Set {BASIC_AUTH}=true. Otherwise set `users: ['*']` in every rule, and remove "
+            "the names from `overrides`.",
         )
     signer = read_key(Path(key_file)) if key_file else None
     if signer is not None and signer.key not in (() if keys is None else keys.keys()):

@@ -288,7 +288,8 @@ def _read_slices(
     for slicing in slicings:
         if len(slicing.numbers) != rows:
             what = f"the slices have {len(slicing.numbers)} values for {rows} scored rows"
-            raise UserError(what, where="slices")
+            remedy = "Provide one value for each row of the scored data set."
+            raise UserError(what, where="slices", remedy=remedy)
     return SlicePlan(slicings=slicings, metrics=settings["slices"])
 
 

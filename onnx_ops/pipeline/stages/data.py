@@ -180,7 +180,10 @@ def _find_value_problems(section: DataSection, where: str) -> Iterator[LocatedEr
         except ValueError:  # NumPy cannot convert lists of different lengths.
             kind = "O"
         if kind not in "biufU":
-            text = f"the value of {name!r} is not a number, a boolean, or a list of them"
+            text = (
+                f"the value of {name!r} is not a number, a boolean, a list of them, or the name of "
+                "an array"
+            )
             yield (
                 ("values", name),
                 UserError(text, where=where, remedy=f"For example: values: {{{name}: 16000}}"),
@@ -202,7 +205,10 @@ def _find_row_problems(
         count = count_common_rows(shapes, max(key_lengths, default=0))
         if count and any(shape[0] == count for shape in shapes.values()):
             return
-    text = f"arrays must have the same number of rows, and at least one: {lengths}"
+    text = (
+        "all arrays must have the same number of rows, at least one, and one input must have them "
+        f"on axis 0; the lengths of axis 0 are {lengths}"
+    )
     single = next((name for name, shape in shapes.items() if not shape), "")
     remedy = (
         f"Give an input that is the same for all rows as a value: values: {{{single}: {single}}}."

@@ -69,7 +69,8 @@ def _read_result(result: object, reference: str) -> dict[str, Any]:
 
     if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in result):
         raise UserError(
-            f"{reference} must return a mapping from names to values, not {type(result).__name__}",
+            f"{reference} returned {type(result).__name__}, but a mapping whose keys are strings "
+            "is required",
             where=f"{WHERE}.use",
             remedy='For example: return {"length": ["short", "long", …]}.',
         )

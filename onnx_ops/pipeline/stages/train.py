@@ -89,6 +89,6 @@ def _save(exporter: Exporter, model: object, folder: Path) -> None:
             f"the returned {type(model).__name__} cannot be saved",
             where="train.run",
             why=describe_error(error),
-            remedy="Define the model's classes and functions at the top level of a module, "
-            "without lambdas and open files.",
+            remedy="If pickle cannot write an object, define its class or function at the top "
+            "level of a module, and leave out lambdas and open files.",
         ) from error

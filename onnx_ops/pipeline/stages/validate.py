@@ -58,7 +58,7 @@ def execute(
             source = _LazySource(stage, inputs["train"], context, folder / "trained", layout)
             trees = source.trees(path)
         except (MeasurementError, UserError) as error:
-            measured = (make_mismatch("*", "load", f"the export does not run: {error}"),)
+            measured = (make_mismatch("*", "load", f"the export was not compared: {error}"),)
         else:
             unused = find_unused_inputs(runtime, path, target, reference)
             if worst := find_worst(measured):

@@ -128,7 +128,7 @@ def _explain_count(ours: Detections, theirs: Detections) -> str:
                 f"and drops scores up to {lost.max():.3g}"
             )
         return f"score threshold: {counts}; the {side} drops scores up to {lost.max():.3g}"
-    return f"detections: {counts}; the {side} drops some in the middle of the scores"
+    return f"detections: {counts}; the {side} drops objects whose scores are not the lowest"
 
 
 def _match(fewer: Floats, more: Floats) -> set[int] | None:
@@ -221,9 +221,10 @@ def _explain_coordinates(ours: Floats, theirs: Floats, size: float) -> str:
             return "boxes: other coordinates"
         lines.append((gain, offset))
     shown = ", ".join(
-        f"{axis} = {g:.4g} x + {o:.4g}" for axis, (g, o) in zip("xy", lines, strict=True)
+        f"source {axis} = {g:.4g} × candidate {axis} + {o:.4g}"
+        for axis, (g, o) in zip("xy", lines, strict=True)
     )
-    return f"box coordinates: the source's are the candidate's with {shown} (scale or letterbox)"
+    return f"box coordinates: {shown} (scale or letterbox)"
 
 
 def explain_labels(pairs: Sequence[tuple[Any, Any]]) -> str:

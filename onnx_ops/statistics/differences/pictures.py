@@ -228,7 +228,7 @@ def _fit_channels(left: Floats, right: Floats) -> tuple[tuple[str, ...], float]:
     scale = _name_line(float(np.mean(gains)), 0.0, 1.0)
     if scale and max(gains) - min(gains) < 0.01 * abs(gains[0]):
         return (scale,), residual
-    shown = ", ".join(f"{gain:.4g} x + {offset:.4g}" for gain, offset in lines)
+    shown = ", ".join(f"{gain:.4g} x candidate + {offset:.4g}" for gain, offset in lines)
     return (f"mean or standard deviation: by channel, source = {shown}",), residual
 
 

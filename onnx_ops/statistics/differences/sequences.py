@@ -60,7 +60,7 @@ def explain_texts(reference: str, value: str) -> str:
     place = next(
         (i for i, (a, b) in enumerate(zip(reference, value, strict=False)) if a != b), len(shorter)
     )
-    return f"text: the first difference is at character {place}"
+    return f"text: the first difference is at character index {place}"
 
 
 def explain_tokens(reference: npt.NDArray[Any], value: npt.NDArray[Any]) -> str:

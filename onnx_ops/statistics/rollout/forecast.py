@@ -130,9 +130,12 @@ def _check(policy: RolloutPolicy, traffic: Traffic, harms: Sequence[Harm]) -> No
     if not policy.is_analyzed:
         raise ValueError("the policy has no analysis")
     if not (traffic.rate > 0 and math.isfinite(traffic.rate)):
-        raise ValueError(f"the rate of requests is {traffic.rate}")
+        raise ValueError(f"the rate of requests must be positive and finite, and is {traffic.rate}")
     if not (0 <= traffic.errors < 1 and traffic.users >= 0):
-        raise ValueError(f"errors {traffic.errors} or users {traffic.users} are out of range")
+        raise ValueError(
+            f"the share of errors must be from 0 to less than 1, and is {traffic.errors}; the "
+            f"number of users must not be negative, and is {traffic.users}"
+        )
     for harm in harms:
         is_share = harm.name in ("errors", "shadow")
         if not (0 < harm.value <= 1 if is_share else 0 < harm.value < math.inf):

@@ -491,8 +491,8 @@ def _find_most_exact(
     return (
         None,
         (
-            "no model on the front is notably more exact than the fastest (it loses "
-            f"{100 * lost:.2g} points)"
+            "no model on the front is notably more exact than the fastest, which loses "
+            f"{100 * lost:.2g} points"
         ),
     )
 
