@@ -187,7 +187,9 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
     """
     where = f"{deployment.model}/{deployment.version}"
     if deployment.authority is None:
-        raise RefusedError("no signed decision names its files", where=where, remedy=_UNSIGNED)
+        raise RefusedError(
+            "no signed decision names the files of this version", where=where, remedy=_UNSIGNED
+        )
     about = verify_envelope(
         deployment.authority, _get_record_type(deployment), verifier, where=where
     )
@@ -201,7 +203,7 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
     decision = about if isinstance(about, DecisionRecord) else None
     if decision is not None and decision.verdict is not Verdict.PASS:
         raise RefusedError(
-            f"its verdict on {decision.target} is {decision.verdict.name}",
+            f"the verdict on {decision.target} is {decision.verdict.name}",
             where=where,
             remedy=_UNSIGNED,
         )
@@ -337,7 +339,7 @@ class TrustedKeys:
                 f"the signature by key {short_digest(key)} is not valid",
                 why="the record or the signature was changed, or another key signed the record",
                 remedy="Judge the release again with `onnx-ops run`, and check who can change "
-                "the record",
+                "the record.",
             ) from error
 
     def _load(self) -> dict[Digest, EllipticCurvePublicKey]:
@@ -380,7 +382,7 @@ def build_key_error(kind: str, where: str) -> UserError:
         f"this is not an ECDSA P-256 {kind} key",
         where=where,
         remedy="`onnx-ops keys new` creates a pair: NAME.pem is the private key, "
-        f"NAME{PUBLIC_SUFFIX} is the public key",
+        f"NAME{PUBLIC_SUFFIX} is the public key.",
     )
 
 

@@ -197,7 +197,7 @@ def test_verify_authority_of_matching_decision_or_override_returns_it() -> None:
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        (deployment(authority=None), "no signed decision names its files"),
+        (deployment(authority=None), "no signed decision names the files of this version"),
         (deployment(manifest=digest_bytes(b"other")), "is not about this version"),
         (deployment(release=digest_bytes(b"other")), "is not about this version"),
         (

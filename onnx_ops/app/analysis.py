@@ -156,7 +156,7 @@ class AnalysisService:
                     raise RefusedError(
                         "the rollout was started with other revisions or another policy",
                         where=key.rollout,
-                        remedy="Delete it first, or use another name.",
+                        remedy="Delete the rollout first, or start one with another name.",
                     )
                 return self._answer(state)
             body = AnalysisStarted(stable=stable, canary=canary, policy=policy)
@@ -367,7 +367,9 @@ def _hold(state: AnalysisState, why: str) -> AnalysisAnswer:
 def _explain_unusable(state: AnalysisState, revisions: RevisionsReading, now: float) -> str:
     """Return why counts of Prometheus are not recorded, or an empty text."""
     if revisions.at > now + CLOCK_TOLERANCE_S:
-        return f"the clock of Prometheus is {revisions.at - now:.0f} s ahead"
+        return (
+            f"the clock of Prometheus is {revisions.at - now:.0f} s ahead of this machine's clock"
+        )
     counts = revisions.revisions.get(state.stable)
     if counts is None or not counts.requests:
         return f"Prometheus has no requests of the stable revision {state.stable}"

@@ -632,7 +632,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address of the public listener")
     parser.add_argument("--port", type=int, required=True, help="port of the public listener")
     parser.add_argument(
-        "--log", type=Path, default=None, help="file of the server's log; default: in its folder"
+        "--log", type=Path, default=None, help="file of the server's log; default: in --state-dir"
     )
     for name, kind, default, text in list_options():
         parser.add_argument(

@@ -132,8 +132,8 @@ def read_evaluation(folder: Path, commit: str, store: Store) -> Evaluation:
     evaluation = codec.loads(_read_description(folder), Evaluation, where=where)
     if evaluation.commit != commit:
         why = (
-            f"Its commit is {evaluation.commit[:12] or 'unknown'}, "
-            f"but this checkout is at {commit[:12] or 'no commit'}."
+            f"the evaluation has commit {evaluation.commit[:12] or 'unknown'}, "
+            f"and this checkout has {commit[:12] or 'no commit'}"
         )
         remedy = "Evaluate and release the same commit."
         what = "the evaluation was made from another commit"
@@ -219,7 +219,7 @@ def _require_same_file(evaluation: Evaluation, pipeline: Pipeline, planned: Plan
         }
     if not changed and evaluation.file == digest_file(pipeline):
         return
-    why = f"The stages differ: {', '.join(sorted(changed)[:5])}." if changed else ""
+    why = f"the stages differ: {', '.join(sorted(changed)[:5])}" if changed else ""
     remedy = "Evaluate and release the same files, with the same --set."
     raise RefusedError(
         "the evaluation does not match this pipeline file",
@@ -264,7 +264,7 @@ def _require_own_evidence(
         evidence.target_digest,
         evidence.manifest,
     ) != wanted:
-        what = "the evidence of this benchmark does not describe its variant, files and target"
+        what = "the evidence does not name the pipeline, variant, files and target of the benchmark"
         raise RefusedError(what, where=stage.id)
 
 

@@ -86,7 +86,8 @@ def ask(
         )
     if (result := _take(stage, key, context.store)) is None:
         raise MeasurementError(
-            f"the worker of pool {placed.pool} has ended, but its result is not in the store",
+            f"a worker of pool {placed.pool} completed the stage, but the result is not in the "
+            "store",
             where=stage.id,
             remedy="Set the same `store` in onnx-ops.toml on both machines, "
             "such as s3://bucket/onnx-ops.",

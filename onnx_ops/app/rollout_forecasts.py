@@ -137,7 +137,7 @@ def _forecast(
     if not policy.is_analyzed:
         return EndpointForecast(endpoint=endpoint, policy=policy, why=_NO_ANALYSIS)
     if len(policy.planned()) == 1:
-        return EndpointForecast(endpoint=endpoint, policy=policy, why="the policy has no steps")
+        return EndpointForecast(endpoint=endpoint, policy=policy, why="the only step is 100%")
     from onnx_ops.statistics.rollout.forecast import choose_harms, forecast_rollout
 
     traffic, origin = _find_traffic(project, endpoint, request)

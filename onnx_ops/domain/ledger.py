@@ -485,7 +485,7 @@ def apply_entry(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
     after, body = state, entry.body
     if entry.endpoint != state.endpoint or not _follows(state, entry):
         raise ValueError(
-            f"entry {entry.sequence} of {entry.endpoint} cannot follow {state.head} of "
+            f"entry {entry.sequence} of {entry.endpoint} cannot follow entry {state.head} of "
             f"{state.endpoint}"
         )
     match body:

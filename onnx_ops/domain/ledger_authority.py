@@ -92,7 +92,7 @@ def _check_bounds(state: ReleaseState, body: EntryBody) -> tuple[bool, str]:
         case RollbackRequested():
             return _leads_back(
                 state, body.action
-            ), "moves traffic to a version that was not stable, or is rejected"
+            ), "does more than return traffic to a granted version"
         case Intent():
             return _is_granted(state, body.action), f"begins {body.action.kind.value}"
         case VersionRefused():
@@ -100,7 +100,9 @@ def _check_bounds(state: ReleaseState, body: EntryBody) -> tuple[bool, str]:
             is_own = body.alias in _list_aliases(state) and body.restored_to in restored
             return is_own, f"moves alias {body.alias}"
         case AliasesWritten():
-            return _shows_served(state, body.aliases), "names other versions as published"
+            return _shows_served(
+                state, body.aliases
+            ), "publishes aliases of versions that were not granted"
         case _:
             return False, "is of an unknown kind"
 

@@ -265,7 +265,7 @@ def _describe_effect(
             headline = f"v{version} is at step {action.roles.step + 1}"
         case ActionKind.ROLLBACK:
             kind, severity, version = NotificationKind.OPERATOR, Severity.WARNING, _stable(before)
-            headline = f"rolled back by an operator, v{serving} has all traffic"
+            headline = f"an operator rolled back, and v{serving} has all traffic"
             commands = (
                 {"Undo": f"onnx-ops rollback {name} --to {version} --force"} if version else {}
             )
@@ -279,7 +279,7 @@ def _describe_effect(
         case ActionKind.RESTORE:
             kind, severity = NotificationKind.TROUBLE, Severity.WARNING
             headline, commands = (
-                "differed from its expected state, and was restored",
+                "the endpoint differed from its expected state, and was restored",
                 {"See": f"onnx-ops history {name}"},
             )
         case _:

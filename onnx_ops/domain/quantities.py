@@ -35,7 +35,7 @@ class Notation(Enum):
     """
 
     SINGLE_ENTRY = "a single entry can appear without its list"
-    SHORT_FORM = "a plain text in place of the mapping sets this field"
+    SHORT_FORM = "a string in place of the mapping sets this field"
 
 
 @dataclass(frozen=True, slots=True)

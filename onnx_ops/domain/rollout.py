@@ -626,7 +626,7 @@ class _Rollout:
                 why="scale_down_delay is over",
             )
         if not observed.is_equivalent(expected):
-            why = "the endpoint has deployments without traffic"
+            why = "the endpoint has further deployments, which get no traffic"
             return Action(kind=ActionKind.CLEAN_UP, state=expected, roles=roles, why=why)
         return Wait(why=f"{self.stable.name} serves all traffic")
 

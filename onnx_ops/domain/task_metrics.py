@@ -512,7 +512,7 @@ _OTHER_KIND: Mapping[AnswerKind, str] = MappingProxyType(
             "requires classes; for numbers use rmse, mae or r2.",
         ),
         "numbers": "requires numbers; for classes use accuracy, f1 or auc.",
-        "texts": "requires texts; `decode` names a function that reads them from other outputs.",
+        "texts": "requires texts; `decode` names a function that converts other outputs to texts.",
     }
 )
 

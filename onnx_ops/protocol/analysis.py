@@ -137,7 +137,7 @@ def check_name(value: object, what: str) -> str:
     """
     if not isinstance(value, str) or _NAME.fullmatch(value) is None:
         raise UserError(
-            f"{what} is not a name",
+            f"{what} is not a valid name",
             why="a name has 1 to 253 letters, digits and ._:@+=/- and begins and ends with a "
             "letter or digit",
         )

@@ -77,7 +77,7 @@ def require_passing_decision(
             f"{gate} {v.value}" for gate, v in decided.verdicts.items() if v is not Verdict.PASS
         )
         raise RefusedError(
-            f"its verdict on {target} is {decided.verdict.name}",
+            f"the verdict on {target} is {decided.verdict.name}",
             where=where,
             why=worst,
             remedy=f"See `onnx-ops explain {where} --target {target}`.",

@@ -350,8 +350,8 @@ def render_pending_metrics(context: Context) -> str:
     attempts = {name: each.attempts if each else 0 for name, each in pending.items()}
     deletions = {s.endpoint: int(s.deleting) for s in states}
     gauges: tuple[tuple[str, str, Mapping[str, float]], ...] = (
-        ("onnx_ops_rollback_pending_seconds", "Age of the pending rollback.", ages),
-        ("onnx_ops_rollback_failed_attempts", "Failed attempts to roll back.", attempts),
+        ("onnx_ops_rollback_pending_seconds", "Age of the pending rollback, or 0.", ages),
+        ("onnx_ops_rollback_failed_attempts", "Failed attempts of the pending rollback.", attempts),
         ("onnx_ops_deletion_pending", "Whether a deletion of the endpoint is pending.", deletions),
     )
     return "".join(

@@ -313,8 +313,8 @@ def search_variant(
                 remedy=(
                     "Allow more time with `--budget max_minutes=…`"
                     if result.record.timed_out
-                    else "Raise the limit that the reason names with `--budget NAME=…`, or keep the "
-                    "float model"
+                    else "Raise the limit that the reason names with `--budget NAME=…`, or keep "
+                    "the float model"
                 )
                 + f"; {record_path.name} contains all trials{kept}.",
             )

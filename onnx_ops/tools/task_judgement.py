@@ -40,7 +40,9 @@ def judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list[
     rows = dataset.inputs if dataset is not None else request.settings[0].samples.rows
     agreement = _judge_agreement(request, runtime, target, rows) if rows else None
     if agreement is not None and dataset is not None and agreement.verdict is Verdict.PASS:
-        return [replace(agreement, reason=f"{agreement.reason}; accuracy cannot drop by more")]
+        return [
+            replace(agreement, reason=f"{agreement.reason}; accuracy drops by at most this share")
+        ]
     blank = agreement or GateResult(
         gate="task", metric="agreement", limit="", verdict=Verdict.INCONCLUSIVE, reason=""
     )

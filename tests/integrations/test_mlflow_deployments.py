@@ -144,7 +144,7 @@ def test_deployment_client_creates_updates_and_deletes_endpoint(
             f"models:/{MODEL}/3",
             {"target": TARGET},
             "PERMISSION_DENIED",
-            "its verdict on cpu-1t is FAIL",
+            "the verdict on cpu-1t is FAIL",
         ),
         (f"models:/{MODEL}/9", {"target": TARGET}, "RESOURCE_DOES_NOT_EXIST", "has no version"),
         (f"models:/{MODEL}@nobody", {"target": TARGET}, "RESOURCE_DOES_NOT_EXIST", "no alias"),

@@ -56,7 +56,7 @@ def test_set_alias_on_version_without_passing_decision_is_refused(
     plain.set_alias(alias, "1")
     with pytest.raises(
         RefusedError,
-        match=rf"{alias} was not set on version 2 of {MODEL}: its verdict on cpu-1t is FAIL",
+        match=rf"{alias} was not set on version 2 of {MODEL}: the verdict on cpu-1t is FAIL",
     ):
         plain.set_alias(alias, "2")
     with pytest.raises(RefusedError, match="onnx-ops did not register this version"):

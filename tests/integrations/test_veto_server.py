@@ -142,7 +142,7 @@ def test_registry_client_set_alias_raises_refusal_of_server(
     registry: Callable[[str], MlflowRegistry], versions: tuple[VersionRecord, VersionRecord]
 ) -> None:
     _, failed = versions
-    with pytest.raises(RefusedError, match="its verdict on cpu-1t is FAIL"):
+    with pytest.raises(RefusedError, match="the verdict on cpu-1t is FAIL"):
         registry("alice").set_alias(failed.model, CHALLENGER, failed.version)
 
 

@@ -531,18 +531,18 @@ REGISTRY: dict[Callable[[Site], None], str] = {
     known_override_after_the_rollback: "rolled this release back",
 }
 LEDGER: dict[Callable[[Site], None], str] = {
-    begun_rollout: "no signed decision names its files",
+    begun_rollout: "no signed decision names the files of this version",
     begun_rollout_with_the_authority_of_another: "is not about this version",
     # v7 serves the server's copy of the approved files.
     other_files_under_an_approved_name: "v7 serves all traffic",
     added_library: "is not among the files of v7",
-    finished_rollout: "no signed decision names its files",
-    begun_canary: "no signed decision names its files",
-    roll_back_to_other_files: "no signed decision names its files",
-    previous_version_replaced: "no signed decision names its files",
+    finished_rollout: "no signed decision names the files of this version",
+    begun_canary: "no signed decision names the files of this version",
+    roll_back_to_other_files: "no signed decision names the files of this version",
+    previous_version_replaced: "no signed decision names the files of this version",
     snapshot_with_other_files: "v1 serves all traffic",
     bound_to_another_target: "serves only digits on cpu",
-    bound_to_trust_nobody: "no signed decision names its files",
+    bound_to_trust_nobody: "no signed decision names the files of this version",
 }
 BOTH: dict[Callable[[Site], None], str] = {
     forged_override_in_the_ledger: "is FAIL",
@@ -600,6 +600,6 @@ def test_ledger_entry_without_signed_decision_is_refused_and_moves_no_traffic() 
     scene = serving("a")
     forged = replace(scene.state().known["1"], name="v9", authority=None)
     Journal.open(scene.context, ENDPOINT).append(begun(bringing(forged)))
-    with pytest.raises(RefusedError, match="no signed decision names its files"):
+    with pytest.raises(RefusedError, match="no signed decision names the files of this version"):
         reconcile_until_stable(scene.context, ENDPOINT)
     assert scene.traffic() == {"v1": 100}

@@ -160,7 +160,7 @@ def test_require_passing_decision_uses_worst_verdict_of_highest_sequence(
             == latest
         )
     else:
-        with pytest.raises(RefusedError, match="its verdict on cpu is"):
+        with pytest.raises(RefusedError, match="the verdict on cpu is"):
             require_passing_decision(here, TARGET, SIGNER, others=elsewhere)
 
 
