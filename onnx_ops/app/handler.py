@@ -349,7 +349,7 @@ def at_rest(endpoint: str, reports: list[StepReport]) -> None:
     last = reports[-1]
     if last.registry_down:
         raise ServiceUnavailableError(
-            "the registry did not answer; the endpoint was not changed",
+            "the registry did not answer, so the requested version is unknown",
             where=endpoint,
             why=last.registry_down,
         )

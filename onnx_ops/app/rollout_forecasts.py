@@ -223,6 +223,8 @@ def _parse_harm(text: str) -> Harm:
         raise UserError(
             f"{text!r} is not a valid harm",
             where="--harm",
+            why=f"names: {', '.join(sorted(known))}; the value of errors and shadow is a "
+            "percentage up to 100%, and that of the others a factor such as 1.2x",
             remedy="For example: --harm errors=1%, --harm latency_p99=1.2x, "
             "--harm feedback=0.9x, --harm shadow=3%.",
         )

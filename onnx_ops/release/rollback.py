@@ -446,7 +446,10 @@ def _require_here(journal: Journal) -> None:
     """Raise ServiceUnavailableError if a rollback here would not reach the clients."""
     config = journal.config
     if why := journal.context.provider(config.provider).explain_elsewhere(config):
-        remedy = "Run `onnx-ops reconcile` as the user of the server: it completes the rollback."
+        remedy = (
+            "Run `onnx-ops reconcile` as the user and with the state folder of the server; this "
+            "completes the rollback."
+        )
         raise ServiceUnavailableError(why, where=config.endpoint, remedy=remedy)
 
 

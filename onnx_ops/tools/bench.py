@@ -229,7 +229,7 @@ def benchmark_pair(
     first = before.asked[0] if before.asked else ""
     elsewhere = [name for name, count in before.nodes.items() if name != first and count]
     if first not in before.used or (first != "CPUExecutionProvider" and elsewhere):
-        what = f"{first} was requested, {', '.join(elsewhere or before.used)} ran instead"
+        what = f"{first} was requested, but {', '.join(elsewhere or before.used)} ran instead"
         raise MeasurementError(what, where=a.name)
     facts = read_runtime_facts(runtime, target, b)
     request = derive_measurement_request(gates)

@@ -490,7 +490,7 @@ class TestBench:
     ) -> None:
         runtime = Scripted({model: 1.0}, used=("OtherProvider",))
         with pytest.raises(
-            MeasurementError, match="CPUExecutionProvider was requested, OtherProvider ran"
+            MeasurementError, match="CPUExecutionProvider was requested, but OtherProvider ran"
         ):
             raced(runtime, model, model)
 

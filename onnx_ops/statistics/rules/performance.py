@@ -74,7 +74,7 @@ def _judge_ratio(
         if comparison.low > 0 and math.isfinite(comparison.high):
             low = comparison.low / comparison.rest - 1
             high = math.ceil(1000 * (comparison.high * comparison.rest - 1) + 1e-9) / 1000
-            below = f", one of {as_percent(low)} broken" if low > 0 else ""
+            below = f", and a limit of {as_percent(low)} broken" if low > 0 else ""
             reason += f"; a limit of {as_percent(high)} would be kept{below}"
     reason = f"{noisy}; {reason}" if noisy else reason
     result = _make_result(
@@ -349,11 +349,11 @@ def judge_provider(evidence: Evidence) -> Iterator[GateResult]:
     elif first not in facts.used:
         verdict, reason = (
             Verdict.ERROR,
-            f"{first} was requested, {', '.join(facts.used) or 'nothing'} ran instead",
+            f"{first} was requested, but {', '.join(facts.used) or 'nothing'} ran instead",
         )
     elif first != "CPUExecutionProvider":
         if fallbacks := _describe_fallbacks(facts, first):
-            verdict, reason = Verdict.ERROR, f"{first} was requested, {fallbacks}"
+            verdict, reason = Verdict.ERROR, f"{first} was requested, but {fallbacks}"
         elif not facts.nodes.get(first):
             reason = f"which nodes {first} took was not recorded"
     if reason:
