@@ -89,7 +89,7 @@ class Guardrail:
         Seconds | None,
         doc(
             "cold_start only, instead of `max_latency_increase`: "
-            "time from the start of a load until the candidate can answer."
+            "largest time from the start of a load until the candidate can answer."
         ),
     ] = None
     on_violation: Annotated[
@@ -200,7 +200,10 @@ class RolloutPolicy:
     min_requests: Annotated[
         tuple[Count, ...],
         Notation.SINGLE_ENTRY,
-        doc("Requests to the candidate before a step ends: one number, or one for each step."),
+        doc(
+            "Requests to the candidate before a step ends: one number, or one for each step; "
+            "default 300."
+        ),
     ] = ()
     min_units: Annotated[
         Count,

@@ -31,19 +31,21 @@ class Tolerances:
         doc("Largest error of a float, as a share of the value plus a tenth of the largest value."),
     ] = 1e-3
     resampling: Annotated[
-        float, Gt(0), doc("Mean difference in levels (1/255 of the range) after interpolation.")
+        float,
+        Gt(0),
+        doc("Largest mean difference in levels (1/255 of the range) after interpolation."),
     ] = 0.75
     decoding: Annotated[
-        float, Gt(0), doc("Mean difference in levels of files that a lossy decoder reads.")
+        float, Gt(0), doc("Largest mean difference in levels of files that a lossy decoder reads.")
     ] = 3.5
     bias: Annotated[
         float,
         Gt(0),
-        doc("Difference of the means in levels, of interpolated or decoded values."),
+        doc("Largest difference of the means in levels, of interpolated or decoded values."),
     ] = 0.65
     answers: Annotated[
         Fraction,
-        doc("Share of inputs whose final answer differs although every step agrees."),
+        doc("Largest share of inputs whose final answer differs although every step agrees."),
     ] = 0.05
     files: Annotated[int, Ge(1), doc("Number of inputs that a PASS needs.")] = 20
     steps: Annotated[
