@@ -77,7 +77,7 @@ class SliceTable:
         more = len(self.result.slices) - len(skipped) - SHOWN
         parts = [f"{more} more judged slices"] if more > 0 else []
         if skipped:
-            parts.append(f"not judged because of too few rows: {list_skipped(skipped)}")
+            parts.append(f"not judged because of too few rows or groups: {list_skipped(skipped)}")
         return "; ".join(parts)
 
 
@@ -218,5 +218,5 @@ def _write_caption(result: GateResult, count: int, skipped: Sequence[SliceResult
         "it, ? is undecided."
     )
     if skipped:
-        text += f" Not judged because of too few rows: {list_skipped(skipped)}."
+        text += f" Not judged because of too few rows or groups: {list_skipped(skipped)}."
     return text

@@ -295,7 +295,7 @@ def explain_withheld_verdict(
     interval of B already contains the noise of the host.
     """
     if sum(1 for pair in self_log_ratios if len(pair)) < LOOKS[0]:
-        return "the noise of the host was not measured"
+        return f"the noise of the host was measured with fewer than {LOOKS[0]} pairs"
     comparison = compare(log_ratios, tolerance=tolerance)
     self_estimate = session_interval(self_log_ratios, ALPHA)[0]
     bias, limit = _exp(abs(self_estimate)), 1 + tolerance

@@ -54,7 +54,7 @@ def test_slice_figure_has_one_row_per_slice_in_order() -> None:
     assert names == ["country=AT", "country=&lt;b&gt;", "country=DE", "country=LI"]
     assert ">12 rows</text>" in figure.svg
     assert "change of accuracy against fp32 (%)" in figure.svg
-    assert "Not judged because of too few rows: country=LI (12 rows)." in figure.caption
+    assert "Not judged because of too few rows or groups: country=LI (12 rows)." in figure.caption
 
 
 def test_slice_figure_of_many_slices_shows_worst_30() -> None:
@@ -73,7 +73,7 @@ def test_slices_markdown_escapes_names_and_counts_rest() -> None:
     (text,) = slices_markdown([decision(*SLICES)])
     assert "country=&lt;b&gt;" in text
     assert "❌ fail | -10% \\[-12, -8\\]% | 200 | 0.04" in text
-    assert "not judged because of too few rows: country=LI (12 rows)." in text
+    assert "not judged because of too few rows or groups: country=LI (12 rows)." in text
 
 
 def test_slice_table_has_all_slices() -> None:

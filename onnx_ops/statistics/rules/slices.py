@@ -292,8 +292,9 @@ def _explain(
 ) -> str:
     """Return the reason: the number of slices by verdict, and the worst slices."""
     if not results:
-        largest = f", the largest has {skipped[0].n}" if skipped else ""
-        return f"no slice has {fewest} rows{largest}: score more rows, or choose larger slices"
+        enough = f"{fewest} rows, and at least {FEWEST_SLICE_ROWS} groups if the rows have groups"
+        largest = f" (the largest slice has {skipped[0].n} rows)" if skipped else ""
+        return f"no slice has {enough}{largest}: score more rows, or choose larger slices"
     numbers: Mapping[Verdict, int] = {
         verdict: sum(r.verdict is verdict for r in results) for verdict in Verdict
     }
@@ -310,7 +311,9 @@ def _explain(
     shown = [r for r in results if r.verdict is worst][: 1 if worst is Verdict.PASS else _NAMED]
     parts += [_describe_slice(comparison.limit, r) for r in shown]
     if skipped:
-        parts.append(f"{_count(len(skipped), 'slice')} not judged because of too few rows")
+        parts.append(
+            f"{_count(len(skipped), 'slice')} not judged because of too few rows or groups"
+        )
     return "; ".join(parts)
 
 
