@@ -125,7 +125,7 @@ def read_event(environ: Mapping[str, str]) -> Event:
         commit = environ["GITHUB_SHA"]
     except (KeyError, OSError, ValueError) as error:
         raise UserError(
-            "this is not a run of a GitHub workflow",
+            "the event of the GitHub workflow could not be read",
             why=f"{type(error).__name__}: {error}",
             remedy="See `onnx-ops docs github`.",
         ) from error

@@ -282,7 +282,7 @@ def load_block(place: str) -> Block:
     except Exception as error:
         # The message can contain a secret, so only the type of the error is reported.
         raise ServiceUnavailableError(
-            "cannot be read", where=where, why=type(error).__name__
+            "the block cannot be read", where=where, why=type(error).__name__
         ) from None
     return cast("Block", block)
 

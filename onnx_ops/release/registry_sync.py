@@ -551,8 +551,8 @@ def fetch_files(context: Context, record: VersionRecord) -> str:
                 f"the registry contains {short_digest(manifest.digest())}, "
                 f"but {short_digest(record.manifest)} was registered",
                 where=f"{record.model}/{record.version}",
-                remedy="The version's artifact was changed after it was registered. "
-                "Run the pipeline again, or roll back to an intact version.",
+                why="the artifact or the tags of the version were changed after the registration",
+                remedy="Run the pipeline again, or roll back to an intact version.",
             )
         return context.files.admit(folder, manifest)
 

@@ -285,7 +285,11 @@ def _note_omissions(
 ) -> list[str]:
     """Return notes on inputs that were not compared."""
     return [
-        *(["rows are large: edges and large batches were omitted"] if samples.large else []),
+        *(
+            ["the rows are large: derived rows and large batches were not compared"]
+            if samples.large
+            else []
+        ),
         *refused,
         *([f"A rejects generated sizes or values: {_shorten(rejected)}"] if rejected else []),
         *(
