@@ -34,7 +34,7 @@ from onnx_ops.release.journal import list_bound_endpoints, read_readable_state
 from onnx_ops.release.status import read_statuses
 
 PINS = {
-    "fastapi": (">=0.139,<0.151", "newer versions break the Prefect server or `prefect deploy`"),
+    "fastapi": (">=0.139,<0.151", "the Prefect server and `prefect deploy` need these versions"),
     "sqlalchemy": ("<2.1", "with 2.1, Prefect's schedules silently never start runs"),
     "mlflow": (">=3.17", "older versions have known vulnerabilities"),
     "onnxruntime": (">=1.31", "this release was benchmarked with these versions"),

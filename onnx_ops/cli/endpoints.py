@@ -82,7 +82,7 @@ def status(
             raise UserError(
                 "--runs lists stages, not endpoints",
                 where="--runs",
-                remedy="Leave out the other options.",
+                remedy="Leave out endpoints, --model, --target and --orphans.",
             )
         _print_runs(as_json=as_json)
         return
@@ -319,7 +319,10 @@ def status_document(status: EndpointStatus) -> dict[str, Any]:
 def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
     """Print the status of endpoints."""
     if not statuses:
-        say("No endpoints yet. The first `onnx-ops run` of a pipeline with `deploy:` binds one.")
+        say(
+            "No endpoints yet, or none of the model or target. "
+            "The first `onnx-ops run` of a pipeline with `deploy:` binds one."
+        )
     for status in statuses:
         state, config = status.state, status.state.config
         if config is None:
@@ -505,7 +508,7 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
             )
             print_text("[dim]{} ({})[/dim]", line.why, line.actor, indent=20, hang=0)
     if not lines:
-        say("No traffic has been moved yet.")
+        say("No traffic change is recorded.")
 
 
 def _print_runs(*, as_json: bool) -> None:

@@ -547,7 +547,7 @@ def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
         remedy = "Or name package.module:function."
         raise UserError(f"no metric is called {name!r}{hint}", where="--metric", remedy=remedy)
     elif lower_is_better:
-        what = "this metric has a fixed direction"
+        what = "the direction of the metric is fixed"
         remedy = "Use --lower-is-better only with a custom metric."
         raise UserError(what, where="--lower-is-better", remedy=remedy)
 

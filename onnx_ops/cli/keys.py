@@ -77,7 +77,10 @@ def keys_list(as_json: AsJson = False) -> None:
         )
         say("delete. Entries of a rollback, an abort or a pause need no key.")
     else:
-        say("No keys yet: the first run or `onnx-ops keys new` creates one.")
+        say(
+            "No keys yet: `onnx-ops keys new` creates one. "
+            "With `signing: auto`, the first run does so too."
+        )
 
 
 @add_command(keys, "new")
@@ -262,7 +265,7 @@ def _list_dependents(context: Context, key: Digest, *, force: bool) -> tuple[Dep
         # With --force, a stolen key can be retired even while the registry is down.
         if not force:
             raise
-        say(f"cannot find the versions that lose their decision: {error}", err=True)
+        say(f"the versions that lose their decision are unknown: {error}", err=True)
         return ()
 
 

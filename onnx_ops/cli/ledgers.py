@@ -102,7 +102,7 @@ def _describe(adoption: Adoption) -> list[str]:
         *([f"damage: {adoption.damage}"] if adoption.damage else []),
         (
             f"state of entry {state.head}: {stable} serves{candidate}; "
-            f"{len(state.rejected)} rejected{pending}"
+            f"rejected versions: {len(state.rejected)}{pending}"
         ),
         f"entries that would be discarded: {lost}"
         + (f" ({state.head + 1} to {adoption.count})" if lost else ""),

@@ -54,7 +54,7 @@ def notify(
         )
         raise UserError("no notifier is set", remedy=remedy)
     if test and endpoints:
-        raise UserError("--test is about no endpoint", remedy="onnx-ops notify --test")
+        raise UserError("--test takes no endpoint", remedy="onnx-ops notify --test")
     for name in endpoints or ():
         Journal.open(context, name).config  # noqa: B018 (raises NotFound for an unknown name)
     if test:

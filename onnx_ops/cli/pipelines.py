@@ -630,7 +630,8 @@ def init(
             "Name the folder of a new project (onnx-ops init fraud), or a repository: "
             "--into DIR --from SOURCE."
         )
-        raise UserError("the folder of the project is missing", where="init", remedy=remedy)
+        what = "init needs a folder without --from, or --into with --from"
+        raise UserError(what, where="init", remedy=remedy)
     from onnx_ops.app.scaffold import scaffold
 
     chosen = name or folder.resolve().name
@@ -736,7 +737,7 @@ def _print_results(results: Iterable[PipelineResult], *, as_json: bool) -> int:
     print_result(
         lambda: {"pipelines": ended, "exit_code": worst},
         lambda: say(
-            f"{len(codes)} pipelines: {codes.count(0)} done, {len(codes) - codes.count(0)} not"
+            f"{len(codes)} pipelines: {codes.count(0)} done, {len(codes) - codes.count(0)} not done"
         ),
         as_json=as_json,
     )

@@ -156,7 +156,8 @@ def _parse_tolerances(texts: Sequence[str], steps: Sequence[str]) -> Tolerances:
         number = _parse_number(value)
         if number is None:
             remedy = "For example: --tolerance decoding=4 or --tolerance answers=2%."
-            raise UserError(f"{text!r} is not NAME=VALUE", where="--tolerance", remedy=remedy)
+            what = f"{text!r} is not NAME=VALUE with a value above 0"
+            raise UserError(what, where="--tolerance", remedy=remedy)
         if name in names:
             given[name] = number
         elif name in steps:

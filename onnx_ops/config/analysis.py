@@ -116,7 +116,7 @@ class AnalysisServiceConfig:
     keep: Annotated[
         Seconds,
         Ge(DAY),
-        doc("Time after the last recorded counts of a rollout, after which it is deleted."),
+        doc("Time after a rollout's last recorded counts, after which the rollout is deleted."),
     ] = 30 * DAY
     analyses: Annotated[Mapping[Name, AnalysisSettings], MinLen(1), doc("Analyses by name.")]
 
@@ -179,7 +179,9 @@ def _check_analysis(where: Loc, settings: AnalysisSettings) -> Iterator[Issue]:
         except re.error as error:
             yield Issue((*here, "regex"), f"not a regular expression: {error}")
     if source.histogram is None and any(rail.name != "errors" for rail in settings.guardrails):
-        yield Issue((*where, "guardrails"), "guardrails of latency need 'prometheus.histogram'")
+        yield Issue(
+            (*where, "guardrails"), "guardrails except 'errors' need 'prometheus.histogram'"
+        )
 
 
 def _check_policy(where: Loc, policy: AnalysisPolicy) -> Iterator[Issue]:

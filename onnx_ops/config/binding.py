@@ -40,7 +40,7 @@ T = TypeVar("T")
 _EXPECTED: Mapping[Any, str] = {
     int: "a whole number",
     float: "a number",
-    str: "a text",
+    str: "a string",
     bool: "true or false",
 }
 _LIMITS: Mapping[type, tuple[str, str, Callable[[Any, Any], bool]]] = {
@@ -270,7 +270,7 @@ class _Binder:
             else ()
         ):
             if not isinstance(part, str) and isinstance(value, dict):
-                text = f"expected a text as key, got {describe(part)}; put it in quotes: '{part}'"
+                text = f"expected a string as key, got {describe(part)}; put it in quotes: '{part}'"
                 return self._refuse((*loc, part), text, on_key=True)
             if self._json(item, (*loc, part)) is BROKEN:
                 return BROKEN
@@ -422,10 +422,14 @@ def _limit_problem(value: Any, written: Any, metadata: Iterable[Any]) -> str:
     unit = metadata_of(metadata, Unit)
     for limit in metadata:
         if isinstance(limit, MinLen) and len(value) < limit.min_length:
+            if isinstance(value, str):
+                return "must not be empty"
             return "needs at least " + (
                 "one entry" if limit.min_length == 1 else f"{limit.min_length} entries"
             )
         if isinstance(limit, MaxLen) and len(value) > limit.max_length:
+            if not isinstance(value, str):
+                return f"must have at most {limit.max_length} entries, got {len(value)}"
             return f"'{written}' is longer than {limit.max_length} characters"
         if isinstance(limit, Pattern) and not re.fullmatch(limit.regex, value):
             return f"'{written}' is not {limit.description}"

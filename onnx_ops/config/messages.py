@@ -21,7 +21,7 @@ def describe(value: object) -> str:
         case int() | float():
             return f"the number {value}"
         case str():
-            return f"the text '{shorten(value)}'"
+            return f"the string '{shorten(value)}'"
         case dict():
             return "a mapping"
         case list():

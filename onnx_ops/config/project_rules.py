@@ -78,8 +78,8 @@ def check_project(
             and variant.pool not in {one.pool for one in targets.values()}
         ):
             message = (
-                f"no target is measured by pool '{variant.pool}', "
-                "which the search would use to time its variants"
+                f"no benchmarked target has the work pool '{variant.pool}', "
+                "on which the search would time its variants"
             )
             yield Issue(
                 (*loc, "pool"), f"{message}; name the pool of a target, or leave `pool` out"

@@ -54,6 +54,8 @@ class Reach:
                 and ".." not in text
             ):
                 return ""
+            if ".." in text:
+                remedy = f"write the URL without '..', and {remedy}"
             return f"'{shorten(show(text))}' is not in the project; {remedy}"
         try:
             place = os.path.realpath(root / text)
@@ -63,8 +65,12 @@ class Reach:
         if any(Path(place).is_relative_to(os.path.realpath(folder)) for folder in folders):
             return ""
         is_linked = os.path.normpath(root / text).startswith(f"{os.path.normpath(root)}{os.sep}")
-        what = "is a link out of the project" if is_linked else "is not below the project's root"
-        return f"'{shorten(text)}' {what}; {remedy}, or move it into the project"
+        what = (
+            "leads out of the project through a symbolic link"
+            if is_linked
+            else "is not below the project's root"
+        )
+        return f"'{shorten(text)}' {what}; {remedy}, or move the file into the project"
 
     def explain_package(self, module: str) -> str:
         """Return why functions of a module outside the project are not allowed.
@@ -75,8 +81,8 @@ class Reach:
             return ""
         parts = module.split(".")
         remedy = (
-            f"add {parts[0]} to allowed_packages in {_SETTINGS}, or call it from a module of the "
-            "project"
+            f"add {parts[0]} to allowed_packages in {_SETTINGS}, or call the function from a "
+            "module of the project"
         )
         return f"module '{shorten(module)}' is not in the project; {remedy}"
 

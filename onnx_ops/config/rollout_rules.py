@@ -109,7 +109,9 @@ def _check_dependencies(draft: Draft) -> Iterator[Issue]:
             if name not in entries:
                 message = f"no endpoint '{name}' in this file{did_you_mean(name, sorted(entries))}"
             elif entry.endpoint in _find_predecessors(name, entries):
-                message = f"'{entry.endpoint}' and '{name}' would wait for each other"
+                message = (
+                    f"'{entry.endpoint}' would wait for itself through '{name}'; remove this entry"
+                )
             if message:
                 yield Issue((*where, "depends_on", index), message)
 

@@ -205,7 +205,7 @@ def _check_sections(draft: Draft) -> Iterator[Issue]:
         )
         suggestion = re.sub(r"[^A-Za-z0-9._-]+", "-", draft.register.model).strip("-._")
         remedy = f": write '{suggestion}'" if suggestion else ""
-        allowed = "use letters, digits, '.', '_' and '-', beginning with a letter or digit"
+        allowed = "use ASCII letters, digits, '.', '_' and '-', beginning with a letter or digit"
         yield Issue(("register", "model"), f"{message}; {allowed}{remedy}")
 
 
@@ -283,7 +283,7 @@ def _check_calibration(draft: Draft, loc: Loc, entry: Quantize) -> Iterator[Issu
     if scored and name in draft.sets and is_same:
         yield Issue(
             (*loc, "data"),
-            f"'{name}' is the data set that validate.samples scores; calibrate on another data set",
+            f"'{name}' has the rows that validate.samples scores; calibrate on another data set",
         )
 
 

@@ -280,7 +280,7 @@ def _read_notifiers(text: str) -> Any:
             "the list of notifiers is not JSON",
             where="notify",
             why=str(error),
-            remedy='For example: [{"notifier": "webhook", "options": {}}]',
+            remedy='Write, for example: [{"notifier": "webhook", "options": {}}]',
         ) from error
 
 

@@ -276,7 +276,7 @@ def _check_parameters(loc: Loc, is_key: bool, text: str, params: Document) -> It
     keys = tuple(part for part in loc if isinstance(part, str))
     if is_key or keys in WITHOUT_PARAMETERS:
         what = "a key" if is_key else ".".join(keys)
-        yield Issue(loc, f"${{params:…}} is not allowed for {what}; write it out", on_key=is_key)
+        yield Issue(loc, f"${{params:…}} is not allowed for {what}; write a literal", on_key=is_key)
     for match in _PARAMETER.finditer(text):
         if _PARAMETER_PATH.fullmatch(match[0]):
             yield from _check_parameter(loc, match[1], params, is_part=match[0] != text)
@@ -303,7 +303,7 @@ def _check_parameter(loc: Loc, name: str, params: Document, *, is_part: bool) ->
             yield Issue(loc, issue.message, place=issue.place or params.places.get(issue.loc))
     value = params.at(path)
     if is_part and value is not BROKEN and not isinstance(value, str | int | float):
-        message = f"'{shorten(name)}' is {describe(value)}, which cannot be part of a text"
+        message = f"'{shorten(name)}' is {describe(value)}, which cannot be part of a string"
         yield Issue(loc, message, place=params.places[path])
 
 

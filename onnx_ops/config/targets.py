@@ -142,7 +142,7 @@ class TargetFiles:
         if not self.shared.is_dir():
             remedy = "Correct `targets` in onnx-ops.toml, or ONNX_OPS_TARGETS."
             raise UserError(
-                "the folder of shared targets does not exist", where=str(self.shared), remedy=remedy
+                "the folder of shared targets was not found", where=str(self.shared), remedy=remedy
             )
         return (own, self.shared)
 

@@ -72,7 +72,7 @@ def read_file(path: Path) -> Document:
         raise UserError(
             "the file is in UTF-16",
             where=source,
-            why="pipeline files must be in UTF-8",
+            why="onnx-ops reads only UTF-8",
             remedy=remedy,
         )
     if b"\0" in data:
@@ -229,7 +229,7 @@ class _Conversion:
         """Return the key; add an issue and return None if the node cannot be a key."""
         if not isinstance(node, yaml.ScalarNode):
             self._blame(
-                node, (*loc, ""), "a key must be a text or a whole number, not a list or mapping"
+                node, (*loc, ""), "a key must be a string or a whole number, not a list or mapping"
             )
             return None
         if tag := self._tags.get(id(node)):
@@ -245,7 +245,7 @@ class _Conversion:
             self._blame(
                 node,
                 (*loc, ""),
-                f"a key must be a text or a whole number, got {describe(key)}; quote it",
+                f"a key must be a string or a whole number, got {describe(key)}; quote it",
             )
         return None
 
@@ -309,8 +309,8 @@ def plain_scalar(text: str) -> str | int | float | bool | None:
 
 def _too_much(depth: int) -> str:
     if depth > MAX_DEPTH:
-        return f"nested more than {MAX_DEPTH} levels deep"
-    return f"more than {MAX_NODES} values (aliases count each time they are used)"
+        return f"the values are nested more than {MAX_DEPTH} levels deep"
+    return f"there are more than {MAX_NODES} values (aliases count each time they are used)"
 
 
 def _tag_text(tag: str) -> str:
@@ -322,7 +322,7 @@ def _syntax_message(error: yaml.MarkedYAMLError) -> str:
     if "another document" in problem:
         return "a second document begins here ('---'); write one document per file"
     if "'\\t'" in problem:
-        return "not valid YAML: a tab is not allowed for indentation; use spaces"
+        return "not valid YAML: a tab is not allowed here; use spaces"
     if "'<block mapping start>'" in problem:
         return "not valid YAML: this key is indented differently from the keys around it"
     if isinstance(error, ComposerError) and not error.context:

@@ -217,7 +217,7 @@ def convert_inputs(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
             f"but the model expects {expected[whole[0]]}",
             where="data",
             why="the rows that the model was trained and exported with have neither",
-            remedy="Fill the missing cells, or train with rows that have missing cells.",
+            remedy="Fill the missing cells and round the fractions, or train with such rows.",
         )
     return widen_columns(inputs, {name for name, dtype in expected.items() if dtype == "float32"})
 

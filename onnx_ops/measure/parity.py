@@ -351,7 +351,9 @@ def _search_graph(
         (arrays,) = read_values(failed.runtime, failed.model, plain, exposed, (inputs,))
         divergence = find_first_divergence(exposed, arrays, single, double)
         if divergence is None:
-            return Divergence(note="no value that source and export share diverges")
+            return Divergence(
+                note="no diverging value was found among those that source and export share"
+            )
         divergent, ratio = divergence
         between = _narrow_values(values, exposed, divergent)
         if len(chosen) == len(values) or len(between) == len(values):

@@ -91,7 +91,7 @@ def _select_output(definition: MetricDefinition, outputs: Tensors) -> Tensors:
         raise UserError(
             f"the model has no output {definition.output!r} with one entry per row",
             where=definition.label,
-            remedy=f"It has: {', '.join(outputs)}.",
+            remedy=f"Name one of these outputs: {', '.join(outputs)}.",
         )
     return {definition.output: outputs[definition.output]}
 
@@ -421,7 +421,8 @@ def read_classes(label: Array, prediction: Prediction, definition: MetricDefinit
     if prediction.columns == 1:
         if ((values < 0) | (values > 1)).any():
             raise UserError(
-                "one score per row is read as a probability, but some are not between 0 and 1",
+                "one score per row is read as a probability, but some scores are not between 0 "
+                "and 1",
                 where=where,
                 remedy=definition.other_kind,
             )
@@ -492,7 +493,7 @@ def read_probabilities(definition: MetricDefinition, prediction: Prediction) -> 
     wrong = (scores < 0).any(axis=1) | (np.abs(scores.sum(axis=1) - 1) > _SUM_ERROR)
     if wrong.any():
         raise UserError(
-            f"the scores of {int(wrong.sum())} of {len(scores)} rows are no probabilities, which "
+            f"the scores of {int(wrong.sum())} of {len(scores)} rows are not probabilities, which "
             "are at least 0 and sum to 1",
             where=definition.label,
             remedy="For logits, set `logits: true`. Or name the output with `output:`.",

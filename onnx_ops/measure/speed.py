@@ -279,7 +279,9 @@ def _join_starts(samples: Sequence[StartSamples], figure: str) -> Counts:
     """Return one quantity of all processes, of shape (rounds, models)."""
     values = np.concatenate([getattr(s, FIGURES[figure]) for s in samples]).astype(np.int64)
     if figure != "peak" and not (values > 0).all():
-        raise MeasurementError(f"{figure} of a fresh process took no measurable time")
+        raise MeasurementError(
+            f"the time {figure!r} of a fresh process is not above the resolution of the clock"
+        )
     return values
 
 

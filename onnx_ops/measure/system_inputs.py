@@ -97,7 +97,7 @@ def _read_rows(place: Path, where: str) -> Iterator[RawInput]:
     suffix = place.suffix.lower()
     if suffix not in _TABLES:
         remedy = f"Name a folder, or a file that ends in {', '.join(_TABLES)}."
-        raise UserError(f"{place.name} is no table of rows", where=where, remedy=remedy)
+        raise UserError(f"{place.name} is not a table of rows", where=where, remedy=remedy)
     try:
         text = place.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

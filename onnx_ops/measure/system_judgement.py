@@ -256,10 +256,10 @@ def _judge_share(
         return replace(result, verdict=Verdict.INCONCLUSIVE, reason=reason)
     reason = (
         f"{different} of {count} answers differ: with 95 % confidence, fewer than "
-        f"{100 * (result.high or 0.0):.2g}% of such inputs do"
+        f"{100 * (result.high or 0.0):.2g}% of the answers to such inputs differ"
     )
     if different and is_moved:
-        reason += "; differences within the tolerances of the steps cause these"
+        reason += "; differences within the tolerances of the steps change these answers"
     return replace(result, reason=reason)
 
 

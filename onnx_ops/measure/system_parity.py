@@ -285,7 +285,8 @@ def build_feed(specs: Sequence[TensorSpec], value: Any, *, where: str) -> dict[s
             raise UserError(
                 f"the value has no {missing[0]!r}",
                 where=where,
-                remedy=f"Return a mapping with {', '.join(spec.name for spec in specs)}.",
+                remedy="Return a mapping from the previous step with "
+                f"{', '.join(spec.name for spec in specs)}.",
             )
         return {spec.name: _build_tensor(spec, value[spec.name]) for spec in specs}
     parts = list(value) if isinstance(value, (list, tuple)) and len(specs) > 1 else [value]

@@ -27,7 +27,7 @@ def read_texts(array: Array, where: str) -> Array:
         if not isinstance(entry, str | bytes):
             row = number // max(1, array.size // max(1, len(array)))
             raise UserError(
-                f"row {row} is no text but {type(entry).__name__} {entry!r}",
+                f"row {row} must be a text, not {type(entry).__name__} {entry!r}",
                 where=where,
                 remedy="Fill the row with a text, or leave it out.",
             )

@@ -129,8 +129,8 @@ class _DataSets(dict[str, Any]):
         raise UserError(
             f"training read the data set {name!r}, which it does not receive",
             where="train.run",
-            why="the data set of validate.samples is withheld: "
-            "a model trained with its rows would pass too easily",
+            why="training receives every data set under `data` except that of validate.samples, "
+            "since a model trained with its rows would pass too easily",
             remedy=f"It receives {', '.join(map(repr, self)) or 'none'}. "
             "Declare a data set with other rows under `data`.",
         )

@@ -209,7 +209,9 @@ def _check_boxes(boxes: Array, column: int, where: str) -> None:
     category = boxes[..., column]
     _refuse(~np.isfinite(boxes).all(axis=2), "has NaN or infinity", where)
     _refuse(
-        (category % 1 != 0) | (category < PADDING), "has a class that is no number from 0", where
+        (category % 1 != 0) | (category < PADDING),
+        "has a class that is not a whole number from 0",
+        where,
     )
     swapped = (boxes[..., 2] < boxes[..., 0]) | (boxes[..., 3] < boxes[..., 1])
     _refuse(swapped, "has x2 < x1 or y2 < y1", where, f"{_BOXES[:1].upper()}{_BOXES[1:]}.", boxes)
@@ -249,7 +251,8 @@ def read_mask(outputs: Tensors) -> tuple[Array, int, int] | None:
             scores = flat.astype(np.float64)
             if ((scores < 0) | (scores > 1)).any():
                 raise UserError(
-                    "one score per pixel is read as a probability, but some are not between 0 and 1"
+                    "one score per pixel is read as a probability, but some scores are not between "
+                    "0 and 1"
                 )
             broken = int(np.isnan(scores).any(axis=(1, 2)).sum())
             return (scores > 1 / 2).astype(np.uint8), 2, broken

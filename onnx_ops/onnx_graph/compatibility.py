@@ -164,8 +164,9 @@ def explain_unsupported_blocks(unsupported: Mapping[str, str], target: Target) -
     if not unsupported or not on_cpu:
         return ""
     name, why = next(iter(sorted(unsupported.items())))
-    more = f", and {len(unsupported) - 1} more" if len(unsupported) > 1 else ""
-    return f"target {target.name} does not run {name}: {why}{more}"
+    count = len(unsupported) - 1
+    more = f" and {count} more {'node' if count == 1 else 'nodes'}" if count else ""
+    return f"target {target.name} does not run {name}{more}: {why}"
 
 
 def explain_incompatibility(path: Path, target: Target) -> str:
@@ -247,7 +248,8 @@ def explain_newer_version(model_info: ModelInfo, section: Export) -> str:
         return ""
     return (
         f"the file has opset {opset} and IR version {model_info.ir_version}, "
-        f"the pipeline requires opset {section.opset} and IR version {section.ir_version}"
+        f"but the pipeline accepts at most opset {section.opset} and IR version "
+        f"{section.ir_version}"
     )
 
 
@@ -256,7 +258,7 @@ def suggest_versions(model_info: ModelInfo) -> str:
     opset = model_info.opsets.get("", 0)
     return (
         f"Set export.opset: {opset} and export.ir_version: {model_info.ir_version}, "
-        f"or have it converted: export.options: {{{CONVERT}: true}}."
+        f"or convert the file: export.options: {{{CONVERT}: true}}."
     )
 
 

@@ -427,7 +427,7 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
         path = _find_external_file(entries.get("location"), folder, tensor.name)
         if path not in files and _is_pointer(path):
             what = (
-                f"its external data {entries['location']!r} is a pointer of Git LFS, "
+                f"the model's external data {entries['location']!r} is a pointer of Git LFS, "
                 "not the weights"
             )
             raise RefusedError(what, where=str(folder), remedy="Fetch the file: git lfs pull")
@@ -460,13 +460,15 @@ def _find_external_file(name: str | None, folder: Path, tensor: str) -> Path:
     is_unsafe = not name or pure.is_absolute() or ".." in pure.parts or "\\" in name
     if is_unsafe or not _inside(path, folder):
         raise RefusedError(
-            f"its external data {name!r} is outside the model's folder", where=where, remedy=_AGAIN
+            f"its external data {name!r} is not a plain path inside the model's folder",
+            where=where,
+            remedy=_AGAIN,
         )
     if not os.path.isfile(path):
         # Unlike Path.is_file, this function does not raise an error for a name that is too long.
         remedy = f"Copy {name} to this folder: the file contains the model's weights."
         raise NotFoundError(
-            f"its external data {name!r} is missing", where=str(folder), remedy=remedy
+            f"the model's external data {name!r} is missing", where=str(folder), remedy=remedy
         )
     return path
 
@@ -546,7 +548,7 @@ def _bytes_of(tensor: onnx.TensorProto) -> int | None:
     """
     if any(size < 0 for size in tensor.dims):
         raise RefusedError(
-            f"its shape is negative: {list(tensor.dims)}", where=f"tensor {tensor.name}"
+            f"its shape has a negative size: {list(tensor.dims)}", where=f"tensor {tensor.name}"
         )
     bits = get_element_bits(tensor.data_type)
     return None if bits is None else -(-math.prod(tensor.dims) * bits // 8)

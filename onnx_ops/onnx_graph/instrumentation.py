@@ -203,7 +203,7 @@ def _steps(
         if (opset := get_opset(model)) < _DYNAMIC_OPSET:
             raise ValueError(
                 f"ranges that are computed in each run need opset {_DYNAMIC_OPSET}, "
-                f"the model has {opset}"
+                f"but the model has {opset}"
             )
         write = helper.make_node("DynamicQuantizeLinear", [name], [written, scale, zero])
     else:

@@ -299,12 +299,16 @@ def advise(
             if operator.setting and not (fuses_already and operator.setting == FUSE):
                 shared.setdefault((operator.reason, operator.setting), []).append(operator.name)
         for (reason, setting), names in shared.items():
-            operators = "1 operator" if len(names) == 1 else f"{len(names)} operators"
-            finding = f"{operators} left in float: {reason}"
+            operators = (
+                "1 operator stays in float, because"
+                if len(names) == 1
+                else f"{len(names)} operators stay in float, each because"
+            )
+            finding = f"{operators} {reason}"
             advice.append(Advice(finding=finding, setting=setting, nodes=tuple(names)))
         if coverage.unheeded:
             finding = (
-                "excluded, but run in int8: the runtime fuses each operator with the "
+                "excluded operators run in int8: the runtime fuses each operator with the "
                 "QuantizeLinear and DequantizeLinear nodes of its neighbours"
             )
             setting = "exclude the operators before and after them too"
@@ -370,7 +374,10 @@ def _list_setting_advice(target: Target, machine: Arithmetic, kinds: set[str]) -
                 setting=f"target file: leave {name} out of session.config",
             )
     if "ConvInteger" in kinds:
-        finding = "convolutions compute their ranges in each run: many times the time of float32"
+        finding = (
+            "convolutions compute their ranges in each run, which takes many times as long as "
+            "float32"
+        )
         yield Advice(finding=finding, setting="method: static")
     if "MatMulNBits" in kinds and machine.family in ("x86", "arm"):
         finding = (
@@ -395,7 +402,7 @@ def _list_conversion_advice(run: onnx.ModelProto) -> Iterator[Advice]:
     for kind, names in sorted(between.items()):
         finding = (
             f"{len(names)} {kind} in float between int8 operators: "
-            "a conversion before and one after each"
+            "each has a conversion before and after"
         )
         setting = (
             f"name {kind} in `options.op_types`; if it has no int8 kernel, exclude its neighbours"

@@ -98,7 +98,7 @@ def _connect(
     where = f"graphs {number} and {number + 1}"
     for name, known in (*((o, outputs) for o in given), *((i, inputs) for i in given.values())):
         if name not in known:
-            remedy = suggest(name, known, f"It has: {', '.join(known)}.")
+            remedy = suggest(name, known, f"Name one of: {', '.join(known)}.")
             raise UserError(f"no tensor is called {name!r}", where=where, remedy=remedy)
     connected = {name: name for name in outputs if name in inputs and name not in given}
     connected |= dict(given)

@@ -141,7 +141,8 @@ def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:
     if not (version.isascii() and version.isdecimal() and int(version) <= _LARGEST_VERSION):
         remedy = "Set another key: --set release=1.2."
         raise UserError(
-            f"version {version!r} is not a whole number, which ONNX requires", remedy=remedy
+            f"version {version!r} is not a whole number of at most 63 bits, which ONNX requires",
+            remedy=remedy,
         )
     for weights in resolve_external_files(model, path.parent):
         copy = output.parent / weights.relative_to(path.parent)

@@ -105,7 +105,7 @@ class _Table:
         from flatbuffers.table import Table
 
         if not 0 < place < len(self._table.Bytes):
-            raise ValueError("a position outside the file")
+            raise ValueError("a position is outside the file")
         return _Table(Table(self._table.Bytes, place))
 
 

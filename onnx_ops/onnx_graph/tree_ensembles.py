@@ -74,7 +74,8 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
         for tree, number, output, weight in zip(*outputs, strict=True):
             if tree not in growing or number not in growing[tree].leaves or output < 0:
                 raise UserError(
-                    "a tree ensemble has weights for a leaf that does not exist", where=where
+                    "a tree ensemble has weights for a leaf or an output that does not exist",
+                    where=where,
                 )
             leaf = growing[tree].leaves[number]
             leaf[output] = leaf.get(output, 0.0) + weight
@@ -112,7 +113,7 @@ def order_nodes(
         ValueError: there is not exactly one root, or the nodes are not a tree.
     """
     if len(roots) != 1:
-        raise ValueError(f"{len(roots)} roots")
+        raise ValueError(f"it has {len(roots)} roots")
     features: list[int] = []
     thresholds: list[float] = []
     weights = np.zeros((len(splits) + len(leaves), width), dtype=np.float32)
@@ -121,7 +122,7 @@ def order_nodes(
         number = waiting.pop()
         place = len(features)
         if place >= len(weights):
-            raise ValueError("a circle")
+            raise ValueError("its nodes form a cycle")
         if number in splits:
             feature, threshold, yes, no = splits[number]
             features.append(feature)

@@ -56,7 +56,9 @@ def read_token(folder: Path) -> str:
         write_durably(path, secrets.token_urlsafe(32).encode())
     if path.stat().st_mode & 0o077:
         raise RefusedError(
-            "other users can read the admin token", where=str(path), remedy=f"Run: chmod 600 {path}"
+            "other users can access the admin token",
+            where=str(path),
+            remedy=f"Run: chmod 600 {path}",
         )
     token = path.read_text(encoding="utf-8").strip()
     if not token:

@@ -176,7 +176,8 @@ def find_deployment(root: Path, environment: Mapping[str, str]) -> Deployment:
             "the model's folder cannot be read", where=str(root), why=str(error)
         ) from error
     raise NotFoundError(
-        f"there is neither {DEPLOYMENT_FILE} nor {MODEL_FILE}",
+        f"there is neither {DEPLOYMENT_FILE} nor {MODEL_FILE} in the folder or up to {_MAX_DEPTH} "
+        "levels below",
         where=str(root),
         remedy=f"Set {_FOLDERS[0]} to the folder of the model, or mount it at {_SAGEMAKER_FOLDER}.",
     )

@@ -442,10 +442,16 @@ class SlotAllocator:
         wanted = table.state.deployments
         in_use = {*wanted, *(previous.state.deployments if previous else ())}
         if len(in_use) >= SLOTS:
-            raise UserError(f"an endpoint can have at most {SLOTS // 2 - 1} deployments")
+            raise UserError(
+                f"the new routing table and the current one have {len(in_use)} deployments "
+                f"together, and the limit is {SLOTS - 1}"
+            )
         for deployment in wanted:
             if len(json.dumps(_get_labels(deployment))) > _LABEL_BYTES:
-                raise UserError(f"the names of deployment {deployment.name[:40]!r} are too long")
+                raise UserError(
+                    f"the name, version and variant of deployment {deployment.name[:40]!r} take "
+                    f"more than {_LABEL_BYTES} bytes as JSON"
+                )
         for deployment in wanted:
             slot = self._slots.pop(deployment, None)
             if slot is None:

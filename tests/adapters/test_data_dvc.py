@@ -164,7 +164,7 @@ def test_dvc_fingerprint_at_cached_commit_without_git_repository_is_equal(
         ({"path": "../secret.npz"}, RefusedError, "outside its repository"),
         ({"path": "/etc/passwd"}, RefusedError, "outside its repository"),
         ({"paht": "x"}, UserError, "did you mean 'path'"),
-        ({"rev": 2}, UserError, "rev: expected a text"),
+        ({"rev": 2}, UserError, "rev: expected a string"),
         ({"md5": "abc"}, UserError, "is not an MD5"),
         ({"requirements": "dvc"}, UserError, "requirements: expected a list"),
         ({"repo": "https://me:secret@example.org/r.git"}, RefusedError, "password"),

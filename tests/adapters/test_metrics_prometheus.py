@@ -340,7 +340,7 @@ def test_prometheus_read_with_token_sends_authorization_header(
         ({"url": "http://p", "zzz": "x"}, "known keys: endpoint_label"),
         ({"url": "http://p", "requests": 'x{a="b"}'}, "is not the name of a metric"),
         ({"url": "http://p", "status_label": "a-b"}, "is not the name of a label"),
-        ({"url": "http://p", "status_label": 3}, "status_label: expected a text"),
+        ({"url": "http://p", "status_label": 3}, "status_label: expected a string"),
         ({"url": "http://p", "select": "job"}, "select: expected a mapping"),
     ],
 )

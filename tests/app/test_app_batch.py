@@ -106,7 +106,7 @@ def test_run_command_with_several_files_reports_each_and_worst_exit_code(
     assert [done.stdout.index(name) for name in names] == sorted(
         done.stdout.index(name) for name in names
     )
-    assert "3 pipelines: 1 done, 2 not" in done.stdout
+    assert "3 pipelines: 1 done, 2 not done" in done.stdout
     assert "same-a ✓ train" in done.stderr
     assert "no luck" in done.stdout
     capfd.readouterr()

@@ -45,4 +45,4 @@ def test_traffic_chart_prints_bar_for_each_change(capsys: pytest.CaptureFixture[
 
 def test_traffic_chart_without_changes_prints_message(capsys: pytest.CaptureFixture[str]) -> None:
     traffic_chart([])
-    assert capsys.readouterr().out == "No traffic has been moved yet.\n"
+    assert capsys.readouterr().out == "No traffic change is recorded.\n"

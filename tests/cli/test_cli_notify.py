@@ -71,7 +71,7 @@ def test_notify_without_pending_notifications_sends_nothing(inbox: WebhookSink) 
         (["--test"], {"ONNX_OPS_NOTIFY": github("acme")}, "is not a repository"),
         (["--test"], {"ONNX_OPS_NOTIFY": "github"}, "missing key 'repository'"),
         (["--test"], {"ONNX_OPS_NOTIFY": "github:acme/models"}, "'github:acme/models'"),
-        (["digits", "--test"], {}, "about no endpoint"),
+        (["digits", "--test"], {}, "--test takes no endpoint"),
         (["nowhere"], {}, "there is no endpoint of this name"),
     ],
 )

@@ -107,15 +107,15 @@ def test_override_replaces_parameter_reference_and_can_contain_one(
          ("toy.yaml:7:18: train.with.epochs: '${params:train' is not of the form "
           "${params:path.to.value}")),
         ("epochs: 3", "'${params:opset}': 3",
-         "toy.yaml:7:10: train.with: ${params:…} is not allowed for a key; write it out"),
+         "toy.yaml:7:10: train.with: ${params:…} is not allowed for a key; write a literal"),
         ("pipeline: toy", "pipeline: '${params:name}'",
-         "toy.yaml:1:11: pipeline: ${params:…} is not allowed for pipeline; write it out"),
+         "toy.yaml:1:11: pipeline: ${params:…} is not allowed for pipeline; write a literal"),
         ("endpoint: toy", "endpoint: '${params:name}'",
          ("toy.yaml:20:16: deploy[0].endpoint: ${params:…} is not allowed for deploy.endpoint; "
-          "write it out")),
+          "write a literal")),
         ("epochs: 3", "epochs: 'n${params:train.nested}'",
          ("params.yaml:4:11: train.with.epochs: 'train.nested' is a mapping, "
-          "which cannot be part of a text")),
+          "which cannot be part of a string")),
         ("epochs: 3", "epochs: '${params:bad}'",
          ("params.yaml:9:6: train.with.epochs: '012' is ambiguous: "
           "some YAML parsers read a leading zero as octal; "

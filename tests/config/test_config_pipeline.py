@@ -123,7 +123,7 @@ def test_load_pipeline_of_file_without_mapping_reports_it(
             ),
         ),
         ("0", "1:9: schema: must be at least 1, got the number 0"),
-        ("one", "1:9: schema: expected a whole number, got the text 'one'"),
+        ("one", "1:9: schema: expected a whole number, got the string 'one'"),
         ("true", "1:9: schema: expected a whole number, got true"),
     ],
 )

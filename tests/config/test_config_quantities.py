@@ -44,8 +44,8 @@ def test_parse_quantity_with_unit_returns_value(written: str, unit: str, value: 
         (0, "s", "expected a duration, got the number 0; write it with a unit, e.g. 5 ms"),
         (0.05, "1", "expected a percentage, got the number 0.05; write it with a unit, e.g. 5%"),
         (0, "B", "expected a size, got the number 0; write it with a unit, e.g. 2 MB"),
-        ("30", "s", "expected a duration, got the text '30'; write it with a unit, e.g. 5 ms"),
-        ("soon", "s", "expected a duration, e.g. 5 ms, got the text 'soon'"),
+        ("30", "s", "expected a duration, got the string '30'; write it with a unit, e.g. 5 ms"),
+        ("soon", "s", "expected a duration, e.g. 5 ms, got the string 'soon'"),
         (True, "s", "expected a duration, e.g. 5 ms, got true"),
         (None, "1", "expected a percentage, e.g. 5%, got nothing"),
         ([1], "B", "expected a size, e.g. 2 MB, got a list"),
@@ -58,9 +58,9 @@ def test_parse_quantity_with_unit_returns_value(written: str, unit: str, value: 
         ),
         ("2 Mb", "B", "unknown unit 'Mb' in '2 Mb'; did you mean 'MB'?"),
         ("0.5 B", "B", "'0.5 B' is not a whole number of bytes"),
-        ("1e9 GB", "B", "expected a size, e.g. 2 MB, got the text '1e9 GB'"),
-        ("1h30min", "s", "expected a duration, e.g. 5 ms, got the text '1h30min'"),
-        ("9" * 50 + " s", "s", f"expected a duration, e.g. 5 ms, got the text '{'9' * 50} s'"),
+        ("1e9 GB", "B", "expected a size, e.g. 2 MB, got the string '1e9 GB'"),
+        ("1h30min", "s", "expected a duration, e.g. 5 ms, got the string '1h30min'"),
+        ("9" * 50 + " s", "s", f"expected a duration, e.g. 5 ms, got the string '{'9' * 50} s'"),
     ],
 )
 def test_parse_quantity_of_wrong_value_raises_value_error(

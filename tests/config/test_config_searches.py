@@ -140,7 +140,7 @@ def test_search_with_pool_of_no_target_reports_problem(root: Path) -> None:
     (entry,) = checked(root, TEXT.replace("method: auto,", "method: auto, pool: boards,")).quantize
     assert entry.pool == "boards"
     found = problems(root, "method: auto,", "method: auto, pool: gpu,")
-    assert any("no target is measured by pool 'gpu'" in line for line in found), found
+    assert any("no benchmarked target has the work pool 'gpu'" in line for line in found), found
 
 
 def test_deployment_to_ort_format_target_reports_problem(root: Path) -> None:

@@ -53,7 +53,7 @@ def test_format_flags_preserves_options_and_format_option_variables_omits_defaul
         ({"worker": 2}, "digits: unknown key 'worker'; did you mean 'workers'?"),
         (
             {"workers": "2"},
-            "digits: workers: expected a whole number, got the text '2'; leave out the quotes",
+            "digits: workers: expected a whole number, got the string '2'; leave out the quotes",
         ),
         ({"workers": True}, "digits: workers: expected a whole number, got true"),
         ({"workers": 0}, "digits: workers: must be at least 1, got the number 0"),
@@ -64,7 +64,7 @@ def test_format_flags_preserves_options_and_format_option_variables_omits_defaul
                 "e.g. 5 ms"
             ),
         ),
-        ({"deadline": "3601 s"}, "digits: deadline: must be at most 1 h, got the text '3601 s'"),
+        ({"deadline": "3601 s"}, "digits: deadline: must be at most 1 h, got the string '3601 s'"),
         (
             {"workers": 0, "queue": "x"},
             "must be at least 1, got the number 0; queue: expected a whole number",

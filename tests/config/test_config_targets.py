@@ -98,7 +98,7 @@ def test_load_target_of_shared_folder_is_overridden_by_project(
         "fleet/t4.yaml",
         "shipped",
     ]
-    with pytest.raises(UserError, match="the folder of shared targets does not exist") as gone:
+    with pytest.raises(UserError, match="the folder of shared targets was not found") as gone:
         TargetFiles(project, tmp_path / "gone").load("cpu-1t")
     assert "ONNX_OPS_TARGETS" in gone.value.remedy
 

@@ -235,12 +235,12 @@ BAD_LABELS: dict[str, tuple[MetricDefinition, Any, str]] = {
     "missing text": (
         define("bleu"),
         np.array(["a", None], dtype=object),
-        "row 1 is no text but NoneType None",
+        "row 1 must be a text, not NoneType None",
     ),
     "number in texts": (
         define("chrf"),
         np.array(["a", float("nan")], dtype=object),
-        "row 1 is no text but float nan",
+        "row 1 must be a text, not float nan",
     ),
     "other encoding": (define("cer"), np.array([b"\xff"]), "not encoded in UTF-8"),
     "empty texts": (define("wer"), np.array(["", " "]), "all texts of the label are empty"),

@@ -21,7 +21,7 @@ def test_call_training_with_withheld_data_set_raises_user_error(tmp_path: Path) 
     with importable(tmp_path), pytest.raises(UserError) as caught:
         call_training("asking_training:train", {"train": 1, "extra": 2}, {})
     assert "'test', which it does not receive" in caught.value.what
-    assert "validate.samples is withheld" in caught.value.why
+    assert "except that of validate.samples" in caught.value.why
     assert "'train', 'extra'" in caught.value.remedy
 
 

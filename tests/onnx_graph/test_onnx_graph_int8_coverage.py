@@ -256,7 +256,11 @@ def test_advise_on_float_operators_groups_them_by_reason(maker: Maker) -> None:
     OnnxRuntime().rewritten(maker.path, TARGET, rewritten)
     found = advise(maker.path, rewritten, TARGET, VNNI, coverage)
     assert found == (
-        Advice(finding="2 operators left in float: no pair", setting="name Gemm", nodes=("a", "b")),
+        Advice(
+            finding="2 operators stay in float, each because no pair",
+            setting="name Gemm",
+            nodes=("a", "b"),
+        ),
     )
 
 
@@ -279,7 +283,7 @@ def test_advise_on_excluded_node_reports_it_only_if_it_runs_in_int8(maker: Maker
     maker.make(StaticQuantizer(), exclude=("third",))
     assert maker.advice(exclude=("third",)) == ()
     maker.make(StaticQuantizer(), exclude=("second",))
-    assert about(maker.advice(exclude=("second",)), "excluded, but run in int8").nodes == (
+    assert about(maker.advice(exclude=("second",)), "excluded operators run in int8").nodes == (
         "second",
     )
 

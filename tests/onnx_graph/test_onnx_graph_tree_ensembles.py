@@ -154,7 +154,7 @@ def test_trees_of_unsupported_estimator_or_model_are_absent(tmp_path: Path) -> N
     ("name", "value", "message"),
     [
         ("nodes_truenodeids", 0, "malformed"),
-        ("class_nodeids", 10_000, "a leaf that does not exist"),
+        ("class_nodeids", 10_000, "a leaf or an output that does not exist"),
         ("class_ids", 1 << 40, "outputs"),
         ("nodes_modes", b"BRANCH_EQ", "split of mode BRANCH_EQ"),
     ],

@@ -146,7 +146,7 @@ def _make_models(
             raise StageError(
                 "the same recipe gave a different file",
                 where=f"search {name}, {trial.recipe}",
-                remedy="Run the search again: `--no-cache search`.",
+                remedy="Run the pipeline again with `--no-cache search`.",
             )
         models[slot.role] = (path, trial)
         report(f"{name}-{slot.role}: {describe_trial(trial, context.metric.label)}")

@@ -296,7 +296,10 @@ def encode_request(message: Any) -> tuple[bytes, int]:
             remedy="Send one element for each input; shared memory is not supported.",
         )
     elif any(tensor.HasField("contents") for tensor in inputs):
-        raise UserError("the request has both raw_input_contents and contents")
+        raise UserError(
+            "the request has both raw_input_contents and contents",
+            remedy="Send only one of the two.",
+        )
     document: dict[str, Any] = {
         "parameters": {"binary_data_output": True},
         "inputs": [
@@ -359,7 +362,7 @@ def _encode_contents(tensor: Any) -> bytes:
     array = sent.astype(dtype)
     if not np.array_equal(array, sent, equal_nan=sent.dtype.kind == "f"):
         raise UserError(
-            f"tensor {shorten(tensor.name)} contains a number that is too large for "
+            f"tensor {shorten(tensor.name)} contains a number outside the range of "
             f"{tensor.datatype}"
         )
     return array.tobytes()

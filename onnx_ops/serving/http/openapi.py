@@ -26,11 +26,11 @@ _ERRORS = {
     "404": "The model, version or deployment does not exist.",
     "413": "The body is larger than the server's limit.",
     "415": "The content encoding or the content type of the body is not supported.",
-    "422": "The inputs fit the signature, but the model rejects them. Invocations get a 500.",
+    "422": "The inputs fit the signature, but the model rejects them. Invocations get status 500.",
     "429": "The queue of the server is full.",
-    "500": "The model failed on these inputs.",
-    "503": "No deployment is published or in service, the lease has expired, or too many bytes "
-    "arrive at the same time.",
+    "500": "The model failed on these inputs, or the server has an internal error.",
+    "503": "The deployment is not published, not loaded or out of service, the lease has expired, "
+    "or the server has too many connections or bytes of bodies.",
     "504": "The request was queued past its deadline, or its run took too long.",
 }
 _INFERENCE_ERRORS = ("400", "404", "413", "415", "422", "429", "500", "503", "504")
@@ -128,7 +128,7 @@ def _build_paths(base: str, versions: list[str]) -> Schema:
         "/v2": _get("Metadata of the server", _respond(_ref("Server"))),
         "/v2/health/live": _get("Liveness of the server", _respond(_object(live=_BOOLEAN))),
         "/v2/health/ready": _get(
-            "Readiness: deployments with traffic are loaded, and the lease holds", readiness
+            "Readiness: deployments with traffic are loaded, and the lease is valid", readiness
         ),
         "/v2/models/stats": _get("Statistics of all versions", _respond(_ref("Statistics"), "503")),
         "/v2/repository/index": {"post": index},

@@ -464,7 +464,8 @@ class LoadedDeployments:
                 raise ServiceUnavailableError("no deployment is published to this endpoint yet")
             if revision not in self._prepared:
                 raise ServiceUnavailableError(
-                    f"revision {revision} was published before this worker had prepared it"
+                    f"revision {revision} of the routing table was published before this worker "
+                    "had prepared it"
                 )
             snapshot = self._prepared[revision]
             self.routes = snapshot.routes

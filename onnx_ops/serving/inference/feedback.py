@@ -227,7 +227,7 @@ def _read_entries(body: bytes) -> list[dict[str, Any]]:
         if not has_subject or not isinstance(entry.get("success"), bool):
             raise UserError(
                 f"feedback entry {place} must have `success` (true or false) "
-                f"and one of {', '.join(_SUBJECTS)} (text)",
+                f"and exactly one of {', '.join(_SUBJECTS)} (a string)",
                 remedy='Send, for example: {"feedback": [{"request_id": "a1", "success": true}]}',
             )
     return entries

@@ -43,7 +43,7 @@ class ImageReader(TensorReader):
         shape, count = super().check_shape(given)
         if not 1 <= count <= self._limits.max_images:
             raise self.error(
-                f" holds {count} images, and a request holds 1 to {self._limits.max_images}"
+                f" holds {count} images; a request must hold 1 to {self._limits.max_images}"
             )
         return shape, count
 
@@ -54,12 +54,12 @@ class ImageReader(TensorReader):
         if isinstance(data, LazyArray):
             data = data.to_lists()
         if not isinstance(data, list) or len(data) != count:
-            raise self.error(f": data must be a list of {count} texts in base64")
+            raise self.error(f": data must be a list of {count} strings in base64")
         return self._build([self._decode_text(number, item) for number, item in enumerate(data)])
 
     def _decode_text(self, number: int, text: Any) -> bytes:
         if type(text) is not str:
-            raise self.error(f": image {number} is not a text in base64")
+            raise self.error(f": image {number} is not a string in base64")
         if len(text) > 4 * (self._limits.max_bytes // 3 + 2):
             raise self.error(f": image {number} has more than {self._limits.max_bytes} bytes")
         try:

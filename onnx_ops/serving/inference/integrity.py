@@ -140,7 +140,7 @@ class ModelCopies:
                     "the copy of the model's files cannot be written",
                     where=str(self._folder),
                     why=str(error),
-                    remedy="Free disk space; the endpoint still serves its previous state.",
+                    remedy="Free disk space, or make the folder writable; then try again.",
                 ) from error
             where, why = deployment.location, str(error)
             raise InfrastructureError(

@@ -521,7 +521,7 @@ class LoadedModel:
             or len({array.shape for array in arrays}) != 1
         ):
             raise UserError(
-                f"the shape of output {name!r} depends on the image",
+                f"output {name!r} does not have one row of the same shape for each image",
                 remedy="Send one image per request.",
             )
         return np.concatenate(arrays)
@@ -627,10 +627,11 @@ class LoadedModel:
             if not is_guess:
                 where = self.deployment.name
                 raise InfrastructureError(
-                    "the model failed on zeros", where=where, why=error.why
+                    "the model failed on zeros in its warm-up", where=where, why=error.why
                 ) from error
             _log.warning(
-                "%s is not warm: it fails on zeros, empty texts and sizes of 1",
+                "deployment %s is not warmed up: its model fails on sample inputs (zeros, empty "
+                "texts or small images, with free dimensions of size 1)",
                 self.deployment.name,
             )
             return 0.0
@@ -756,7 +757,10 @@ def _build_signature(
         and _has_operator(path, _PADDING_OPERATORS),
     )
     if signature.has_bfloat16 and signature.has_text_input:
-        raise UserError("the runtime does not support text beside bfloat16", where=str(path))
+        raise UserError(
+            "the server does not support a model with both bfloat16 tensors and text inputs",
+            where=str(path),
+        )
     return signature
 
 

@@ -283,7 +283,7 @@ class RequestQueue(Generic[T]):
             if queued >= self.limit:
                 wait_s = round(queued * self.latency.seconds / self.max_batches)
                 raise QueueFullError(
-                    "too many requests are queued for this model",
+                    "too many requests are queued",
                     retry_after_s=max(1, min(_MAX_RETRY_S, wait_s)),
                 )
             self._items.append((self.threads.add_arrival(self), item))

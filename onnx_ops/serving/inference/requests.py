@@ -46,7 +46,7 @@ def parse_header_length(value: bytes) -> int:
     """Parse the value of `Inference-Header-Content-Length`."""
     if not (value.isdigit() and len(value) < 16):
         shown = value[:40].decode("latin-1")
-        raise UserError(f"inference-header-content-length must be a number of bytes, not {shown!r}")
+        raise UserError(f"the length of the JSON header must be a number of bytes, not {shown!r}")
     return int(value)
 
 
@@ -63,8 +63,7 @@ def read_infer(
         return _read_document(document, signature, literals=literals)
     if header_length > len(body):
         raise UserError(
-            f"inference-header-content-length is {header_length}, "
-            f"but the body has {len(body)} bytes"
+            f"the length of the JSON header is {header_length}, but the body has {len(body)} bytes"
         )
     if header_length == 0:
         name = signature.get_only_input("a raw body")
@@ -367,7 +366,7 @@ def _read_split(content: Any) -> tuple[list[str], list[list[Any]]]:
     columns = content.get("columns") if type(content) is dict else None
     rows = to_plain(content.get("data")) if type(content) is dict else None
     if type(columns) is not list or not all(type(c) in (str, int) for c in columns):
-        raise UserError("dataframe_split must have a list of columns")
+        raise UserError("dataframe_split must have columns: a list of strings or integers")
     if type(rows) is not list or not all(type(r) is list and len(r) == len(columns) for r in rows):
         raise UserError(f"dataframe_split must have data: a list of rows of {len(columns)} values")
     names = [str(column) for column in columns]
@@ -380,7 +379,8 @@ def _read_csv(body: bytes) -> tuple[list[str], list[list[str]]]:
     """Return columns and rows of a CSV table as pandas and MLflow write it."""
     if body.count(b",") + body.count(b"\n") > MAX_VALUES:
         raise TooLargeError(
-            f"the table has more than {MAX_VALUES} cells", remedy="Send it in the binary form."
+            f"the table has more than {MAX_VALUES} commas and line breaks",
+            remedy="Send the values in the binary form.",
         )
     try:
         lines = csv.reader(io.StringIO(body.decode("utf-8-sig"), newline=""), strict=True)

@@ -60,7 +60,7 @@ class LeaseLapsedError(ServiceUnavailableError):
         self.retry_after_s = 5
         super().__init__(
             "the serving lease of this replica has expired",
-            why="the replica could not read its object store in time",
+            why="the replica has not read its object store in time",
             remedy=f"Retry in {self.retry_after_s} s, at another replica.",
         )
 

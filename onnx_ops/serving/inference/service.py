@@ -347,7 +347,10 @@ class InferenceService:
         if (value := head.get(_TIMEOUT)) is None:
             return _NEVER
         if not value.isdigit() or len(value) > 9:
-            raise UserError(f"{messages.TIMEOUT_HEADER} must be a whole number of milliseconds")
+            raise UserError(
+                f"{messages.TIMEOUT_HEADER} must be a whole number of milliseconds, with at most 9 "
+                "digits"
+            )
         return int(value) / 1e3
 
     def choose(self, model: str, version: str | None, head: RequestHead) -> LoadedDeployment:

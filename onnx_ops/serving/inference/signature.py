@@ -263,7 +263,7 @@ class ModelSignature:
         names = [name for name in self.inputs if name in self.required] or list(self.inputs)
         if len(names) != 1:
             raise UserError(
-                f"only a model with one input accepts {form} without input names; "
+                f"only a model with one required input accepts {form} without input names; "
                 f"this model has {', '.join(self.inputs)}"
             )
         return names[0]

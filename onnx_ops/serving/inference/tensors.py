@@ -114,7 +114,7 @@ _LAZY_CODES: Mapping[str, Literal["d", "i", "u"]] = {"f": "d", "i": "i", "u": "u
 _TEXT_LENGTH = struct.Struct("<I")
 
 _JSON_NAMES = {
-    str: "text",
+    str: "a string",
     bool: "a boolean",
     int: "an integer",
     float: "a fraction",
@@ -304,7 +304,8 @@ def parse_document(body: bytes) -> tuple[Any, bool]:
             containers = _count_letter(body, "[") + _count_letter(body, "{")
             if _count_letter(body, ",") > MAX_VALUES or containers > MAX_CONTAINERS:
                 raise TooLargeError(
-                    f"the body contains more than {MAX_VALUES} values or {MAX_CONTAINERS} lists",
+                    f"the body contains more than {MAX_VALUES} values, "
+                    f"or more than {MAX_CONTAINERS} lists and objects",
                     remedy="Send large tensors in the binary form.",
                 )
         document = _parse_lazily(body)
@@ -581,7 +582,7 @@ class TensorReader:
             with np.errstate(over="raise"):
                 return np.array(flat, dtype=self.dtype).reshape(shape)
         except (OverflowError, FloatingPointError) as error:
-            raise self.error(f" contains a number that is too large for {self.datatype}") from error
+            raise self.error(f" contains a number outside the range of {self.datatype}") from error
 
     def _flatten(self, shape: tuple[int, ...], data: object) -> list[Any]:
         """Return the elements of nested lists, which must fit the shape.

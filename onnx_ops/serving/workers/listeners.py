@@ -55,10 +55,10 @@ def listen_tcp(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         raise ServiceUnavailableError(
-            "the port cannot be used",
+            "the address or port cannot be used",
             where=f"{host}:{port}",
             why=str(error),
-            remedy="Choose another port.",
+            remedy="Choose another address or port.",
         ) from error
     return listener
 

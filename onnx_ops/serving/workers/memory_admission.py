@@ -235,7 +235,7 @@ def check_memory(
             f", and {available[kind] // _MIB:,} MiB are available beside the running deployments"
         )
         if not need.fits(available[kind]):
-            raise _build_memory_error(deployments, memory, f"it needs {text}")
+            raise _build_memory_error(deployments, memory, f"the load needs {text}")
         _log.info("deployment %s needs %s", names, text)
 
 

@@ -564,7 +564,7 @@ def serve(
         except OSError as error:
             why = str(error)
             raise InfrastructureError(
-                "the server's folder cannot be used", where=str(folder), why=why
+                "a file or socket of the server cannot be used", where=str(folder), why=why
             ) from error
         gc.collect()
         # Without this call, the first garbage collection of every worker would copy the memory that

@@ -339,7 +339,10 @@ def _build_crash_error(
     why = f"the trial process that loaded the model ended with {describe_exit(code)}"
     path = Path(deployments[0].location) / MODEL_FILE
     program = f"import onnxruntime; onnxruntime.InferenceSession({str(path)!r})"
-    remedy = f"Publish a version that loads. To reproduce it, run: python -c {shlex.quote(program)}"
+    remedy = (
+        "Publish a version that loads. To reproduce the failure, run: "
+        f"python -c {shlex.quote(program)}"
+    )
     if code == -signal.SIGKILL:
         why += ", which the kernel sends when a memory limit is exceeded"
         remedy = _RAISE_LIMIT
@@ -354,9 +357,9 @@ def _build_limit_error(
     text: str, limits: str, deployments: Sequence[Deployment]
 ) -> InfrastructureError:
     why = (
-        f"it exceeds the memory limit: {limits}"
+        f"the load exceeds the memory limit: {limits}"
         if limits
-        else "the system does not have enough memory for it"
+        else "the system does not have enough memory for the load"
     )
     return _build_load_error(deployments, f"{why}; {text}" if text else why, _RAISE_LIMIT)
 

@@ -94,7 +94,7 @@ class MemoryTrimmer:
         self._trimmed_at, after = now, read_resident_bytes()
         is_enough = after <= TRIM_RATIO * self._least_bytes
         self._rest_s = self._least_rest_s if is_enough else min(_MAX_REST_S, 2 * self._rest_s)
-        _log.info("trimmed the memory from %d to %d MiB", resident >> 20, after >> 20)
+        _log.info("the resident memory was trimmed from %d to %d MiB", resident >> 20, after >> 20)
         return True
 
 

@@ -170,11 +170,12 @@ class WorkerPool:
                             prepared.add(pid)
                     if not all(attempts.values()):
                         raise InfrastructureError(
-                            "a worker process ended whenever it loaded the state",
-                            why="a trial process loaded its new deployments, so they can conflict "
-                            "with other models of the worker",
-                            remedy="See the server's log for how the worker ended, "
-                            "and publish the previous state again.",
+                            f"a worker process ended {_ATTEMPTS_PER_REVISION} times while it "
+                            "loaded the state",
+                            why="a trial process loaded the new deployments of the state, so they "
+                            "can conflict with other models of the worker",
+                            remedy="See the server's log for how the worker ended. "
+                            "The previous state is still published.",
                         )
         except TimeoutError as error:
             for worker in tuple(self._workers.values()):

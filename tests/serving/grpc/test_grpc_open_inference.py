@@ -109,8 +109,8 @@ def test_encode_request_without_contents_writes_no_bytes() -> None:
 @pytest.mark.parametrize(
     ("message", "what"),
     [
-        (request("INT8", [1], int_contents=[128]), "a number that is too large for INT8"),
-        (request("UINT16", [1], uint_contents=[65536]), "a number that is too large for UINT16"),
+        (request("INT8", [1], int_contents=[128]), "a number outside the range of INT8"),
+        (request("UINT16", [1], uint_contents=[65536]), "a number outside the range of UINT16"),
         (request("FP32", [1], fp64_contents=[1.0]), "tensor 'x' of FP32 has fp64_contents"),
         (
             request("FP16", [1], fp32_contents=[1.0]),

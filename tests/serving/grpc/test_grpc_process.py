@@ -157,7 +157,9 @@ def test_grpc_port_survives_worker_kill_and_refuses_second_server(
         wait_until(lambda: server.workers() not in ([], [worker]))
         assert connect(port).call("ModelInfer", **ROW).model_version == "1"
         second = Server(folder=tmp_path / "second", options=(f"--grpc-port={port}",))
-        with pytest.raises(MeasurementError, match=f"127.0.0.1:{port}: the port cannot be used"):
+        with pytest.raises(
+            MeasurementError, match=f"127.0.0.1:{port}: the address or port cannot be used"
+        ):
             second.start()
         server.kill()
         server.start()  # the new server takes over from the worker that still answers

@@ -145,7 +145,7 @@ LONG = [1.5] * 1000
     ("changes", "message"),
     [
         ({"data": [*LONG[1:], True]}, "contains a boolean"),
-        ({"data": [*LONG[1:], "1"]}, "contains text"),
+        ({"data": [*LONG[1:], "1"]}, "contains a string"),
         ({"data": [*LONG[1:], None]}, "contains null"),
         ({"data": [*LONG[1:], 1e300]}, "too large for FP32"),
         ({"data": LONG[1:]}, "needs 1000 elements, not 999"),
@@ -234,7 +234,7 @@ def test_read_infer_of_invalid_request_raises_user_error_with_cause(
         ({"data": [[1, 2], [3]]}, "nesting of data"),
         ({"data": [[1, 2], 3]}, "nesting of data"),
         ({"data": "1234"}, "data must be a list"),
-        ({"data": [1, 2, 3, "4"]}, "'x' of FP32 contains text"),
+        ({"data": [1, 2, 3, "4"]}, "'x' of FP32 contains a string"),
         ({"data": [1, 2, 3, None]}, "contains null"),
         ({"data": [1, 2, 3, True]}, "contains a boolean"),
         ({"data": [1, 2, 3, {}]}, "contains an object"),
@@ -377,7 +377,7 @@ def test_read_infer_of_raw_body_fills_single_input_or_raises_user_error() -> Non
         read_infer(bytes(12), 0, PIXELS)
     with pytest.raises(UserError, match="several free dimensions"):
         read_infer(bytes(12), 0, signature([spec("x", "float32", "a", "b")]))
-    with pytest.raises(UserError, match="only a model with one input"):
+    with pytest.raises(UserError, match="only a model with one required input"):
         read_infer(bytes(8), 0, signature([spec("a", "int8", 8), spec("b", "int8", 8)]))
 
 

@@ -91,7 +91,7 @@ def test_publish_of_model_that_kills_workers_is_refused(tmp_path: Path, green: D
         answer = server.publish(state_of(poison, poison=100), 2)
         assert answer.status == 422
         error = answer.json()
-        assert error["what"] == "a worker process ended whenever it loaded the state"
+        assert error["what"] == "a worker process ended 2 times while it loaded the state"
         assert error["why"]
         assert error["remedy"]
         assert server.generation() == 1

@@ -258,7 +258,7 @@ def set_available(root: Path, size: int) -> None:
         ),
         pytest.param(
             300 * MIB,
-            ["it needs 4", "3 workers", "300 MiB are available"],
+            ["the load needs 4", "3 workers", "300 MiB are available"],
             id="less than all workers need",
         ),
         pytest.param(0, ["the trial load needs more than", " 0 MiB are available"], id="none"),
