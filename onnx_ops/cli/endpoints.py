@@ -320,7 +320,7 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
     """Print the status of endpoints."""
     if not statuses:
         say(
-            "No endpoints yet, or none of the model or target. "
+            "No endpoints yet, or none with the given model or target. "
             "The first `onnx-ops run` of a pipeline with `deploy:` binds one."
         )
     for status in statuses:
@@ -337,7 +337,7 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
                 indent=2,
             )
             say(
-                f"`onnx-ops reconcile {state.endpoint}` retries it; "
+                f"`onnx-ops reconcile {state.endpoint}` retries the rollback; "
                 f"`onnx-ops rollback --withdraw {state.endpoint}` cancels it",
                 indent=2,
             )

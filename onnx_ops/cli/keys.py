@@ -79,7 +79,7 @@ def keys_list(as_json: AsJson = False) -> None:
     else:
         say(
             "No keys yet: `onnx-ops keys new` creates one. "
-            "With `signing: auto`, the first run does so too."
+            'With signing = "auto", the first run does so too.'
         )
 
 

@@ -228,11 +228,11 @@ class _Binder:
         if members and all(map(is_dataclass, members)):
             return self._member(value, members, loc)
         if members:
-            is_plain = type(value) in members
+            expected = " or ".join(_EXPECTED[member] for member in members if member in _EXPECTED)
             return (
                 value
-                if is_plain
-                else self._refuse(loc, f"expected one plain value, got {describe(value)}")
+                if type(value) in members
+                else self._refuse(loc, f"expected {expected}, got {describe(value)}")
             )
         if origin is Literal:
             return self._choice(value, get_args(kind), loc)

@@ -221,7 +221,8 @@ def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
     if policy.is_analyzed and count and not trials:
         yield Issue(
             (*where, "min_requests"),
-            "'min_requests' is for steps before 100%; set 'shadow.min_requests' instead",
+            "'min_requests' is for steps before 100%; for shadow traffic, set "
+            "'shadow.min_requests'",
         )
     elif count > 1 and count != trials:
         message = f"expected one number, or one per step before 100% ({trials}), got {count}"
@@ -257,5 +258,6 @@ def _list_unused(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
         if not value:
             continue
         yield Issue(
-            (*where, key), f"'{key}' is for steps that are judged; add e.g. guardrails: [errors]"
+            (*where, key),
+            f"'{key}' is for steps that are judged; leave it out, or add e.g. guardrails: [errors]",
         )

@@ -222,7 +222,8 @@ def _check_environment(
         yield Issue(loc, f"${{env:…}} is not allowed here, only in {places}", on_key=is_key)
     for match in _ENVIRONMENT.finditer(text):
         if not _ENVIRONMENT_NAME.fullmatch(match[0]):
-            yield Issue(loc, f"'{shorten(match[0])}' is not of the form ${{env:NAME}}")
+            message = f"'{shorten(match[0])}' is not ${{env:NAME}}"
+            yield Issue(loc, f"{message}; NAME has ASCII letters, digits and '_'")
         elif why := reach.explain_variable(match[1]):
             yield Issue(loc, why)
         elif match[1] not in environ:

@@ -83,7 +83,7 @@ def _cut_rows(outputs: Tensors, fed: int, count: int) -> Tensors:
     shapes = {name: getattr(array, "shape", ()) for name, array in arrays.items()}
     by_row = {name: arrays[name][:count] for name, shape in shapes.items() if shape[:1] == (fed,)}
     if not by_row:
-        raise UserError(f"no output has one entry for each of {fed} rows: {shapes}")
+        raise UserError(f"no output has one entry for each of {fed} rows; the shapes are {shapes}")
     return by_row
 
 

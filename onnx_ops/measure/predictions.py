@@ -432,7 +432,9 @@ def read_classes(label: Array, prediction: Prediction, definition: MetricDefinit
         return find_column_labels(label, prediction.columns, where)[values]
     if (label.dtype.kind == "U") != (values.dtype.kind == "U"):
         raise UserError(
-            f"the model answers with {values.dtype}, but the labels are {label.dtype}", where=where
+            f"the model answers with values of type {values.dtype}, but the labels are of type "
+            f"{label.dtype}",
+            where=where,
         )
     return values
 

@@ -209,7 +209,8 @@ def measure_until_decided(
     while measured < LOOKS[-1]:
         goal = get_next_look(measured)
         pair.report(
-            f"up to {goal} {noun}: B against A, and A against itself (evaluated after {looks})"
+            f"up to {goal} {noun}: candidate against baseline, and baseline against itself "
+            f"(evaluated after {looks})"
         )
         samples.append(measure(goal - measured, pair.seed + measured))
         measured = goal

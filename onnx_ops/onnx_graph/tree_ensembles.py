@@ -156,7 +156,8 @@ def _grow(node: onnx.NodeProto, where: str) -> tuple[dict[int, _Growing], int]:
             grown.splits[number] = _Split(feature, float(exact), yes, no)
         else:
             raise UserError(
-                f"a tree has a split of mode {mode.decode(errors='replace')}, which is not read",
+                f"a tree has a split of mode {mode.decode(errors='replace')}, which is not "
+                "supported",
                 where=where,
             )
     return growing, len(columns[0])

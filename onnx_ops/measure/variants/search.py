@@ -189,7 +189,8 @@ def describe_trial(trial: Trial, metric: str) -> str:
     if trial.failure:
         return f"{trial.label}: {trial.failure}"
     times = ", ".join(
-        f"{one.estimate:.3g}x the time on {name}" for name, one in sorted(trial.ratios.items())
+        f"{one.estimate:.3g}x the time of fp32 on {name}"
+        for name, one in sorted(trial.ratios.items())
     )
     drop = trial.drop or 0.0
     return (

@@ -24,13 +24,13 @@ _ERRORS = {
     "400": "The request is not valid or does not fit the model; the message names the problem.",
     "403": "The Host or Origin header is not allowed.",
     "404": "The model, version or deployment does not exist.",
-    "413": "The body is larger than the server's limit.",
+    "413": "The body exceeds a limit of the server, such as its size or number of values.",
     "415": "The content encoding or the content type of the body is not supported.",
     "422": "The inputs fit the signature, but the model rejects them. Invocations get status 500.",
     "429": "The queue of the server is full.",
     "500": "The model failed on these inputs, or the server has an internal error.",
-    "503": "The deployment is not published, not loaded or out of service, the lease has expired, "
-    "or the server has too many connections or bytes of bodies.",
+    "503": "No deployment is available, the lease has expired, or the server has too many "
+    "connections or bytes of request bodies.",
     "504": "The request was queued past its deadline, or its run took too long.",
 }
 _INFERENCE_ERRORS = ("400", "404", "413", "415", "422", "429", "500", "503", "504")

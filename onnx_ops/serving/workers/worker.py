@@ -363,7 +363,9 @@ class Worker:
         except ConnectionError:
             pass
         except Exception:
-            _log.exception("worker %d cannot follow its supervisor and ends", os.getpid())
+            _log.exception(
+                "worker %d cannot process its supervisor's messages and ends", os.getpid()
+            )
             os._exit(1)
         _log.warning(
             "the supervisor has ended; worker %d continues with the published deployments",

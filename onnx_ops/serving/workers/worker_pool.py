@@ -267,7 +267,9 @@ class WorkerPool:
                 silence_s = self._health.get_silence_s(worker.number)
                 if worker.ready.done() and silence_s > self._hang_s:
                     _log.error(
-                        "worker %d has not answered for %.1f s and is killed", worker.pid, silence_s
+                        "the event loop of worker %d has hung for %.1f s, so the worker is killed",
+                        worker.pid,
+                        silence_s,
                     )
                     self._health.record_hang(worker.number)
                     kill_process(worker.pid, signal.SIGKILL)
@@ -294,7 +296,7 @@ class WorkerPool:
             await self._receive(worker, worker.channel)
         except Exception:
             # A worker whose messages are lost would miss publications, so it is replaced.
-            _log.exception("worker %d cannot be followed and is replaced", worker.pid)
+            _log.exception("messages of worker %d cannot be read, so it is replaced", worker.pid)
         # The worker has closed its socket, so it is about to end, or its messages cannot be read.
         kill_process(worker.pid, signal.SIGKILL)
         _, status = os.waitpid(worker.pid, 0)
