@@ -154,7 +154,7 @@ def prepare_objects(definition: MetricDefinition, label: Array | None) -> Array:
         raise UserError(
             f"the label must hold objects {needed}; {has}",
             where=definition.label,
-            remedy="Places without an object have the class -1.",
+            remedy="Give places without an object the class -1.",
         )
     objects = _clear(label.astype(np.float64), _OBJECT_CLASS)
     objects[..., _OBJECT_CLASS] = label[..., _OBJECT_CLASS]
@@ -292,5 +292,5 @@ def check_mask(definition: MetricDefinition, label: Array, classes: Array, colum
             f"row {row}: the label has class {label[row][unknown[row]][0]}, but the model has "
             f"{columns} classes",
             where=definition.label,
-            remedy="Pixels without a class have the value of `ignore`.",
+            remedy="Set `ignore` to the value of pixels without a class.",
         )

@@ -425,7 +425,7 @@ def _list_cast_advice(run: onnx.ModelProto) -> Iterator[Advice]:
     if inner:
         finding = f"{len(inner)} casts between float16 and float32 within the graph"
         yield Advice(
-            finding=f"{finding}: the runtime has no kernel for operators around them in float16",
+            finding=f"{finding}: the runtime has no float16 kernel for the operators around them",
             setting="options: {keep: [their types]}, or do not use this variant on this target",
             nodes=tuple(inner),
         )

@@ -123,7 +123,7 @@ def _read_document(
     rows = signature.check_feed(feed)
     request_id = document.get("id")
     if request_id is not None and type(request_id) is not str:
-        raise UserError("id must be text")
+        raise UserError("id must be a string")
     outputs, binary = _select_outputs(document, signature)
     return InferenceRequest(feed, outputs, rows, _INFER, request_id, binary)
 

@@ -672,7 +672,10 @@ class TensorReader:
         known = math.prod(d for d in self.dims if d is not None) * self.dtype.itemsize
         free = self.dims.count(None)
         if free > 1 or not known:
-            raise self.error(" has several free dimensions, so the shape of a raw body is unknown")
+            raise self.error(
+                " has several free dimensions or a dimension of size 0, so the shape of a raw body "
+                "is unknown"
+            )
         size = len(body) // known if free else 0
         shape, _ = self.check_shape([size if d is None else d for d in self.dims])
         return self.read_binary(shape, body, 0, len(body))

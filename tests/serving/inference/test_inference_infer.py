@@ -206,7 +206,7 @@ def test_read_infer_of_valid_request_returns_its_fields() -> None:
         ({"inputs": [{**X, "parameters": {"shared_memory_region": "r"}}]}, "'x': shared memory"),
         ({"inputs": [{**X, "parameters": {"binary_data_size": 16}}]}, "'x' has both data and"),
         ({"inputs": [{**X, "parameters": 1}]}, "'x': parameters must be"),
-        ({"inputs": [X], "id": 7}, "id must be text"),
+        ({"inputs": [X], "id": 7}, "id must be a string"),
         ({"inputs": [{k: v for k, v in X.items() if k != "data"}]}, "'x' has neither data nor"),
     ],
 )
