@@ -249,7 +249,7 @@ def judge(
         return
     regression, drop = _share(max_regression, "--max-regression"), _share(max_drop, "--max-drop")
     _check_metric(metric, lower_is_better=lower_is_better)
-    _check_rows(data, labels, metric or slices, retrained=retrained and only != "latency")
+    _check_rows(data, labels, metric, slices, retrained=retrained and only != "latency")
     project = open_project()
     chosen = [
         project.targets.load(name, where="--target")
@@ -512,15 +512,18 @@ def _read_slices(by: str, arrays: Mapping[str, Any], rows: int, data: Path) -> l
 
 
 def _check_rows(
-    data: Path | None, labels: str | None, metric: str | None, *, retrained: bool
+    data: Path | None,
+    labels: str | None,
+    metric: str | None,
+    slices: str | None,
+    *,
+    retrained: bool,
 ) -> None:
     """Raise UserError if options need rows or labels that are missing."""
-    if data is None and (labels or metric):
-        raise UserError(
-            "a metric needs rows",
-            where="--metric" if metric else "--labels",
-            remedy="Give --data FILE.",
-        )
+    options = {"--metric": metric, "--slices": slices, "--labels": labels}
+    given = [option for option, value in options.items() if value]
+    if data is None and given:
+        raise UserError("this option needs rows", where=given[0], remedy="Give --data FILE.")
     if retrained and labels is None:
         raise UserError(
             "the metric of a model that was trained again needs labels",

@@ -438,8 +438,8 @@ def build_recheck_notification(result: RecheckResult, *, at: float, actor: str) 
                 f"onnx-ops explain {result.model}/{result.version} --target {result.target}"
             ),
             "Measure again": f"onnx-ops recheck {result.pipeline}",
-            "Choose again": (
-                f"onnx-ops run configs/pipelines/{result.pipeline}.yaml --no-cache benchmark"
+            f"Choose again with the file of pipeline {result.pipeline}": (
+                "onnx-ops run FILE --no-cache benchmark"
             ),
         },
         model=result.model,

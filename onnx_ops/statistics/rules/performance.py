@@ -69,6 +69,8 @@ def _judge_ratio(
         elif needed > LOOKS[-1]:
             remedy = f"a run has at most {LOOKS[-1]}: measure on a quieter machine"
             reason += f"; about {needed} consecutive pairs would decide, and {remedy}"
+        elif len(measured.log_ratios) >= LOOKS[-1]:
+            reason += f"; all {LOOKS[-1]} pairs are measured: measure on a quieter machine"
         else:
             reason += f"; {needed} pairs would decide, and the time for them ran out"
         if comparison.low > 0 and math.isfinite(comparison.high):
