@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import typer.main
-import typer.testing  # the fixture below patches this module
+import typer.testing  # The fixture below patches this module.
 
 pytest_plugins = (
     "tests.support.entry_points",

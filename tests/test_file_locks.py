@@ -141,7 +141,8 @@ def test_lock_of_killed_process_lasts_until_its_fork_ends(path: Path, descriptor
         process.wait()
         assert not try_lock(descriptor)
         process.stdin.close()
-        process.stdout.read()  # ends when the fork ends
+        # The read ends when the fork ends.
+        process.stdout.read()
         acquire_lock(descriptor)
 
 

@@ -103,7 +103,8 @@ def test_scratch_folder_of_forked_process_survives_until_it_ends(temporary: Path
         assert process.stdin is not None
         process.stdin.close()
         assert process.stdout is not None
-        process.stdout.read()  # the output ends when the forked process ends
+        # The output ends when the forked process ends.
+        process.stdout.read()
         sweep()
         assert not folder.exists()
 

@@ -87,7 +87,7 @@ def run_service(config: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 def _add_minute(prometheus: FakePrometheus, *, worse: bool) -> None:
     prometheus.add("a", 900, 5)
     prometheus.add("b", 100, 3 if worse else 0)
-    # The service records a reading only after a minimum time since the last one.
+    # The service records a reading only after a minimum time since the previous reading.
     time.sleep(1.9)
     prometheus.scrape(1.9)
 

@@ -33,7 +33,9 @@ from onnx_ops.statistics.differences.resampling import resize as resize_exactly
 ROOT = Path(__file__).parents[2]
 
 
-# Shapes: decode, letterbox, normalize; boxes, threshold, suppress, place, objects.
+# The following functions are the steps of the system for shapes. The steps before the model are
+# decode, letterbox and normalize. The steps after the model are boxes, threshold, suppress, place
+# and objects.
 
 
 @functools.cache
@@ -249,7 +251,8 @@ def make_shapes(folder: Path, random: np.random.Generator, count: int) -> World:
     )
 
 
-# Tickets: input; team.
+# The following functions are the steps of the system for tickets: `input` before the model, and
+# `team` after it.
 
 
 def write_new_tickets(path: Path, random: np.random.Generator, count: int) -> Path:

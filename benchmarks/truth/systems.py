@@ -107,7 +107,8 @@ def write_model(path: Path, text: str, weights: Mapping[str, Any]) -> Path:
     return path
 
 
-# Steps of pictures. Before the model: decode, resize, normalize. After it: scores, label.
+# The following functions are the steps of the system for pictures. The steps before the model are
+# decode, resize and normalize. The steps after the model are scores and label.
 
 
 def decode(path: str) -> Any:
@@ -318,7 +319,8 @@ def run_picture_model(x: Any, weights: Any) -> Any:
     return np.maximum(scores, 0).mean(axis=(2, 3)).astype(np.float32)
 
 
-# Objects: letterbox, input; boxes, threshold, suppression, limit, names.
+# The following functions are the steps of the system for objects. The steps before the model are
+# letterbox and input. The steps after the model are boxes, threshold, suppression, limit and names.
 
 
 def choose_boxes(rows: Any, threshold: float = 0.35) -> Any:
@@ -449,7 +451,8 @@ def make_objects(folder: Path, random: np.random.Generator, count: int) -> World
     )
 
 
-# Texts: clean, tokenize; label, text.
+# The following functions are the steps of the system for texts. The steps before the model are
+# clean and tokenize. The steps after the model are label and text.
 
 WORDS = tuple(
     f"{a}{b}{c}"
@@ -558,7 +561,8 @@ def make_texts(folder: Path, random: np.random.Generator, count: int) -> World:
     )
 
 
-# Sounds: read, resample, frames; softmax.
+# The following functions are the steps of the system for sounds. The steps before the model are
+# read, resample and frames. The step after the model is softmax.
 
 
 def write_sounds(folder: Path, random: np.random.Generator, count: int) -> Path:

@@ -79,7 +79,8 @@ class AnalysisLog:
         while known is None and (later := self._list_sequences(key, after=state.head)):
             head = state.head
             state = self._cross_gap(state, later[0])
-            if state.head == head:  # another instance has deleted the entries since
+            if state.head == head:
+                # Another instance deleted the listed entries before they were read.
                 break
         self._remember(state)
         return state
@@ -107,10 +108,13 @@ class AnalysisLog:
             CorruptStateError: the entry depends on missing entries.
         """
         key = state.key
-        if sequence == state.head + 1:  # another instance has appended it since
+        if sequence == state.head + 1:
+            # Another instance appended this entry after the state was read.
             return self._follow(state)
         saved = self._read_checkpoint(key)
-        if saved is not None and saved.head > state.head:  # the entries before it are deleted
+        if saved is not None and saved.head > state.head:
+            # The entries up to the checkpoint are deleted, and the checkpoint contains their
+            # effect.
             return self._follow(saved)
         data = self._objects.read(_format_name(key, sequence))
         if data is None:

@@ -359,7 +359,7 @@ class FsspecObjects(ObjectStore):
         import fsspec
 
         parts = urlsplit(url)
-        # In abfs://CONTAINER@ACCOUNT, the part before the @ is no secret, so it is shown.
+        # In abfs://CONTAINER@ACCOUNT, the part before the @ is not a secret, so it is shown.
         user, _, host = parts.netloc.rpartition("@")
         self.place = f"{parts.scheme}://{host if ':' in user else parts.netloc}{parts.path}"
         try:

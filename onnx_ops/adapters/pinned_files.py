@@ -100,7 +100,8 @@ class PinnedFiles:
         with hold_lock(folder.with_name(f"{folder.name}.lock")):
             if not _is_intact(address, folder):
                 shutil.rmtree(folder, ignore_errors=True)
-                shutil.rmtree(download, ignore_errors=True)  # a killed process leaves one
+                # A killed process leaves an unfinished download.
+                shutil.rmtree(download, ignore_errors=True)
                 files = download / _FILES
                 files.mkdir(parents=True)
                 if isinstance(address, WebAddress):

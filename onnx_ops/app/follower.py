@@ -296,7 +296,7 @@ class Follower:
                 self._following.skipped = skipped
                 self._report_due.set()
             self._following.see(found)
-            # The time before the request is never later than that of the list itself.
+            # `now` was read before the request, so the list is at least as recent as this time.
             self._following.listed_at = now
         self.renew_lease()
 

@@ -132,7 +132,8 @@ class ForkServer:
         Raises:
             StageError: the server process ends immediately.
         """
-        # The first attempt fails if the fork server was killed. The second starts a new one.
+        # The first attempt fails if the fork server was killed. The second attempt starts a new
+        # server.
         process = self._fork() or self._fork()
         if process is None:
             raise StageError(

@@ -105,7 +105,8 @@ class StageHandler:
             )
             return manifest if _is_current(self.context, registration) else None
         if CODE in manifest:
-            # The code of a trained model's classes may have been changed or deleted since.
+            # The code of a trained model's classes possibly changed or was deleted after the
+            # training.
             known = codec.loads(self.context.store.read(manifest[CODE]), dict[str, Any])
             with contextlib.suppress(NotFoundError):
                 return manifest if self._code(stage, known["modules"]) == known else None
@@ -206,7 +207,8 @@ class StageHandler:
         """
         settings: Mapping[str, Any] = stage.settings
         code = collect_user_code(modules, self.context.root)
-        if code.files:  # The code reads the files in `depends` when it runs, so they belong to it.
+        # The code reads the files in `depends` when it runs, so these files are part of the code.
+        if code.files:
             code = collect_user_code(modules, self.context.root, tuple(settings.get("depends", ())))
         packages = {} if is_isolated(stage) else dict(code.packages)
         return {"modules": modules, "files": dict(code.files), "packages": packages}

@@ -431,7 +431,7 @@ class Preflight:
             return
         others = [rows for rows in self._sets.values() if rows is not scored]
         if not all(rows.whole for rows in others):
-            # The rows of the class can be among those that were not read.
+            # A class that seems to be new can occur in the rows that were not read.
             return
         label = scored.dataset.label
         trained = [rows.dataset.label for rows in others if rows.dataset.label is not None]

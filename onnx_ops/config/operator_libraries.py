@@ -85,7 +85,8 @@ def _find_folders(package: str) -> Sequence[Path] | None:
     """Return the folders of an installed package; None if it is not installed."""
     try:
         spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):  # A loaded module without a specification: ValueError.
+    except (ImportError, ValueError):
+        # `find_spec` raises ValueError for a loaded module without a specification.
         return None
     if spec is None:
         return None

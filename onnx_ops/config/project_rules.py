@@ -156,7 +156,8 @@ def _list_paths(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[L
 def _list_packages(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[Loc, str]]:
     """Yield the packages whose libraries the targets load, with their locations."""
     for loc, library in _list_libraries(draft, targets):
-        # An extra of onnx-ops installs the package, so the user has chosen it.
+        # Packages of an extra are left out, because the user has chosen to install this extra of
+        # onnx-ops.
         if library.package and not has_extra(library.package):
             yield loc, library.package
 

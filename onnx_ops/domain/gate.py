@@ -508,7 +508,7 @@ class SlicesGate(TaskMetricGate):
             square = NormalDist().inv_cdf(1 - _ERROR) ** 2
             needed.append(math.floor(square * (1 - self.max_drop) / self.max_drop) + 1)
         if self.min and self.min < 1:
-            # Without a wrong row, the lower end of Clopper and Pearson's is 5% ^ (1 / rows).
+            # Without a wrong row, Clopper and Pearson's interval begins at 5% ^ (1 / rows).
             needed.append(math.ceil(math.log(_ERROR) / math.log(self.min)))
         return int(max(needed))
 

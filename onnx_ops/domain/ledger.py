@@ -720,7 +720,7 @@ def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseSta
         return state
     if outcome.ok:
         return _complete(state, opened.action, at)
-    # A failed action can have changed the split, so no interval of counts may span the action.
+    # A failed action possibly changed the split, so no interval of counts may span the action.
     observations = None if state.observations is None else state.observations.reset_reading(at)
     pending = state.pending_rollback
     if pending is not None:

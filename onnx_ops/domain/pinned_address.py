@@ -101,7 +101,8 @@ def hide_secrets(place: str) -> str:
     try:
         parts = urlsplit(place)
         return parts._replace(query="", netloc=parts.netloc.rpartition("@")[2]).geturl()
-    except ValueError:  # for example, brackets that are not closed
+    except ValueError:
+        # For example, a bracket around the host is not closed.
         return place.partition("?")[0].rpartition("@")[2]
 
 

@@ -238,7 +238,8 @@ def _write_to_github(
             RefusedError,
             ServiceUnavailableError,
             UserError,
-        ) as error:  # The token of a pull request from a fork has no write permission.
+        ) as error:
+            # For example, the token of a pull request from a fork has no write permission.
             notes.append(f"The {what} could not be written: {error}")
     return notes
 

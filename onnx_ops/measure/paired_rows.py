@@ -97,7 +97,8 @@ def _load_rows(store: Store, raw: Digest | None) -> Mapping[str, Array]:
     try:
         return load_arrays(store, raw)
     except CorruptStateError:
-        # A run with another store recorded the evidence, so its arrays are not in this store.
+        # For example, a run with another store recorded the evidence, so that its arrays are not in
+        # this store.
         return {}
 
 

@@ -90,8 +90,8 @@ def measure_activations(
             measurements += _measure_batch(
                 runtime, exact, readable, activations[start : start + PAIRS_AT_ONCE], feeds
             )
-    # Several activations share one range, such as the input and output of MaxPool or Reshape. Such
-    # a range passes if it fits one of them. It is not judged if one of them was not measured.
+    # Several activations can share one range, such as the input and output of MaxPool or Reshape.
+    # Such a range passes if it fits one of them. It is not judged if one of them was not measured.
     stretches: dict[tuple[float, float], list[float | None]] = {}
     for activation, measurement in zip(activations, measurements, strict=True):
         stretches.setdefault((activation.low, activation.high), []).append(measurement.stretch)

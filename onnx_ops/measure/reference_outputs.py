@@ -348,7 +348,8 @@ def _count_affordable_rows(
     real = probes[REAL].inputs
     sizes = [_count_rows(probe.inputs) for probe in probes.values()]
     few, some = (slice_rows(real, 0, min(size, sizes[0])) for size in (_FEW, _SOME))
-    # Jittered copies run only in float64, so each counts as half.
+    # A row is answered in float32 and float64, but a jittered copy of it only in float64. So a copy
+    # takes half the time of a row.
     copies = COPIES / 2 if source.jumps else 0
     affordable: list[int] = []
     try:

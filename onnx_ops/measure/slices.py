@@ -101,7 +101,7 @@ def find_slice_problem(
                 where=where,
                 remedy="Give one value for each row of the data set, in its order.",
             )
-    # If only first rows are known, files can differ in their number.
+    # If only the first rows of the files were read, the columns can have different lengths.
     shortest = min(len(arrays[name]) for name in columns)
     texts = {name: read_values(arrays[name][:shortest]) for name in columns}
     count = len(make_slicing(texts).names)

@@ -18,11 +18,13 @@ def copy_value(value: Any) -> Any:
         return [copy_value(part) for part in value]
     if isinstance(value, (str, bytes, int, float, bool)) or value is None:
         return value
-    if hasattr(value, "detach"):  # a tensor of torch, which can need gradients or be on a GPU
+    if hasattr(value, "detach"):
+        # The value is a tensor of torch, which can need gradients or be on a GPU.
         return np.array(value.detach().cpu().numpy())
     if isinstance(value, np.ndarray) or hasattr(value, "__array_interface__"):
         return value.copy()
-    if hasattr(value, "numpy"):  # an eager tensor of TensorFlow or Paddle
+    if hasattr(value, "numpy"):
+        # The value is an eager tensor of TensorFlow or Paddle.
         return np.array(value.numpy())
     return copy.deepcopy(value)
 
@@ -71,7 +73,8 @@ def adapt_value(reference: Any, own: Any) -> Any | None:
 def _adapt_array(reference: Any, own: Any) -> Any | None:
     try:
         array = np.asarray(reference)
-    except ValueError:  # a list of arrays of several shapes
+    except ValueError:
+        # The value is a list of arrays with different shapes.
         return None
     while array.ndim > own.ndim and array.shape[0] == 1:
         array = array[0]

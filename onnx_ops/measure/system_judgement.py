@@ -238,7 +238,7 @@ def _judge_share(
 ) -> GateResult:
     """Return the result of the final answers if every step agrees."""
     count, different = measured.inputs, len(measured.differing)
-    # A share above the limit by chance alone is no proof: the exact binomial test decides.
+    # A share can exceed the limit by chance alone, so the exact binomial test decides.
     if different and stats.binom.sf(different - 1, count, tolerances.answers) < 1 - _CONFIDENCE:
         return replace(
             result,

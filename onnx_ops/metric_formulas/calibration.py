@@ -50,8 +50,9 @@ def make_calibration_error(label: Array, probabilities: Array, bins: int) -> Met
     def statistic(weights: Weights) -> npt.NDArray[np.float64]:
         return np.asarray(np.abs(weights @ table).sum(axis=1) / weights.sum(axis=1))
 
-    # Chance raises the absolute difference of a bin, and most if the true difference is 0. The mean
-    # is then that of |x| for a normal x with mean 0: sqrt(2 / pi) standard errors.
+    # Chance raises the absolute difference of a bin, and raises it most if the true difference is
+    # 0. The difference is then |x| of a normal x with mean 0. Its mean is sqrt(2 / pi) standard
+    # errors.
     errors = table.std(axis=0) / np.sqrt(len(label))
     return MetricStatistic(
         statistic=statistic,

@@ -159,7 +159,8 @@ def _match(
     else:
         none = np.zeros((0, len(thresholds)), dtype=np.bool_)
         joined = [np.zeros(0, np.intp), np.zeros(0, np.intp), np.zeros(0), none, none]
-    # Blocks hold all classes in turn. In the order of pycocotools, a class holds all its images.
+    # Each block contains all classes of some images. pycocotools orders the detections by class
+    # first, and then by image.
     order = np.argsort(joined[1], kind="stable")
     images, categories, scores, right, ignored = (part[order] for part in joined)
     return Matches(

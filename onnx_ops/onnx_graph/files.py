@@ -465,7 +465,8 @@ def _find_external_file(name: str | None, folder: Path, tensor: str) -> Path:
             remedy=_AGAIN,
         )
     if not os.path.isfile(path):
-        # Unlike Path.is_file, this function does not raise an error for a name that is too long.
+        # Unlike Path.is_file of Python 3.11, `os.path.isfile` does not raise an error for a name
+        # that is too long.
         remedy = f"Copy {name} to this folder: the file contains the model's weights."
         raise NotFoundError(
             f"the model's external data {name!r} is missing", where=str(folder), remedy=remedy

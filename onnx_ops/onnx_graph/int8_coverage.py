@@ -284,7 +284,7 @@ def advise(
     """
     model, run = read_structure(variant), read_structure(rewritten)
     kinds = {node.op_type for node in (*model.graph.node, *run.graph.node)}
-    # The weights of a float model can be gigabytes.
+    # The weights can be gigabytes, so they are read only if the model is quantized.
     if kinds & {
         "DequantizeLinear",
         "QuantizeLinear",

@@ -285,7 +285,8 @@ def _build_resize(
             "resize",
             mode="linear",
             antialias=1,
-            exclude_outside=1,  # the weights at the sides are those of Pillow
+            # With this option, the weights at the sides are those of Pillow.
+            exclude_outside=1,
         ),
     ]
     if letterbox is not None:

@@ -276,7 +276,7 @@ def _fix(model: onnx.ModelProto, batch: int, dims: dict[str, int]) -> dict[str, 
             name = dim.dim_param or f"{value.name}.{axis}"
             dim.dim_value = dims.setdefault(name, batch if rows.get(value.name) == axis else LENGTH)
     del model.graph.value_info[:]
-    # Converters can write output shapes for another batch.
+    # Converters can write output shapes for another batch size.
     for value in model.graph.output:
         value.type.tensor_type.ClearField("shape")
     return dims

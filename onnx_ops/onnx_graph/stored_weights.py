@@ -481,7 +481,8 @@ def expand_scales(
     if values.ndim == len(shape) and all(
         v in (1, s) for v, s in zip(values.shape, shape, strict=True)
     ):
-        return values  # MatMulInteger accepts scales of any shape that broadcasts.
+        # After MatMulInteger, Mul applies the scales, so any shape that broadcasts is valid.
+        return values
     if not -len(shape) <= axis < len(shape) or values.size != shape[axis]:
         return None
     sizes = [1] * len(shape)

@@ -55,7 +55,7 @@ def read_announcements(client: SyncPrefectClient) -> dict[str, WorkerStatus]:
     wanted = {"variables": {"tags": {"all_": [ANNOUNCEMENT]}}, "limit": PAGE_SIZE}
     described = dict[str, WorkerStatus]()
     for variable in client.request("POST", "/variables/filter", json=wanted).json():
-        # A worker of another release can have written another format.
+        # Workers of other releases can write another format.
         with contextlib.suppress(CorruptStateError):
             described[variable["name"]] = codec.from_json(variable["value"], WorkerStatus)
     return described

@@ -282,7 +282,7 @@ class PoolWorker:
         alive = list_alive(client, self.pool, server_time(client))
         for name, worker in read_announcements(client).items():
             if worker.pool == self.pool and worker.name not in alive:
-                # Another worker can have deleted the variable.
+                # The deletion fails if another worker has already deleted the variable.
                 with contextlib.suppress(ObjectNotFound):
                     client.delete_variable_by_name(name)
         own = replace(
@@ -299,8 +299,8 @@ class PoolWorker:
         try:
             client.create_variable(VariableCreate(name=name, value=value, tags=tags))
         except ObjectAlreadyExists:
-            # An earlier worker can have had the same name, since a restarted container has the same
-            # host name and can have the same process id.
+            # An earlier worker with the same name left the variable. A restarted container has the
+            # same host name, and its processes can have the same ids.
             client.update_variable(VariableUpdate(name=name, value=value, tags=tags))
         return name
 

@@ -174,7 +174,8 @@ class PrefectPools(Pools):
         """Cancel the flow runs that this process created and awaits, and create no others."""
         self._cancelled = True
         if self._turn.acquire(timeout=HEARTBEAT_S):
-            # This call waits until a creation in progress has ended.
+            # `acquire` has waited until a creation in progress ended, so that `runs` contains its
+            # run.
             self._turn.release()
         if runs := tuple(self.runs):
             with contextlib.suppress(Exception), _open_client() as client:
@@ -285,8 +286,8 @@ class PrefectPools(Pools):
             if ended is not None:
                 return ended
             kind = get_state_type(flow_run.state)
-            # No heartbeat can be read during an outage, so the measurement of the silence restarts
-            # after it.
+            # No heartbeat can be read during an outage, so the silence is measured from the end of
+            # the outage.
             if (flow_run.updated, kind) != beat or silent:
                 beat, last_beat = (flow_run.updated, kind), now
             if _is_taken(flow_run) and now - last_beat > self.silence:

@@ -35,10 +35,11 @@ _JOBLIB = "joblib"
 """Package that writes its name into files, but is not part of a model's code."""
 
 _NAME_PATTERN = re.compile(
-    rb"(?=\x8c(?P<short>.)(?P<a>[^\W\d][\w.]*)"  # In a pickle, the length of a text precedes it.
+    # In a pickle, the length of a string precedes the string.
+    rb"(?=\x8c(?P<short>.)(?P<a>[^\W\d][\w.]*)"
     rb"|X(?P<long>.{4})(?P<b>[^\W\d][\w.]*)"
     rb"|c(?P<c>[^\W\d][\w.]*)\n"  # Pickle protocols below 4 write classes on lines.
-    rb'|"(?P<d>[^\W\d][\w.]*)")',  # In JSON, a text is quoted.
+    rb'|"(?P<d>[^\W\d][\w.]*)")',  # In JSON, a string is quoted.
     re.DOTALL,
 )
 
@@ -164,7 +165,7 @@ def _list_names(content: bytes) -> Iterator[tuple[str, bool]]:
         name, is_class = match[kind or 0], kind == "c"
         if kind == "a":
             name = name[: match["short"][0]]
-            # In a pickle, a text is the name of a module if a second text and the opcode for a
+            # In a pickle, a string is the name of a module if a second string and the opcode for a
             # class follow it.
             second = _SECOND_TEXT.match(content, match.start("a") + match["short"][0])
             after = content[second.end() + second[1][0] :][:2] if second else b""
@@ -181,7 +182,8 @@ def _collect_module(
     if source is None:
         first = module.partition(".")[0]
         if not any((root / first).glob("*.py")):
-            # With such a folder, the name is an attribute of a module of the project.
+            # If the project has a folder of this name with modules, the name is an attribute of one
+            # of these modules.
             packages.update(find_distributions(first))
         return
     path, base = source

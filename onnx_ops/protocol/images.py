@@ -107,7 +107,8 @@ def _read_jpeg_header(content: bytes) -> ImageHeader:
         if content[place] != 0xFF:
             raise UserError("the JPEG file is corrupt", why=f"no marker is at byte {place}")
         marker = content[place + 1]
-        if marker == 0xFF:  # fill byte
+        if marker == 0xFF:
+            # 0xFF in place of a marker is a fill byte.
             place += 1
         elif marker in _WITHOUT_LENGTH:
             place += 2

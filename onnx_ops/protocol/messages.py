@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# The names of the headers of the public listener are in lower case.
+# The names of headers are in lower case, because the public listener converts received names to
+# lower case.
 USER_KEY_HEADER = "x-user-key"
 """Header with the key of a user.
 

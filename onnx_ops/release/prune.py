@@ -322,8 +322,8 @@ def _find_folders(
     The plan removes the version of the folder, or the folder is older than `before`.
     """
     for folder in context.files.list_folders():
-        # An earlier pruning may have removed the version of an old folder before it was killed. If
-        # another model needs the files later, they are downloaded again.
+        # An earlier pruning that was killed possibly removed the version of an old folder, but not
+        # the folder. If another model needs the files later, they are downloaded again.
         if folder.digest not in wanted and (folder.digest in leaving or folder.at < before):
             yield folder
 
@@ -334,7 +334,7 @@ def _delete_unneeded(context: Context, model: str, version: str) -> bool:
     Returns:
         False if an endpoint needs the version, or the registry refuses.
     """
-    # The version can have been promoted since the plan was made.
+    # Another process possibly promoted the version after the plan was made.
     states = (context.ledger.state(name) for name in list_bound_endpoints(context))
     of_model = _select_states(states, [model])
     if version in {

@@ -98,7 +98,7 @@ class ReconcilePass:
         try:
             step = find_step(Journal.open(self._cached, endpoint, actor=actor), self._read_aliases)
         except CorruptStateError:
-            # The endpoint can have applied entries that are newer than the cached state. Only a
+            # The endpoint possibly applied entries that are newer than the cached state. Only a
             # fresh read shows whether the ledger lost entries.
             return None
         return step if isinstance(step, StepReport) else None

@@ -254,7 +254,7 @@ def revert_alias(journal: Journal, refused: VersionRefused) -> None:
     if journal.state.open_refusal is None:
         journal.append(refused)
     model, registry = journal.config.model, journal.context.registry()
-    # A user can have moved the alias in the meantime.
+    # If a user has moved the alias in the meantime, the alias stays unchanged.
     if registry.aliases(model).get(refused.alias) == refused.version:
         try:
             if refused.restored_to is None:
@@ -274,7 +274,8 @@ def conclude_refusal(journal: Journal, refused: VersionRefused) -> None:
 
     The outcome records that the alias no longer points to the version.
     """
-    with contextlib.suppress(NotFoundError):  # The version may have been deleted meanwhile.
+    with contextlib.suppress(NotFoundError):
+        # The version no longer exists if a user has deleted it meanwhile.
         tags = {f"onnxops.rejected.{refused.alias}": refused.reason[:MAX_TEXT]}
         journal.context.registry().annotate(journal.config.model, refused.version, tags)
     journal.append(ActionOutcome(of=journal.state.refusal_sequence, ok=True))

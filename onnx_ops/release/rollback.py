@@ -526,7 +526,7 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
     begun = state.open_intent.action if state.open_intent is not None else None
     if state.pending_rollback is not None:
         begun = state.pending_rollback.action
-    # An action in progress can have reached the endpoint, so it is treated as done. During an
+    # An action in progress possibly reached the endpoint, so it is treated as done. During an
     # abort, the candidate is treated as present, so that it is also rejected.
     roles = begun.roles if begun is not None and begun.kind is not ActionKind.ABORT else state.roles
     goal = _find_goal(state, roles, to, force)

@@ -383,7 +383,8 @@ def _is_selected(
     """Return whether the ledger was ever about the selected model and target."""
     configs = [entry.body.config for entry in entries if isinstance(entry.body, EndpointBound)]
     if is_damaged and not configs:
-        return True  # The lost entries may have contained the binding to the model.
+        # The lost entries possibly contained the binding to the model.
+        return True
     model, _, target = name.partition("@")
     if target:
         return selection.model in ("", model) and selection.target in ("", target)

@@ -165,7 +165,8 @@ def markdown_page(heading: Heading, decisions: Sequence[Decision]) -> str:
     parts = [f"{row.what}{f' on {row.target}' if several else ''}: {row.reason}" for row in failed]
     lines += _list_items((*parts, *heading.notes))
     if any(result.slices for decision in decisions for result in decision.results):
-        from onnx_ops.reporting.slices import slices_markdown  # loads the plots
+        # The module imports the plots, which are needed only for slices.
+        from onnx_ops.reporting.slices import slices_markdown
 
         lines += [part for table in slices_markdown(decisions) for part in ("", table)]
     if heading.advice:

@@ -188,14 +188,14 @@ FAILED_NANOSECONDS = UNKNOWN_FEEDBACK + 1
 SHADOW_RESTARTS = FAILED_NANOSECONDS + 1
 EPOCH_FAILURES = SHADOW_RESTARTS + 1
 WORKER_DEATHS = EPOCH_FAILURES + 1
-# The next two columns count feedback on requests that are no evidence. FEEDBACK and SUCCESSES do
-# not include it.
+# The next two columns count feedback on requests that are not evidence about a version. FEEDBACK
+# and SUCCESSES do not include it.
 UNJUDGED_FEEDBACK, UNJUDGED_SUCCESSES = (
     WORKER_DEATHS + 1,
     WORKER_DEATHS + 2,
 )
 WORKER_RESTARTS = UNJUDGED_SUCCESSES + 1
-# The columns from UNJUDGED on count, by status, requests that are no evidence about a version. The
+# The columns from UNJUDGED on count, by status, requests that are not evidence about a version. The
 # columns by status count them, too.
 UNJUDGED = WORKER_RESTARTS + 1
 COLUMNS = UNJUDGED + OTHER_STATUS + 1

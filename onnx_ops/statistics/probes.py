@@ -231,7 +231,7 @@ def _find_listed(values: Floats, whole: Bools) -> Bools:
     Such a column has a few distinct whole numbers, most of which repeat.
     """
     if whole.ndim != 1:
-        # Such an input is no table or has too many columns, and it has one range for all places.
+        # Such an input is not a table or has too many columns, so it has one range for all places.
         return np.zeros_like(whole)
     distinct = 1 + (np.diff(np.sort(values, axis=0), axis=0) != 0).sum(axis=0)
     return np.asarray(whole & (distinct <= _MOST_CATEGORIES) & (distinct < len(values) / 2))

@@ -125,7 +125,8 @@ def compute_envelope(answers: Sequence[Tensors], wide: Sequence[Tensors] = ()) -
                 # Infinite answers overflow in these differences.
                 followed = INNER_JITTER / JITTER * (near[1] - near[0])
                 jumps = reach[1] - reach[0] > 4 * followed
-                # Answers that are exchanged also move with the change of the inputs.
+                # At a jump, the answers on both sides also follow the change of the inputs, so the
+                # bounds are widened.
                 reach += np.stack([-followed, followed])
             bounds[name] = np.where(jumps, reach, near)
         else:

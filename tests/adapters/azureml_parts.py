@@ -42,7 +42,8 @@ def config_of(cloud: AzureCloud, **options: str | float) -> EndpointConfig:
 def enter(environment: Mapping[str, str]) -> None:
     """Set the fake's environment, and forget tokens and clients of other clouds."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # marshmallow warns about the SDK
+        # marshmallow warns about the schemas of Azure's SDK.
+        warnings.simplefilter("ignore")
         for name in ("azure.ai.ml", "azure.identity"):
             importlib.import_module(name)
     os.environ.update(environment)

@@ -43,14 +43,17 @@ FOR_SCALING = {
 }
 FOR_OPTIONS = FOR_SCALING | {
     "application-autoscaling:DescribeScalingPolicies",
-    "cloudwatch:DescribeAlarms",  # with `alarms`
-    "sts:GetCallerIdentity",  # needs no permission; AWS lists it nevertheless
+    # The option `alarms` needs this action.
+    "cloudwatch:DescribeAlarms",
+    # This call needs no permission, but AWS lists it as an action.
+    "sts:GetCallerIdentity",
 }
 WEIGHTS = "sagemaker:UpdateEndpointWeightsAndCapacities"
 NATIVE_ONLY = {
     WEIGHTS,
     "cloudwatch:GetMetricData",
-    "s3:AbortMultipartUpload",  # interrupted uploads of archives
+    # This action removes interrupted uploads of archives.
+    "s3:AbortMultipartUpload",
 }
 """What metrics, weights and archives of `traffic: native` need.
 

@@ -260,7 +260,8 @@ def test_fleet_rollback_in_any_status_reaches_stable_version(
     amazon.fake.behave(**QUIET)
     amazon.fake.startup(60.0)
     amazon.open_again()
-    if status == "Creating":  # SageMaker ends the creation
+    if status == "Creating":
+        # SageMaker ends the creation before the next change.
         until(lambda: amazon.read_status() != "Creating")
     amazon.apply(4, blue=100)
     assert amazon.observed().is_equivalent(amazon.state(blue=100))
@@ -293,7 +294,8 @@ class TestFleets(EndpointProviderSuite):
 
     @pytest.fixture
     def chosen(self) -> Callable[[Iterable[int]], Sequence[int]]:
-        # The suite of replicas disturbs every call. Later calls only read the reports.
+        # The suite of replicas disturbs each of the first seven calls, so every third call is
+        # enough here. Later calls only read the reports.
         return lambda requests: list(requests)[:7:3]
 
     def disturbed(self, fault: Disturbance, at: int = 0) -> AbstractContextManager[Sized]:

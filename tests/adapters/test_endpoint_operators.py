@@ -221,7 +221,7 @@ def test_cloud_container_with_operator_library_verifies_and_loads_it(
         next((tmp_path / "ml" / "model" / "custom_ops" / "cpu").iterdir()),
         lambda data: data + b"\0",
     )
-    # The previous state folder has an intact copy.
+    # The previous state folder has an intact copy of the files, so a new folder is used.
     environment["ONNX_OPS_STATE_DIR"] = str(tmp_path / "new-state")
     refused: Any = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=60, check=False

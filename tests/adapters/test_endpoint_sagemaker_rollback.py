@@ -233,7 +233,8 @@ def test_sagemaker_remove_sends_constant_number_of_requests_for_each_resource(si
         site.apply(1, config, blue=100)
         make_leftovers(site, config.endpoint, leftovers)
         calls = list_calls(site, partial(site.provider.remove, config))
-        # A page of the lists has ten items in the fake.
+        # The fake lists ten items a page, so the number of list requests depends on the leftovers.
+        # These requests are not counted.
         counts[leftovers] = Counter(call for call in calls if not call.startswith("ListM"))
         counts[leftovers].pop("ListEndpointConfigs")
         left = site.client("s3").list_objects_v2(

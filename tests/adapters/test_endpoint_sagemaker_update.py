@@ -125,7 +125,8 @@ def test_sagemaker_update_with_firing_alarm_is_refused_but_rollback_succeeds(
     # An operator changes the endpoint by hand.
     sagemaker.update_endpoint(EndpointName=alarmed.endpoint, EndpointConfigName=first)
     alarm_is(site, "ALARM")
-    site.apply(6, alarmed, green=100)  # the state that was applied last
+    # This state was applied last before the operator's change.
+    site.apply(6, alarmed, green=100)
     assert site.invoke(alarmed.endpoint) == ("main", 3.0)
 
 

@@ -47,7 +47,8 @@ class TestBoosted(ExporterSuite):
 
     @pytest.fixture
     def trained(self, package: str, data: str) -> tuple[Any, Any]:
-        if data == "breast_cancer":  # covers a model as the last step of a pipeline
+        if data == "breast_cancer":
+            # This case covers a model that is the last step of a pipeline.
             settings: dict[str, Any] = {"max_depth": 3} if package == "xgboost" else {}
             return fit(
                 piped(sk("preprocessing.StandardScaler"), boosted(package, **settings)), data

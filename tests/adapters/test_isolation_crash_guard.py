@@ -113,7 +113,8 @@ def test_run_guarded_after_crash_reports_signal_and_output(work: object, how: st
         run_guarded(work)  # type: ignore[arg-type]
     if work is segfault:
         assert "last words" in crash.value.output
-        assert "segfault" in crash.value.output  # the line of Python that was running
+        # The traceback names the Python function that was running.
+        assert "segfault" in crash.value.output
 
 
 @pytest.mark.parametrize("work", [hang, hang_in_c])

@@ -227,7 +227,8 @@ def test_npm_packages_after_installation_are_reused_without_npm(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert packages.installed((SMALL,)) == place
     assert (place / MARKER).stat().st_mtime_ns == made
-    (place / MARKER).unlink()  # as if the process that built it had died
+    # Without the marker, the environment is unfinished, as if its build had been killed.
+    (place / MARKER).unlink()
     with pytest.raises(MeasurementError, match="npm is not installed") as missing:
         packages.installed((SMALL,))
     assert "apt-get install" in missing.value.remedy

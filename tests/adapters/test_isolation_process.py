@@ -185,7 +185,8 @@ def test_isolated_exporter_after_crash_reports_signal_and_output(
     assert f"about to {do}" in failure.value.why
     assert "env.requirements" in failure.value.remedy
     if do == "segfault":
-        assert "converter_of_mine.py" in failure.value.why  # the line of Python that was running
+        # The traceback names the Python file that was running.
+        assert "converter_of_mine.py" in failure.value.why
 
 
 def test_isolated_exporter_after_crash_exports_next_model(

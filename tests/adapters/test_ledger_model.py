@@ -173,7 +173,7 @@ class ForgedLedgers(RuleBasedStateMachine):
     def teardown(self) -> None:
         shutil.rmtree(self.folder)
 
-    # Honest users.
+    # The following methods are actions of honest users.
 
     @property
     def machine(self) -> ObjectLedger:
@@ -213,7 +213,8 @@ class ForgedLedgers(RuleBasedStateMachine):
             assert after.head == entry.sequence
         after = self.read(self.machine)
         assert after is not None
-        if is_granting:  # also if the process died after the entry was stored
+        if is_granting:
+            # This also holds if the process died after the entry was stored.
             self.rejected = set(after.rejected)
         self.intact = dict(self.objects.data)
 
@@ -326,7 +327,7 @@ class ForgedLedgers(RuleBasedStateMachine):
     def crash_next(self, point: str) -> None:
         self.objects.crash = point
 
-    # The attacker.
+    # The following methods are actions of an attacker.
 
     def names(self) -> list[str]:
         return sorted(name for name in self.objects.data if name.startswith(f"{ENDPOINT}/0"))
@@ -472,7 +473,8 @@ class ForgedLedgers(RuleBasedStateMachine):
             )
         elif how == "foreign":
             stored[one] = stored[f"{OTHER}/{1 + second % 9:08d}.jsonl"]
-        elif how == "borrow":  # the signature of another entry
+        elif how == "borrow":
+            # The entry gets the signature of another entry.
             stored[one] = (
                 stored[one].partition(b"\n")[0] + b"\n" + stored[other].partition(b"\n")[2]
             )
@@ -519,7 +521,7 @@ class ForgedLedgers(RuleBasedStateMachine):
         if self.backup:
             self.objects.data = dict(self.backup)
 
-    # Invariants.
+    # The following methods check the invariants.
 
     @invariant()
     def everything_was_granted(self) -> None:

@@ -28,7 +28,7 @@ def test_cloudwatch_read_returns_counts_of_complete_minutes(site: Site) -> None:
 
     config = config_of("counted")
     headers = site.client("sagemaker").list_models()["ResponseMetadata"]["HTTPHeaders"]
-    # Move to the beginning of a minute.
+    # CloudWatch counts by the minute, so the test starts at the beginning of a minute.
     site.fake.shift(60 - parsedate_to_datetime(headers["date"]).second)
     site.apply(1, config, blue=80, green=20)
     # The requests in the minute of the change can belong to the previous state.

@@ -169,7 +169,8 @@ def test_several_servers_read_with_unusable_server_raises_service_unavailable_er
         .status
         == 200
     )
-    source.read(CONFIG, WATCHED)  # while a table is published to the servers one after the other
+    # This read happens while a table is published to the servers one after the other.
+    source.read(CONFIG, WATCHED)
     assert (
         servers[0]
         .publish(replace(state, split=replace(state.split, weights={"blue": 30, "green": 70})), 2)

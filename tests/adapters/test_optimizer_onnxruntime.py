@@ -353,9 +353,10 @@ def test_static_quantizer_with_more_rows_does_not_keep_activations_in_memory(
         finally:
             tracemalloc.stop()
 
-    peak(16)  # load imports and caches
+    # The first call also loads imports and caches.
+    peak(16)
     few, many = peak(64), peak(1024)
-    # Bytes of the input and of two layers, if all rows were in memory.
+    # This is the size in bytes of the input and of two layers, if all rows were in memory.
     activations = 1024 * 8 * 8 * (1 + 4 + 4) * 4
     assert many - few < activations / 4
 

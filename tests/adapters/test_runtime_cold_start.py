@@ -124,7 +124,8 @@ def test_starts_of_two_models_returns_columns_in_given_order_and_alternates_firs
 
 @linux
 def test_compute_added_memory_ignores_earlier_peak() -> None:
-    # Use a new process: this one has much memory by now, of which the kernel may reclaim pages.
+    # Use a new process: the present process has much memory by now, and the kernel can reclaim
+    # pages of it.
     program = """
 import numpy as np
 from onnx_ops.adapters.runtimes import cold_start

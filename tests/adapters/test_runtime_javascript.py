@@ -206,7 +206,9 @@ def test_javascript_benchmark_with_coarse_clock_times_several_calls(
     assert slow.probe is None
     steps = slow.nanoseconds.astype(np.float64) * slow.calls / coarse
     np.testing.assert_allclose(steps, np.round(steps), atol=0.01 * slow.calls)
-    assert np.median(steps) >= 5  # one run takes two to six steps
+    # Several calls are timed together, so a time has at least five steps of the clock. One call
+    # takes two to six steps.
+    assert np.median(steps) >= 5
     assert not slow.preempted.any()
 
 
@@ -290,7 +292,8 @@ def test_webgpu_on_software_adapter_computes_but_refuses_timing(
     assert facts.nodes["webgpu"] > 0
     answer = run(file, rows(5), WEBGPU, other_browser)["scores"]
     np.testing.assert_allclose(answer, run(file, rows(5))["scores"], rtol=1e-4, atol=1e-4)
-    if "(software)" in facts.build:  # on a machine with a GPU, that GPU is timed
+    if "(software)" in facts.build:
+        # On a machine with a GPU, the browser uses the GPU, and its times are valid.
         with pytest.raises(MeasurementError, match="software adapter") as refused:
             other_browser.sample(file, WEBGPU, rows(1), runs=1, warmup=0)
         assert "onnx-ops judge" in refused.value.remedy

@@ -224,7 +224,7 @@ def test_store_put_during_collection_keeps_content(tmp_path: Path) -> None:
     try:
         for turn in itertools.takewhile(lambda turn: turn < 400 or not removed, range(100_000)):
             digest = ours.put_bytes(b"%d" % (turn % 3))
-            # The collector can have listed the content as old before the content is put again.
+            # The collector possibly lists the content as old before the content is put again.
             for _ in range(turn % 4):
                 with contextlib.suppress(FileNotFoundError):
                     os.utime(tmp_path / blob_name(digest), (LONG_AGO, LONG_AGO))

@@ -31,7 +31,8 @@ def test_measure_again_of_champion_repeats_its_benchmark(tmp_path: Path) -> None
     assert (found.pipeline, found.variant, found.why) == ("p", "int8", "all gates passed")
     ((stage, key, inputs),) = scene.asked
     assert (stage, inputs) == (scene.stage, scene.inputs)
-    assert key != scene.key  # the pipeline's result is not replaced
+    # With another key, the result of the pipeline is not replaced.
+    assert key != scene.key
 
 
 def test_measure_again_with_two_worse_results_reports_failure_and_changes(tmp_path: Path) -> None:

@@ -207,7 +207,8 @@ def test_run_in_subprocess_after_timeout_ends_all_processes(
     project: Settings, scratch: Path
 ) -> None:
     why = ""
-    for seconds in (2.5, 10.0, 40.0):  # longer and longer, until the training has started
+    # The time-outs grow, since the training must start before one of them ends.
+    for seconds in (2.5, 10.0, 40.0):
         with pytest.raises(StageError, match=f"time-out of {seconds:g} s") as stopped:
             run_in_subprocess(project, train_stage("hang", timeout=seconds), KEY, {})
         why = stopped.value.why

@@ -64,7 +64,8 @@ def test_load_tool_of_isolated_exporter_returns_training_exporter(tmp_path: Path
     assert isinstance(found, TrainingExporter)
     assert not isinstance(found, TracingExporter | TreeExporter)
     assert isinstance(load_tool(settings, "exporters", "sklearn"), SklearnExporter)
-    assert not (tmp_path / ".onnx-ops").exists()  # no environment before first use
+    # No environment is created before its first use.
+    assert not (tmp_path / ".onnx-ops").exists()
 
 
 def test_stage_key_depends_on_requirements_but_not_on_limits(tmp_path: Path) -> None:

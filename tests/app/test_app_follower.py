@@ -105,7 +105,7 @@ def test_lease_end_without_heartbeat_is_zero_until_it_returns(following: Followi
 def test_lease_end_after_gap_is_zero_until_later_heartbeat(following: Following, beat: int) -> None:
     now = NOW + LEASE_S + 1
     following.listed_at = following.reported_at = now
-    # The rollout may have been judged within the gap, and then a rollback may have been requested.
+    # The rollout was possibly judged within the gap, and a rollback was possibly requested then.
     following.see_beat(beat, now)
     assert following.compute_lease_end(now) == 0
     following.see_beat(beat, now + 1)

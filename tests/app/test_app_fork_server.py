@@ -68,7 +68,8 @@ def servers(pid: int | None = None) -> list[psutil.Process]:
 def is_fork_server(process: psutil.Process) -> bool:
     try:
         return "onnx_ops.app.worker" in process.cmdline()
-    except psutil.NoSuchProcess:  # it ended, or is a zombie, since it was listed
+    except psutil.NoSuchProcess:
+        # The process has ended since it was listed, or is a zombie.
         return False
 
 

@@ -126,7 +126,8 @@ def test_release_of_evaluation_of_other_commit_or_champion_is_refused(place: Pat
     with pytest.raises(RefusedError, match="another commit"):
         prepare_release(project, root / FILE, older)
     write_project(root, strength=3.0)
-    evaluate(root, place / "newest")  # by an evaluator that cannot see the ledger
+    # This evaluator cannot read the ledger.
+    evaluate(root, place / "newest")
     prepared = prepare_release(project, root / FILE, place / "newest")
     result = execute(project, prepared)
     assert "not compared with the version that serves now" in str(result.errors["promote@cpu-1t"])

@@ -163,7 +163,8 @@ def test_was_compared_without_endpoint_uses_champion_in_registry(
     tmp_path: Path, champion: bool, release: bytes, compared: bytes, expected: bool
 ) -> None:
     context = FakeWorld().context(root=tmp_path)
-    registered(context, KEY)  # a version of the release b"release"
+    # This call registers a version of the release b"release".
+    registered(context, KEY)
     if champion:
         context.registry().set_alias("m", format_alias("champion", "cpu"), "1")
     champion_manifest = Manifest(files={"model.onnx": digest_bytes(compared)}).digest()

@@ -86,7 +86,7 @@ def test_doctor_in_container_with_working_replica_finds_no_fault(container: Cont
     assert all(one.ok for one in findings)
     assert tuple(begun) == CHECKS
     (memory,) = [one.found for one in findings if one.check == "memory"]
-    # Two workers load 200 MiB each, and an eighth is reserved.
+    # Two workers load 200 MiB each, and an eighth of this sum is added as a reserve.
     assert memory == (
         "limit 2,048 MiB, 1,000 MiB available; a second version like the loaded one needs 450 MiB"
     )

@@ -87,7 +87,8 @@ def test_run_of_later_pipeline_does_same_work_as_third_pipeline(
     assert {one for one, _ in each[1:]} == {3 + (VARIANTS - 1) + 2 * PAIRS}, (
         "the data sets are shared"
     )
-    third = each[2][1]  # the second still checks shared data
+    # The second pipeline still checks shared data, so the third one is the reference.
+    third = each[2][1]
     assert all(found == third for _, found in each[3:]), each
     later = each[-1][1]
     assert later.get("metadata", 0) == 0, "versions of distributions are read once"

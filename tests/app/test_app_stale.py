@@ -229,7 +229,7 @@ def touch(world: World) -> None:
 LIBRARY = "custom_ops: [{path: operators.so, digest: DIGEST, domains: [mine]}]\n"
 
 EDITS: dict[str, tuple[Edit, set[str]]] = {
-    # Edits of code.
+    # The following entries edit code.
     "the class": (text("shop/net.py", "= FACTOR", "= 3 * FACTOR"), TRAINED),
     "a constant that the class imports": (text("shop/constants.py", "2", "3"), TRAINED),
     "the package around the class": (
@@ -240,7 +240,7 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
     "a file that code reads": (text("shop/table.json", "{}", "[]"), TRAINED),
     "an own metric": (text("judging/score.py", "1.0", "2.0"), MEASURED),
     "a helper of an own metric": (text("judging/parts.py", "/ 2", "/ 3"), MEASURED),
-    # Edits of data.
+    # The following entries edit data.
     "training rows": (lambda world: world.save("train", 1.0), {"data/train", "train", "register"}),
     "test rows": (lambda world: world.save("test", 1.0), {"data/test"} | EXPORTED),
     "test labels": (lambda world: world.save("test", 0.0, 1.0), {"data/test"} | EXPORTED),
@@ -255,7 +255,7 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
         pipeline("test.npz, inputs: {x: x}", "test.npz, inputs: {z: x}"),
         {"data/test"} | EXPORTED,
     ),
-    # Edits of options.
+    # The following entries edit options.
     "a parameter of training": (
         text("params.yaml", "rate: 0.5", "rate: 0.7"),
         {"train", "register"},
@@ -319,13 +319,13 @@ EDITS: dict[str, tuple[Edit, set[str]]] = {
         pipeline("ir_version: 10", "ir_version: 10, env: {requirements: [a==1]}"),
         TRAINED,
     ),
-    # Changes of versions.
+    # The following entries change versions.
     "Python": (version("python"), {"data/train", "data/test"} | TRAINED),
     "onnx-ops": (version("onnx-ops"), {"data/train", "data/test"} | TRAINED),
     "a package that training imports": (version("PyYAML"), {"train"}),
     "numpy": (version("numpy"), TRAINED),
     "onnxruntime": (version("onnxruntime"), EXPORTED - {"export"}),
-    # Edits after which no stage runs again.
+    # After the following edits, no stage runs again.
     "another module": (text("other.py", "...", "pass"), set()),
     "a comment in another module": (text("other.py", "def", "# trains\ndef"), set()),
     "a module of the package that nothing imports": (
@@ -460,5 +460,5 @@ def test_run_of_user_model_after_edit_executes_only_dependent_stages(
     finally:
         world.versions.clear()
         world.write()
-    # `train` reads the file again, and the results of later stages are cached
+    # `train` reads the file again, and the results of later stages are cached.
     assert world.run() <= {"train"}

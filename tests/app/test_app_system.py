@@ -198,7 +198,8 @@ def test_release_passes_with_agreeing_steps_and_fails_with_differing_step(projec
     change(project, "project:read", "client:read")
     failed = run(project)
     assert failed.exit_code == 1
-    for decision in failed.decisions:  # of the export and of its variant
+    # There is a decision about the export, and one about its variant.
+    for decision in failed.decisions:
         assert decision.verdicts["system"] is Verdict.FAIL
         assert decision.reason.startswith("system: step read: ")
     root = project.settings.root

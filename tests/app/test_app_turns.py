@@ -76,7 +76,8 @@ def test_measurement_lock_with_waiting_measurement_delays_later_work() -> None:
             thread.start()
             threads.append(thread)
             assert begun.wait(TIMEOUT_S)
-            while quiet._tickets < 1 + len(threads):  # until the job is queued
+            while quiet._tickets < 1 + len(threads):
+                # The loop ends when the job is queued.
                 pass
         assert order == []
     for thread in threads:

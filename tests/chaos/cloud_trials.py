@@ -196,7 +196,8 @@ class Trial:
                 f"{sorted(self.allowed)}"
             )
 
-    # Operations of the operator. Each may fail; the reconciler continues in any case.
+    # The following methods are operations of the operator. Each of them can fail, and the
+    # reconciler continues in any case.
 
     def bind(self) -> None:
         bind_endpoint(self.cloud.context, self.config, self.policy)
@@ -272,7 +273,8 @@ class Trial:
         """Request a rollback, and derive what is wanted from the command and its goal."""
         state = self.cloud.state()
         before = [state.roles]
-        if state.open_intent is not None:  # it may have begun to serve a version
+        if state.open_intent is not None:
+            # The open action possibly began to serve a version.
             before.append(state.open_intent.action.roles)
         serving = {d.version for each in before for d in (each.stable, each.candidate) if d}
         goals = {d.version for each in before for d in (each.stable, each.previous) if d}
@@ -281,14 +283,16 @@ class Trial:
         try:
             request()
         except (NotFoundError, UserError, RefusedError):
-            return  # there is nothing to roll back to
+            # There is no version to roll back to.
+            return
         except (StillPendingError, Killed):
             if self._count_rollbacks() > requests:
                 self._want_rollback(serving)
             raise
         if self._count_rollbacks() > requests:
             self._want_rollback(serving)
-        self.allowed -= self.wanted.rejected  # from now on, none of them may answer
+        # From now on, no rejected version may answer.
+        self.allowed -= self.wanted.rejected
 
     def _count_rollbacks(self) -> int:
         entries = self.cloud.world.ledger.read(ENDPOINT)
@@ -338,7 +342,8 @@ class Trial:
         roles = state.roles
         serving = {d.version for d in (roles.stable, roles.candidate) if d is not None}
         if self.wanted.newest not in serving:
-            return  # a step that failed can have given the requested version traffic
+            # A step that failed possibly gave traffic to the requested version.
+            return
         if self.place.traffic == "table":
             # Instances adopt the table of a step within a minute. Only a rollback waits for them.
             splits = self.place.list_splits() if serving else []
@@ -356,7 +361,8 @@ class Trial:
             self.result.failures += 1
             self.last_error = str(error)
         except Exception as error:
-            # A thread of an SDK that was killed leaves its process with results that cannot be.
+            # If a thread of an SDK was killed, the SDK can raise any exception, because the
+            # thread's result is missing.
             if not self.plan.is_dead:
                 self.result.wrong.append(f"a traceback: {error!r} {_place(error)}")
         else:
@@ -472,7 +478,8 @@ class Trial:
         """A further reconciliation changes nothing."""
         before = len(self.plan.writes)
         reports = self._reconcile()
-        if reports and reports[0].did == "retire-previous":  # its time came after the last pass
+        if reports and reports[0].did == "retire-previous":
+            # The previous version became due for removal after the last pass.
             before = len(self.plan.writes)
             self._reconcile()
         sent = [name for name in self.plan.writes[before:] if not name.startswith(_NOT_CHANGES)]
@@ -482,7 +489,8 @@ class Trial:
     def _check_leftovers(self) -> None:
         """After a removal of orphans, only what is needed exists."""
         context = self.cloud.context
-        for _ in range(2):  # a model is unused after its deployment was deleted
+        # A model becomes unused only after its deployment was deleted, so the clean-up runs twice.
+        for _ in range(2):
             self.clean_up()
         survey = find_orphans(context, [ENDPOINT])
         if survey.orphans or survey.silent:
@@ -499,7 +507,8 @@ class Trial:
 
 def run_trial(place: Place, seed: int) -> TrialResult:
     """Run the trial of a seed on a place."""
-    random.seed(seed)  # the SDKs draw their pauses from it
+    # The SDKs draw their pauses from the global generator.
+    random.seed(seed)
     with tempfile.TemporaryDirectory(prefix="onnx-ops-trial-") as folder:
         return Trial(place, seed, Path(folder), VirtualTime()).run()
 

@@ -126,7 +126,8 @@ def roll_out(
     site.start()
     with ExitStack() as stack:
         loads = site.load_all(stack)
-        time.sleep(2 + REPORT_S)  # thresholds are computed from the reports
+        # The thresholds are computed from the reports, so the reports must arrive first.
+        time.sleep(2 + REPORT_S)
         site.release("second", **other)
         why = site.drive()
         time.sleep(1)
@@ -176,7 +177,7 @@ def users_of_two_replicas(
 
     def invoke(_: int, user: str) -> tuple[str, str]:
         headers = ask_replica(first, user, path, body)
-        # Without a lease, no version is drawn: there is no token.
+        # Without a lease, no draw selects a version, and the response has no feedback token.
         return headers[DEPLOYMENT_HEADER], headers.get(FEEDBACK_HEADER, "")
 
     return users_that_report(invoke, partial(report_feedback, second), shares, users=sys.maxsize)
@@ -280,7 +281,8 @@ class TestKilledReplicas:
         site.start()
         with ExitStack() as stack:
             site.load_all(stack)
-            time.sleep(120)  # no replica ends meanwhile
+            # No replica ends in this time, which is the baseline for the candidate.
+            time.sleep(120)
             site.release("second")
             stack.enter_context(
                 self.killed(site, NAMES, 1, lambda: site.state().roles.candidate is not None)
@@ -347,7 +349,8 @@ def test_replica_past_lease_refuses_requests_and_rollback_completes_without_it(
 
 
 def reconcile(site: ReplicatedSite) -> ReleaseState:
-    with suppress(OnnxOpsError):  # it fails while work at the endpoint is unfinished
+    with suppress(OnnxOpsError):
+        # Reconciliation fails while work at the endpoint is unfinished.
         reconcile_until_stable(site.context, ENDPOINT)
     return site.state()
 

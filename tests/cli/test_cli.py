@@ -172,7 +172,8 @@ def test_command_process_returns_same_result_as_call(
         check=False,
     )
     assert (called.code, done.returncode) == (code, code), called.stderr + done.stderr
-    if code != 3:  # with code 3, the measured values of the two runs differ
+    if code != 3:
+        # With exit code 3, the measured values of the two runs differ.
         assert called == Result(done.returncode, done.stdout, done.stderr)
 
 

@@ -86,7 +86,8 @@ def stranger(
     monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "EnvironmentCredential")
     # The SDK would set the variable without restoring it.
     monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "AzureCloud")
-    # A rollback reports after four seconds. On a busy machine, an import in it can take that long.
+    # A rollback reports after four seconds. On a busy machine, the import of the SDK can take that
+    # long, so the SDK is imported before.
     for name in ("azure.ai.ml", "azure.identity") if request.param == "azureml" else ("boto3",):
         with warnings.catch_warnings(action="ignore"):
             importlib.import_module(name)
@@ -110,7 +111,8 @@ def stranger(
         action = Action(kind=kind, state=state, roles=roles, why="test")
         perform_action(Journal.open(context, "digits"), action)
     yield str(request.param)
-    end_all(tmp_path)  # a rollback leaves a process that retries for minutes
+    # A rollback leaves a process that retries for minutes.
+    end_all(tmp_path)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -67,7 +67,8 @@ def test_sagemaker_diagnosis_with_html_response_reports_failed_check(
             account.fault(at=0, kind=kind, times=20, only=name)
             findings = found()
             bad = {check for check, finding in findings.items() if not finding.ok}
-            assert bad or name == "HEAD /models", name  # the answer to this request has no body
+            # The response to `HEAD /models` has no body.
+            assert bad or name == "HEAD /models", name
     finally:
         account.fault()
 
@@ -145,7 +146,7 @@ def test_sagemaker_diagnosis_of_image_checks_existence_and_pull_role(
 def test_sagemaker_diagnosis_of_role_names_missing_permissions_of_used_options(
     account: FakeSageMaker, options: dict[str, Json], denied: str
 ) -> None:
-    # A role that the fake gives all permissions except those that the test denies.
+    # The fake gives this role all permissions except those that the test denies.
     role = {"role": f"{SETTINGS['role']}-of-all"}
     if options.get("kms_key") == "alias/models":
         kms = client(account, "kms")

@@ -58,7 +58,8 @@ def line_of(mistake: Mistake, root: Path) -> int:
 def test_check_of_valid_project_reports_no_problem(project: Path) -> None:
     document = run_command("check", SHOP, READY, "--json", cwd=project).parsed()
     assert document["problems"] == []
-    (note,) = document["notes"]  # `validate.samples.limit` is 50
+    # The note refers to `validate.samples.limit`, which is 50.
+    (note,) = document["notes"]
     assert "gates[0]: accuracy: drop ≤ 2% cannot be passed with 50 rows" in note
 
 

@@ -157,7 +157,8 @@ def test_status_runs_shows_running_and_waiting_stages(
 ) -> None:
     pools.read_status.return_value = (BUSY, EMPTY)
     result = run_command("status", "--runs", cwd=tmp_path)
-    assert result.code == 4  # no worker takes the stage `train`
+    # The code is 4, because no worker takes the stage `train`.
+    assert result.code == 4
     golden("tables", result.stdout)
     document = run_command("status", "--runs", "--json", cwd=tmp_path)
     assert document.code == 4
@@ -178,7 +179,7 @@ def test_status_runs_with_no_pools_or_running_workers_exits_with_0(
 def test_status_runs_without_prefect_address_or_with_endpoint_exits_with_2(tmp_path: Path) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    # Other tests of this process may have set an address.
+    # Other tests of this process can set an address, so the defaults are restored.
     with temporary_settings(restore_defaults={PREFECT_API_URL}):
         nowhere = run_command("status", "--runs", "--json", cwd=tmp_path)
     assert (nowhere.code, json.loads(nowhere.stdout)["where"]) == (2, "PREFECT_API_URL")

@@ -97,7 +97,7 @@ def there(what: str, project: Path, shell: Shell) -> Iterator[None]:
                 yield
         case "an installed webhook of an MLflow server":
             with webhook_server(project, shell):
-                # The command makes the secret.
+                # The command creates the secret.
                 shell.run("onnx-ops webhooks install --url http://127.0.0.1:8650/webhooks/mlflow")
                 yield
         case "rows.json":

@@ -152,7 +152,8 @@ def test_yaml_block_is_valid_for_its_reader(block: Block, project: Path, tmp_pat
         load_policy(file)
     else:
         other = "neither a pipeline, a target, a policy, a workflow nor a dvc.yaml"
-        workflow = {"name", "on", "permissions", "jobs"}  # `test_infra_page_workflows` checks it
+        # `test_infra_page_workflows` checks workflows.
+        workflow = {"name", "on", "permissions", "jobs"}
         assert set(value) in ({"jobs"}, workflow, {"repos"}, {"metrics", "plots"}), other
 
 

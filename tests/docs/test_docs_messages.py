@@ -27,7 +27,8 @@ def messages() -> list[re.Pattern[str]]:
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             texts = [str(part.value) if isinstance(part, ast.Constant) else "" for part in parts]
             if isinstance(node, ast.JoinedStr | ast.Constant) and _tells("".join(texts)):
-                texts[0] = texts[0].removeprefix("; ")  # a text that is appended to another one
+                # A text that begins with a semicolon is appended to another text.
+                texts[0] = texts[0].removeprefix("; ")
                 found.add(".+".join(re.escape(text) for text in texts))
     return [re.compile(pattern) for pattern in found]
 

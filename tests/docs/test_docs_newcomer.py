@@ -80,7 +80,8 @@ def path_without_this_installation() -> str:
     )
 
 
-@pytest.mark.nightly  # five minutes: it builds a wheel and installs it into an environment
+# The test takes five minutes, because it builds a wheel and installs it into an environment.
+@pytest.mark.nightly
 @pytest.mark.services
 def test_four_ways_page_followed_literally_succeeds(machine: Shell, tmp_path: Path) -> None:
     for block in blocks_of(PAGE):

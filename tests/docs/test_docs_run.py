@@ -95,7 +95,8 @@ def bring_files(project: Path) -> None:
     subprocess.run(made, cwd=project, check=True)
 
 
-@pytest.mark.nightly  # eight minutes
+# The tests take eight minutes.
+@pytest.mark.nightly
 @pytest.mark.services
 @pytest.mark.parametrize("page", [page for page in RUNNING if page not in FRESH], ids=name)
 def test_page_blocks_run_in_released_project(page: Path, released: tuple[Path, Path]) -> None:
@@ -107,7 +108,8 @@ def test_page_blocks_run_in_released_project(page: Path, released: tuple[Path, P
     follow(page, project, project)
 
 
-@pytest.mark.nightly  # two minutes; `test_docs_blocks` checks its commands every time
+# The tests take two minutes. `test_docs_blocks` checks the commands in every run.
+@pytest.mark.nightly
 @pytest.mark.services
 @pytest.mark.parametrize("page", FRESH, ids=name)
 def test_page_blocks_run_in_empty_folder(page: Path, tmp_path: Path) -> None:

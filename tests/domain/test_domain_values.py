@@ -187,7 +187,8 @@ def test_is_digest_of_malformed_text_returns_false(text: str) -> None:
 
 
 def test_digest_file_matches_digest_of_content(tmp_path: Path) -> None:
-    content = bytes(range(256)) * 8192  # more than one block
+    # The content is larger than one block.
+    content = bytes(range(256)) * 8192
     (tmp_path / "file").write_bytes(content)
     assert digest_file(tmp_path / "file") == digest_bytes(content)
 

@@ -58,15 +58,16 @@ def test_commands_with_older_ledger_backup_exit_4_until_adoption(
     assert (refused.code, refused.stderr.count("the ledger lost entries")) == (4, 1)
     seen = twice.root / ".onnx-ops" / "seen" / f"{ENDPOINT}.json"
     assert f"remove {seen}" in " ".join(refused.stderr.split())
-    # A machine may never have read the newer entries, although the endpoint has applied them.
+    # A machine that never read the newer entries has no record of them, although the endpoint has
+    # applied them.
     if forgets:
         seen.unlink()
         refused = twice.command("reconcile", ENDPOINT)
         assert (refused.code, "the endpoint has applied entry" in refused.stderr) == (4, True)
     assert twice.command("ledger", "adopt", ENDPOINT, "--yes", "--reason", "restored").code == 0
     assert twice.command("reconcile", ENDPOINT).code == 0
-    # The lost rollback is still in the registry: the champion's alias is a request, like a request
-    # of any user.
+    # The lost rollback is still in the registry: the champion's alias counts as a request of a
+    # user.
     assert traffic(twice) == {"v1": 100}
     assert [twice.command(name, ENDPOINT).code for name in ("status", "history", "reconcile")] == [
         0,
@@ -129,7 +130,8 @@ def test_status_without_read_permission_exits_4_without_traceback(twice: Project
 
 def drop_rights() -> None:
     """Drop root's right to read the files of other users, for the next program."""
-    for right in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    for right in (1, 2):
+        # 1 is CAP_DAC_OVERRIDE, 2 is CAP_DAC_READ_SEARCH, and 24 is PR_CAPBSET_DROP.
         ctypes.CDLL(None).prctl(24, right, 0, 0, 0)  # PR_CAPBSET_DROP
 
 

@@ -37,7 +37,7 @@ def test_demo_script_finishes_one_canary_and_rolls_back_twice(tmp_path: Path) ->
         ]
     finally:
         project.stop_endpoints()
-    # A clean-up changes no share of the traffic.
+    # Entries with equal shares are joined, since a clean-up does not change the traffic.
     assert [shares for shares, _ in itertools.groupby(moved)] == [
         {"v1": 100},
         {"v1": 90, "v4": 10},

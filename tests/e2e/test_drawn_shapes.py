@@ -44,7 +44,7 @@ def list_answering_versions(project: Project) -> set[str]:
 def test_drawn_shapes_release_after_canary_and_rollback_serves_first_version(
     fresh_project: Project,
 ) -> None:
-    # The import of this module imports torch.
+    # This module imports torch, so it is imported only when the test runs.
     from examples.drawn_shapes import list_objects, predict
 
     file = fresh_project.root / PIPELINE

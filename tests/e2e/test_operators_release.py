@@ -91,7 +91,8 @@ def test_custom_operators_are_released_and_restored_with_model(project: Project)
     assert answer(project) == [-2.0, 0.0, 3.0]
     (
         project.root / "lib/libsoftsign.so"
-    ).unlink()  # neither a rollback nor a server needs the project's file
+        # Neither a rollback nor a server needs the project's file.
+    ).unlink()
     project.document("rollback", "softsign", "--reason", "test")
     assert answer(project) == [-1.0, 0.0, 1.5]
     stored, copies = find_libraries(project)
@@ -102,11 +103,13 @@ def test_custom_operators_are_released_and_restored_with_model(project: Project)
     )
     project.stop_endpoints()
     tamper(stored[0])
-    project.document("reconcile", "softsign")  # the private copy is intact
+    # The private copy is intact.
+    project.document("reconcile", "softsign")
     assert answer(project) == [-1.0, 0.0, 1.5]
     project.stop_endpoints()
     tamper(copies[0])
-    project.document("reconcile", "softsign")  # the files are fetched from the registry
+    # The files are fetched from the registry.
+    project.document("reconcile", "softsign")
     assert answer(project) == [-1.0, 0.0, 1.5]
     libraries = [
         *itertools.chain(*find_libraries(project)),

@@ -58,7 +58,8 @@ def inbox(site: PrefectSite) -> Iterator[WebhookSink]:
             headers=None,
             cookies=None,
         )
-        block.save("ops", overwrite=True)  # other tests save a block `ops`
+        # Other tests also save a block `ops`.
+        block.save("ops", overwrite=True)
         yield inbox
 
 
@@ -92,7 +93,8 @@ def automations(site: PrefectSite, inbox: WebhookSink) -> Iterator[dict[str, dic
         one for one in site.ask("/automations/filter") if one["name"] in (GATE, DEAD)
     ]
     yield {automation["name"]: automation for automation in listed}
-    for automation in listed:  # other tests have runs at this server
+    # Other tests have runs at this server, so the automations are deleted.
+    for automation in listed:
         site.call("DELETE", f"/automations/{automation['id']}")
 
 

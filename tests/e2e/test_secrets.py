@@ -19,7 +19,8 @@ from onnx_ops.app.scaffold import scaffold
 from tests.support.git import commit_all
 from tests.support.processes import end_all
 
-pytestmark = pytest.mark.nightly  # runs a pipeline two times
+# The test runs a pipeline twice.
+pytestmark = pytest.mark.nightly
 
 VARIABLES = (
     "AWS_SECRET_ACCESS_KEY",

@@ -38,7 +38,7 @@ ROWS: list[dict[str, Any]] = [
 def test_endpoint_of_table_model_answers_like_source(fresh_project: Project) -> None:
     import pandas as pd
 
-    # The import of this module imports scikit-learn.
+    # This module imports scikit-learn, so it is imported only when the test runs.
     from examples.churn_table import train as train_churn
 
     fresh_project.run(pipeline=PIPELINE)
@@ -127,7 +127,8 @@ def test_endpoint_of_raw_table_answers_like_source(fresh_project: Project, name:
     expected = source.predict_proba(frame)
     np.testing.assert_allclose([row["probabilities"] for row in answers], expected, atol=1e-4)
     predicted = source.predict(frame)
-    if predicted.dtype == np.bool_:  # the labels of an ONNX classifier are integers or texts
+    if predicted.dtype == np.bool_:
+        # The labels of an ONNX classifier are integers or texts.
         predicted = predicted.astype(np.int64)
     sure = np.abs(expected[:, 0] - 0.5) > 1e-4
     given = np.array([str(row["label"]) for row in answers])

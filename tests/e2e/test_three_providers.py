@@ -170,7 +170,8 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of marshmallow about the SDK's own schemas
+        # marshmallow warns about the schemas of Azure's SDK.
+        warnings.simplefilter("ignore")
         importlib.import_module("azure.ai.ml")
     root = tmp_path_factory.mktemp("three")
     (root / "onnx-ops.toml").touch()

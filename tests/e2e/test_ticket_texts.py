@@ -37,7 +37,7 @@ def list_answering_versions(project: Project) -> set[str]:
 def test_ticket_texts_release_after_canary_and_rollback_serves_first_version(
     fresh_project: Project,
 ) -> None:
-    # The import of this module imports scikit-learn.
+    # This module imports scikit-learn, so it is imported only when the test runs.
     from examples.ticket_texts import fit
 
     file = fresh_project.root / PIPELINE

@@ -99,7 +99,7 @@ class LocalPod:
             "WRITABLE": " ".join(map(str, self._writable)),
             "USER_ID": str(self.pod["spec"]["securityContext"]["runAsUser"]),
             "MEMORY_KIB": str(memory // 1024),
-            # Variables that the image sets.
+            # The image sets the following four variables.
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(ROOT),
             "PYTHONDONTWRITEBYTECODE": "1",

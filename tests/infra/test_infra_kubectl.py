@@ -198,7 +198,7 @@ def test_commands_of_guide_start_pods_whose_doctor_finds_no_fault(cluster: Clust
     project = cluster.folder / "project"
     write_project(project, {"control": str(control), "reports": str(reports), "replicas": 1})
     cluster.succeed(["onnx-ops", "keys", "new"])
-    # The commands of the guide, with the example whose store exists here.
+    # The following commands are those of the guide, with the example whose store exists here.
     starts = (
         "cp -r",
         "onnx-ops keys public",
@@ -245,7 +245,8 @@ def test_commands_of_guide_start_pods_whose_doctor_finds_no_fault(cluster: Clust
         until(lambda: does_answer(live.replace("live", "ready")), "readiness")
         served = {one["check"]: one["found"] for one in json.loads(cluster.succeed(doctor))}
         assert " serves table " in served["replica"]
-    if can_isolate():  # every other write would have failed
+    if can_isolate():
+        # An isolated container can write only to its volumes.
         assert (replica.run(["touch", str(cluster.folder / "new")])[0]) != 0
 
 
@@ -262,7 +263,8 @@ def start_services(cluster: Cluster, volumes: Path, project: Path) -> None:
         pod=cluster.api.find("Pod", "reconciler-0", "onnx-ops"),
         folder=volumes,
         work=project,
-        shared=volumes / "digits-shared",  # the guide describes this mount
+        # The guide describes this mount.
+        shared=volumes / "digits-shared",
         changes={
             "ONNX_OPS_STATE": str(volumes / "reconciler-0-scratch" / "state"),
             "ONNX_OPS_STORE": "",

@@ -354,7 +354,7 @@ def test_container_with_manifest_settings_becomes_ready_and_ends_within_grace_pe
         "ONNX_OPS_STATE_DIR": str(tmp_path / "volume" / "replica"),
         "ONNX_OPS_HOST": "127.0.0.1",
         "ONNX_OPS_PORT": str(port),
-        # Variables that the image sets. HOME is not among them.
+        # The image sets the following variables, but not HOME.
         "PATH": os.environ["PATH"],
         "PYTHONPATH": str(INFRA.parent),
         "PYTHONDONTWRITEBYTECODE": "1",

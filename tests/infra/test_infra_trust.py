@@ -62,7 +62,7 @@ def jobs(folder: Path) -> Iterator[Job]:
     """Yield every job of a folder's workflows, for each event that starts it."""
     for file in sorted(folder.glob("*.yml")):
         workflow = read(file)
-        on = workflow[True]  # YAML 1.1 reads `on` as a boolean
+        on = workflow[True]  # YAML 1.1 reads the key `on` as a boolean.
         for event in on if isinstance(on, dict) else [on]:
             for name, job in workflow["jobs"].items():
                 if _runs(str(job.get("if", "")), event):

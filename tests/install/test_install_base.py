@@ -161,7 +161,7 @@ def test_project_extras_equal_extras_named_in_code() -> None:
         for extra in PROJECT["optional-dependencies"]
         if extra not in GROUPS
     }
-    # Packages of Prefect, which imports them.
+    # The extra `prefect` also pins these packages, which Prefect imports.
     pins = {"fastapi", "sqlalchemy"}
     found = {
         extra: {name.removesuffix("-cpu") for name in names}

@@ -26,7 +26,8 @@ MOST_S = 180.0
 
 def write_files(folder: Path) -> None:
     """Write `fp32.onnx`, exported by PyTorch, and `int8.onnx`, quantized by ONNX Runtime."""
-    import torch  # slow to import, and only this test needs it
+    # torch is slow to import, and only this test needs it.
+    import torch
 
     torch.manual_seed(0)
     network = torch.nn.Sequential(
@@ -45,14 +46,15 @@ def write_files(folder: Path) -> None:
         dynamic_shapes=({0: torch.export.Dim("batch")},),
         external_data=False,
     )
-    # ONNX Runtime's quantizer rejects the shapes of weights that PyTorch has recorded.
+    # ONNX Runtime's quantizer (1.31) rejects the shapes of weights that PyTorch 2.13 has recorded.
     model = onnx.load(folder / "fp32.onnx")
     del model.graph.value_info[:]
     onnx.save(model, folder / "plain.onnx")
     quantize_dynamic(folder / "plain.onnx", folder / "int8.onnx")
 
 
-@pytest.mark.filterwarnings("ignore")  # of the exporter
+# The exporter of torch causes warnings.
+@pytest.mark.filterwarnings("ignore")
 def test_first_readme_commands_judge_local_models_within_time_limit(tmp_path: Path) -> None:
     write_files(tmp_path)
     build_wheel(tmp_path / "source", tmp_path / "dist")

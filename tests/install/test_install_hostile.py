@@ -17,7 +17,8 @@ from tests.install.bare_environments import install_base
 from tests.install.workflow_world import TOKEN, World, log, open_world
 from tests.support.git import git
 
-pytestmark = pytest.mark.nightly  # installs a project into new environments
+# The test installs a project into new environments.
+pytestmark = pytest.mark.nightly
 
 SECRETS = {
     "ONNX_OPS_SIGNING_PEM": "PEM-of-the-release-key",
@@ -82,7 +83,7 @@ def attack(root: Path, place: Path) -> list[str]:
         "from __future__ import annotations\nfrom models.attack import attack\n",
     )
     train.write_text(f"{code}\n\nattack()\n", encoding="utf-8")
-    # The job that publishes would install this if it took it from the commit.
+    # The job that publishes would install this package if it took its requirements from the commit.
     evil = root / "vendor" / "evil"
     evil.mkdir()
     setup = (

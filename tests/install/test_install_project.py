@@ -108,7 +108,7 @@ def test_gates_of_ci_only_project_run_on_pull_request_with_base_installation(
         published = world.run("publish", "pull_request", pull)
         assert "fraud.yaml: PASS" in published.summary
         assert "fraud.yaml: PASS" in world.github.requests[-1].document["body"]
-        # The metrics of a merged change are left for the cache, and nothing for a release.
+        # The job leaves the metrics of a merged change for the cache, but nothing for a release.
         world.forget_artifacts()
         runner = world.run("evaluate", "push", {"before": first})
         (recorded,) = (runner.temp / "onnx-ops-metrics").iterdir()

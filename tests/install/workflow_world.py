@@ -73,7 +73,8 @@ class World:
         else:
             git(machine, "clone", "--quiet", str(self.origin), str(checkout))
         temp = machine / "temp"
-        for path in temp.glob("*"):  # reuse environments: new ones would be equal
+        # The environments are kept, since new environments would be equal.
+        for path in temp.glob("*"):
             if path.name not in ("venv", "publish"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         head = git(self.origin, "rev-parse", "HEAD")

@@ -179,7 +179,8 @@ def test_reference_of_rows_with_nan_puts_missing_values_inside_domain(tmp_path: 
     assert {group.name: group.inside for group in asked.groups}["missing"]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch itself
+# torch itself causes this warning.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_parity_gate_of_recurrent_export_with_nan_difference_is_advisory(tmp_path: Path) -> None:
     """The runtime's kernels return a number for NaN, and the source returns NaN."""
     import torch
@@ -209,7 +210,8 @@ def test_parity_gate_of_recurrent_export_with_nan_difference_is_advisory(tmp_pat
     (refused,) = judge_parity(strict, evidence(parity=found))
     assert refused.verdict is Verdict.FAIL
     assert "for example row " in refused.reason
-    assert "series =" not in refused.reason  # rows of a data set may hold personal data
+    # Rows of a data set can contain personal data.
+    assert "series =" not in refused.reason
     (ignored,) = judge_parity(ParityGate(groups={"missing": "ignore"}), evidence(parity=found))
     assert not ignored.advisory
 

@@ -44,7 +44,8 @@ def section_of(one: dict[str, Any]) -> Quantize:
 class TestOliveDynamic(OptimizerSuite):
     one: ClassVar[dict[str, Any]] = {
         "type": "OnnxDynamicQuantization",
-        "reduce_range": True,  # without VNNI, sums of 8-bit products saturate
+        # Without VNNI, sums of 8-bit products saturate.
+        "reduce_range": True,
         "quant_preprocess": False,
     }
 
@@ -114,7 +115,7 @@ def test_olive_pass_that_fails_or_changes_interface_raises_stage_error(
 def test_olive_that_quantizes_excluded_node_raises_user_error(
     olive: IsolatedOptimizer, tmp_path: Path
 ) -> None:
-    # The preparation fuses the product and the sum.
+    # Olive's preparation fuses the product and the sum, so the excluded node disappears.
     request = request_for(tmp_path, {"type": "OnnxDynamicQuantization"})
     with pytest.raises(UserError, match="Olive quantized first, which `exclude` names"):
         olive.optimize(replace(request, section=replace(request.section, exclude=("first",))))

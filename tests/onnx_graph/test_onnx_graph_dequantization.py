@@ -31,7 +31,8 @@ def distance(source: Path, derived: Path) -> float:
     plain, exact = source.with_name("plain.onnx"), source.with_name("exact.onnx")
     write_with_weights(source, read_quantized_weights(source, derived), plain)
     write_dequantized(source, derived, exact)
-    feed = {"x": 3 * rows(64, seed=9)["x"]}  # this includes values beyond the ranges
+    # The rows include values beyond the calibrated ranges.
+    feed = {"x": 3 * rows(64, seed=9)["x"]}
     one, other = (
         np.asarray(OnnxRuntime().run(path, AS_WRITTEN, (feed,))[0]["scores"], dtype=np.float64)
         for path in (plain, exact)

@@ -119,7 +119,8 @@ def test_share_structure_after_change_parses_file_again(
 
 
 def test_share_structure_of_recently_written_file_parses_it_each_time(perceptron: Path) -> None:
-    write_lineage(perceptron, {"seed": "7"})  # a second write could have the same time
+    # A second write could have the same time as this write.
+    write_lineage(perceptron, {"seed": "7"})
     assert share_structure(perceptron) is not share_structure(perceptron)
 
 

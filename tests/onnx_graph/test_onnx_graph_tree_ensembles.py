@@ -24,7 +24,7 @@ from onnx_ops.ports import Dataset, ExportRequest
 from onnx_ops.statistics.tree_parity import compare_trees
 from onnx_ops.testing.models import rows, write_perceptron
 
-# Functions of the package `sklearn`, which is slow to import, and the names of their data.
+# The functions take the package `sklearn`, which is slow to import. The texts name the data.
 ESTIMATORS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "tree, 3 classes": (lambda sk: sk.tree.DecisionTreeClassifier(max_depth=4), "iris"),
     "tree, 2 classes": (
@@ -204,7 +204,8 @@ def forest(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, dict[st
     y = (x[:, 0] + x[:, 1] / 5 + draw.standard_normal(300) > 2).astype(int)
     trees = RandomForestClassifier(n_estimators=5, max_depth=5, random_state=0)
     samples: dict[str, Any] = {"x": x}
-    if request.param == "columns":  # one of the columns holds whole numbers
+    if request.param == "columns":
+        # One of the columns contains whole numbers.
         samples = {f"c{place}": x[:, [place]] for place in range(6)}
         samples["c3"] = (100 * samples["c3"]).astype(np.int64)
     model = make_pipeline(StandardScaler(), trees) if request.param == "scaled" else trees

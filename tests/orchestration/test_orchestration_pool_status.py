@@ -164,7 +164,8 @@ def test_announcement_of_removed_worker_is_deleted_by_next_worker(
         }
 
     start_worker(client, pool, "first")
-    start_worker(client, pool, "first")  # the worker starts again, as in a container
+    # The worker starts again with the same name, as in a restarted container.
+    start_worker(client, pool, "first")
     place = {"work_pool_name": pool, "name": "first"}
     client.request("DELETE", "/work_pools/{work_pool_name}/workers/{name}", path_params=place)
     assert announced() == {"first"}

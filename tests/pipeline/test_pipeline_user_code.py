@@ -73,8 +73,9 @@ def edited(
         (
             "tools.deep.inner",
             {"tools/__init__", "tools/deep/__init__"},
-        ),  # the `__init__` files run when the module is imported
-        ("space.code", {"space/code", "helper"}),  # without __init__, in a function
+        ),  # The `__init__` files run when the module is imported.
+        # `space` has no `__init__` file, and a function contains the import.
+        ("space.code", {"space/code", "helper"}),
     ],
 )
 def test_collect_user_code_includes_imported_modules(

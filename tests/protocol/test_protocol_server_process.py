@@ -78,7 +78,8 @@ def test_read_start_time_identifies_live_process_and_is_none_after_its_end() -> 
         assert read_start_time(other.pid) not in (None, read_start_time(os.getpid()))
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        assert read_start_time(other.pid) is None  # a zombie counts as ended
+        # A zombie counts as ended.
+        assert read_start_time(other.pid) is None
     assert read_start_time(other.pid) is None
 
 
@@ -110,7 +111,8 @@ def test_list_workers_removes_files_of_ended_workers(tmp_path: Path) -> None:
     assert list_workers(tmp_path) == ()
     mine = register_worker(tmp_path)
     reused = tmp_path / WORKERS_FOLDER / str(os.getppid())
-    reused.write_text("17")  # another process now has this id
+    # Another process now has this id.
+    reused.write_text("17")
     assert list_workers(tmp_path) == (os.getpid(),)
     assert mine.exists()
     assert not reused.exists()

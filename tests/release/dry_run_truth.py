@@ -151,7 +151,8 @@ def leave_request(
     endpoint, version = random_.choice(ENDPOINTS), random_.choice(versions)
     deletes = random_.random() < 0.5
     with suppress(OnnxOpsError):
-        if random_.random() < 0.5:  # most rollbacks need an earlier version
+        if random_.random() < 0.5:
+            # Most rollbacks need an earlier version.
             promote_version(scene.context, version, override=True)
         with _refusing(provider, ("apply", "roll_back", "remove")):
             if deletes:
@@ -222,7 +223,8 @@ def grow(scene: Scene, random_: random.Random) -> None:
     publish_versions(scene)
     for name in ENDPOINTS[: random_.choice((1, 2))]:
         scene.bind(name, random_.choice((AT_ONCE, CANARY, GUARDED)))
-    if random_.random() < 0.8:  # most endpoints serve
+    if random_.random() < 0.8:
+        # Most endpoints serve a version.
         with suppress(OnnxOpsError):
             for version in random_.sample(VERSIONS[:4], random_.choice((1, 2))):
                 promote_version(scene.context, version, override=False)

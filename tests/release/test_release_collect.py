@@ -135,7 +135,8 @@ def test_prune_deletes_unreferenced_content_unless_stored_again(
     assert [one.digest for one in plan.contents] == [unused]
     assert context.store.read(unused) == b"unused"
     before = replace(plan, contents=tuple(replace(one, at=one.at - 5) for one in plan.contents))
-    assert prune(context, before).contents == ()  # stored again since
+    # The object was stored again after the plan was made, so it is kept.
+    assert prune(context, before).contents == ()
     assert context.store.read(unused) == b"unused"
     assert prune(context, plan).contents == plan.contents
     assert context.store.contents() == ()

@@ -264,7 +264,8 @@ def test_history_of_damaged_ledger_lists_entries_before_damage(
     assert (error["endpoint"], error["error"]) == ("digits", "CorruptStateError")
     lines_of_model, errors = read_history(site.context, HistoryFilter(model="other"))
     assert lines_of_model == ()
-    assert list(errors) == ["faces"]  # the binding of `faces` is lost
+    # The binding of `faces` is lost.
+    assert list(errors) == ["faces"]
 
 
 def test_read_intact_of_damaged_ledger_returns_entries_before_damage(site: Site) -> None:

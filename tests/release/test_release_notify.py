@@ -57,7 +57,8 @@ def alarm(scene: Scene, why: str = "errors: 28/800 -> ROLL BACK") -> None:
 
 def retry(scene: Scene) -> None:
     """Roll out the same version again, as an operator requests with an override."""
-    scene.world.clock.advance(1)  # an override of the same moment would be the same override
+    # An override of the same moment would be identical to the first override.
+    scene.world.clock.advance(1)
     scene.promote("3", override=True, reason="again")
     scene.reconcile()
 

@@ -170,7 +170,8 @@ def test_run_of_older_release_during_trial_keeps_candidate() -> None:
     candidate = scene.state().roles.candidate
     assert candidate is not None
     assert candidate.version == "3"
-    assert run(scene, "1").did != "left"  # version 1 serves already
+    # Version 1 serves already.
+    assert run(scene, "1").did != "left"
 
 
 def test_run_after_failed_start_is_continued(scene: Scene) -> None:

@@ -47,7 +47,8 @@ def test_rollback_in_copied_ledger_survives_merge_into_original(
     )
     assert scene.traffic()["v2"] == 100
     shutil.copytree(ledger, aside)
-    scene.roll_back()  # in the folder that becomes the copy below
+    # This rollback is recorded in the folder that becomes the copy below.
+    scene.roll_back()
     assert scene.traffic()["v1"] == 100
     ledger.rename(copy)
     aside.rename(ledger)

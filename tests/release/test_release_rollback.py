@@ -458,7 +458,8 @@ def test_roll_back_after_ledger_conflict_decides_again(scene: Scene) -> None:
     other, head = scene.world.context("another process"), scene.state().head
 
     def change_policy(moment: int) -> None:
-        if moment == 1:  # the rollback has read the ledger, and has not written to it yet
+        if moment == 1:
+            # The rollback has read the ledger, and has not written to it yet.
             bind_endpoint(other, config_of("digits"), CANARY)
 
     scene.faults = Faults(between=change_policy)

@@ -428,7 +428,8 @@ def test_options_that_provider_cannot_apply_are_reported_and_tried_once(
         head = scene.state().head
         with pytest.raises(InfrastructureError, match="quota"):
             scene.reconcile()
-        assert scene.state().head == head + 2  # the intent, and its failure
+        # The two new entries are the intent and its failure.
+        assert scene.state().head == head + 2
         assert scene.traffic() == {"v1": 100}
     assert [report.did for report in scene.reconcile()] == ["reconfigure", ""]
 
@@ -459,7 +460,7 @@ def test_reconcile_without_registry_restores_endpoint_and_reports_outage(trial: 
     trial.world.provider.interfere("digits", None)
     reports = trial.reconcile()
     assert reports[0].did == "restore"
-    # a restoration does not read the registry
+    # A restoration does not read the registry, so only later reports show the outage.
     assert all(report.registry_down for report in reports[1:])
     assert trial.traffic() == {"v2": 10, "v1": 90}
 

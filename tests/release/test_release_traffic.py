@@ -118,6 +118,6 @@ def test_estimate_users_with_very_many_users_returns_number_of_requests() -> Non
 def test_solve_users_inverts_units_of_epoch() -> None:
     units = {"errors": UnitCounts(candidate=(10,), stable=(630,))}
     split = GenerationUnits(generation=1, step=0, percent=10, is_drawn=True, epochs=10, units=units)
-    # 100 users with 100 requests: 63 are active in an epoch.
+    # 100 users send 100 requests an epoch, so 63 of them are active: 1 - 1/e.
     assert 95 <= traffic._solve_users(100 / 60, split, 60.0) <= 110
     assert traffic._solve_users(65 / 60, split, 60.0) == 0

@@ -143,7 +143,8 @@ def test_slot_of_removed_deployment_is_reused_with_zero_counts() -> None:
         assert 0 < slot < SLOTS
         assert shared.sum_slot(slot)[get_column(200)] == 0
         count_request(shared.get_row(0, slot), 200, 0.1)
-        if previous is not None:  # requests are still answered by the previous table
+        if previous is not None:
+            # The previous table still answers requests.
             (kept,) = slots.assign(previous, current).values()
             assert shared.sum_slot(kept)[get_column(200)] == 1
         previous = current

@@ -152,7 +152,7 @@ def test_request_results_are_counted_by_field() -> None:
         (499, 0.0),
     ):
         site.workers[0].count(site.draw, 2, KEYLESS_CELL, status, seconds)
-    # A request of a deployment that is not watched.
+    # The deployment of slot 3 is not watched.
     site.workers[0].count(site.draw, 3, 7, 200, 0.0)
     site.turn()
     (epoch,) = site.counts.collect(UserCountsRequest(limits_s=limits)).epochs
@@ -177,7 +177,8 @@ def test_request_that_outlasts_its_epoch_memory_counts_once_as_error() -> None:
     site.turn()
     closed = site.counts.collect(WATCH).epochs
     assert [total(each, CELL_ERRORS)["new"] for each in closed] == [1, 0, 0]
-    site.workers[0].count(site.draw, 2, 5, 200, 0.0)  # this resets the memory
+    # This call resets the memory of the epoch.
+    site.workers[0].count(site.draw, 2, 5, 200, 0.0)
     site.workers[0].finish(place, 200, 0.0)
     site.turn(3)
     again = site.counts.collect(WATCH).epochs
@@ -187,10 +188,12 @@ def test_request_that_outlasts_its_epoch_memory_counts_once_as_error() -> None:
 
 def test_collect_returns_only_epochs_with_unchanged_table_and_watch() -> None:
     site = Site()
-    site.turn()  # without a watch
-    site.watch()  # counts begin in this epoch
+    # No watch is set in the first epoch, and counts begin in the next epoch.
     site.turn()
-    site.turn(is_complete=False)  # a deployment was not loaded
+    site.watch()
+    site.turn()
+    # A deployment was not loaded in this epoch.
+    site.turn(is_complete=False)
     site.publish(2)
     site.turn(2)
     site.publish(3, candidate=50, epoch_s=0.0)

@@ -140,7 +140,8 @@ def test_admin_listener_without_token_returns_401(published: Server, blue: Deplo
         assert published.admin("GET", token=token).status == 401
         assert published.admin("PUT", body, token=token).status == 401
     assert published.call("GET", STATE_PATH, admin=True).status == 401
-    assert published.call("GET", STATE_PATH).status == 404  # not on the public listener
+    # The public listener does not have this path.
+    assert published.call("GET", STATE_PATH).status == 404
     assert published.admin("GET").json()["state"]["generation"] == 2
 
 

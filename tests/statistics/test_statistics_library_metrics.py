@@ -116,7 +116,8 @@ def compute_sklearn(definition: MetricDefinition, label: Any, answers: Any) -> f
     match definition.name:
         case "ndcg":
             return float(metrics.ndcg_score(label, answers, k=definition.k))
-        case "mrr":  # of one relevant item
+        case "mrr":
+            # With one relevant item for each row, MRR equals this metric.
             return float(metrics.label_ranking_average_precision_score(label, answers))
         case "log_loss":
             return float(metrics.log_loss(label, answers, labels=range(answers.shape[1])))

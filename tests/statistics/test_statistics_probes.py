@@ -70,7 +70,8 @@ def test_make_probe_groups_gives_each_group_all_inputs_with_their_types() -> Non
 def test_make_range_inputs_reaches_ends_of_range_and_stays_within() -> None:
     made: dict[str, npt.NDArray[Any]] = {**make_range_inputs(SAMPLES, learn_domains(SAMPLES))}
     image = made["image"].astype(np.float64)
-    assert image.min() == 0  # never below the smallest value of all rows
+    # No value is below the smallest value of all rows.
+    assert image.min() == 0
     assert 16 < image.max() <= 24 + 1e-3
     assert made["tokens"].min() == TOKENS.min()
     assert made["tokens"].max() == TOKENS.max()
@@ -275,7 +276,8 @@ def test_make_sized_inputs_without_free_axis_returns_no_groups() -> None:
 
 
 def test_make_sized_inputs_beyond_memory_limit_reduces_rows_or_omits_groups() -> None:
-    wide = np.zeros((1, 5_000_000), dtype=np.float32)  # two rows of twice the size would be 76 MiB
+    # Two rows of twice the size would be 76 MiB.
+    wide = np.zeros((1, 5_000_000), dtype=np.float32)
     groups = make_sized_inputs({"x": wide}, {"length": [("x", 1)]})
     assert {made["x"].shape for made in groups.values()} == {
         (32, 1),

@@ -84,7 +84,8 @@ def test_activation_statistics_of_clipping_returns_ratio_to_rounding_energy() ->
     found = look(x, quantize(x, 0.01, 0), step=0.01, zero=0)
     assert found.clipping == pytest.approx(0.01 * 0.995**2 / (0.01**2 / 12), rel=0.01)
     fine = look(x, x, step=0.01 / 256, zero=0)
-    assert fine.clipping > 100  # a fine step does not hide clipping
+    # A fine step does not hide clipping.
+    assert fine.clipping > 100
 
 
 def test_activation_statistics_stretch_compares_range_with_values_unless_undefined() -> None:

@@ -100,7 +100,7 @@ def test_forecast_with_larger_min_requests_detects_more_harm() -> None:
 def test_forecast_with_few_users_waits_for_units() -> None:
     one = forecast_rollout(make_policy(), replace(STEADY, rate=20, users=1)).steps[0]
     assert one.waits[0].kind == "units"
-    # 20 epochs of the candidate, of which one in ten is its own.
+    # The candidate needs 20 epochs, and gets one epoch in ten.
     assert one.duration.median_s == pytest.approx(200 * 60, rel=0.1)
     assert forecast_rollout(make_policy(), replace(STEADY, rate=20)).steps[0].waits[0].kind != (
         "units"
@@ -213,7 +213,8 @@ def test_choose_harms_follows_tolerance_of_policy() -> None:
         ),
     )
     errors, latency = choose_harms(policy, Traffic(rate=1.0, errors=0.1))
-    assert errors.value == pytest.approx(0.4)  # six times the odds of 1 to 9
+    # The value has six times the odds of 0.1, which are 1 to 9.
+    assert errors.value == pytest.approx(0.4)
     assert latency.name == "latency"
     assert latency.value == pytest.approx(1.65)
     assert choose_harms(policy, Traffic(rate=1.0))[0].value == 0.01

@@ -120,7 +120,8 @@ def test_judge_with_too_few_units_reports_unmet_target() -> None:
     assert "of 20 independent units" in judged.unmet_target
     assert not run_clients(10, 40, failing=0.0).unmet_target
     server, observations = Server(), begin()
-    for _ in range(40):  # no epoch has compared latencies, as during warm-up
+    # No epoch has compared latencies, as during the warm-up.
+    for _ in range(40):
         observations = add(observations, server.serve([(100, 0, True), *[(100, 0, False)] * 9]))
     latency = replace(POLICY, guardrails=(Guardrail(name="latency_p50"),))
     assert judge(observations, latency).unmet_target.startswith(

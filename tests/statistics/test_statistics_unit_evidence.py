@@ -122,7 +122,8 @@ def test_measure_unit_evidence_of_split_is_mean_of_products_of_factors(
     shown = unit_evidence.measure_unit_evidence([split(total[0], total[1], percent)], "errors", 1.0)
     factors = unit_evidence.make_log_factors(percent, 1.0, (0.0,))
     candidate, units = total.sum(axis=1)[0], total.sum()
-    if abs(candidate / units - percent / 100) < 0.05:  # otherwise the units show another split
+    if abs(candidate / units - percent / 100) < 0.05:
+        # With another share, the units would show another split.
         logs = np.tensordot(factors, total, axes=([1, 2], [0, 1]))
         assert shown == pytest.approx(
             float(np.logaddexp.reduce(logs) - math.log(len(logs))) / math.log(10)

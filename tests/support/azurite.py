@@ -44,9 +44,10 @@ def azurite(packages: Path, container: str) -> Iterator[str]:
         [program, *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        start_new_session=True,  # tests that end a process group must not end Azurite
+        # Tests that end a process group must not end Azurite.
+        start_new_session=True,
     ) as process:
-        # Clients are cached by location, with the connection string of an earlier server.
+        # fsspec caches clients by location, with the connection string of an earlier server.
         fsspec.get_filesystem_class("abfs").clear_instance_cache()
         try:
             account = f"AccountName={ACCOUNT};AccountKey={KEY}"

@@ -46,7 +46,7 @@ _GIVEN = "ONNX_OPS_CONFORMANCE"
 """Variable that passes the arguments of the command to the tests, as JSON."""
 _BODY = b'{"inputs": {"x": [[1.0, 1.0]]}}'
 _DESELECTED = {
-    # Each repeats a rollback for every request, which takes hours in a cloud.
+    # Each of these tests repeats a rollback for every request, which takes hours in a cloud.
     "": "not after_failed_request",
     # Servers that a user starts continue to serve after the endpoint is removed.
     "replicas": "not after_failed_request and not remove_ends_endpoint and not orphans",

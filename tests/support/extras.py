@@ -21,7 +21,8 @@ def require(module: str, *, reason: str) -> None:
     """
     try:
         found = find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package is missing too
+    except ModuleNotFoundError:
+        # The parent package is missing too.
         found = False
     if not found:
         pytest.skip(reason, allow_module_level=True)

@@ -102,7 +102,8 @@ class Faults:
             try:
                 self.moment()
             except BaseException:
-                if name == "open":  # the caller never receives the descriptor that it should close
+                if name == "open":
+                    # The caller never receives the descriptor, so it is closed here.
                     os.close(result) if isinstance(result, int) else result.close()
                 raise
             return result

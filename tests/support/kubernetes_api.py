@@ -278,7 +278,8 @@ def _describe(path: str) -> Object | bytes | None:
         ]
         return {"kind": "APIGroupList", "apiVersion": "v1", "groups": entries}
     if path == "/openapi/v2":
-        return b""  # the older description, which kubectl reads for unknown kinds; it lists none
+        # kubectl reads this older description for unknown kinds. It lists no kinds.
+        return b""
     if path == "/openapi/v3":
         return {
             "paths": {
@@ -355,7 +356,8 @@ class _Handler(BaseHTTPRequestHandler):
             answer, code = act(parts.path, parse_qs(parts.query)), HTTPStatus.OK
         except ApiError as error:
             answer, code = error.status, error.code
-        if answer is None:  # the connection was used by `exec`
+        if answer is None:
+            # The command `exec` has taken over the connection.
             return
         if isinstance(answer, bytes):
             kind, data = "application/octet-stream", answer

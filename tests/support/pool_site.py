@@ -214,7 +214,7 @@ class PoolSite:
             "PREFECT_HOME": str(root / "prefect"),
             "PREFECT_CLI_COLORS": "false",
         }
-        # A separate lock for measurements, as on a separate machine.
+        # The machine has its own temporary folder, and thus its own lock for measurements.
         (root / "tmp").mkdir(exist_ok=True)
         client["TMPDIR"] = str(root / "tmp")
         if self.apart:

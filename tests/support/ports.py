@@ -20,7 +20,8 @@ def free_port() -> int:
     range may be taken before the server that needs it has started.
     """
     end = 32_768
-    with contextlib.suppress(OSError):  # a system other than Linux
+    with contextlib.suppress(OSError):
+        # Only Linux has this file.
         end = int(_CONNECTIONS.read_text(encoding="ascii").split()[0])
     for port in _CHANCE.sample(
         range(_LOWEST, max(end, _LOWEST)), k=min(100, max(end - _LOWEST, 0))

@@ -37,7 +37,8 @@ def postgres() -> Iterator[str]:
         pytest.skip(lacking)
     folder, port = Path(tempfile.mkdtemp(prefix="onnx-ops-postgres-")), free_port()
     user = "postgres" if os.geteuid() == 0 else getpass.getuser()
-    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
+    if os.geteuid() == 0:
+        # PostgreSQL refuses to run as root.
         owner = pwd.getpwnam(user)
         os.chown(folder, owner.pw_uid, owner.pw_gid)
     data = folder / "data"

@@ -111,7 +111,8 @@ def end_all(folder: Path) -> None:
 
     They work in the folder or below it, or their command names it.
     """
-    import psutil  # not installed with the base package alone
+    # The base package alone does not install psutil.
+    import psutil
 
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -163,7 +164,8 @@ def _with(place: int, value: int) -> list[int]:
     found = []
     for entry in _PROC.iterdir():
         if entry.name.isdecimal():
-            with suppress(OSError):  # the process ended meanwhile
+            with suppress(OSError):
+                # The process can end after it was listed.
                 fields = _stat(int(entry.name))
                 if int(fields[place]) == value and fields[_STATE] not in "ZX":
                     found.append(int(entry.name))

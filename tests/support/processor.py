@@ -63,7 +63,8 @@ def saturates_here() -> bool:
 
 
 def _read_here() -> HardwareFingerprint:
-    from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime  # few tests need it
+    # Few tests need ONNX Runtime, which is slow to import.
+    from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 
     return OnnxRuntime().fingerprint(_HERE)
 
@@ -81,7 +82,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "processor: holds on x86 with and without VNNI; runs on an emulated one as well"
     )
     if config.option.emulated:
-        # Set before the tests are collected: some read the processor when they are imported.
+        # The processor is replaced before the tests are collected, because some tests read the
+        # processor when they are imported.
         features = patch("onnx_ops.adapters.runtimes.hardware._cpu", lambda: ("Haswell", _FEATURES))
         features.start()
         config.add_cleanup(features.stop)

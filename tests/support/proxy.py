@@ -76,7 +76,8 @@ class Proxy:
         self._listener.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # the listener is closed
+        with suppress(OSError):
+            # The listener is closed at the end.
             while True:
                 client, _ = self._listener.accept()
                 if self._cut.is_set():

@@ -179,14 +179,16 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         # including the two at pytest's end. One collection and a freeze here avoid that. With
         # --collect-only no test runs, so this collection is skipped too.
         if not session.config.option.collectonly:
-            gc.collect()  # garbage that is frozen is never collected
+            # Garbage that is frozen is never collected.
+            gc.collect()
         gc.freeze()
         gc.enable()
 
 
 def freeze_live_objects() -> None:
     """Free the garbage, and exempt all other objects from later collections."""
-    gc.collect()  # garbage that is frozen is never collected
+    # Garbage that is frozen is never collected.
+    gc.collect()
     gc.freeze()
 
 

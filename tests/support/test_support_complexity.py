@@ -29,7 +29,8 @@ class Reader:
 
 
 def test_measure_text_counts_branching_expressions() -> None:
-    # pick: 1 + comprehension + its `if` + `and` + `or` + ternary. A closure has a separate value.
+    # The complexity of `pick` is 1 + comprehension + its `if` + `and` + `or` + ternary. A closure
+    # has a separate value.
     assert measure_text(SOURCE) == {"pick": 6, "Reader.read": 2, "Reader.read.parse": 2}
 
 

@@ -96,7 +96,8 @@ def test_process_measurements_return_cpu_time_and_memory() -> None:
     assert cpu_seconds(me) > before
     held = memory(me)
     assert 0 < held.pss <= held.rss <= peak_memory(me)
-    # The process did not have this memory before, even if it has freed other pages.
+    # The mapping raises the resident memory by its size, less the pages that the process frees
+    # meanwhile.
     with mmap.mmap(-1, 64 << 20) as blob:
         blob.write(b"x" * len(blob))
         assert memory(me).rss - held.rss > len(blob) // 2

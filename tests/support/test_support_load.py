@@ -158,7 +158,8 @@ def test_load_process_distinguishes_reset_from_refused_connection() -> None:
     assert client.recv(1000).startswith(b"POST / ")
     listener.close()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
-    client.close()  # with SO_LINGER 0, this sends a reset
+    # With SO_LINGER 0, this call sends a reset.
+    client.close()
     thread.join()
     assert load.wait().failures() == {"reset": 1, "refused": 2}
 
@@ -181,7 +182,8 @@ def test_load_process_at_fixed_rate_includes_waiting_in_latency() -> None:
     assert len(records) == 100
     assert records.failed == 0
     waited = records.sent_ns - records.due_ns
-    assert waited.max() > 100_000_000  # arrivals did not wait for the first answer
+    # Arrivals did not wait for the first answer.
+    assert waited.max() > 100_000_000
     assert records.latencies_ms().max() >= waited.max() / 1e6
 
 

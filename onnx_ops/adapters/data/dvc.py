@@ -344,7 +344,8 @@ class DvcSource(DataSource):
             repo=str(tracked.folder.resolve()),
             rev=""
             if pointer.cache
-            # A checkout has a cache. Only its config files contain the credentials, not a commit.
+            # With a cache on this machine, the folder is a checkout. DVC reads the config files of
+            # the checkout, because a commit does not contain the credentials.
             else tracked.commit,
             remote=tracked.options.remote or pointer.remote,
             md5=md5,

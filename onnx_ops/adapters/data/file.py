@@ -286,7 +286,8 @@ def _read_head(archive: Any, most_bytes: int) -> tuple[dict[str, tuple[int, ...]
         cut = (slice(None),) * axis + (slice(rows),) if axis is not None else ()
         first = (min(rows, shape[0]), *shape[1:]) if axis == 0 else shape
         if by_column and len(shape) > 1:
-            # If the array is stored by column, its first rows are spread over the whole file.
+            # The first rows of an array that is stored by column are spread over the whole file.
+            # Zeros replace them, so that the file is not read.
             arrays[name] = np.zeros(first, dtype)[cut]
             continue
         with archive.zip.open(f"{name}.npy") as stream:
@@ -334,12 +335,13 @@ def _find_file(name: str, root: Path) -> Path:
     try:
         path = (root / name).resolve()
     except (OSError, RuntimeError, ValueError) as error:
-        # The cause is a loop of links or a null byte in the path.
+        # For example, the path has a loop of links or contains a null byte.
         raise NotFoundError("no such file", where=name, why=str(error)) from error
     if os.path.isdir(path):
         _require_rows(path, str(path))
     if os.path.exists(path):
-        # Unlike this function, Path.exists raises OSError for a name that is too long.
+        # Unlike `os.path.exists`, Path.exists of Python 3.11 raises OSError for a name that is too
+        # long.
         return path
     remedy = "`file:` is relative to the project's root."
     with contextlib.suppress(OSError):

@@ -131,8 +131,10 @@ def read_table(
     if not table.num_rows:
         raise UserError("the table has no rows", where=where)
     columns = dict(zip(names, table.columns, strict=True))
-    del table  # Without this reference, each column is freed after its conversion.
-    arrow.default_memory_pool().release_unused()  # This call frees the memory of the parsed text.
+    # Without this reference, each column is freed after its conversion.
+    del table
+    # This call frees the memory of the parsed text.
+    arrow.default_memory_pool().release_unused()
     return {
         name: _convert_column(arrow, columns.pop(name), f"{where}: column {name!r}")
         for name in names
@@ -229,7 +231,8 @@ def _find_dialect(head: bytes) -> _Dialect:
     except UnicodeDecodeError as error:
         first_line_end = head.find(b"\n")
         if encoding == "utf-16" or (0 <= first_line_end < error.start):
-            # pyarrow reports the invalid bytes only if that column is used as text.
+            # The names of the columns can be read, so invalid bytes are not an error here. pyarrow
+            # reports them if their column is read as text.
             text = head.decode(encoding, "replace")
         else:
             raise ValueError(_describe_undecodable(head)) from error
@@ -249,8 +252,8 @@ def _split_records(text: str, separator: str) -> list[list[str]]:
     """Return the first complete records of a CSV text."""
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     records: list[list[str]] = []
-    # A cell of more than 131,072 characters raises this error. The records before the cell are
-    # enough.
+    # The csv module raises this error for a cell of more than 131,072 characters, its default
+    # `field_size_limit`. The records before the cell are enough to find the separator.
     with contextlib.suppress(csv.Error):
         records.extend(record for record in itertools.islice(reader, _HEAD_RECORDS) if record)
     return records[:-1] if len(records) > 2 else records
@@ -555,7 +558,8 @@ def _convert_texts(arrow: Any, column: Any, where: str) -> Array:
         texts = np.array([*encoded.dictionary.to_pylist()], dtype=object)
         return np.asarray(texts[encoded.indices.to_numpy()])[:, None]
     array = np.empty((len(column), 1), dtype=f"U{max(1, longest)}")
-    # Texts are converted in chunks, because each text takes 57 bytes as a Python object.
+    # Texts are converted in chunks, because each text is temporarily a Python object, which takes
+    # about 50 bytes more than the characters.
     for start in range(0, len(column), _CHUNK_ROWS):
         array[start : start + _CHUNK_ROWS, 0] = column.slice(start, _CHUNK_ROWS).to_pylist()
     return array

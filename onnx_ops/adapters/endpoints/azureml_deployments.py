@@ -68,7 +68,8 @@ class AzureDeployments:
         if not resource.environment.endswith(f"/{self._environment_name()}/versions/1"):
             yield f"image of {resource.name}: a different image, not {desired['image']}"
         for name in ("image", "control", "reports"):
-            # The image is compared above. A fleet's manifest digest covers the two locations.
+            # The image is compared above. The digest of a fleet's manifest covers `control` and
+            # `reports`.
             desired.pop(name, None)
         environment = {
             name: value
@@ -309,7 +310,7 @@ class Autoscaling:
         try:
             listed = self._ask_monitor(f"{self._settings_path}?{_MONITOR_API}")
         except RefusedError:
-            # Without autoscaling in the options, no permission to read it is required.
+            # Options without autoscaling do not require the permission to read autoscale settings.
             return True
         targets = (
             item["properties"].get("targetResourceUri", "")

@@ -133,8 +133,9 @@ class AzureEndpoint:
             is_confirmed = sent is None and count + 1 >= policy.confirmations
             if endpoint is None and is_confirmed:
                 return None
-        # The last write did not reach Azure. The stored generation is replaced, so that the next
-        # read does not wait for the effect of this write.
+        # Reads are no longer stale after this time, so the last write did not reach Azure. The
+        # stored generation is replaced, so that the next read does not wait for the effect of this
+        # write.
         self._sent.store(None if endpoint is None else read_generation(endpoint.tags))
         return endpoint
 

@@ -268,7 +268,7 @@ class LocalEndpoints(EndpointProvider):
             return
         server.kill(self._known_port(server, config))
         with server.lock(_ROLLBACK_S):
-            # The process that previously had the lock can have restarted the server.
+            # Another process possibly restarted the server while it had the lock.
             if self._publish_rollback(server, state):
                 return
             tables = TableFile(server.folder)

@@ -101,7 +101,7 @@ class EndpointResources:
                     return
                 s3, data = self._client.clients("s3"), packed.read()
                 once = {"IfNoneMatch": "*", "ChecksumSHA256": _sha256(data), **self._upload_options}
-                # Another client can have created the key meanwhile, with the same content.
+                # If another client has created the key meanwhile, the content is the same.
                 write_conditionally(lambda: s3.put_object(**named, Body=data, **once))
 
     def ensure_definitions(self, layout: EndpointLayout) -> None:

@@ -425,7 +425,8 @@ def tidy_outputs(converted: Any, model: object, names: Sequence[str]) -> None:
     is_declared_wrongly = type(get_last_step(model)).__name__ in _LABELS_AS_MATRIX
     for name, output in zip(names, graph.output, strict=True):
         if output.name != name:
-            # skl2onnx may have used the new name for a value inside the graph.
+            # skl2onnx possibly uses the new name for a value inside the graph, which is renamed
+            # too.
             rename_values(graph, {output.name: name, name: f"{name}_inside"})
             output.name = name
     for output in graph.output:

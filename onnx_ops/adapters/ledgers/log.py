@@ -150,7 +150,8 @@ class ObjectLedger(Ledger):
     def require_signer(self, state: ReleaseState, body: EntryBody) -> None:
         if grant := explain_grant(state, body):
             name = format_name(state.endpoint, state.head + 1)
-            # The signed bytes are no ledger entry, so the signature cannot be misused for an entry.
+            # The signed bytes are not a ledger entry, so the signature cannot be misused for an
+            # entry.
             self._keys.sign(b"signature test", grant, f"ledger {name}", state.keys)
 
     @override
@@ -291,7 +292,7 @@ class ObjectLedger(Ledger):
                 last += 1
             if not self._has_later(endpoint, last):
                 return
-            # Another writer can have written the entry since the first read.
+            # Another writer possibly wrote the entry after the first read.
             if self._objects.read(format_name(endpoint, last + 1)) is None:
                 raise build_missing_error(endpoint, last + 1)
 

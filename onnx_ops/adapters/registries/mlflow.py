@@ -220,7 +220,8 @@ class MlflowRegistry:
         except NotFoundError:
             return
         with self._mlflow.session(f"{model} version {version}") as client:
-            # The version is deleted last, so that it is still listed after a crash.
+            # The version is deleted last. After a crash, it is still listed, and a later call
+            # deletes it.
             with suppress_codes(*_GONE):
                 client.delete_run(str(entry.run_id))
             with suppress_codes(*_GONE):

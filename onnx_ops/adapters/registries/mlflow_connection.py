@@ -136,8 +136,8 @@ class MlflowConnection:
             UserError: a name or value is invalid.
             MissingPackageError: the driver of the database is not installed.
         """
-        # MLflow retries failed requests for a long time, so a short request first checks that the
-        # server answers.
+        # MLflow retries failed requests for a long time. So a short request, or a connection to the
+        # database, first checks that the server answers.
         if not self.is_database:
             self.statuses("/health", 1)
         elif (host := urlsplit(self.uri).hostname) and (
@@ -178,7 +178,8 @@ class MlflowConnection:
             try:
                 yield
             finally:
-                # This also unsets the environment variable, which is restored to the user's value.
+                # `set_tracking_uri(None)` also unsets MLFLOW_TRACKING_URI, so the user's value is
+                # restored.
                 mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
                 if before is not None:
                     os.environ["MLFLOW_TRACKING_URI"] = before

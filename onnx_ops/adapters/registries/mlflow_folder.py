@@ -141,8 +141,7 @@ def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: 
         saved_input_example_info=example,
         model_size_bytes=sum(path.stat().st_size for path in record.files.values()),
     )
-    # The flavor is written out here, since importing mlflow.pyfunc takes a second and prints a
-    # warning.
+    # The flavor is written out here, so that the module mlflow.pyfunc need not be imported.
     described.add_flavor(
         "python_function",
         loader_module="mlflow.onnx",

@@ -137,14 +137,14 @@ class ReleasePublisher:
         )
         for duplicate in versions[1:]:
             number = str(duplicate.version)
-            # The other publisher may already have deleted this version.
+            # The deletion fails if the other publisher has already deleted this version.
             with suppress_codes("RESOURCE_DOES_NOT_EXIST"):
                 if not self._client.get_model_version(name, number).aliases:
                     self._client.delete_model_version(name, number)
         return versions[0] if versions else None
 
     def _create(self, record: VariantRecord, parent_id: str) -> str:
-        # A killed attempt may have uploaded the whole model before it created the version.
+        # An attempt that was killed before it created the version can leave a complete model.
         models = self._models(
             f"tags.{VARIANT} = '{record.variant}' and tags.`{DIGEST}` = "
             f"'{record.manifest.digest()}'"
@@ -299,7 +299,7 @@ class ReleasePublisher:
         for name, digest in sorted(lineage.data.items()):
             origin = dict(lineage.origins.get(name, {}))
             kind = origin.pop("kind", None)
-            # MLflow limits the length of a digest. The tags `data.<name>` have the whole digest.
+            # MLflow limits a digest to 36 characters. The tags `data.<name>` have the whole digest.
             dataset = Dataset(
                 name=name,
                 digest=hex_digits(digest)[:36],

@@ -274,7 +274,7 @@ def _take_over(memory: CellBlock) -> None:
     counts[listed, CELL_REQUESTS] += lost
     counts[listed, CELL_ERRORS] += lost
     counts[listed, _IN_PROGRESS] = 0
-    # The worker may have ended in `_list_cell` before it set this flag.
+    # The worker possibly ended in `_list_cell` before it set this flag.
     counts[listed, _LISTED] = 1
 
 

@@ -471,7 +471,7 @@ class LoadedDeployments:
             self.routes = snapshot.routes
             self.leader = snapshot.get_leader(self.leader)
             snapshot.queue_unbounded()
-            # Several revisions can have been published since the last call.
+            # The loop handles all revisions that were published since the last call.
             for number in sorted(n for n in self._prepared if n <= revision):
                 if self._previous is not None:
                     self._retired.append(self._previous)

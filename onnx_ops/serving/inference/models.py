@@ -554,8 +554,8 @@ class LoadedModel:
         other bits.
         """
         # In ONNX Runtime 1.31, `session.run_with_iobinding` first reads a WebGPU graph id from the
-        # options. This takes more than ten times as long as a small run. Therefore the function
-        # that it calls next is called directly.
+        # options, which takes longer than a small run. Therefore the function that it calls next is
+        # called directly.
         native = getattr(getattr(self.session, "_sess", None), "run_with_iobinding", None)
         if native is None or self.session.get_providers() != [CPU]:
             return None
@@ -617,7 +617,7 @@ class LoadedModel:
                 started_at = time.perf_counter()
                 self.run(tuple(self.signature.outputs), feed)
         except (UserError, InfrastructureError) as error:
-            # A column of integers often holds categories.
+            # A column of integers often holds categories, and 0 is possibly not one of them.
             is_guess = any(
                 any(isinstance(d, str) for d in spec.shape[1:])
                 or spec.dtype in ("string", IMAGE_DTYPE)

@@ -197,7 +197,7 @@ class WorkerThreads:
                     )
                     if (batch := self._take_batch()) is None:
                         self._idle.append(started)
-                    # Batches of other queues can have waited for the end of this isolated batch.
+                    # Batches of other queues possibly wait for the end of this isolated batch.
                     elif self.is_isolating:
                         self._start_batches()
 

@@ -219,8 +219,8 @@ class _ShadowLink:
 
     def _flush(self) -> None:
         for _ in range(2):
-            # The process may have been replaced since the last message, so a second attempt
-            # connects again.
+            # If the process was replaced after the last message, the second attempt connects to the
+            # new process.
             try:
                 self._send()
                 return

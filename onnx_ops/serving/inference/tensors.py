@@ -247,8 +247,8 @@ def _take_large_arrays(body: bytes) -> tuple[bytes, dict[str, LazyArray]]:
             place += 1
         depth = place - start
         if depth > _MAX_RANK:
-            # An array this deep is no tensor, and measuring its shape would take time quadratic in
-            # its depth.
+            # An array this deep is not a tensor, and measuring its shape would take time quadratic
+            # in its depth.
             continue
         end = body.find(b"]" * depth, place) + depth
         if end - start < _LARGE_ARRAY_BYTES or any(

@@ -165,9 +165,9 @@ class GpuMemory:
         if library.nvmlInit_v2():
             return
         self._library = library
-        # CUDA lists the visible GPUs in the order of this variable. A number in it, and the order
-        # without it, refer to GPUs sorted by speed, unless CUDA_DEVICE_ORDER is PCI_BUS_ID. NVML
-        # sorts GPUs by bus, so without this setting, the numbers of several GPUs are not used.
+        # CUDA_VISIBLE_DEVICES lists the visible GPUs in CUDA's order. CUDA numbers GPUs by speed,
+        # unless CUDA_DEVICE_ORDER is PCI_BUS_ID. NVML numbers them by bus. If the two orders can
+        # differ, GPUs are not identified by their numbers.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         count = ctypes.c_uint()
         library.nvmlDeviceGetCount_v2(ctypes.byref(count))

@@ -199,7 +199,8 @@ def _measure_workers(pids: Collection[int], before_bytes: int) -> list[int]:
     """Return the private bytes of running workers beyond those at their start."""
     used = []
     for pid in pids:
-        with suppress(OSError):  # The process may have ended.
+        with suppress(OSError):
+            # A worker can end before it is measured.
             used.append(max(0, measure_memory(pid)[0] - before_bytes))
     return used
 

@@ -212,8 +212,8 @@ async def _run_process(
         finally:
             if watching is not None:
                 watching.cancel()
-            # The process has ended, or this task was cancelled. It is not reaped yet, so its id is
-            # valid.
+            # The process has ended, or this task was cancelled. The process is not reaped yet, so
+            # its id is valid.
             os.kill(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
         message, text = _read_tail(report), _read_tail(output).decode("utf-8", "replace").strip()

@@ -354,7 +354,7 @@ def fork_child(run: Callable[[], None], *, keep: Collection[int]) -> int:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # The terminal sends this signal to all processes, and the supervisor handles it.
+        # The terminal sends SIGINT to all processes, and the supervisor handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # Other files are closed by number, and their objects are never used again. The parent's
         # event loop shares its selector with the child, so cleaning up the objects here would

@@ -118,7 +118,8 @@ def _explain_count(ours: Detections, theirs: Detections) -> str:
     lost = more.scores[dropped]
     remaining = more.scores[sorted(kept)]
     is_lowest = not len(remaining) or float(lost.max()) <= float(remaining.min())
-    # Suppression also drops boxes with high scores, unless it drops a single one.
+    # If suppression drops several boxes, some of them usually have higher scores than a box that is
+    # kept. A single dropped box can also have the lowest score.
     if (len(dropped) == 1 or not is_lowest) and _overlaps_kept(more, dropped, kept):
         return f"non-maximum suppression: {counts}; the {side} drops overlapping boxes"
     if is_lowest:

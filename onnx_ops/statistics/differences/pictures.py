@@ -173,7 +173,7 @@ def _fit_values(left: Floats, right: Floats) -> Iterator[tuple[tuple[str, ...], 
     a, b = left.reshape(-1)[::step], right.reshape(-1)[::step]
     yield (), float(np.abs(a - b).mean())
     yield from _fit_functions(left, right)
-    # A line through two points always fits.
+    # A line fits three or fewer values too easily, and equal values define no line.
     if b.size < 4 or float(np.std(b)) == 0.0:
         return
     gain, offset = _fit_line(b, a)

@@ -166,7 +166,8 @@ def _make_letterboxed(
     top, left = (height - inner[0]) // 2, (width - inner[1]) // 2
     corners = {(top, left): "letterboxed", (0, 0): "letterboxed at the top left"}
     for (y, x), way in corners.items():
-        # The color of the border is read from the picture: it does not decide the way.
+        # The color of the border is read from the picture, so that a letterbox of any color
+        # matches.
         border = result[-1, -1]
         made = np.broadcast_to(border, (height, width, source.shape[2])).copy()
         made[y : y + inner[0], x : x + inner[1]] = small

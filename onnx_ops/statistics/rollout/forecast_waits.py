@@ -274,8 +274,8 @@ class WaitSimulation:
             is_shown = ev.is_rate_certified(
                 part[..., 0].sum(axis=1), part[..., 1].sum(axis=1), level, effects
             )
-            # The rule was met at some time since the last look. The geometric mean of both times
-            # estimates it.
+            # The rule was met between the previous look and this look. The geometric mean of the
+            # times of both looks estimates this moment.
             intervals = math.sqrt(looked * (before or looked)) * merged
             shown = np.where(is_shown & np.isinf(shown), intervals * INTERVAL_S, shown)
             before = looked

@@ -49,7 +49,8 @@ async def infer(client: InferenceRESTClient, url: str, binary_in: bool, binary_o
     inputs, outputs = [], []
     for name, (datatype, array) in ARRAYS.items():
         tensor = InferInput(name, list(array.shape), datatype)
-        only_binary = name == "fp16"  # the client cannot send this type as JSON
+        # The client cannot send this type as JSON.
+        only_binary = name == "fp16"
         tensor.set_data_from_numpy(array, binary_data=binary_in or only_binary)
         inputs.append(tensor)
         outputs.append(RequestedOutput(f"{name}_out", {"binary_data": binary_out or only_binary}))

@@ -162,7 +162,8 @@ def test_grpc_port_survives_worker_kill_and_refuses_second_server(
         ):
             second.start()
         server.kill()
-        server.start()  # the new server takes over from the worker that still answers
+        # The new server takes over from the worker that still answers.
+        server.start()
         assert until(lambda: _infer(connect(port))).model_version == "1"
 
 

@@ -154,11 +154,13 @@ def build_attack(draw: random.Random) -> Attack:
 
 def _build_request(draw: random.Random, number: int, *, is_nested: bool) -> bytes:
     body = BODY
-    if is_nested:  # a request inside a body must not be answered
+    if is_nested:
+        # A request inside a body must not be answered.
         hidden = b"GET /v2 HTTP/1.1\r\nhost: x\r\n%binner-%d\r\n\r\n" % (_ID, number)
         body = draw.choice([hidden, BODY + b"\r\n\r\n" + hidden, hidden * 2])
     header: list[bytes] = []
-    if (size := draw.random()) < 0.05:  # a large body is read without the parser
+    if (size := draw.random()) < 0.05:
+        # A large body is read without the parser.
         body += b" " * draw.choice([1 << 16, 70_000, 200_000])
     elif size < 0.1 and not is_nested:
         body = _LARGE_HEADER + bytes(8 * _ROWS)

@@ -133,7 +133,7 @@ def test_coding_header_in_several_lines_is_read_as_one_list(worker: Worker) -> N
 
 
 def test_response_that_compression_would_enlarge_is_sent_plain(worker: Worker) -> None:
-    # The body contains neither infinities nor NaN.
+    # The mask clears a bit of each exponent, so the body contains neither infinities nor NaN.
     noise = np.frombuffer(np.random.default_rng(7).bytes(32_000), np.uint32) & 0xBFFFFFFF
     headers = {"inference-header-content-length": "0", "accept-encoding": "gzip"}
     status, answered, body = parse(worker.send(post(INFER, noise.tobytes(), headers)))
@@ -173,7 +173,8 @@ def test_compressed_body_above_limit_when_inflated_returns_413(worker: Worker, c
     status, headers, body = parse(worker.send(post(INFER, bomb, {"content-encoding": coding})))
     assert status == 413
     assert f"larger than {MAX_BODY} bytes" in json.loads(body)["error"]
-    assert "connection" not in headers  # the whole request was received
+    # The server received the whole request, so the connection stays open.
+    assert "connection" not in headers
     exactly = BODY + b" " * (MAX_BODY - len(BODY))
     assert parse(worker.send(post(INFER, encode(exactly), {"content-encoding": coding})))[0] == 200
     assert (

@@ -30,7 +30,8 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     root = tmp_path_factory.mktemp("models")
     state = state_of(scaled(root, "blue"), scaled(root, "green"), blue=70, green=30)
     with Worker(state, bounds={"max_connections": 50}).running() as running:
-        running.send(GOOD)  # the first request prepares what later requests use
+        # The first request prepares objects that later requests use.
+        running.send(GOOD)
         yield running
 
 
@@ -219,7 +220,7 @@ def test_repeated_large_bodies_with_equal_head_are_answered(worker: Worker, firs
                 (head + first + 100_000, None),
             ):
                 client.sendall(request[start:end])
-                # This separates the pieces; the result does not depend on their number.
+                # The pause separates the pieces. The result does not depend on their number.
                 time.sleep(0.005)
             assert b'"data":[%d.0,14.0]' % (2 * number) in received(client)
             client.sendall(GOOD if number % 2 else request)

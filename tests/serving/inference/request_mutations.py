@@ -108,7 +108,8 @@ def seeds() -> list[Seed]:
         for name, body, _, kind in small
         if body[-1:] == b"}"
     ]
-    return small + padded  # large bodies are read in another way
+    # Large bodies are read in another way.
+    return small + padded
 
 
 def attack(draw: random.Random, corpus: list[Seed]) -> Literal["read", "refused"]:

@@ -111,10 +111,12 @@ def test_prepare_loads_missing_deployments_and_keeps_previous_revision(
     server.publish(3, state_of(green, green=100))
     assert server.loads.names == ["blue", "green"]
     assert set(server.deployments.get_current().deployments) == {"green"}
-    server.publish(4, state_of(blue, blue=100))  # a rollback needs no load
+    # A rollback needs no load.
+    server.publish(4, state_of(blue, blue=100))
     assert server.loads.names == ["blue", "green"]
     assert server.deployments.get_current().deployments["blue"].deployment == blue
-    server.publish(5, state_of(blue, blue=100))  # neither of the last two tables names green
+    # Neither of the last two tables names green.
+    server.publish(5, state_of(blue, blue=100))
     assert server.deployments.release() == []
     server.deployments.get_current()
     assert [r.deployment.name for r in server.deployments.release()] == ["green"]

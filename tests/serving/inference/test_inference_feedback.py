@@ -126,7 +126,8 @@ def test_feedback_with_other_content_type_returns_415(server: ServerFamily) -> N
         assert answer.status == 415, kind
         assert "application/json" in answer.json()["error"]
         assert feedback_of(server) == {"blue": (0, 0), "green": (0, 0)}, kind
-    assert server.call("OPTIONS", "/feedback").status == 405  # a preflight request
+    # This request is a preflight request of a browser.
+    assert server.call("OPTIONS", "/feedback").status == 405
     usual = {"content-type": "Application/JSON; charset=utf-8"}
     assert server.call("POST", "/feedback", body, usual).json() == {"counted": 1, "unknown": 0}
 

@@ -176,7 +176,8 @@ def test_tokens_reported_after_100_000_others_are_mostly_counted() -> None:
         server.report(rest[start : start + 1000])
     counted, unknown = server.report(late)
     assert counted + unknown == 1000
-    assert unknown < 40  # a bucket holds 8; with 3 on average, 1.2 % of the buckets are full
+    # A bucket holds 8 tokens. With 3 tokens on average, 1.2 % of the buckets are full.
+    assert unknown < 40
 
 
 def test_token_of_earlier_split_is_counted_but_not_judged() -> None:

@@ -363,7 +363,8 @@ def test_binary_request_with_several_inputs_returns_mixed_outputs() -> None:
     assert headers_of(lines)[b"content-type"] == b"application/octet-stream"
     assert document["id"] == "7"
     assert [o["name"] for o in document["outputs"]] == ["t", "y"]
-    assert document["outputs"][1]["data"] == [None, None]  # JSON has neither infinities nor NaN
+    # JSON has neither infinities nor NaN.
+    assert document["outputs"][1]["data"] == [None, None]
     assert tail == text_bytes(["é\0"])
 
 

@@ -157,7 +157,8 @@ def test_load_after_replacement_between_check_and_session_loads_verified_files(
 
     monkeypatch.setattr(models, "open_session", replace_and_open)
     assert run(deployment, tmp_path / "copies") == APPROVED
-    assert run(deployment, tmp_path / "copies") == APPROVED  # loaded from the private copy
+    # This load uses the private copy.
+    assert run(deployment, tmp_path / "copies") == APPROVED
     with pytest.raises(DigestMismatchError):
         run(deployment, tmp_path / "no-copies")
 
@@ -204,7 +205,8 @@ def test_fetch_of_pipe_without_writer_raises_digest_mismatch_error(
 
 def test_retain_keeps_needed_copies_and_two_most_recently_used(tmp_path: Path) -> None:
     copies, deployments = ModelCopies(tmp_path / "copies"), []
-    copies.retain([])  # before any copy exists
+    # The call must also succeed before any copy exists.
+    copies.retain([])
     for number in range(5):
         write_files(tmp_path / str(number), scale=1.0 + number, weight=0.0, library=None)
         deployments.append(deploy(tmp_path / str(number)))

@@ -183,7 +183,8 @@ def test_run_without_optional_inputs_uses_defaults(build: Callable[..., Deployme
         "x",
         "o",
         "scale",
-    ]  # a default with several elements is a weight, not an input
+        # A default with several elements is a weight, not an input.
+    ]
     assert loaded.signature.optional == {"o", "scale"}
     x = np.ones((1, 2), np.float32)
     y, has = loaded.run(("y", "has"), {"x": x})
@@ -255,7 +256,8 @@ def test_session_of_deployment_uses_settings_of_its_target(
     )
     for deployment in (network, replace(network, execution=Execution(session=measured))):
         wanted = deployment.execution.session
-        for prepacked in (None, cache):  # first without the cache, then with it
+        # The first pass runs without the cache of packed models, and the second with it.
+        for prepacked in (None, cache):
             options = load_once(deployment, prepacked).session.get_session_options()
             assert options.intra_op_num_threads == wanted.intra_op_threads
             assert options.inter_op_num_threads == wanted.inter_op_threads

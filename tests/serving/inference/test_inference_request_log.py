@@ -87,7 +87,8 @@ def test_spans_of_requests_follow_traceparent_and_have_status(
         accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
         page = server.call("GET", "/metrics", headers=accept)
         assert server.infer([1, 2], {"traceparent": SAMPLED, "x-request-id": "r5"}).status == 200
-        assert server.stop() == 0  # remaining spans are sent at the end
+        # The server sends the remaining spans when it stops.
+        assert server.stop() == 0
     spans = {attributes(span)["onnx_ops.request_id"]: span for span in collector.spans}
     assert sorted(spans) == ["r1", "r3", "r4", "r5"]
     assert collector.services == {"digits"}
@@ -105,7 +106,8 @@ def test_spans_of_requests_follow_traceparent_and_have_status(
     known = attributes(spans["r1"])
     assert (known["http.response.status_code"], known["onnx_ops.deployment"]) == (200, "blue")
     assert attributes(spans["r4"])["http.response.status_code"] == 400
-    assert spans["r4"].status.code == Status.STATUS_CODE_UNSET  # the error is the client's
+    # The error is the client's, so it is not an error of the span.
+    assert spans["r4"].status.code == Status.STATUS_CODE_UNSET
     assert page.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     assert exemplars(page.body.decode()) == {TRACE}
 

@@ -105,7 +105,8 @@ def test_request_queue_batches_requests_of_one_event_loop_turn(row: MetricsRow) 
     threads, work = WorkerThreads(defer=deferred.append), Work()
     work.gate.set()
     queue = build_queue(threads, work, row, max_batch=4)
-    for turn in ([0], [1, 2, 3]):  # the first batch of a queue holds one request
+    # The first batch of a queue contains one request.
+    for turn in ([0], [1, 2, 3]):
         for item in turn:
             queue.put(item)
         assert not work.begun.acquire(timeout=0.05)

@@ -54,7 +54,8 @@ def test_limit_of_hanging_run_calls_give_up_once_with_its_deployment() -> None:
 
     monitor = RunMonitor(thread_runs, give_up, grace_s=0.0)
     with monitor.limit(time.perf_counter(), 7, 3) as options:
-        assert gave_up.wait(30)  # the run ignores the flag, as within one long node
+        # The run ignores the flag, as a run does within one long node.
+        assert gave_up.wait(30)
         assert options.terminate
         gave_up.clear()
         with monitor.limit(time.perf_counter(), 8):

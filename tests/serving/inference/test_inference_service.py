@@ -197,7 +197,8 @@ def test_drain_of_worker_answers_running_and_partly_read_requests(
 ) -> None:
     with behind(gate, blue) as worker:
         (waits,) = queue_up(worker, gate, REQUEST)
-        worker.publish(state_of(green, green=100))  # removes the deployment that is running
+        # This table removes the deployment that is running.
+        worker.publish(state_of(green, green=100))
         reads, idle = worker.connect(), worker.connect()
         reads.sendall(REQUEST[:-5])
         wait_until(lambda: len(worker.connections.open) == 3)
@@ -387,9 +388,11 @@ def test_model_after_long_run_on_event_loop_moves_to_thread(
     with Worker(
         state_of(deploy_loop(tmp_path / "loop"), blue=100), run_timeout=0.2
     ).running() as worker:
-        for _ in range(3):  # the third request uses bound memory
+        # The third request uses bound memory.
+        for _ in range(3):
             assert status(worker.send(post(INFER, loop_body(2)))) == 200
-        assert worker.shared.sum_slot(1)[metrics.RUN_NANOSECONDS] == 0  # no run on a thread
+        # No run was on a thread.
+        assert worker.shared.sum_slot(1)[metrics.RUN_NANOSECONDS] == 0
         assert status(worker.send(post(INFER, loop_body(FOREVER)))) == 504
         for _ in range(3):
             assert data_of(worker.send(post(INFER, loop_body(3)))) == [4.0, 4.0]
@@ -437,7 +440,8 @@ def test_shadow_receives_copies_and_its_answers_reach_no_client(
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == 20)
         totals = worker.shared.sum_slot(2)
     assert totals[metrics.SHADOW_SENT] == 20
-    assert totals[metrics.SHADOW_DIFFERING] == 20  # green triples what blue doubles
+    # All answers differ: green multiplies by three, and blue by two.
+    assert totals[metrics.SHADOW_DIFFERING] == 20
     assert totals[metrics.get_column(200)] == 0
 
 

@@ -476,7 +476,8 @@ def test_version_that_ends_workers_beside_other_goes_out_of_service(tmp_path: Pa
             with suppress(ConnectionError, http.client.HTTPException):
                 server.infer([1, 2], headers)
 
-        for _ in range(2):  # both requests run
+        # In each round, the requests of both versions run at the same time.
+        for _ in range(2):
             slow.touch()
             beside = threading.Thread(target=infer_lost, args=(blue,))
             beside.start()

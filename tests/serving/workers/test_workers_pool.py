@@ -121,7 +121,7 @@ def test_server_with_table_that_kills_workers_accepts_next_publication(
 def test_admin_socket_admits_owner_without_token_and_audits_changes(
     tmp_path: Path, blue: Deployment
 ) -> None:
-    # Longer than the path of a Unix socket is allowed to be.
+    # The path is longer than the limit for Unix sockets.
     folder = tmp_path / ("deep" * 30) / "state"
     folder.mkdir(parents=True)
     address = folder / "admin.sock"
@@ -172,7 +172,8 @@ def test_access_log_of_several_workers_has_whole_lines(tmp_path: Path) -> None:
             )
         text = server.call("GET", "/metrics").body.decode()
         assert 'onnx_ops_generation{endpoint="digits"} 1\n' in text
-        assert server.stop() == 0  # remaining entries are written at the end
+        # The server writes the remaining entries when it stops.
+        assert server.stop() == 0
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert sorted(line["request_id"] for line in lines) == sorted(
         f"r{number}" for number in range(60)

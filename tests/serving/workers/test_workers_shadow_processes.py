@@ -138,7 +138,8 @@ def test_large_body_is_mirrored_to_shadow_process(
     with shadowing(tmp_path, blue, green) as server:
         assert send_large(server) == 200
         wait_until(lambda: counts(server).shadow_answered == 1)
-        assert counts(server).shadow_differing == 0  # zeros stay equal, whatever the factor is
+        # The body contains zeros, which every factor leaves equal.
+        assert counts(server).shadow_differing == 0
 
 
 def test_shadow_process_that_hangs_delays_neither_clients_nor_publications(

@@ -65,7 +65,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr(supervisor_module, "_EPOCH_RETRY_S", EPOCH_S / 4)
     monkeypatch.setattr(rollout_counts, "_SETTLE_S", 0.0)
     site = Site(tmp_path)
-    site.read()  # counts by user begin here
+    # Counting by user begins here.
+    site.read()
     yield site
     site.close()
 
@@ -173,7 +174,8 @@ def test_publish_during_cold_start_waits_for_its_end_before_trial_load(
         try:
             await asyncio.sleep(3600)
         finally:
-            await asyncio.sleep(0.05)  # the time in which its process ends
+            # This pause is the time in which the process of the measurement ends.
+            await asyncio.sleep(0.05)
             ended.append("cold start")
 
     async def try_load(*_: object, **__: object) -> None:

@@ -35,7 +35,8 @@ def test_server_after_repeated_supervisor_kills_during_takeover_answers(
     two_workers: Server, blue: Deployment
 ) -> None:
     two_workers.kill()
-    for _ in range(3):  # each supervisor dies while its workers start, or while the orphans drain
+    # Each supervisor dies while its workers start, or while the orphans drain.
+    for _ in range(3):
         before = two_workers.workers()
         two_workers.launch()
         wait_until(lambda before=before: two_workers.workers() != before)  # type: ignore[misc]

@@ -367,14 +367,15 @@ def test_memory_need_counts_shared_packed_files_once(
     start: Callable[..., Server], tmp_path: Path, memory_root: Path
 ) -> None:
     server = start(read_below(memory_root), "--workers=4", "--prepack=1 MiB")
-    wide = perceptron(tmp_path / "wide", 2, 2048, 2048, 2048, 2)  # two matrices of 16 MiB each
+    # The model has two matrices of 16 MiB each.
+    wide = perceptron(tmp_path / "wide", 2, 2048, 2048, 2048, 2)
     set_available(memory_root, 200 * MIB)
     assert server.publish(state_of(wide, wide=100), 2).status == 200
     again = replace(wide, name="again", version="3")
     assert server.publish(state_of(again, wide, again=50, wide=50), 3).status == 200
     peaks = re.findall(r"(wide|again) needs .* × (\d+) MiB at the peak", server.log())
     assert [name for name, _ in peaks] == ["wide", "again"]
-    # 51 MiB if the workers did not share them
+    # The peak would be 51 MiB if the workers did not share the packed matrices.
     assert all(int(peak) < 44 for _, peak in peaks), peaks
 
 

@@ -317,7 +317,8 @@ class Control:
             variables = resource.body["properties"].get("environmentVariables") or {}
             try:
                 self._containers.resize(self.nodes[endpoint, name], variables, count)
-            except NotReadyError as error:  # the running instances continue
+            except NotReadyError as error:
+                # The running instances continue to serve.
                 resource.state = "Failed"
                 return "ContainerCrashed", f"User container has crashed or terminated: {error}"
             resource.state = "Succeeded"

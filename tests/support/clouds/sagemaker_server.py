@@ -61,8 +61,8 @@ class Log:
             if fault is not None and fault.only not in name:
                 return None
             number, self.moments = self.moments, self.moments + 1
-            # Consecutive moments alternate between before and after: a fault repeats at the same
-            # moment of the next requests.
+            # Each request has two moments, before and after its effect, so a fault repeats at every
+            # second moment.
             due = fault is not None and fault.at <= number < fault.at + 2 * fault.times
             return fault if fault is not None and due and (number - fault.at) % 2 == 0 else None
 
@@ -146,7 +146,8 @@ class Fake:
         """Return the first permission that the client lacks, if any."""
         signature = environ.get("HTTP_AUTHORIZATION", "")
         if f"Credential={CONTAINER}/" in signature:
-            # While containers start, the control plane is locked: they call S3 alone.
+            # While containers start, the lock of the control plane is held. Containers call only
+            # S3, so their check does not need this lock.
             asked, statements, who = requests_of(environ, {}), container(), CONTAINER
         elif f"Credential={CALLER}/" in signature:
             with self.plane.lock:
@@ -319,7 +320,9 @@ def serve(folder: Path) -> None:
     class Handler(MotoRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = (
-            True  # An answer in several writes would wait for acknowledgements, 40 ms each.
+            # Otherwise, Linux would delay the second part of a response by 40 ms, until the
+            # client's acknowledgement.
+            True
         )
 
         def date_time_string(self, timestamp: float | None = None) -> str:

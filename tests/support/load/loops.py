@@ -86,7 +86,8 @@ def users_that_report(
         user = f"user-{number % users}"
         try:
             deployment, token = invoke(number, user)
-        except OSError as error:  # URLError is one
+        except OSError as error:
+            # URLError is also an OSError.
             results.failed.append(str(error))
             return None
         results.answered += 1
