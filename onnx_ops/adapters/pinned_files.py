@@ -229,7 +229,7 @@ def _download_repository(address: HubAddress, folder: Path) -> None:
         library = importlib.import_module(_HUB_LIBRARY)
     except ImportError as error:
         raise missing_package(_HUB_LIBRARY, where=address.shown) from error
-    # The library's patterns are those of fnmatch, in which brackets quote a character.
+    # The patterns of huggingface_hub are those of fnmatch, in which brackets quote a character.
     name = re.sub(r"([*?[])", r"[\1]", address.path)
     patterns = [name, f"{name}_data*", f"{name}.data*", f"{name}/*"] if name else None
     with _hub_errors(address):
@@ -240,7 +240,7 @@ def _download_repository(address: HubAddress, folder: Path) -> None:
             local_dir=folder,
             allow_patterns=patterns,
         )
-    # The library's records of the download are not part of the content.
+    # The records of huggingface_hub about the download are not part of the content.
     shutil.rmtree(folder / ".cache", ignore_errors=True)
     if not (folder / address.path).exists():
         raise NotFoundError(
@@ -267,7 +267,8 @@ def _hub_errors(address: HubAddress) -> Iterator[None]:
             where=address.shown,
             remedy="Check the address. For a private repository, set HF_TOKEN.",
         ) from error
-    except Exception as error:  # the library passes on errors of its HTTP client and of files
+    except Exception as error:
+        # huggingface_hub passes on errors of its HTTP client and of the file system.
         raise ServiceUnavailableError(
             "the files could not be downloaded",
             where=address.shown,

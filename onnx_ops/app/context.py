@@ -263,8 +263,7 @@ def _registry(settings: Settings, scratch: Path | None = None) -> Registry:
     uri = settings.tracking_uri
     database = Path(uri.removeprefix("sqlite:///"))
     if scratch is not None and uri.startswith("sqlite:///") and not database.exists():
-        # MLflow creates a missing database when it opens it, so a temporary database is opened
-        # instead.
+        # MLflow creates a missing database on opening, so a temporary database is opened instead.
         uri = f"sqlite:///{scratch / 'mlflow.db'}"
     direct = "://" in settings.tracking_uri and not settings.tracking_uri.startswith(
         ("http://", "https://")

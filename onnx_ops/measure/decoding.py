@@ -29,7 +29,7 @@ def decode_outputs(definition: MetricDefinition, outputs: Tensors, decode: Decod
         answers = decode(outputs)
     except OnnxOpsError:
         raise
-    except Exception as error:  # user code may raise anything
+    except Exception as error:  # User code can raise any exception.
         raise UserError(
             f"{definition.decode} raised {describe_error(error)}", where=definition.label
         ) from error

@@ -108,7 +108,7 @@ def call_function(function: Callable[..., Any], reference: str, *arguments: Any,
     """
     try:
         return function(*arguments)
-    except (OnnxOpsError, MemoryError):  # the caller handles these
+    except (OnnxOpsError, MemoryError):  # The caller handles these errors.
         raise
     except Exception as error:
         raise _failed(f"{reference} failed on {on}", error) from error

@@ -261,7 +261,8 @@ def _list_detections(kind: Kind, answers: Array, classes: Array) -> list[dict[st
             points = columns[BOX_COLUMNS:]
             xs, ys = points[::POINT_COLUMNS], points[1::POINT_COLUMNS]
             entry["keypoints"] = points
-            entry["area"] = (max(xs) - min(xs)) * (max(ys) - min(ys))  # as `COCO.loadRes` does
+            # `COCO.loadRes` also computes the area of keypoints in this way.
+            entry["area"] = (max(xs) - min(xs)) * (max(ys) - min(ys))
         annotations.append(entry)
     return annotations
 

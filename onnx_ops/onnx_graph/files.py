@@ -480,7 +480,7 @@ def _refuse_overlaps(places: Iterable[TensorLocation]) -> None:
     Tied weights share all of their bytes.
     """
     last: TensorLocation | None = None
-    # In order of file and start, an overlap is always with the previous place.
+    # In the order of file and start, the first overlap is always with the previous place.
     for place in sorted(place for place in places if place.end > place.start):
         is_same = last is not None and (last.start, last.end) == (place.start, place.end)
         if last and last.file == place.file and place.start < last.end and not is_same:

@@ -190,4 +190,6 @@ def _get_first(environment: Mapping[str, str], names: Sequence[str]) -> str | No
 if __name__ == "__main__":
     code = main(sys.argv[1:], os.environ)
     logging.shutdown()
-    os._exit(code)  # No remaining thread may delay the exit until the cloud's SIGKILL.
+    # No remaining thread may delay the exit: a cloud service kills a container that does not end in
+    # time.
+    os._exit(code)

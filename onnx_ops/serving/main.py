@@ -79,4 +79,6 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     logging.shutdown()
-    os._exit(code)  # No remaining thread may delay the exit until the cloud's SIGKILL.
+    # No remaining thread may delay the exit: a cloud service kills a container that does not end in
+    # time.
+    os._exit(code)

@@ -319,7 +319,7 @@ def _make_custom_statistic(function: CustomMetric, predictions: Array, labels: A
         rows = np.repeat(np.arange(len(labels)), weights.astype(np.intp))
         try:
             return float(function(predictions[rows], labels[rows]))
-        except Exception:  # user code may raise anything, for example on too few classes
+        except Exception:  # User code can raise any exception, for example on too few classes.
             return float("nan")
 
     return lambda weights: np.array([value(one) for one in weights])
@@ -443,8 +443,8 @@ def _compare_losses(
     sums: dict[str, Array] = {
         name: np.bincount(units, weights=loss) for name, loss in losses.items()
     }
-    # Divisor of each unit's loss: its number of rows, or its part of the variance for an explained
-    # share.
+    # The loss of each unit is divided by its number of rows, or by its part of the variance for an
+    # explained share.
     weights = np.square(label - label.mean()) if method.explained else None
     share = np.bincount(units, weights=weights).astype(float)
     if why := _explain_undefined_mean(definition, method, label, losses[CANDIDATE], share):
@@ -627,7 +627,7 @@ def _find_function_problem(
     """Return why the function of a custom metric cannot be used; empty if it can."""
     try:
         values = np.asarray(function(candidate, label), dtype=np.float64)
-    except Exception as error:  # user code may raise anything
+    except Exception as error:  # User code can raise any exception.
         return f"{definition.use} raised {type(error).__name__}: {error}"
     if definition.per == "row" and values.shape != (len(label),):
         return (

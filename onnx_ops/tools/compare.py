@@ -181,7 +181,8 @@ def compare(
             runtime, a, b, target
         )
 
-    # Each model runs in a process of the runtime, not in this process.
+    # Each model runs in a process of the runtime, so this thread can run the reference at the same
+    # time.
     with ThreadPoolExecutor(1) as pool:
         candidate = pool.submit(run_candidate)
         expected = _run_reference(exact, reference, a, groups)

@@ -352,8 +352,8 @@ def test_azureml_apply_of_instance_count_updates_deployment_in_place(world: Worl
     assert world.drift(more) == []
     deployment = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{name}"].body
     assert deployment["sku"]["capacity"] == 3
-    # Each of the three writes of the endpoint is expected: its creation, the first traffic, and the
-    # tags of generation 2.
+    # The three writes are the creation of the endpoint, its first traffic, and the tags of
+    # generation 2.
     assert len(world.cloud.routes("scaling")) == 3
     deployment["sku"]["capacity"] = 2  # an operator changes it by hand
     assert world.drift(more) == [f"instances of {name}: 2, not 3"]

@@ -69,7 +69,8 @@ def test_decoder_of_image_files_returns_same_input_as_predict(example: Any) -> N
     for file, planes, size in zip(files, pixels, sizes, strict=True):
         image = example.decode_file(str(file))
         expected = example.normalize(example.letterbox(image))[0]
-        # Decoders of JPEG files round differently: by one level, which is 1 / 255 / 0.25.
+        # Decoders of JPEG files round differently, by one level. After the normalization, a level
+        # is 1 / 255 / 0.25 = 0.016.
         np.testing.assert_allclose(planes, expected, atol=1e-4 if file.suffix == ".png" else 0.03)
         assert size.tolist() == list(image.shape[:2])
 

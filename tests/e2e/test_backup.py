@@ -132,7 +132,7 @@ def drop_rights() -> None:
     """Drop root's right to read the files of other users, for the next program."""
     for right in (1, 2):
         # 1 is CAP_DAC_OVERRIDE, 2 is CAP_DAC_READ_SEARCH, and 24 is PR_CAPBSET_DROP.
-        ctypes.CDLL(None).prctl(24, right, 0, 0, 0)  # PR_CAPBSET_DROP
+        ctypes.CDLL(None).prctl(24, right, 0, 0, 0)
 
 
 def test_status_of_ledger_with_newer_schema_exits_4(twice: Project) -> None:

@@ -231,7 +231,7 @@ def _read_archive(
                 row_bytes = max(1, array.nbytes // max(1, len(array)))
                 rows = len(array) if most_bytes is None else max(1, most_bytes // row_bytes)
                 return {stem: array.shape}, {stem: np.array(array[:rows])}
-            # `numpy.savez` writes a zip archive, which begins with these bytes.
+            # `numpy.savez` writes a zip archive, which begins with `PK`.
             if not head.startswith(b"PK"):
                 raise ValueError(f"it is not an archive: it begins with {stream.peek(16)[:16]!r}")
             archive = np.load(stream, allow_pickle=False)

@@ -92,7 +92,7 @@ class OnlineEndpoint(AzureResource):
         It also ends the copies of requests. PATCH requests can change tags, but not traffic.
         """
         identity = dict(self.document.get("identity") or {})
-        # The client ids of assigned identities are read-only.
+        # The client ids of assigned identities are read-only, so the request leaves them out.
         if assigned := identity.get("userAssignedIdentities"):
             identity["userAssignedIdentities"] = {name: {} for name in assigned}
         kept = {key: value for key, value in self.properties.items() if key not in _READ_ONLY}

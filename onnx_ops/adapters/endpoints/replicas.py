@@ -359,7 +359,8 @@ class ReplicaEndpoints(EndpointProvider):
         if prepared is not None:
             self._create(config, prepared)
         elif before is not None and list_receivers(state) - list_receivers(before.table.state):
-            # An earlier attempt created this table, and was possibly interrupted while it waited.
+            # An earlier attempt created this table, and was possibly interrupted while it waited
+            # for the replicas.
             loading = before
         if loading is not None:
             self._wait_until_loaded(config, loading, options.replicas)

@@ -67,7 +67,7 @@ class EndpointUpdate:
         self._sets_counts = not (self._options.scaled or self._options.serverless)
         self._requested: Literal["", "create", "update", "delete"] = ""
         self._has_begun = False
-        # This is the number of reads that did not show the request's effect.
+        # This attribute counts the reads that did not show the effect of the request.
         self._unchanged_reads = 0
         self._failures = 0
         self._modified: Any = None

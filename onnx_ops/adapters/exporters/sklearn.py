@@ -385,8 +385,8 @@ def _options(model: object) -> dict[Any, Any]:
 
     options: dict[Any, Any] = {}
     last = get_last_step(model)
-    # LinearSVC has no ZipMap option. In a pipeline, it would get the default options of estimators
-    # without explicit options.
+    # LinearSVC has no ZipMap option. Another option is set, because in a pipeline, an estimator
+    # without explicit options gets default options.
     if is_classifier(last):
         options[id(last)] = {"nocl": False} if isinstance(last, LinearSVC) else {"zipmap": False}
     for part in list_estimators(model):

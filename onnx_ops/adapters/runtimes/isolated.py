@@ -90,7 +90,7 @@ class _InnerRuntime(OnnxRuntime):
 
 def run_runtime() -> None:
     """Serve calls of OnnxRuntime's methods in the process of the environment."""
-    # The processes that this process starts find the packages through this variable. This process
+    # The processes that this process starts find the packages through PYTHONPATH. This process
     # itself runs with option `-I`, which ignores the variable.
     os.environ["PYTHONPATH"] = sys.argv[1]
     serve(_InnerRuntime(), "benchmark")

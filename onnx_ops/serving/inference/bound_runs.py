@@ -184,8 +184,8 @@ class BoundRuns:
             or key in self._known
         ):
             return
-        # A text gets its own memory only when it occurs a second time. Otherwise, texts that differ
-        # in every request would fill the memory.
+        # The text of a request gets its own memory only when it occurs a second time. Otherwise,
+        # texts that differ in every request would fill the memory.
         if hash(key) not in self._seen:
             self._seen = {hash(key), *(self._seen if len(self._seen) < _MAX_TEXTS else ())}
             return

@@ -313,7 +313,8 @@ class InferenceService:
         """
         process, monitor = self._process, self.monitor
         process[INLINE_RUN + RUN_CELL] = drawn_cell
-        process[INLINE_RUN] = loaded.slot  # The offset RUN_SLOT is 0.
+        # The slot is stored at INLINE_RUN itself, because the offset RUN_SLOT is 0.
+        process[INLINE_RUN] = loaded.slot
         started_at = monitor.inline_since = time.perf_counter()
         monitor.inline_options = loaded.options
         try:

@@ -102,7 +102,8 @@ def _search_hypotheses(left: Floats, right: Floats) -> str:
     for hypothesis in _list_hypotheses(right, left.shape):
         for parts, residual in _fit_values(left, hypothesis.value):
             found = (*hypothesis.parts, *parts)
-            # Each further part must explain much more, or the simpler hypothesis is kept.
+            # Each further part must reduce the residual by a factor of more than 1.5, or the
+            # simpler hypothesis is kept.
             cost = len(found) + sum("by channel" in part for part in found)
             score = residual / spread * 1.5**cost + 1e-4 * cost
             if found and (best is None or score < best[0]):

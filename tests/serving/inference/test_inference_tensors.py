@@ -69,7 +69,7 @@ def test_parse_document_of_large_body_equals_small_body(tree: dict[str, object])
 def test_parse_document_keeps_only_rectangular_numbers_as_lazy_array(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A parser refuses reuse while one of its blocks lives.
+    # A parser of simdjson cannot be reused while a value that it has parsed exists.
     monkeypatch.setattr(tensors, "_parsers", {})
     found, _ = parse_document(encode({"data": [[1, 2], [3, 4]], **PAD}))
     assert isinstance(found["data"], LazyArray)
