@@ -57,7 +57,7 @@ class Scratch:
             # Another process can remove the folder before it is locked.
             with contextlib.suppress(FileNotFoundError):
                 handle = os.open(folder.name, _FLAGS)
-                # On a file system without locks, no other process removes the folder.
+                # Other processes remove the folder only on a file system with locks.
                 with contextlib.suppress(OSError):
                     acquire_lock(handle, shared=True)
                 if Path(folder.name).exists():

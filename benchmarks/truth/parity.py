@@ -196,7 +196,8 @@ def _faulty(export: Exported, path: Path) -> Iterator[Trial]:
         if not inject(model, np.random.default_rng([export.seed, number])):
             continue
         if model.SerializeToString(deterministic=True) == before:
-            continue  # The change had no effect, so the model has no fault to detect.
+            # The change had no effect, so the model still computes the same function.
+            continue
         onnx.save(model, path)
         result = judged(path, TARGET, export)
         caught = result.verdict is Verdict.FAIL

@@ -274,7 +274,7 @@ class SimulatedServer(LocalServer):
         """
         if self.router.fallback and self._clock.time_ns() >= self._lease_ns:
             self.lapsed += 1
-            # No draw selected the version, so the request is not evidence.
+            # The fallback selected the version, so the request is not evidence.
             return self.router.fallback
         draw, cell = self.router.get_draw(self.shared.header[EPOCH]), KEYLESS_CELL
         if isinstance(user, int):

@@ -171,8 +171,8 @@ class UserTraffic:
         self._answered[active] = number[:, -1]
         log += np.where(mine & (number <= users.cold), np.log(_COLD), 0.0)
         warm = number > WARM_UP_REQUESTS
-        # In an epoch with warm-up requests, the server does not compare latencies by unit, since
-        # the stable version has no warm-up requests.
+        # Only the candidate has warm-up requests. In an epoch with such requests, the server does
+        # not compare latencies by unit.
         timed = compared & (
             (warm | ~mine) if self._sticky else (warm | ~mine).all(axis=1, keepdims=True)
         )

@@ -132,7 +132,7 @@ def _list_target_files(project: Project, pipeline: Pipeline) -> Iterator[str]:
     for target in pipeline.benchmark.targets:
         if (file := project.targets.path(target)) is not None:
             yield _inside(str(file), root)
-        # The library of a package that is not installed is not a file of the project.
+        # The library of a missing package is not a file of the project.
         with contextlib.suppress(NotReadyError):
             libraries = project.targets.load(target).custom_ops
             yield from (_inside(library.path, root) for library in libraries)

@@ -75,7 +75,9 @@ def list_champions(context: Context, names: Sequence[str] = ()) -> tuple[Champio
                 target = name.removeprefix(_CHAMPION)
                 try:
                     record = context.registry().version(model, version)
-                except NotFoundError:  # A version without a record was not registered by onnx-ops.
+                except NotFoundError:
+                    # onnx-ops registers each version with a record, so another tool registered this
+                    # version.
                     continue
                 basis: tuple[Evidence, tuple[Gate, ...]] | OnnxOpsError
                 try:

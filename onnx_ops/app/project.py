@@ -190,8 +190,7 @@ def _list_endpoint_findings(project: Project, pipeline: Pipeline, planned: Plan)
             if lack.what not in seen:
                 seen.add(lack.what)
                 yield Issue(_location(pipeline, stage), lack.without_place(), environment=True)
-        # Missing requirements include credentials. Without them, the servers' reports cannot be
-        # read.
+        # Missing requirements include credentials, which are needed to read the servers' reports.
         for text in () if lacks else find_memory_shortages(project.context, config):
             yield Issue(_location(pipeline, stage), text, environment=True)
 

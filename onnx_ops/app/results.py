@@ -310,8 +310,8 @@ def import_commits(root: Path, store: Store, folder: Path) -> None:
             if path.is_file() and not path.is_symlink()
         }
         if _CHOICES in files:
-            # The key is computed and not read from the files, so that they cannot replace other
-            # results.
+            # The key is computed instead of read from the files, so that the files cannot replace
+            # other results.
             store.record(_key(root, place.name, place.parent.name), Manifest(files=files))
 
 

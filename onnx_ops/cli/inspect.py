@@ -212,7 +212,7 @@ def _report(
 ) -> None:
     info = summary.info
     beside = f", weights in {', '.join(summary.external)}" if summary.external else ""
-    # Lines without text are not printed.
+    # Only lines with text are printed.
     lines = {
         "file": f"{path.name}, {format_figure(info.size_bytes, 'B')}{beside}, "
         f"sha256 {short_digest(summary.file)}",

@@ -466,7 +466,8 @@ def _print_run(
     )
 
     store = project.context.store
-    # Without a comparison, the JSON document contains no evidence, so the evidence is not read.
+    # The JSON document contains evidence only with a comparison, so other evidence is not read for
+    # it.
     evidence = (
         tuple(evidence_of(summary, store).values()) if base is not None or not as_json else ()
     )

@@ -256,7 +256,7 @@ def show_progress(command: str, *places: object, quiet: bool) -> Iterator[Report
         shown: list[str] = []
 
         def report(text: str) -> None:
-            # Without a terminal, lines cannot be redrawn, so repeated lines are left out.
+            # Lines can be redrawn only in a terminal, so repeated lines are left out elsewhere.
             if not quiet and text not in shown[-1:]:
                 shown.append(text)
                 console.print(markup("{}", text), soft_wrap=True)

@@ -132,8 +132,8 @@ def load_pipeline(
         )
     for issue in issues:
         loc = document.written(issue.loc)
-        # An issue is not reported if it can follow from an invalid value at its location, around
-        # its location, or directly in the mapping or list there.
+        # An issue is left out if it can follow from an invalid value. Such a value is at the
+        # location of the issue, around the location, or directly in the mapping or list there.
         if not any(
             loc[: len(other.loc)] == other.loc or other.loc[:-1] == loc for other in document.issues
         ):

@@ -227,8 +227,8 @@ def _check_inputs(draft: Draft) -> Iterator[Issue]:
                 f"no data set is called '{name}'{default}{did_you_mean(name, draft.sets) or known}",
             )
     scored = draft.data.get(draft.scored)
-    # Without declared inputs, the columns of the data are the inputs. Their names are not known
-    # here, so they are not checked.
+    # Without declared inputs, the columns of the data are the inputs. Their names are unknown here
+    # and thus not checked.
     columns = () if scored is None else tuple(scored.inputs)
     for name, values in draft.inputs.items():
         loc = ("inputs", name)

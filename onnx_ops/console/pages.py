@@ -307,7 +307,7 @@ class Pages:
         try:
             timeline = build_timeline(endpoint, log.entries)
         except ValueError:
-            # An adoption can skip damaged entries, and a timeline cannot be built without them.
+            # An adoption can skip damaged entries, which a timeline needs.
             timeline = None
         evidence = None
         if timeline is not None:

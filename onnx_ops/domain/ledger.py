@@ -646,8 +646,8 @@ def _count(state: ReleaseState, reading: MetricsReading) -> Observations | None:
     """Return the counts of the rollout in progress after one more reading."""
     counts, stable, candidate = state.observations, state.roles.stable, state.roles.candidate
     if counts is not None and state.open_intent is not None and reading.origin:
-        # While an intent is open, the split can change at any moment. A reading of a source
-        # without generations then starts no interval.
+        # While an intent is open, the split can change at any moment. Then only a reading of a
+        # source with generations can start an interval.
         return counts.reset_reading(counts.split_at)
     if counts is not None and stable is not None and candidate is not None:
         return counts.with_reading(reading, stable=stable.name, candidate=candidate.name)
@@ -730,8 +730,8 @@ def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseSta
 
 def _complete(state: ReleaseState, action: Action, at: float) -> ReleaseState:
     """Close the open intent, and apply the roles of its action."""
-    # While there is a candidate, a command stays in force after an action that keeps the state, or
-    # that was decided before the command.
+    # While there is a candidate, a command stays in force after two kinds of actions: those that
+    # keep the state, and those that were decided before the command.
     keeps_command = action.roles.candidate is not None and (
         action.kind in (ActionKind.RESTORE, ActionKind.RECONFIGURE)
         or state.command_sequence > state.decision_sequence

@@ -91,7 +91,7 @@ def measure_activations(
                 runtime, exact, readable, activations[start : start + PAIRS_AT_ONCE], feeds
             )
     # Several activations can share one range, such as the input and output of MaxPool or Reshape.
-    # Such a range passes if it fits one of them. It is not judged if one of them was not measured.
+    # Such a range passes if it fits one of them. It is judged only if all of them were measured.
     stretches: dict[tuple[float, float], list[float | None]] = {}
     for activation, measurement in zip(activations, measurements, strict=True):
         stretches.setdefault((activation.low, activation.high), []).append(measurement.stretch)

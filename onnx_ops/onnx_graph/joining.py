@@ -220,7 +220,7 @@ def build_image_decoder(
     graph = helper.make_graph(
         [helper.make_node("Scan", [name], list(shapes), "rows", body=row, num_scan_inputs=1)],
         "decode_images",
-        # The axis of bytes has no name: a file that is cut at another size cannot be decoded.
+        # The axis of bytes has no name, because a file that is cut at another size is invalid.
         [helper.make_tensor_value_info(name, TensorProto.UINT8, ["batch", None])],
         [
             helper.make_tensor_value_info(key, TensorProto.FLOAT, shape)

@@ -88,7 +88,8 @@ def publish_rollout(context: Context, endpoint: str) -> None:
     model, version = timeline.candidate.model, timeline.candidate.version
     try:
         link = context.registry().page(model, version, "report.html")
-    except OnnxOpsError:  # Without the registry, the page is written without a link.
+    except OnnxOpsError:
+        # The page has a link only if the registry answers.
         link = ""
     command = f"Write the report to a file: `onnx-ops report {model}/{version}`"
     text = page(endpoint, timeline, f"[Report of the release]({link})" if link else command)

@@ -148,7 +148,8 @@ def _read_unpacked(path: Path) -> bytes:
     elif decompress := next(
         (call for first, call in _DECOMPRESSORS.items() if content.startswith(first)), None
     ):
-        # A file that cannot be decompressed is not compressed: only its first bytes look like it.
+        # If the decompression fails, the file is plain: only its first bytes look like a compressed
+        # file.
         with contextlib.suppress(OSError, EOFError, zlib.error, lzma.LZMAError):
             content = decompress(content)
     return content

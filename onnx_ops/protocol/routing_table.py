@@ -130,7 +130,7 @@ def decode_table(data: bytes, *, where: str = "") -> RoutingTable:
     try:
         is_intact = isinstance(content, dict) and digest_json(content) == document.get("checksum")
     except ValueError:
-        # Canonical JSON has no NaN and no infinity, and `encode_table` never writes them.
+        # Canonical JSON excludes NaN and infinity, so `encode_table` never writes them.
         is_intact = False
     if not is_intact:
         raise CorruptStateError("the table does not match its checksum", where=where)

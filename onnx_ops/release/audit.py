@@ -178,7 +178,8 @@ def list_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
                     registry.version(model, aliases[name]), target, key, verifier
                 ):
                     dependents.append(Dependent(model=model, version=aliases[name], alias=name))
-            except NotFoundError:  # A version that onnx-ops did not register has no decision.
+            except NotFoundError:
+                # Only versions that onnx-ops registered have decisions.
                 continue
     return tuple(dependents)
 

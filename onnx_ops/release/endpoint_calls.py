@@ -80,7 +80,8 @@ def run_concurrently(
     def run(name: str, call: Callable[[], _Result]) -> None:
         try:
             results[name] = call()
-        except BaseException as error:  # The caller returns OnnxOpsErrors, and raises the others.
+        except BaseException as error:
+            # The caller returns each OnnxOpsError, and raises all other errors.
             results[name] = error
 
     threads = [

@@ -569,8 +569,8 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
     """
     state = journal.state
     if snapshot.reading is not None and _is_reading_due(state, snapshot.reading, action):
-        # Counts can cause an advance, so their entry must be signed. Without a key, they are not
-        # recorded, and a rollback is still possible.
+        # Counts can cause an advance, so their entry must be signed. If the key is missing, the
+        # counts are not recorded, and a rollback is still possible.
         with suppress(MissingKeyError):
             journal.append(MetricsRecorded(reading=snapshot.reading))
     if (
@@ -687,8 +687,8 @@ def record_selection(journal: Journal, desired: DesiredState) -> None:
     """
     if (selected := _find_unrecorded_selection(journal, desired)) is not None:
         with suppress(MissingKeyError):
-            # Without a signing key, the time of the selection is not recorded. The start of the
-            # rollout records it later.
+            # If the signing key is missing, the start of the rollout records the time of the
+            # selection later.
             journal.append(VersionSelected(selected=selected))
 
 

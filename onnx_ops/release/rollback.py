@@ -149,7 +149,7 @@ def roll_back_each(
     def request(journal: Journal) -> tuple[RollbackResult, Journal]:
         config, pending = journal.config, journal.state.pending_rollback
         goal = None if pending is None else pending.action.roles.stable
-        # An earlier abort without a rejection does not satisfy the operator's request.
+        # An earlier abort satisfies the operator's request only if the abort rejects the version.
         if (
             pending is not None
             and pending.action.reject

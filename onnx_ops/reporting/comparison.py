@@ -312,7 +312,7 @@ def _compare_task_metrics(mine: Evidence, theirs: Evidence, pairs: Pairs) -> lis
     rows = []
     for label in dict.fromkeys((*ours, *before)):
         change = changes.get(label, "")
-        # Without a paired comparison, the change has no interval.
+        # The change has an interval only with a paired comparison.
         if not change and label in ours and label in before:
             change = _describe_difference(ours[label], before[label])
         rows.append(_make_row(label, ours.get(label), before.get(label), change or NOTHING))

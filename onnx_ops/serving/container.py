@@ -190,6 +190,5 @@ def _get_first(environment: Mapping[str, str], names: Sequence[str]) -> str | No
 if __name__ == "__main__":
     code = main(sys.argv[1:], os.environ)
     logging.shutdown()
-    # No remaining thread may delay the exit: a cloud service kills a container that does not end in
-    # time.
+    # No remaining thread may delay the exit: a cloud service kills a container that ends too late.
     os._exit(code)

@@ -79,6 +79,5 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     logging.shutdown()
-    # No remaining thread may delay the exit: a cloud service kills a container that does not end in
-    # time.
+    # No remaining thread may delay the exit: a cloud service kills a container that ends too late.
     os._exit(code)

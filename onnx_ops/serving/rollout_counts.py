@@ -110,7 +110,7 @@ class RolloutCounts:
         split = revision.table.state.split
         if sum(weight > 0 for weight in split.weights.values()) < 2:
             self._shared.header[WATCH] = (
-                0  # Without a rollout, requests are not counted by cell, which saves time.
+                0  # Requests are counted by cell only during a rollout, which saves time.
             )
         if self.epoch_s:
             # Epoch 0 is reserved for splits without epochs.

@@ -441,7 +441,7 @@ def _draw_numbers(chosen: Array, domain: InputDomain, draw: np.random.Generator)
         ends = np.where(row % 2, low.reshape(-1)[place], high.reshape(-1)[place])
         spikes[row, place] = ends
     made[third : 2 * third] = spikes.reshape(made[third : 2 * third].shape)
-    # The last third of the rows covers the whole range of an integer input, so that every index is
+    # The last third of the rows covers the whole range of an integer input. So every index is
     # tested if there are enough rows.
     if chosen.dtype.kind in "iu":
         swept = made[2 * third :].shape

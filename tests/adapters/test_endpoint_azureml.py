@@ -355,7 +355,8 @@ def test_azureml_apply_of_instance_count_updates_deployment_in_place(world: Worl
     # The three writes are the creation of the endpoint, its first traffic, and the tags of
     # generation 2.
     assert len(world.cloud.routes("scaling")) == 3
-    deployment["sku"]["capacity"] = 2  # an operator changes it by hand
+    # An operator changes the number of instances by hand.
+    deployment["sku"]["capacity"] = 2
     assert world.drift(more) == [f"instances of {name}: 2, not 3"]
     world.cloud.control.autoscale.settings["somebody's"] = {
         "properties": {"targetResourceUri": deployment["id"].upper(), "profiles": []}
@@ -376,9 +377,11 @@ def test_azureml_apply_with_autoscaling_creates_and_removes_rules(world: World) 
     assert profile["capacity"] == {"minimum": "1", "maximum": "4", "default": "1"}
     assert [rule["metricTrigger"]["threshold"] for rule in profile["rules"]] == [60, 30]
     deployment = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{name}"].body
-    deployment["sku"]["capacity"] = 3  # Azure Monitor scales the deployment
+    # Azure Monitor scales the deployment.
+    deployment["sku"]["capacity"] = 3
     assert world.drift(scaled) == []
-    profile["capacity"]["maximum"] = "9"  # an operator changes it by hand
+    # An operator changes the maximum by hand.
+    profile["capacity"]["maximum"] = "9"
     assert world.drift(scaled) == [
         f"autoscaling of {name}: 1 to 9 instances with other rules, not 1 to 4 instances at 60% CPU"
     ]

@@ -105,7 +105,7 @@ def test_sagemaker_operations_need_exactly_permitted_actions(
     caller, container = sagemaker.permitted()
     assert sagemaker.denied() == []
     granted = set[str]().union(*(_list_actions(one) for one in iam.caller()))
-    # The tested operations change the image, but not the number of instances, so a fleet does not
+    # The tested operations change the image and keep the number of instances, so a fleet does not
     # need the permission for weights.
     assert granted - caller - FOR_OPTIONS == (
         NATIVE_ONLY if traffic == "table" else NATIVE_ONLY - {WEIGHTS}

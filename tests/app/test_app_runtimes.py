@@ -140,7 +140,8 @@ def test_openvino_target_is_measured_in_separate_environment(root: Path) -> None
         target: differing(evidence(project, result, target))
         for target in (*targets, "openvino-cpu")
     }
-    # OpenVINO computes other values for NaN. The data contain no NaN, so no variant is refused.
+    # OpenVINO computes other values for NaN. The data do not contain NaN, so all variants are
+    # accepted.
     openvino = found.pop("openvino-cpu")
     assert ("missing", False) in openvino
     assert not any(inside for _, inside in openvino)

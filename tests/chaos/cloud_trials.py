@@ -307,7 +307,7 @@ class Trial:
         wanted.rejected |= serving
         wanted.rejected.discard(roles.stable.version)
         self.allowed.add(roles.stable.version)
-        # A rollback does not withdraw the request of a version whose rollout has not begun.
+        # A version stays requested after a rollback if its rollout has not begun.
         if wanted.newest in serving or wanted.newest == roles.stable.version:
             wanted.newest = wanted.stable = roles.stable.version
         else:

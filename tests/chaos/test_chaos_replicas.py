@@ -177,7 +177,8 @@ def users_of_two_replicas(
 
     def invoke(_: int, user: str) -> tuple[str, str]:
         headers = ask_replica(first, user, path, body)
-        # Without a lease, no draw selects a version, and the response has no feedback token.
+        # A response has a feedback token only if a draw selected the version, which requires a
+        # lease.
         return headers[DEPLOYMENT_HEADER], headers.get(FEEDBACK_HEADER, "")
 
     return users_that_report(invoke, partial(report_feedback, second), shares, users=sys.maxsize)

@@ -172,7 +172,8 @@ def check_pipeline_part(block: Block, value: dict[str, Any], project: Path, fold
         written = yaml.safe_load(block.text)
         written["data"] = {**whole["data"], **written.get("data", {})}
         measured = {"benchmark": {"targets": ["cpu-1t", "browser-wasm"]}}
-        if "model" in written:  # a pipeline has either of these two sections
+        if "model" in written:
+            # A pipeline has either `model` or `train`.
             del whole["train"]
         file.write_text(
             yaml.safe_dump({**whole, **measured, **written}, sort_keys=False), encoding="utf-8"

@@ -93,8 +93,8 @@ def test_olive_float_pass_quantizes_no_weight(olive: IsolatedOptimizer, tmp_path
     [
         ({"type": "Nonsense"}, "'nonsense' not found"),
         ({"type": "OnnxDynamicQuantization", "precision": "int3"}, "precision"),
-        # For a bias that is one row of a matrix, ONNX Runtime's quantizer takes the truth value of
-        # an array, which fails.
+        # For a bias that is one row of a matrix, the quantizer of ONNX Runtime 1.31 takes the truth
+        # value of an array, which fails.
         (
             {"type": "OnnxStaticQuantization", "data_config": "x", "per_channel": True},
             "The truth value of an array",

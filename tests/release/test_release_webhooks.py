@@ -80,8 +80,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.watchers = [
-            # With the longest interval, no pass is skipped after refusals, and no wake-up is
-            # skipped.
+            # With the longest interval, all passes and wake-ups run, also after refusals.
             WatchLoop(
                 scene.context,
                 ReconcileQueue(),

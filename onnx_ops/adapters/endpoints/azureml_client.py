@@ -184,7 +184,8 @@ class AzureClient:
             raise make_unanswered_error(where, error.why) from error
         except RefusedError as error:
             match = _REFUSAL.match(error.why)
-            if match is None:  # The refusal has no HTTP status if there are no credentials.
+            if match is None:
+                # The HTTP status is missing if the credentials are missing.
                 error.where = error.where or self.owner
                 raise
             status, why = int(match[1]), error.why

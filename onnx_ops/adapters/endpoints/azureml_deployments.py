@@ -310,7 +310,8 @@ class Autoscaling:
         try:
             listed = self._ask_monitor(f"{self._settings_path}?{_MONITOR_API}")
         except RefusedError:
-            # Options without autoscaling do not require the permission to read autoscale settings.
+            # The permission to read autoscale settings is required only for options with
+            # autoscaling.
             return True
         targets = (
             item["properties"].get("targetResourceUri", "")

@@ -149,8 +149,8 @@ class AzureOptions(LeaseOptions, ContainerOptions):
         if not self.is_table:
             keys = {TRUSTED_KEYS_VARIABLE: self.trusted_keys} if self.trusted_keys else {}
             return variables | keys
-        # adlfs 2026.8 uses credentials by default. Older versions need this variable for that, see
-        # https://github.com/fsspec/adlfs/pull/437
+        # adlfs 2026.8 uses credentials by default. Older versions use credentials only with this
+        # variable, see https://github.com/fsspec/adlfs/pull/437
         identity = {"AZURE_STORAGE_ANON": "false"}
         if self.client_id:
             identity["AZURE_CLIENT_ID"] = self.client_id

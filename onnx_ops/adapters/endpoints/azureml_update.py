@@ -133,9 +133,8 @@ class AzureEndpoint:
             is_confirmed = sent is None and count + 1 >= policy.confirmations
             if endpoint is None and is_confirmed:
                 return None
-        # Reads are no longer stale after this time, so the last write did not reach Azure. The
-        # stored generation is replaced, so that the next read does not wait for the effect of this
-        # write.
+        # Stale reads end before this time, so the last write failed to reach Azure. The stored
+        # generation is replaced, so that the next read does not wait for the effect of this write.
         self._sent.store(None if endpoint is None else read_generation(endpoint.tags))
         return endpoint
 
@@ -335,7 +334,7 @@ class AzureEndpoint:
         except UnansweredWriteError:
             raise
         except OnnxOpsError:
-            # Azure did not accept the request, so no later read can show an effect.
+            # The request had no effect in Azure, so the former generation applies again.
             self._sent.store(before)
             raise
 

@@ -910,7 +910,7 @@ class ReplicaEndpoints(EndpointProvider):
             for source, (one, _) in sorted(
                 found.items(), key=lambda each: (each[0] in live, each[1][1])
             )
-            if one.bounds_s  # A replica that has not loaded a table has no bounds yet.
+            if one.bounds_s  # A replica has bounds only after it has loaded a table.
         ]
         if not counts:
             raise ServiceUnavailableError("no replica has reported counts", where=config.endpoint)

@@ -270,8 +270,8 @@ def _config_request(options: SageMakerOptions) -> dict[str, Any]:
             **key,
         }
     if options.metric_interval_s:
-        # Without enhanced metrics, SageMaker would not apply the interval to the metrics of
-        # invocations.
+        # SageMaker applies the interval to the metrics of invocations only if enhanced metrics are
+        # enabled.
         request["MetricsConfig"] = {
             "EnableEnhancedMetrics": True,
             "MetricPublishFrequencyInSeconds": options.metric_interval_s,

@@ -228,8 +228,7 @@ class EndpointUpdate:
         except InfrastructureError:
             if description["EndpointStatus"] != "OutOfService":
                 raise
-            # An endpoint that is out of service answers no requests, so deleting it interrupts
-            # none.
+            # An endpoint that is out of service answers no requests, so it can be deleted.
             self._delete()
 
     def _delete(self) -> None:

@@ -340,7 +340,7 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
         warnings.catch_warnings(),
         repair_converters(list_estimators(model)),
     ):
-        # skl2onnx reads attributes that scikit-learn deprecates.
+        # skl2onnx 1.20 reads attributes that scikit-learn 1.9 deprecates, such as `probA_` of SVC.
         warnings.simplefilter("ignore", FutureWarning)
         # For an imputer of integers, skl2onnx casts its missing value NaN, and NumPy warns.
         warnings.simplefilter("ignore", RuntimeWarning)

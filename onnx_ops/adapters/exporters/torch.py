@@ -200,8 +200,8 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     binding = _bind(module, request.samples)
     rows, outputs = _choose_rows(torch, module, binding, request)
     positional, keyword = binding.pack(rows)
-    # Free axes are declared by names and not by torch.export.Dim. With Dim, torch.onnx fixes axes
-    # without a warning if it cannot keep them free.
+    # Free axes are declared by names and not by torch.export.Dim. With Dim, torch.onnx silently
+    # fixes the axes that it cannot keep free.
     free = {name: dict(get_free_axes(section, name)) for name in binding.names}
     recurrent = importlib.import_module("onnx_ops.adapters.exporters.torch_recurrent")
     attention = importlib.import_module("onnx_ops.adapters.exporters.torch_attention")

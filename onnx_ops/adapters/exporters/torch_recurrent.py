@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from onnx_ops.errors import UserError
 
-op: Any = onnxscript.opset18  # The type hints of the opset omit lists, which its functions accept.
+# The type hints of onnxscript's opset functions omit lists, which the functions accept.
+op: Any = onnxscript.opset18
 
 _SIGNATURE = (
     "(Tensor input, {state} hx, Tensor[] params, bool has_biases, int num_layers, "
@@ -46,7 +47,7 @@ class RecurrentOperators(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call the operator of this module in place of a recurrent function."""
-        # torch has no public name for this function, so it is compared by name.
+        # This function of torch is private, so it is recognized by its name.
         if getattr(func, "__name__", "") == "_pack_padded_sequence":
             raise UserError(
                 "the module uses packed sequences",

@@ -150,8 +150,8 @@ class ObjectLedger(Ledger):
     def require_signer(self, state: ReleaseState, body: EntryBody) -> None:
         if grant := explain_grant(state, body):
             name = format_name(state.endpoint, state.head + 1)
-            # The signed bytes are not a ledger entry, so the signature cannot be misused for an
-            # entry.
+            # The signed bytes differ from every ledger entry, so the signature cannot be misused
+            # for an entry.
             self._keys.sign(b"signature test", grant, f"ledger {name}", state.keys)
 
     @override

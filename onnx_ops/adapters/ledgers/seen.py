@@ -93,7 +93,8 @@ class SeenHeads:
         self._known[endpoint] = head
         path = _format_path(self._folder, endpoint)
         temporary = path.with_suffix(f".{os.getpid()}")
-        # A machine without write access can read ledgers, but has no protection by this record.
+        # This record protects only machines with write access. Other machines can still read
+        # ledgers.
         with contextlib.suppress(OSError):
             other = self._load(self._folder, endpoint)
             if other is None or other.sequence < sequence:

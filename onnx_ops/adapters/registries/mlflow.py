@@ -149,7 +149,8 @@ class MlflowRegistry:
                 elif about not in ("", description) and (
                     not description or description.endswith(KEPT)
                 ):
-                    # A description that a user wrote does not end with KEPT; it is not replaced.
+                    # A description is replaced only if it is empty or ends with KEPT. Users write
+                    # other descriptions.
                     client.update_registered_model(model, about)
             return publisher.publish()
 

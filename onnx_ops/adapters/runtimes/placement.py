@@ -106,7 +106,7 @@ class TargetedRuntime(Runtime):
             UserError: there is no folder for the target's environment.
         """
         if self.elsewhere is None:
-            # Most runs have no isolated target, so they do not import the code for processes.
+            # Only runs with an isolated target import the code for processes.
             from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
             from onnx_ops.adapters.runtimes.isolated import IsolatedRuntimes
 

@@ -62,7 +62,7 @@ class BackgroundServer:
         except BaseException:
             self._socket.close()
             raise
-        # asyncio sets this option only for sockets whose protocol number is given. Without the
+        # asyncio sets TCP_NODELAY only for sockets whose protocol number is given. Without the
         # option, a client that delays its acknowledgements (by 40 ms on Linux) gets the body of
         # each response that much later.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -75,7 +75,7 @@ def _read_result(result: object, reference: str) -> dict[str, Any]:
             remedy='For example: return {"length": ["short", "long", …]}.',
         )
     columns = {name: np.asarray(values) for name, values in result.items()}
-    # An array of objects keeps None apart from texts, which NumPy would write as "None".
+    # An array of objects keeps None, which NumPy would convert to the text "None".
     return {
         name: np.array(list(result[name]), dtype=object) if column.dtype.kind == "U" else column
         for name, column in columns.items()

@@ -178,8 +178,8 @@ class ConnectionLimits:
         """
         if len(self.open) >= self.max_connections:
             victim = None
-            # If no victim was found at this clock value, the search is not repeated. Otherwise,
-            # every connection of a burst would cause a search of all open connections.
+            # The search is skipped if it failed at the same clock value. Otherwise, every
+            # connection of a burst would cause a search of all open connections.
             if self._full_at != self.now:
                 late = self.now - _SLOW_S
                 is_late = (

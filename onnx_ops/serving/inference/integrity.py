@@ -230,8 +230,8 @@ def _copy_files(source: Path, target: Path) -> Manifest:
 def _copy_file(path: Path, copy: Path) -> Digest:
     """Read a file once and write its copy; return the digest of the written bytes."""
     state = hashlib.sha256()
-    # The file is opened without blocking. If it was replaced by a pipe without a writer, the call
-    # would otherwise never return.
+    # The file is opened without blocking. Otherwise, the call would wait forever if the file was
+    # replaced by a pipe that no process writes to.
     with (
         open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as original,
         copy.open("xb") as stream,

@@ -156,7 +156,8 @@ def format_echoed_headers(head: RequestHead) -> bytes:
     lines = b""
     for name in _ECHOED:
         value = head.get(name)
-        # The value is printable, because the parser accepts no control character except the tab.
+        # The parser accepts the tab as the only control character, so a value without a tab is
+        # printable.
         if (
             value is not None
             and len(value) <= _MAX_ECHO_BYTES

@@ -275,7 +275,7 @@ class Supervisor:
             request = None
         cold_s = {deployment.name: loads_s for deployment, loads_s in self._cold_s.items()}
         counts = self._publisher.counts.collect(request, cold_s=cold_s)
-        # An epoch in which a deployment is not loaded is not evidence.
+        # An epoch is evidence only if all deployments are loaded.
         open_epoch = None if self.get_state().failed else counts.open_epoch
         return replace(counts, failure=self._describe_failures(), open_epoch=open_epoch)
 

@@ -126,7 +126,7 @@ def _judge_slices(comparison: _Comparison, fewest: int, evidence: Evidence) -> G
         judged.append(result)
         p_values.append(p_value)
     corrected = correct_for_all(p_values)
-    # All slices keep the limit only if every single slice does, so the largest p-value is that of
+    # All slices keep the limit only if every single slice does. So the largest p-value is that of
     # all slices (intersection-union test, Berger 1982).
     keeping = [result.p_value for result in judged if result.p_value is not None]
     results = sorted(

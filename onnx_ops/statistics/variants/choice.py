@@ -184,7 +184,7 @@ def _find_tied(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     best = min(candidates, key=_Candidate.rank_by_estimate)
 
     def is_tied(c: _Candidate) -> bool:
-        # A candidate without a measurement is tied only with other candidates without one.
+        # Candidates without a measurement are tied only with each other.
         return c.key.low <= best.key.high if c.key and best.key else c.key is best.key
 
     return [c for c in candidates if c is best or is_tied(c)]
