@@ -324,7 +324,8 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="only this fault")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of kills (0)")
     options = parser.parse_args()
-    os.environ["PYTHONWARNINGS"] = "ignore"  # This hides warnings of marshmallow about Azure's SDK.
+    # The variable hides warnings of marshmallow about Azure's SDK.
+    os.environ["PYTHONWARNINGS"] = "ignore"
     names = options.provider or [
         name for name in PROVIDERS if not (options.quick and name in NOT_QUICK)
     ]

@@ -259,7 +259,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what happens when (0)")
     options = parser.parse_args()
     draw = random.Random(options.seed)  # noqa: S311 (events, no secrets)
-    warnings.simplefilter("ignore")  # This hides warnings of marshmallow about Azure's SDK.
+    # The filter hides warnings of marshmallow about Azure's SDK.
+    warnings.simplefilter("ignore")
     os.environ["PYTHONWARNINGS"] = "ignore"
     # The import is slow on a busy machine. It is made here, so that it does not use up the time
     # limit of the first trial.

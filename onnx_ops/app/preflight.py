@@ -103,7 +103,8 @@ class Preflight:
                 section, self.context.root
             )
         except MissingPackageError:
-            return  # The check of this machine reports the missing package.
+            return
+        # The check of this machine's packages reports the missing package.
         except OnnxOpsError as error:
             yield _describe_source_error(loc, section, error, self.context.root)
             return
@@ -394,7 +395,8 @@ class Preflight:
                     FileData(file=slices.tags), self.context.root
                 )
             except MissingPackageError:
-                return  # The check of this machine reports the missing package.
+                return
+            # The check of this machine's packages reports the missing package.
             except OnnxOpsError as error:
                 yield _describe_tags_error(slices.tags, error, self.context.root)
                 return

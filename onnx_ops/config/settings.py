@@ -307,7 +307,7 @@ def _read_file(path: Path, chosen: str | None) -> tuple[dict[str, Any], str]:
                 remedy=remedy,
             )
         return {}, "default"
-    import tomllib  # Commands outside a project start sooner without it.
+    import tomllib  # Commands outside a project start sooner without tomllib.
 
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -109,7 +109,7 @@ class Place(ABC):
                 (f"{_REPLICAS}.open_objects", functools.partial(self._open, plan.disturb)),
                 (f"{_REPLICAS}.ThreadPoolExecutor", _SerialExecutor),
                 (f"{_FOLLOWER}.open_objects", functools.partial(self._open, plan.disturb_instance)),
-                # The thread that renews leases counts real time.
+                # The thread that renews leases counts real time, so its interval is set to a day.
                 ("onnx_ops.release.effects.LEASE_CHECK_INTERVAL_S", 86_400.0),
                 (f"{_FOLLOWER}.read_boot_clock", clock.now),
             ):

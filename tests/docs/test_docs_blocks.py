@@ -178,7 +178,7 @@ def check_pipeline_part(block: Block, value: dict[str, Any], project: Path, fold
         file.write_text(
             yaml.safe_dump({**whole, **measured, **written}, sort_keys=False), encoding="utf-8"
         )
-    # The project's files are links to files in ROOT.
+    # The project's files are links to files in ROOT, so the settings must permit ROOT.
     reach = Reach(paths=(str(ROOT), "https://models.example", "hf://acme"))
     load_pipeline(file, root=project, reach=reach)
 

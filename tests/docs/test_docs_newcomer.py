@@ -80,7 +80,8 @@ def path_without_this_installation() -> str:
     )
 
 
-# The test takes five minutes, because it builds a wheel and installs it into an environment.
+# The test builds a wheel and installs it into an environment. This takes five minutes, so the test
+# runs only nightly.
 @pytest.mark.nightly
 @pytest.mark.services
 def test_four_ways_page_followed_literally_succeeds(machine: Shell, tmp_path: Path) -> None:

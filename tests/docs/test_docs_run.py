@@ -95,7 +95,7 @@ def bring_files(project: Path) -> None:
     subprocess.run(made, cwd=project, check=True)
 
 
-# The tests take eight minutes.
+# The tests take eight minutes, so they run only nightly.
 @pytest.mark.nightly
 @pytest.mark.services
 @pytest.mark.parametrize("page", [page for page in RUNNING if page not in FRESH], ids=name)
@@ -108,7 +108,8 @@ def test_page_blocks_run_in_released_project(page: Path, released: tuple[Path, P
     follow(page, project, project)
 
 
-# The tests take two minutes. `test_docs_blocks` checks the commands in every run.
+# The tests take two minutes, so they run only nightly. `test_docs_blocks` checks the commands in
+# every run.
 @pytest.mark.nightly
 @pytest.mark.services
 @pytest.mark.parametrize("page", FRESH, ids=name)

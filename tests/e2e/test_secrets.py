@@ -19,7 +19,7 @@ from onnx_ops.app.scaffold import scaffold
 from tests.support.git import commit_all
 from tests.support.processes import end_all
 
-# The test runs a pipeline twice.
+# The test runs a pipeline twice, so it runs only nightly.
 pytestmark = pytest.mark.nightly
 
 VARIABLES = (

@@ -17,7 +17,7 @@ from tests.install.bare_environments import install_base
 from tests.install.workflow_world import TOKEN, World, log, open_world
 from tests.support.git import git
 
-# The test installs a project into new environments.
+# The test installs a project into new environments, so it runs only nightly.
 pytestmark = pytest.mark.nightly
 
 SECRETS = {

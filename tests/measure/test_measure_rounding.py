@@ -118,7 +118,7 @@ def test_measure_parity_of_exchanged_index_fails_unless_scores_tie(
     order = np.argsort(-rows, axis=1)
     rows[5, order[5, 1]] = rows[5, order[5, 0]] - np.float32(gap)
     indices = np.argsort(-rows, axis=1, kind="stable")[:, :3]
-    # The source has another order of these two.
+    # The source has another order of the first two indices.
     indices[5, :2] = indices[5, 1::-1]
     path = write_graph(tmp_path / "m.onnx", TOP, k=np.array([3]))
     group = ReferenceGroup(

@@ -105,7 +105,8 @@ class OliveOptimizer(Optimizer):
                 where=where,
             )
         if isinstance(config, str):
-            # The environment that runs Olive's passes does not have this module.
+            # The environment that runs Olive's passes does not have this module, so it is imported
+            # only here.
             from onnx_ops.config.yaml_reader import read_file
 
             name, path = config, (root / config).resolve()

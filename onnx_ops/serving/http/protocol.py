@@ -176,7 +176,8 @@ class HttpProtocol(TimedConnection):
         self._backlog.clear()
         self.stage = REJECTED
         self._reader = None
-        # The parser refers to this object, so the two would form a reference cycle.
+        # The parser refers to this object, so the parser and this object would form a reference
+        # cycle.
         del self._parser, self._feed
 
     def pause_writing(self) -> None:

@@ -497,7 +497,8 @@ class InferenceService:
         if loaded.warm_up:
             loaded.warm_up -= 1
             service_s = 0.0
-        if service_s == seconds:  # The request ran on the event loop, and is comparable.
+        if service_s == seconds:
+            # The request ran on the event loop, so its time can be compared between versions.
             count_request(loaded.row, status, seconds)
         else:
             count_queued_request(loaded.row, status, seconds, service_s)

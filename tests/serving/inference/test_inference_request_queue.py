@@ -226,7 +226,7 @@ def test_request_queue_under_load_runs_single_request_after_15_full_batches(
 
 def test_latency_estimator_is_fast_until_repeated_or_very_slow_runs() -> None:
     latency = LatencyEstimator(20e-6)
-    # At first, the system preempts the process once.
+    # The first slow run is an exception, as if the system had preempted the process once.
     for seconds, runs, is_fast in (
         (5e-3, 1, True),
         (5e-3, 3, False),
