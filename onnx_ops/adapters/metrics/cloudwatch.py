@@ -108,8 +108,8 @@ class CloudWatchMetrics(MetricsSource):
             if until <= begin or not variants:
                 empty = {name: RequestCounts() for name in variants}
                 return MetricsReading(origin=origin, at=until.timestamp(), tallies=empty)
-            # If the rollout is longer than a day, hourly sums limit the number of values in the
-            # response.
+            # If the last change of the endpoint was more than a day ago, hourly sums limit the
+            # number of values in the response.
             period_s = _MINUTE if (until - begin).total_seconds() <= _DAY else _HOUR
             queries = _queries(config.endpoint, variants, _COUNTS, period_s)
             counts = _read_values(connect("cloudwatch"), queries, begin, until)
