@@ -59,7 +59,7 @@ _ERRORS_BY_CODES: Mapping[str, tuple[type[OnnxOpsError], str, str]] = {
     "SignatureDoesNotMatch": (
         ServiceUnavailableError,
         "AWS does not accept the credentials",
-        "Sign in again: `aws sso login`.",
+        "Sign in again with `aws sso login`, or replace the access key.",
     ),
     "LimitExceededException ResourceLimitExceeded": (
         InfrastructureError,
@@ -206,7 +206,8 @@ def translate_errors(where: str) -> Iterator[None]:
     except NoRegionError as error:
         raise _no_region(where) from error
     except (ProfileNotFound, ParamValidationError, InvalidRegionError) as error:
-        raise UserError("the request to AWS is not valid", where=where, why=str(error)) from error
+        what = "the AWS profile, the region or a parameter of the request is not valid"
+        raise UserError(what, where=where, why=str(error)) from error
     except BotoCoreError as error:
         what, why = "AWS does not answer", str(error)
         raise ServiceUnavailableError(
@@ -275,9 +276,11 @@ def _no_credentials(where: str, why: str = "") -> UserError:
         "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
         "or run on a machine with a role."
     )
-    return UserError("there are no AWS credentials", where=where, why=why, remedy=remedy)
+    return UserError(
+        "AWS credentials are missing or incomplete", where=where, why=why, remedy=remedy
+    )
 
 
 def _no_region(where: str) -> UserError:
-    remedy = "Set `region` in the endpoint's options, or AWS_DEFAULT_REGION."
+    remedy = "Set AWS_DEFAULT_REGION, or `region` in an endpoint's options or in the AWS profile."
     return UserError("no AWS region is set", where=where, remedy=remedy)

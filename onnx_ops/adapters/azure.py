@@ -38,7 +38,7 @@ _MANAGEMENT = {
 }
 _ENDPOINT = Pattern(
     r"(?=.{3,32}\Z)[a-z]([-a-z0-9]*[a-z0-9])?",
-    "3 to 32 lower-case letters, digits and hyphens, first a letter",
+    "3 to 32 lower-case letters, digits and hyphens, first a letter and last not a hyphen",
 )
 PlaceName = Annotated[str, Pattern(r"(?a)[\w.()-]{1,90}", "a name in Azure")]
 EndpointName = Annotated[str, _ENDPOINT]
@@ -96,7 +96,7 @@ def read_workspace(options: Mapping[str, Json], *, where: str = "") -> Workspace
         given,
         Workspace,
         where=where,
-        remedy="Add the missing keys to the endpoint's options, such as workspace: NAME.",
+        remedy="Set `subscription`, `resource_group` and `workspace` in the endpoint's options.",
     )
 
 
@@ -108,8 +108,8 @@ def read_endpoint_name(endpoint: str, options: Mapping[str, Json]) -> str:
     raise UserError(
         f"{name!r} cannot be the name of an endpoint in Azure",
         where=endpoint,
-        remedy="Set `name`: 3 to 32 lower-case letters, digits and hyphens, beginning with a "
-        "letter; unique in the region.",
+        remedy="Set `name` to 3 to 32 lower-case letters, digits and hyphens. The first is a "
+        "letter, the last is not a hyphen, and the name is unique in the region.",
     )
 
 
@@ -228,7 +228,8 @@ def request_resource(
     if isinstance(answer, str) and answer:
         why = f"its answer begins with {answer[:60]!r}"
         remedy = f"Check for a proxy or a login page between this machine and {host}."
-        raise ServiceUnavailableError("does not answer in JSON", where=host, why=why, remedy=remedy)
+        what = "the server does not answer in JSON"
+        raise ServiceUnavailableError(what, where=host, why=why, remedy=remedy)
     return answer or None
 
 

@@ -111,7 +111,7 @@ class UserSuppliedModels:
             raise NotFoundError(
                 "no such model",
                 where=str(path),
-                remedy="`model:` is relative to the project's root.",
+                remedy="Write `model:` relative to the project's root.",
             )
         return path
 
@@ -128,7 +128,7 @@ def _open(url: str) -> tuple[Any, str]:
             imported(error), where=f"model {hide_secrets(url)}", why=str(error)
         ) from error
     except Exception as error:  # Each fsspec file system raises its own types of exceptions.
-        what, why = "the location of the model does not answer", describe_error(error)
+        what, why = "the location of the model cannot be accessed", describe_error(error)
         raise ServiceUnavailableError(what, where=hide_secrets(url), why=why) from error
     raise NotFoundError(
         "no such model",

@@ -88,7 +88,7 @@ def read_private(path: Path, what: str, *, remedy: str = "") -> str:
         mode = os.fstat(stream.fileno()).st_mode & 0o777
         if mode & 0o077:
             raise RefusedError(
-                f"other users can read {what}",
+                f"other users have access to {what}",
                 where=str(path),
                 why=f"its mode is {mode:04o}",
                 remedy=remedy
@@ -494,7 +494,7 @@ class FsspecObjects(ObjectStore):
                 what, where=self.place, why=str(error), remedy=remedy
             ) from error
         except OSError as error:
-            what = "the object store does not answer"
+            what = "the request to the object store failed"
             raise ServiceUnavailableError(what, where=self.place, why=str(error)) from error
         except Exception as error:
             # If credentials are missing or a name is invalid, the clients of clouds raise their own

@@ -58,9 +58,9 @@ def validate_token(token: str, where: str) -> str:
     if token.isascii() and token.isprintable() and " " not in token:
         return token
     raise UserError(
-        "the GitHub token contains a space, a line break or a character outside ASCII",
+        "the GitHub token contains a space, a control character or a character outside ASCII",
         where=where,
-        remedy="Copy the token again, without quotes and line breaks.",
+        remedy="Copy the token again, without spaces and line breaks.",
     )
 
 

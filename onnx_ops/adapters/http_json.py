@@ -41,8 +41,8 @@ def require_https(url: str, what: str) -> str:
     is_safe = scheme == "https" or (scheme == "http" and host in ("localhost", "127.0.0.1", "::1"))
     if host and is_safe and url.isascii() and url.isprintable():
         return host
-    remedy = "Use an address with https://; http:// is allowed only on this machine."
-    raise UserError(f"{what} is not an https address", remedy=remedy)
+    remedy = "Use an ASCII address with https://; http:// is allowed only for this machine."
+    raise UserError(f"{what} is not a valid https address", remedy=remedy)
 
 
 def request_json(
@@ -99,7 +99,7 @@ def request_json(
         # The messages of these errors can contain the address, which can be a secret. Their types
         # contain no address.
         raise ServiceUnavailableError(
-            "does not answer", where=host, why=type(error).__name__
+            "the server does not answer", where=host, why=type(error).__name__
         ) from None
     finally:
         _is_sending.reset(token)
@@ -122,14 +122,18 @@ def _read(response: httpx.Response, deadline: float, max_bytes: int) -> bytes:
 def _explain(status: int, text: str, host: str) -> OnnxOpsError:
     why = f"HTTP {status} {' '.join(text.split())}".strip()
     if status >= 500 or status in _TRY_LATER:
-        return ServiceUnavailableError("does not accept the request now", where=host, why=why)
+        return ServiceUnavailableError(
+            "the server does not accept the request now", where=host, why=why
+        )
     if 300 <= status < 400:
         remedy = (
             "If you trust the new address, put it into the settings. Requests contain a secret."
         )
-        return RefusedError("answers with a redirect", where=host, why=why, remedy=remedy)
+        return RefusedError(
+            "the server answers with a redirect", where=host, why=why, remedy=remedy
+        )
     return RefusedError(
-        "does not accept the request",
+        "the server does not accept the request",
         where=host,
         why=why,
         remedy="Check the address and the token.",

@@ -167,7 +167,7 @@ def _download_file(address: WebAddress, folder: Path) -> None:
             stream.write(chunk)
     if digest.hexdigest() != address.sha256:
         raise DigestMismatchError(
-            "the server sends other content than the pinned one",
+            "the server sent content that differs from the pinned content",
             where=f"{address.host}: {address.name}",
             why=f"its sha256 is {digest.hexdigest()}, and {address.sha256} is pinned",
             remedy="If the new content is right, pin its digest.",
@@ -185,7 +185,7 @@ def _unpack(archive: Path, address: WebAddress) -> None:
         shutil.unpack_archive(archive, archive.parent, filter=None if is_zip else "data")
     except (OSError, shutil.ReadError, tarfile.TarError, EOFError, zlib.error) as error:
         raise UserError(
-            "the file is not an archive that can be unpacked",
+            "the archive cannot be unpacked",
             where=f"{address.host}: {address.name}",
             why=describe_error(error),
         ) from error
@@ -273,5 +273,5 @@ def _hub_errors(address: HubAddress) -> Iterator[None]:
             "the files could not be downloaded",
             where=address.shown,
             why=describe_error(error),
-            remedy="Check the network.",
+            remedy="Check the network and the free disk space.",
         ) from error

@@ -84,7 +84,8 @@ def _parse_manifest(data: bytes, where: str) -> Manifest:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts or "\\" in name:
             raise CorruptStateError(
-                f"the manifest names {name[:80]!r}, which is outside of its folder", where=where
+                f"the manifest names {name[:80]!r}, which is not a path within its folder",
+                where=where,
             )
     return Manifest(files=files)
 

@@ -110,7 +110,7 @@ class ServerMetrics(MetricsSource):
             )
         except (ValueError, zlib.error) as error:
             raise ServiceUnavailableError(
-                "the response is not that of an endpoint server",
+                "the counts of the endpoint's servers are not valid",
                 where=config.endpoint,
                 why=str(error),
             ) from error

@@ -96,14 +96,17 @@ def test_load_missing_annotations_raises_not_found_error(root: Path) -> None:
     ("change", "expected"),
     [
         ({"category_id": 2}, "annotation 1 has category 2, which is not among the categories"),
-        ({"image_id": 9}, "annotation 1 is of image 9, which is not in the file"),
-        ({"bbox": [50, 20, 30, 8]}, "annotation 1 has a box outside image 7 of 64 x 48 pixels"),
-        ({"bbox": [-5, 20, 30, 8]}, "annotation 1 has a box outside image 7"),
+        ({"image_id": 9}, "annotation 1 names image 9, which 'images' does not list"),
+        (
+            {"bbox": [50, 20, 30, 8]},
+            "annotation 1 has a box that extends beyond image 7 of 64",
+        ),
+        ({"bbox": [-5, 20, 30, 8]}, "annotation 1 has a box that extends beyond image 7"),
         ({"bbox": [10, 20, -3, 8]}, "annotation 1 has a box with a negative size"),
-        ({"bbox": [10, 20, 3]}, "annotation 1 has no box of four numbers"),
-        ({"bbox": [10, 20, 3, float("nan")]}, "annotation 1 has no box of four numbers"),
+        ({"bbox": [10, 20, 3]}, "annotation 1 has no box of four finite numbers"),
+        ({"bbox": [10, 20, 3, float("nan")]}, "annotation 1 has no box of four finite numbers"),
         ({"image_id": None}, "annotation 1 has no 'image_id' that is an integer or a string"),
-        ({"keypoints": [1, 2]}, "annotation 1: an object has 2 values of keypoints"),
+        ({"keypoints": [1, 2]}, "annotation 1 cannot be read: an annotation has 2 values"),
     ],
 )
 def test_load_wrong_annotation_raises_user_error_with_its_id(
@@ -126,7 +129,7 @@ def test_load_annotations_of_other_format_raises_user_error(root: Path, content:
 
 def test_load_annotations_with_row_of_unknown_image_raises_user_error(root: Path) -> None:
     write(root, make_annotations(), image_id=np.array([5, 7, 8]))
-    with pytest.raises(UserError, match="row 2 is of image 8"):
+    with pytest.raises(UserError, match="row 3 of 'image_id' names image 8"):
         SOURCE.load(FILE, root)
 
 
@@ -138,5 +141,5 @@ def test_load_annotations_with_array_named_objects_raises_user_error(root: Path)
 
 def test_load_annotations_that_are_not_json_raises_user_error(root: Path) -> None:
     (root / FILE.annotations).write_text("{", encoding="utf-8")
-    with pytest.raises(UserError, match="the annotations are not JSON"):
+    with pytest.raises(UserError, match="the annotations cannot be read as JSON"):
         SOURCE.load(FILE, root)

@@ -64,7 +64,8 @@ def test_load_dvc_file_in_folder_returns_its_data_and_rejects_other_paths(
     files = (section(f"data/many/{name}") for name in ("a.npz", "deep/b.npz"))
     assert len({reads.fingerprint(file, repository.root) for file in files}) == 2
     with pytest.raises(
-        NotFoundError, match=r"data/many is a folder.*Name one file, such as data/many/a\.npz"
+        NotFoundError,
+        match=r"data/many is a folder.*to one file, such as data/many/a\.npz",
     ):
         reads.load(section("data/many"), repository.root)
     with pytest.raises(NotFoundError, match=r"no file c\.npz.*contains a\.npz, deep/b\.npz"):
@@ -154,15 +155,15 @@ def test_dvc_fingerprint_at_cached_commit_without_git_repository_is_equal(
     before = reads.fingerprint(section(repo=url, rev=commit), repository.root)
     repository.root.rename(repository.root.with_name("gone"))
     assert reads.fingerprint(section(repo=url, rev=commit), repository.root.parent) == before
-    with pytest.raises(OnnxOpsError, match="cannot be reached"):
+    with pytest.raises(OnnxOpsError, match="could not clone or update"):
         reads.fingerprint(section(repo=url, rev="v1"), repository.root.parent)
 
 
 @pytest.mark.parametrize(
     ("given", "kind", "said"),
     [
-        ({"path": "../secret.npz"}, RefusedError, "outside its repository"),
-        ({"path": "/etc/passwd"}, RefusedError, "outside its repository"),
+        ({"path": "../secret.npz"}, RefusedError, "the path is empty or absolute"),
+        ({"path": "/etc/passwd"}, RefusedError, "the path is empty or absolute"),
         ({"paht": "x"}, UserError, "did you mean 'path'"),
         ({"rev": 2}, UserError, "rev: expected a string"),
         ({"md5": "abc"}, UserError, "is not an MD5"),
@@ -190,7 +191,7 @@ def test_dvc_fingerprint_outside_git_repository_or_of_other_source_raises_error(
     tmp_path: Path, reads: DvcSource, repository: Repository
 ) -> None:
     (tmp_path / "plain").mkdir()
-    with pytest.raises(NotFoundError, match="not a git repository"):
+    with pytest.raises(NotFoundError, match="git cannot open the repository"):
         reads.fingerprint(section(), tmp_path / "plain")
     with pytest.raises(UserError):
         reads.fingerprint(FileData(file="x", inputs={"x": "x"}), repository.root)
@@ -271,7 +272,7 @@ def test_load_of_unreadable_dvc_cache_file_raises_infrastructure_error(
     place = repository.cached(md5(archive(1)))
     place.unlink()
     place.mkdir()
-    with pytest.raises(InfrastructureError, match="cache file cannot be read") as caught:
+    with pytest.raises(InfrastructureError, match="cache file cannot be copied") as caught:
         reads.load(section(), repository.root)
     assert caught.value.where == str(place)
 
@@ -313,7 +314,7 @@ def test_load_with_uncommitted_dvc_pointer_raises_digest_mismatch_error(
         ("- 1", "validation failed"),
         (pointer("../../../etc/passwd", 8, "train.npz"), "not an MD5"),
         (pointer("g" * 32, 8, "train.npz"), "not an MD5"),
-        (pointer(md5(archive(1)), 8, "train.npz"), r"names 8 bytes; .* has \d+"),
+        (pointer(md5(archive(1)), 8, "train.npz"), r"states 8 bytes; .* has \d+"),
         (pointer(md5(archive(1)), -5, "train.npz"), "its size is -5"),
     ],
 )
@@ -335,12 +336,12 @@ def test_load_with_swapped_md5_in_dvc_pointer_raises_digest_mismatch_error(
     size = len(archive(1))
     repository.write("data/train.npz.dvc", pointer(known, size, "train.npz"))
     repository.commit()
-    with pytest.raises(DigestMismatchError, match=f"pointer is not valid.*names {size} bytes"):
+    with pytest.raises(DigestMismatchError, match=f"pointer is not valid.*states {size} bytes"):
         reads.load(section(), repository.root)
     repository.write("data/train.npz.dvc", pointer(known, len(archive(6, rows=40)), "train.npz"))
     repository.commit()
     reads.load(section(), repository.root)
-    with pytest.raises(DigestMismatchError, match="not the one that the pipeline pins"):
+    with pytest.raises(DigestMismatchError, match="differs from the MD5 in the pipeline file"):
         reads.fingerprint(section(md5=md5(archive(1))), repository.root)
 
 
@@ -349,7 +350,7 @@ def test_dvc_fingerprint_with_two_pointers_for_path_raises_refused_error(
 ) -> None:
     repository.write("data/other.dvc", pointer(md5(archive(0)), len(archive(0)), "train.npz"))
     repository.commit()
-    with pytest.raises(RefusedError, match=r"several DVC pointers claim data/train\.npz") as caught:
+    with pytest.raises(RefusedError, match=r"pointers name the output data/train\.npz") as caught:
         reads.fingerprint(section(), repository.root)
     assert caught.value.where == "data/other.dvc and data/train.npz.dvc"
 

@@ -169,15 +169,18 @@ def test_load_number_column_with_marks_of_missing_values_returns_nan(
             ("column 'a'", "row 2", "-1e+300", "float32"),
             id="too large",
         ),
-        pytest.param(b"a,b\nx\0y,1\n", "t.csv", ("column 'a'", "zero byte"), id="zero byte"),
+        pytest.param(b"a,b\nx\0y,1\n", "t.csv", ("column 'a'", "null byte"), id="null byte"),
         pytest.param('{"a":{"b":1}}\n', "t.jsonl", ("column 'a'", "struct"), id="nested"),
         pytest.param(
-            '[{"a":1}]', "t.jsonl", ("not a table in JSONL", "one JSON object"), id="array of JSON"
+            '[{"a":1}]',
+            "t.jsonl",
+            ("as a table in JSONL", "one JSON object"),
+            id="array of JSON",
         ),
         pytest.param(
             '{"a":1}\n{"a":"x"}\n',
             "t.jsonl",
-            ("not a table in JSONL", "row 1"),
+            ("as a table in JSONL", "row 1"),
             id="JSON of two types",
         ),
     ],
@@ -229,7 +232,7 @@ def test_load_decompression_bomb_raises_user_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("onnx_ops.adapters.data.tables._MOST_CSV_BYTES", 1 << 20)
-    with pytest.raises(UserError, match="limit of 2 GB for CSV"):
+    with pytest.raises(UserError, match="a CSV file must be smaller than 2 GiB"):
         load(tmp_path, gzip.compress(b"a\n" + b"1\n" * (1 << 20)), "t.csv.gz")
 
 

@@ -383,7 +383,10 @@ def test_azureml_apply_with_autoscaling_creates_and_removes_rules(world: World) 
     # An operator changes the maximum by hand.
     profile["capacity"]["maximum"] = "9"
     assert world.drift(scaled) == [
-        f"autoscaling of {name}: 1 to 9 instances with other rules, not 1 to 4 instances at 60% CPU"
+        (
+            f"autoscaling of {name}: 1 to 9 instances, disabled or with other rules, "
+            "not 1 to 4 instances at 60% CPU"
+        )
     ]
     world.provider.apply(scaled, state, generation=2)
     assert world.drift(scaled) == []

@@ -132,7 +132,12 @@ def test_sagemaker_apply_of_new_variant_keeps_config_and_autoscaled_counts(site:
         ),
         pytest.param(
             {"min_instances": 1, "max_instances": 4},
-            ["autoscaling of blue: none, not 1 to 4 instances at 1000 invocations per minute"],
+            [
+                (
+                    "autoscaling of blue: none, not 1 to 4 instances at 1000 invocations per "
+                    "instance and minute"
+                )
+            ],
             marks=pytest.mark.nightly,
         ),
     ],

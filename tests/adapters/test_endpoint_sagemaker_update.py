@@ -227,7 +227,7 @@ def test_sagemaker_observe_without_credentials_raises_error(
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(OnnxOpsError, match="no AWS credentials"):
+    with pytest.raises(OnnxOpsError, match="AWS credentials are missing"):
         SageMakerEndpoints().observe(config_of("nobody"))
 
 

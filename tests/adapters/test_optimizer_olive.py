@@ -101,7 +101,7 @@ def test_olive_quantizes_returns_true_only_for_precision_passes(kind: str, quant
         ({"passes": {}}, "the configuration has no passes"),
         ({"passes": ["OnnxDynamicQuantization"]}, "the configuration has no passes"),
         ({"passes": {"a": {"precision": "int8"}}}, "a pass has no type"),
-        ({"passes": {"a": [STATIC, STATIC]}}, "passes.a lists alternatives"),
+        ({"passes": {"a": [STATIC, STATIC]}}, "passes.a does not list exactly one"),
         ({"search_strategy": {"execution_order": "joint"}}, "the configuration contains a search"),
         ({"engine": {"search_strategy": True}}, "the configuration contains a search"),
         ({"systems": {"there": {"type": "Docker"}}}, "systems.there is not a LocalSystem"),

@@ -77,7 +77,7 @@ def test_fetch_of_changed_file_raises_digest_mismatch_error_and_keeps_nothing(
     web.files["m.onnx"] = b"model"
     place = web.address("m.onnx")
     web.files["m.onnx"] = b"changed"
-    with pytest.raises(DigestMismatchError, match="other content than the pinned one"):
+    with pytest.raises(DigestMismatchError, match="differs from the pinned content"):
         pinned.fetch(place)
     assert pinned.find(place) is None
     web.files["m.onnx"] = b"model"
@@ -222,12 +222,12 @@ def test_fetch_of_invalid_archive_raises_user_error_or_skips_paths_outside_targe
 ) -> None:
     pinned = PinnedFiles(cache=tmp_path / "pinned")
     web.files["evil.tar.gz"] = _pack_tar({"../../../evil": b"x"})
-    with pytest.raises(UserError, match="not an archive that can be unpacked"):
+    with pytest.raises(UserError, match="the archive cannot be unpacked"):
         pinned.fetch(web.address("evil.tar.gz"))
     web.files["evil.zip"] = _pack_zip({"../../../evil": b"x", "good": b"y"})
     pinned.fetch(web.address("evil.zip"))
     web.files["broken.zip"] = b"no archive"
-    with pytest.raises(UserError, match="not an archive"):
+    with pytest.raises(UserError, match="the archive cannot be unpacked"):
         pinned.fetch(web.address("broken.zip"))
     assert not list(tmp_path.rglob("evil"))
 
@@ -245,7 +245,7 @@ def test_load_of_invalid_or_missing_test_data_raises_user_error(
     with pytest.raises(UserError, match="cannot be joined over 2 sets"):
         FileSource().load(FileData(file="mlp"), tmp_path)
     (tmp_path / "mlp/test_data_set_1/input_0.pb").write_bytes(b"\xff\xff")
-    with pytest.raises(UserError, match=r"test_data_set_1/input_0\.pb is not a tensor"):
+    with pytest.raises(UserError, match=r"test_data_set_1/input_0\.pb cannot be read as a tensor"):
         FileSource().load(FileData(file="mlp"), tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(NotFoundError, match="without test data"):

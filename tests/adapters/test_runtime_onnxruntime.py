@@ -373,7 +373,7 @@ def test_onnxruntime_with_missing_plugin_package_raises_measurement_error_with_r
         file, Target(name="acme", providers=(Provider(name="Acme", package="no_such_provider"),))
     )
     assert error.what == "package no_such_provider is not installed"
-    assert error.remedy.startswith("Run pip install no-such-provider ")
+    assert error.remedy.startswith("Run `pip install no-such-provider` ")
 
 
 def test_onnxruntime_with_package_without_plugin_raises_measurement_error(

@@ -206,5 +206,5 @@ class TestKeyVault:
         "url", ["https://evil.example/keys/k", "https://vault.azure.net.evil.example/keys/k"]
     )
     def test_key_vault_signer_with_foreign_url_raises_user_error(self, url: str) -> None:
-        with pytest.raises(UserError, match="is no host of Azure Key Vault"):
+        with pytest.raises(UserError, match="is not a host of Azure Key Vault"):
             KeyVaultSigner(url, fetch)

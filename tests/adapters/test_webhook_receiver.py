@@ -291,5 +291,5 @@ def test_read_secret_of_missing_short_or_public_secret_raises_error(tmp_path: Pa
         read_secret(path, {VARIABLE: "short"})
     make_secret(path, {})
     os.chmod(path, 0o644)
-    with pytest.raises(RefusedError, match="other users can read"):
+    with pytest.raises(RefusedError, match="other users have access"):
         read_secret(path, {})

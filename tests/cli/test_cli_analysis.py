@@ -50,7 +50,7 @@ def test_analysis_serve_answers_until_terminated(config: Path) -> None:
     ("listen", "what"),
     [
         ("127.0.0.1", "is not HOST:PORT"),
-        ("0.0.0.0:0", "beyond loopback, the service needs a token"),
+        ("0.0.0.0:0", "the service needs a token for an address other than loopback"),
     ],
 )
 def test_analysis_serve_on_invalid_or_public_address_exits_with_2(

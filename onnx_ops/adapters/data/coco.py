@@ -42,11 +42,11 @@ def read_annotations(path: Path, arrays: Mapping[str, Array], *, where: str) -> 
         UserError: the file does not have the format, or an object is wrong.
     """
     content = _load(path, where)
-    images = {_get(entry, "id", "image", where): entry for entry in content["images"]}
+    images = {_get(entry, "id", "an image", where): entry for entry in content["images"]}
     classes = {
         identity: number
         for number, identity in enumerate(
-            sorted(_get(entry, "id", "category", where) for entry in content["categories"])
+            sorted(_get(entry, "id", "a category", where) for entry in content["categories"])
         )
     }
     by_image: dict[Any, list[list[float]]] = {identity: [] for identity in images}
@@ -55,7 +55,9 @@ def read_annotations(path: Path, arrays: Mapping[str, Array], *, where: str) -> 
         place = f"annotation {entry.get('id', '?')}"
         image = _get(entry, "image_id", place, where)
         if image not in images:
-            raise UserError(f"{place} is of image {image}, which is not in the file", where=where)
+            raise UserError(
+                f"{place} names image {image}, which 'images' does not list", where=where
+            )
         corners = _read_box(entry, images[image], place, where)
         values = _read_values(entry, corners, classes, place, where)
         by_image[image].append([*corners, *values, *_read_points(entry, points, place, where)])
@@ -67,13 +69,13 @@ def _load(path: Path, where: str) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise UserError(
-            "the annotations are not JSON", where=where, why=describe_error(error)
+            "the annotations cannot be read as JSON", where=where, why=describe_error(error)
         ) from error
     for key in ("images", "categories", "annotations"):
         entries = content.get(key) if isinstance(content, dict) else None
         if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
             raise UserError(
-                f"the annotations have no list {key!r}",
+                f"the annotations have no list of objects {key!r}",
                 where=where,
                 remedy="Use a file in the format of COCO: images, categories and annotations.",
             )
@@ -111,11 +113,14 @@ def _read_points(entry: Mapping[str, Any], points: int, place: str, where: str) 
     """Return the values of the keypoints; zeros if the object has none."""
     values = [float(value) for value in entry.get("keypoints", ())]
     if points % 3:
-        what = f"{place}: an object has {points} values of keypoints, not three for each keypoint"
+        what = (
+            f"{place} cannot be read: an annotation has {points} values of keypoints, but each "
+            "keypoint needs three"
+        )
         raise UserError(what, where=where)
     if len(values) not in (0, points):
         raise UserError(
-            f"{place} has {len(values)} values of keypoints instead of {points}", where=where
+            f"{place} has {len(values)} values of keypoints instead of 0 or {points}", where=where
         )
     return values or [0.0] * points
 
@@ -130,22 +135,22 @@ def _read_box(
         or len(box) != 4
         or not all(isinstance(value, int | float) and math.isfinite(value) for value in box)
     ):
-        raise UserError(f"{place} has no box of four numbers: {box}", where=where)
+        raise UserError(f"{place} has no box of four finite numbers: {box}", where=where)
     x, y, width, height = (float(value) for value in box)
     if width < 0 or height < 0:
         raise UserError(
             f"{place} has a box with a negative size: {box}",
             where=where,
-            remedy="A box is x, y, width, height.",
+            remedy="Write the box as x, y, width, height.",
         )
     right, bottom = (float(image.get(key) or math.inf) for key in ("width", "height"))
     outside = max(-x, -y, x + width - right, y + height - bottom)
     if outside > _OUTSIDE:
         raise UserError(
-            f"{place} has a box outside image {image['id']} of {right:g} x {bottom:g} pixels: "
-            f"{box}",
+            f"{place} has a box that extends beyond image {image['id']} of {right:g} x {bottom:g} "
+            f"pixels: {box}",
             where=where,
-            remedy="A box is x, y, width, height.",
+            remedy="Write the box as x, y, width, height.",
         )
     return [max(0.0, x), max(0.0, y), x + width, y + height]
 
@@ -158,7 +163,9 @@ def _list_rows(images: Mapping[Any, Any], arrays: Mapping[str, Array], where: st
     for number, image in enumerate(rows):
         if image not in images:
             raise UserError(
-                f"row {number} is of image {image}, which is not in the annotations", where=where
+                f"row {number + 1} of {IMAGE_IDS!r} names image {image}, which the annotations "
+                "do not list",
+                where=where,
             )
     return rows
 

@@ -83,7 +83,7 @@ _GIT_VARIABLES = (
 With these variables, git would use another repository.
 """
 
-_RESTORE = "Restore it with `git checkout`, or recreate it with `dvc add`, and commit."
+_RESTORE = "Restore the pointer with `git checkout`, or recreate it with `dvc add`, and commit."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +219,7 @@ class DvcSource(DataSource):
             elif pointer.size not in (-1, copy.stat().st_size):
                 raise _wrong_pointer(
                     pointer,
-                    f"the pointer names {pointer.size} bytes; {place} has {copy.stat().st_size}",
+                    f"the pointer states {pointer.size} bytes; {place} has {copy.stat().st_size}",
                 )
             where = f"{tracked.options.path} at {tracked.commit[:12]}"
             return read_arrays(copy, where=where, name=tracked.options.path)
@@ -242,9 +242,9 @@ class DvcSource(DataSource):
             self._check_checkout(tracked, Path(_text(top)))
         if options.md5 and options.md5 != pointer.md5:
             raise DigestMismatchError(
-                f"the DVC pointer of {options.path} is not the one that the pipeline pins",
+                f"the DVC pointer of {options.path} differs from the MD5 in the pipeline file",
                 where=f"{pointer.file} at {commit[:12]}",
-                why=f"the pointer names MD5 {pointer.md5}, the pipeline file {options.md5}",
+                why=f"the pointer names MD5 {pointer.md5}; the pipeline file names {options.md5}",
                 remedy="If the data changed intentionally, write its MD5 into the pipeline file.",
             )
         return tracked
@@ -288,7 +288,7 @@ class DvcSource(DataSource):
         if pointer.size < -1:
             raise _wrong_pointer(pointer, f"its size is {pointer.size}")
         if path != pointer.out and not pointer.md5.endswith(_FOLDER_SUFFIX):
-            raise _wrong_pointer(pointer, f"{pointer.out} is a file, so there is no {path} in it")
+            raise _wrong_pointer(pointer, f"{pointer.out} is a file and cannot contain {path}")
         write_durably(stored, codec.dumps(pointer))
         return pointer
 
@@ -309,15 +309,15 @@ class DvcSource(DataSource):
             stated = (
                 f"{changed[0].md5} ({changed[0].size} bytes)"
                 if changed
-                else f"nothing of {tracked.pointer.out}"
+                else f"no MD5 of {tracked.pointer.out}"
             )
             raise DigestMismatchError(
                 f"the DVC pointer of {tracked.pointer.out} was changed and not committed",
                 where=file,
                 why=f"the checkout names {stated}; the commit names {tracked.pointer.md5} "
                 f"({tracked.pointer.size} bytes)",
-                remedy="Commit the change and name that revision, or restore the pointer with `git "
-                "checkout`.",
+                remedy="Commit the change and update `rev` if it is set, or restore the pointer "
+                "with `git checkout`.",
             )
 
     def _copy_object(self, tracked: _TrackedFile, md5: str, scratch: Path) -> tuple[Path, str]:
@@ -401,7 +401,7 @@ class DvcSource(DataSource):
                 done = _git(mirror, "fetch", "--quiet", "--prune", "origin", *refs)
         if done.returncode:
             raise ServiceUnavailableError(
-                "the repository cannot be reached",
+                "git could not clone or update the repository",
                 where=options.repo,
                 why=_last_error(done),
                 remedy="Try `git ls-remote URL`. Git's own credential helpers and SSH keys are "
@@ -417,21 +417,21 @@ def _read_options(section: DataSection) -> DvcOptions:
         section.options,
         DvcOptions,
         where="data.options",
-        remedy="For example: options: {path: data/train.npz}.",
+        remedy="Set the options as in this example: `options: {path: data/train.npz}`.",
     )
     path = PurePosixPath(options.path)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in options.path:
         raise RefusedError(
-            "the path is outside its repository",
+            "the path is empty or absolute, or contains `..` or a null byte",
             where=f"data.options.path: {options.path}",
-            remedy="Write it relative to `repo`, with slashes.",
+            remedy="Write the path of a file relative to `repo`, with slashes.",
         )
     if "://" in options.repo and urlsplit(options.repo).password is not None:
         raise RefusedError(
             "a pipeline file must not contain a password",
             where="data.options.repo",
             why="the URL contains a password, which the stored lineage would contain too",
-            remedy="Remove it from the URL; use git's credential helper or an SSH key.",
+            remedy="Remove the password from the URL; use git's credential helper or an SSH key.",
         )
     return options
 
@@ -447,7 +447,9 @@ def _find_in_folder(tracked: _TrackedFile, listing: Path, place: str) -> str:
             str(entry["relpath"]): str(entry["md5"]) for entry in json.loads(listing.read_bytes())
         }
     except (ValueError, TypeError, KeyError) as error:
-        raise _wrong_pointer(pointer, f"its object is not a list of files: {place}") from error
+        raise _wrong_pointer(
+            pointer, f"the object that it names is not a list of files: {place}"
+        ) from error
     if unclear := [md5 for md5 in files.values() if not _MD5.fullmatch(md5)]:
         raise _wrong_pointer(
             pointer, f"the list of files contains an invalid MD5: {unclear[0]!r} in {place}"
@@ -458,7 +460,7 @@ def _find_in_folder(tracked: _TrackedFile, listing: Path, place: str) -> str:
             f"{pointer.out} has no file {below}" if below else f"{pointer.out} is a folder",
             where=pointer.file,
             why=f"the folder contains {', '.join(sorted(files)[:8])}",
-            remedy=f"Name one file, such as {pointer.out}/{min(files, default='FILE')}.",
+            remedy=f"Set `path` to one file, such as {pointer.out}/{min(files, default='FILE')}.",
         )
     return files[below]
 
@@ -495,10 +497,10 @@ def _copy_cached(source: Path, copy: Path) -> bool:
         return False
     except OSError as error:
         raise InfrastructureError(
-            "the DVC cache file cannot be read",
+            "the DVC cache file cannot be copied",
             where=str(source),
             why=error.strerror or str(error),
-            remedy="Check its permissions; `dvc cache dir` shows where the cache is.",
+            remedy="Check the permissions of the file, and the free space for temporary files.",
         ) from error
     return True
 
@@ -510,9 +512,14 @@ def _find_commit(folder: Path, rev: str, place: str) -> str:
     """
     repository = _git(folder, "rev-parse", "--git-dir")
     if repository.returncode:
-        remedy = "`repo` is a folder of a checkout, relative to the project's root, or a URL."
+        remedy = (
+            "Set `repo` to a folder of a checkout, relative to the project's root, or to a URL."
+        )
         raise NotFoundError(
-            "this is not a git repository", where=place, why=_last_error(repository), remedy=remedy
+            "git cannot open the repository",
+            where=place,
+            why=_last_error(repository),
+            remedy=remedy,
         )
     done = _git(
         folder,
@@ -529,7 +536,9 @@ def _find_commit(folder: Path, rev: str, place: str) -> str:
             why="git has no tag, branch or commit with that name" if rev else "",
             remedy="List tags and branches with `git tag` and `git branch`. A shallow clone lacks "
             "most of them: run `git fetch --tags --unshallow`, or set `fetch-depth: 0` in GitHub's "
-            "checkout action.",
+            "checkout action."
+            if rev
+            else "Commit the DVC pointer, or set `rev`.",
         )
     return _text(done)
 
@@ -548,11 +557,11 @@ def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
         )
     except FileNotFoundError as error:
         if not folder.is_dir():
-            remedy = "`repo` is relative to the project's root."
+            remedy = "Set `repo` to a folder relative to the project's root, or to a URL."
             raise NotFoundError("no such folder", where=str(folder), remedy=remedy) from error
         raise InfrastructureError("git is not installed", where=str(folder)) from error
     except (NotADirectoryError, ValueError) as error:
-        raise UserError("git cannot be run here", where=str(folder), why=str(error)) from error
+        raise UserError("git could not be started", where=str(folder), why=str(error)) from error
 
 
 def _text(done: subprocess.CompletedProcess[bytes]) -> str:

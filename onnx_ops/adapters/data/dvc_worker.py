@@ -78,15 +78,15 @@ class DvcWorker:
                 unchecked = place.worktree or place.fs.version_aware
             except (ConfigError, RemoteConfigError) as error:
                 remedy = (
-                    "`dvc remote list` shows the remotes; `dvc remote default NAME` sets the "
-                    "default."
+                    "Choose a remote that `dvc remote list` shows, or set the default with "
+                    "`dvc remote default NAME`."
                 )
                 raise UserError(
                     "the DVC remote cannot be used", where=where, why=str(error), remedy=remedy
                 ) from error
             except ImportError as error:
                 remedy = (
-                    "Add the package to the requirements: "
+                    "Add the package to the requirements, for example "
                     "`options: {requirements: ['dvc==3.67.1', 'dvc-s3==3.3.0']}`."
                 )
                 what = "DVC lacks a package for this remote"
@@ -135,21 +135,23 @@ def _open_repository(repo: str, rev: str) -> Iterator[Any]:
         yield Repo(repo, rev=rev or None)
     except NotDvcRepoError as error:
         raise NotFoundError(
-            "this is not a DVC repository", where=repo, remedy="`dvc init` makes one."
+            "the git repository does not use DVC",
+            where=repo,
+            remedy="Set `repo` to a DVC repository, or run `dvc init` in this one.",
         ) from error
     except OutputDuplicationError as error:
         raise RefusedError(
-            f"several DVC pointers claim {error.output}",
+            f"several DVC pointers name the output {error.output}",
             where=" and ".join(sorted(stage.path_in_repo for stage in error.stages)),
-            why="DVC never writes such pointers: one of them was written manually",
+            why="DVC does not write such pointers: they come from a manual change or a merge",
             remedy="Remove the wrong pointer, and commit.",
         ) from error
     except DvcException as error:
         raise DigestMismatchError(
-            "DVC cannot read its pointers",
+            "DVC cannot read the repository, its configuration or its pointers",
             where=repo if not rev else f"{repo} at {rev[:12]}",
             why=str(error),
-            remedy="Restore the file with `git checkout`, or recreate it with "
+            remedy="Restore the damaged file with `git checkout`, or recreate a pointer with "
             "`dvc add`, and commit.",
         ) from error
 

@@ -141,9 +141,9 @@ def _add_objects(
     objects = read_annotations(path, arrays, where=str(path))
     if twice := sorted(objects.keys() & arrays.keys()):
         raise UserError(
-            f"the data has an array {twice[0]!r}, which is also made of the annotations",
+            f"the data has an array {twice[0]!r}, but the annotations yield the array of this name",
             where=str(path),
-            remedy="Rename the array.",
+            remedy="Rename the array in the data.",
         )
     return {**arrays, **objects}
 
@@ -194,7 +194,8 @@ def read_arrays(
             if empty
             else "the file contains no array"
         )
-        raise UserError(what, where=where, remedy="Write at least one row.")
+        remedy = "Write at least one array, each with at least one element."
+        raise UserError(what, where=where, remedy=remedy)
     return arrays
 
 
@@ -203,7 +204,7 @@ def _require_data(path: Path, where: str) -> None:
     with path.open("rb") as stream:
         head = stream.read(len(_POINTER))
     if head == _POINTER:
-        remedy = "Fetch the file: git lfs pull"
+        remedy = "Fetch the file with `git lfs pull`."
         raise UserError(
             "the file is a pointer of Git LFS, not the data", where=where, remedy=remedy
         )
@@ -249,13 +250,13 @@ def _read_archive(
         # For a damaged archive, NumPy and zipfile raise errors of many types.
         is_pickled = "allow_pickle" in str(error)
         raise UserError(
-            "the file is not an .npz file of plain arrays",
+            "the file cannot be read as an .npz or .npy file of plain arrays",
             where=where,
             why="the file contains an array of Python objects, which NumPy stores as a pickle"
             if is_pickled
             else describe_error(error),
-            remedy="Write it with numpy.savez, without arrays of objects; a table's name ends in "
-            f"{', '.join(SUFFIXES)}.",
+            remedy="Write the file with numpy.savez, without arrays of objects. The name of a "
+            f"table ends in {', '.join(SUFFIXES)}.",
         ) from error
 
 
@@ -343,11 +344,14 @@ def _find_file(name: str, root: Path) -> Path:
         # Unlike `os.path.exists`, Path.exists of Python 3.11 raises OSError for a name that is too
         # long.
         return path
-    remedy = "`file:` is relative to the project's root."
+    remedy = "Write the path relative to the project's root."
     with contextlib.suppress(OSError):
         names = {Path(name).stem: name for name in sorted(os.listdir(path.parent))}
         if close := difflib.get_close_matches(path.stem, names, n=1, cutoff=0.7):
             remedy = f"Did you mean {names[close[0]]!r}?"
     if os.path.isfile(f"{path}.dvc"):
-        remedy = f"Fetch it: dvc pull {path.name}.dvc; or read it from DVC with `source: dvc`."
+        remedy = (
+            f"Fetch the file with `dvc pull {path.name}.dvc`, or read it from DVC with "
+            "`source: dvc`."
+        )
     raise NotFoundError("no such file", where=str(path), remedy=remedy)

@@ -82,7 +82,9 @@ def _read_tensors(folder: Path, kind: str, names: Sequence[str], where: str) -> 
             array = numpy_helper.to_array(tensor)
         except Exception as error:  # protobuf, onnx and NumPy raise errors of many types
             raise UserError(
-                f"{folder.name}/{path.name} is not a tensor", where=where, why=describe_error(error)
+                f"{folder.name}/{path.name} cannot be read as a tensor",
+                where=where,
+                why=describe_error(error),
             ) from error
         known = names[number] if number < len(names) else path.stem
         tensors[tensor.name or known] = array
@@ -100,6 +102,7 @@ def _join(name: str, sets: Sequence[Mapping[str, Array]], where: str) -> Array:
         raise UserError(
             f"tensor {name!r} cannot be joined over {len(sets)} sets of test data",
             where=where,
-            why=f"shapes: {', '.join(found)}, in {len(arrays)} sets",
+            why=f"it has the shapes {', '.join(found)} in {len(arrays)} sets",
+            remedy="Give every set this tensor, with the same shape apart from axis 0.",
         )
     return np.concatenate(arrays)

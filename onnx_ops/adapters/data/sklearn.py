@@ -83,7 +83,8 @@ class SklearnSource(DataSource):
                     f"{wanted.sklearn} cannot be split with test_size {wanted.test_size:g}",
                     where="data",
                     why=str(error),
-                    remedy="Change test_size, so that both sets contain every class.",
+                    remedy="Change test_size, so that neither set is empty and both contain every "
+                    "class.",
                 ) from error
             rows = np.sort(sides[0] if wanted.split == "train" else sides[1])
         arrays: dict[str, Any] = {

@@ -117,8 +117,9 @@ def read_table(
         else:
             table = _read_csv(arrow, path, suffix, most_bytes)
     except (arrow.ArrowException, OSError, EOFError, ValueError) as error:
+        table_format = suffix.removeprefix(".").partition(".")[0].upper()
         raise UserError(
-            f"not a table in {suffix.removeprefix('.').partition('.')[0].upper()}",
+            f"the file cannot be read as a table in {table_format}",
             where=where,
             why=quoted(error),
             remedy="" if suffix == ".parquet" else _describe_format(suffix),
@@ -143,7 +144,7 @@ def read_table(
 
 def _describe_format(suffix: str) -> str:
     if suffix in (".jsonl", ".ndjson"):
-        return "Each line is one JSON object with a value per column, in UTF-8."
+        return "Write one JSON object per line, with a value for each column, in UTF-8."
     return (
         "Write the CSV file in UTF-8: the first line names the columns, and every other line has "
         "one cell for each column."
@@ -168,7 +169,8 @@ def _read_csv(arrow: Any, path: Path, suffix: str, most_bytes: int | None) -> An
     size = path.stat().st_size if content is None else len(content)
     if size >= _MOST_CSV_BYTES:
         raise ValueError(
-            f"its size is {size / 1e9:.3g} GB, above the limit of 2 GB for CSV; write it as Parquet"
+            f"it has at least {size / (1 << 30):.3g} GiB without compression, and a CSV file must "
+            "be smaller than 2 GiB; write the table as Parquet"
         )
     head = _read_head(path) if content is None else content[:_HEAD_BYTES]
     dialect = _find_dialect(head)
@@ -413,8 +415,8 @@ def _read_json(arrow: Any, path: Path, most_bytes: int | None) -> Any:
     size = path.stat().st_size
     if size >= _MOST_CSV_BYTES:
         raise ValueError(
-            f"its size is {size / 1e9:.3g} GB, above the limit of 2 GB for JSON Lines; "
-            "write it as Parquet"
+            f"its size is {size / (1 << 30):.3g} GiB, and a JSON Lines file must be smaller than "
+            "2 GiB; write the table as Parquet"
         )
     with path.open("rb") as stream:
         content = stream.read() if most_bytes is None else stream.read(most_bytes)
@@ -547,7 +549,7 @@ def _convert_texts(arrow: Any, column: Any, where: str) -> Array:
     )
     column = column.fill_null("") if column.null_count else column
     if compute.any(compute.match_substring(column, "\0")).as_py():
-        raise UserError("a text contains a zero byte", where=where)
+        raise UserError("a cell contains a null byte", where=where)
     longest = compute.max(compute.utf8_length(column)).as_py()
     fixed_bytes = 4 * max(1, longest) * len(column)
     if fixed_bytes > max(

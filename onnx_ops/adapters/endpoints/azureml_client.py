@@ -344,7 +344,7 @@ def make_timeout_error(where: str) -> ServiceUnavailableError:
     """Return the error of a change that did not finish in time."""
     what = "Azure did not finish the change in time"
     return ServiceUnavailableError(
-        what, where=where, remedy="See the state of the resource in the portal."
+        what, where=where, remedy="See the state of the resource in the Azure portal."
     )
 
 
@@ -404,16 +404,19 @@ def _explain_answer(
     is_busy = status == HTTPStatus.BAD_REQUEST and _BUSY.search(why)
     if status == HTTPStatus.CONFLICT or is_busy:
         return BusyError(
-            "Azure is changing this resource",
+            "Azure refused the request because of the resource's current state",
             where=where,
             why=why,
-            remedy="Try again when that change is complete.",
+            remedy="Try again when other changes of the resource are complete.",
         )
     if status == HTTPStatus.NOT_FOUND:
         return GoneError("it does not exist", where=where, why=why)
     if status in _TRANSIENT or not is_answer:
         return make_unanswered_error(where, why)
-    remedy = f"See the log of {where}: az ml online-deployment get-logs, or the portal."
+    remedy = (
+        f"See {where} in the Azure portal. `az ml online-deployment get-logs` shows the log of a "
+        "deployment."
+    )
     return InfrastructureError("the operation failed", where=where, why=why, remedy=remedy)
 
 
@@ -439,7 +442,7 @@ def _explain_shortage(
     if _QUOTA.search(text):
         remedy = (
             f"For `instances: {instances}`, the quota must cover "
-            f"{math.ceil(instances * SPARE)}, "
+            f"{math.ceil(instances * SPARE)} instances, "
             "as Azure keeps 20% in reserve. Request more quota in the portal (Quotas, "
             "Machine learning), delete an unused deployment, or choose a smaller size."
         )
@@ -470,7 +473,7 @@ def _ml_client(workspace: Workspace | None, answer_s: float, *, registry: str = 
             **build_timeouts(answer_s),
         )
     except LookupError as error:
-        remedy = "Correct the name of the cloud: az cloud list --output table."
+        remedy = "Set AZUREML_CURRENT_CLOUD to a name that `az cloud list --output table` lists."
         raise InfrastructureError(
             "the name of the Azure cloud is unknown", why=str(error), remedy=remedy
         ) from error

@@ -110,7 +110,7 @@ class AzureDeployments:
             if resource is not None and resource.has_succeeded:
                 if not self._is_own(resource):
                     raise RefusedError(
-                        f"deployment {name} exists, but this endpoint does not own it",
+                        f"deployment {name} exists, but its tags do not name this endpoint",
                         where=self._client.owner,
                         remedy="Delete the deployment, or choose another `name` for the endpoint.",
                     )
@@ -122,9 +122,10 @@ class AzureDeployments:
                     raise InfrastructureError(
                         "Azure could not change the instances of a deployment",
                         where=where,
-                        why="its provisioning state is Failed; the former instances still serve",
-                        remedy=f"See the log of {where}: az ml online-deployment get-logs, "
-                        "or the portal.",
+                        why=f"its provisioning state is {resource.state}; the former instances "
+                        "still serve",
+                        remedy="See its log with `az ml online-deployment get-logs`, or in the "
+                        "Azure portal.",
                     )
                 has_retried = True
                 self._autoscaling.update(resource)
@@ -337,7 +338,8 @@ class Autoscaling:
         ):
             return None
         capacity = profiles[0].get("capacity", {})
-        return f"{capacity.get('minimum')} to {capacity.get('maximum')} instances with other rules"
+        limits = f"{capacity.get('minimum')} to {capacity.get('maximum')} instances"
+        return f"{limits}, disabled or with other rules"
 
     def _setting(self, name: str) -> dict[str, Any]:
         client, options, target = self._client, self._options, self._client.deployment_path(name)

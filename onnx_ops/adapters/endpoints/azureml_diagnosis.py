@@ -87,8 +87,8 @@ def _diagnose_endpoint(values: Mapping[str, Json]) -> Iterator[Diagnosis]:
             if "HTTP 404" not in error.why:
                 return False, error.why, ROLE_REMEDY
             remedy = (
-                "Check subscription, resource_group and workspace; "
-                "create the workspace with infra/."
+                "Check `subscription`, `resource_group` and `workspace`, "
+                "or create the workspace with infra/azure."
             )
             return False, "it does not exist", remedy
         return True, f"in {workspace.get('location')}", ""
@@ -185,8 +185,10 @@ def _check_pull(options: AzureOptions, registry: str, attached: str) -> Finding:
     name = options.identity.rpartition("/")[2]
     if roles & _PULL_ROLES:
         return True, f"{name} can pull", ""
-    remedy = f"az role assignment create --assignee {principal} --role AcrPull --scope {registry}"
-    return False, f"{name} does not have the role AcrPull on the registry", remedy
+    remedy = (
+        f"Run `az role assignment create --assignee {principal} --role AcrPull --scope {registry}`."
+    )
+    return False, f"{name} has neither the role AcrPull nor AcrPush on the registry", remedy
 
 
 def _check_quota(options: AzureOptions, location: str) -> Finding:

@@ -181,7 +181,9 @@ class AzureModels:
             if read() is not None:
                 return path
         raise ServiceUnavailableError(
-            "the copied model does not appear in the registry", where=where, remedy="Try again."
+            "the copied model did not appear in the registry in time",
+            where=where,
+            remedy="Try again.",
         )
 
     def _upload(self, blob: str, path: Path) -> None:

@@ -51,14 +51,21 @@ class AzureOptions(LeaseOptions, ContainerOptions):
     max_instances: _Instances = None
     cpu_percent: Annotated[int, Ge(1), Le(100)] = 70
     registry: Annotated[
-        str, Pattern(r"(?a)([A-Za-z0-9][\w-]{2,32})?", "the name of an Azure ML registry")
+        str,
+        Pattern(
+            r"(?a)([A-Za-z0-9][\w-]{2,32})?",
+            "a registry name of 3 to 33 letters, digits, hyphens and underscores",
+        ),
     ] = ""
     models: Annotated[str, Pattern(_DATASTORE, "azureml://datastores/NAME/paths/FOLDER")] = (
         "azureml://datastores/workspaceblobstore/paths/onnx-ops"
     )
     auth: Literal["key", "aml_token", "aad_token"] = "key"
     identity: Annotated[
-        str, Pattern("(/subscriptions/.*)?", "the resource id of a user-assigned identity")
+        str,
+        Pattern(
+            "(/subscriptions/.*)?", "the resource id of a user-assigned identity: /subscriptions/…"
+        ),
     ] = ""
     client_id: Annotated[
         str, doc("Client id of `identity`, with which containers read and write the locations.")
@@ -66,8 +73,8 @@ class AzureOptions(LeaseOptions, ContainerOptions):
     egress: Annotated[
         Literal["enabled", "disabled"],
         doc(
-            "Whether instances reach public networks; `disabled`: only private endpoints of the "
-            "workspace."
+            "Whether instances reach public networks. With `disabled`, they reach only private "
+            "endpoints of the workspace."
         ),
     ] = "enabled"
     app_insights: Annotated[

@@ -102,7 +102,7 @@ def verify_files(deployment: Deployment) -> dict[str, Path]:
             f"{short_digest(deployment.manifest)}",
             where=str(folder),
             why=f"their digest is {short_digest(digest)}",
-            remedy="Remove the folder; the files are then fetched again.",
+            remedy="Remove the folder and run the command again, which fetches the files.",
         )
     return {name: folder / name for name in manifest}
 
@@ -186,7 +186,7 @@ def run_check(check: str, find: Callable[[], Finding], *, cloud: str) -> Diagnos
     try:
         ok, found, remedy = find()
     except RefusedError as error:
-        ok, found, remedy = True, f"not permitted to check: {error.why}", ""
+        ok, found, remedy = True, f"the check was refused: {error.why}", ""
     except OnnxOpsError as error:
         ok, found, remedy = False, f"{error.what} {error.why}".strip(), error.remedy or proxy
     except (

@@ -201,7 +201,7 @@ class FleetEndpoints(ReplicaEndpoints):
         options = self.read_options(config)
         if not fleet.is_equivalent(build_fleet_state(config, options)):
             yield (
-                "the cloud runs another fleet than one deployment with the options "
+                "the cloud does not run exactly one deployment with the options "
                 f"`control: {options.control}` and `reports: {options.reports}`"
             )
         yield from fleet.drift

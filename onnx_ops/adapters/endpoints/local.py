@@ -132,7 +132,7 @@ class LocalEndpoints(EndpointProvider):
         record = server.record()
         if record is None:
             raise ServiceUnavailableError(
-                "the endpoint's server does not run", where=config.endpoint
+                "the endpoint's server does not run, or is not ready", where=config.endpoint
             )
         method, body = ("GET", None) if request is None else ("POST", codec.dumps(request))
         status, answer = server.request(
@@ -397,10 +397,10 @@ def _read_state(server: LocalServer) -> AdminState:
 
 def _port_taken(port: int, config: EndpointConfig, server: LocalServer) -> ServiceUnavailableError:
     return ServiceUnavailableError(
-        f"another program uses port {port}",
+        f"another program uses port {port}, or this user has no permission for the port",
         where=f"endpoint {config.endpoint}",
-        remedy=f"Stop that program, or set `port` in this endpoint's options. To have another "
-        f"port chosen automatically, delete {server.folder / _PORT_FILE}.",
+        remedy="Stop that program, or set `port` in this endpoint's options. If `port` is not set, "
+        f"delete {server.folder / _PORT_FILE}: another port is then chosen automatically.",
     )
 
 

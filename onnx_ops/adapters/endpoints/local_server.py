@@ -108,7 +108,7 @@ class LocalServer:
             write_durably(token, secrets.token_urlsafe(32).encode())
         if token.stat().st_mode & 0o077:
             raise RefusedError(
-                "other users can read the admin token",
+                "other users have access to the admin token",
                 where=str(token),
                 remedy=f"Run: chmod 600 {token}",
             )
@@ -196,7 +196,7 @@ class LocalServer:
                 "the endpoint server does not answer",
                 where=self.folder.name,
                 why=str(error) or type(error).__name__,
-                remedy=f"Its log is {self.log}.",
+                remedy=f"See the server's log: {self.log}",
             ) from error
 
     def _pid(self) -> int | None:
@@ -225,5 +225,5 @@ class LocalServer:
             what,
             where=self.folder.name,
             why="its log ends: " + " | ".join(lines),
-            remedy=f"The complete log is {self.log}.",
+            remedy=f"See the complete log: {self.log}",
         )

@@ -533,7 +533,7 @@ class ReplicaEndpoints(EndpointProvider):
         return (
             len(live) >= options.replicas and not why,
             found,
-            "Start the missing replicas, or correct `replicas`.",
+            "Start the missing replicas or correct `replicas`, and repair replicas with an error.",
         )
 
     def _check_clocks(self, config: EndpointConfig) -> Finding:
@@ -760,8 +760,8 @@ class ReplicaEndpoints(EndpointProvider):
             raise MissingKeyError(
                 "signing is off, and tables require a signature",
                 where=config.endpoint,
-                remedy="Run the command on a machine with a trusted release key: "
-                "`onnx-ops keys list` shows the keys.",
+                remedy='Set `signing = "required"`, and run the command on a machine with a '
+                "trusted release key: `onnx-ops keys list` shows the keys.",
             )
         return signer
 
@@ -831,7 +831,7 @@ class ReplicaEndpoints(EndpointProvider):
 
         if not wait_until(is_loaded, _PREPARE_S, self._get_pause_s(config)):
             raise ServiceUnavailableError(
-                "some replicas have not loaded the new version",
+                "not all replicas reported in time that they loaded the new version",
                 where=config.endpoint,
                 why="; ".join(missing),
                 remedy="Start the replicas, or wait until missing ones are no longer registered: "
@@ -913,7 +913,8 @@ class ReplicaEndpoints(EndpointProvider):
             if one.bounds_s  # A replica has bounds only after it has loaded a table.
         ]
         if not counts:
-            raise ServiceUnavailableError("no replica has reported counts", where=config.endpoint)
+            what = "no replica that loaded a table has reported counts"
+            raise ServiceUnavailableError(what, where=config.endpoint)
         missing = [*self._list_left_out(config, seen)]
         missing += [
             f"the counts of replica {source.replica} cannot be read"
@@ -1058,7 +1059,8 @@ def _check_rights(objects: ObjectStore, what: str) -> Finding:
         objects.delete(name)
     except (OnnxOpsError, OSError) as error:
         return False, f"{objects.place}: {error}", remedy
-    return is_read, f"{objects.place}: {what} can be listed, written and deleted", remedy
+    found = f"{objects.place}: {what} can be listed, written and deleted"
+    return is_read, found if is_read else f"{found}, but not read", remedy
 
 
 def _answers_alike(table: RoutingTable, newest: RoutingTable) -> bool:

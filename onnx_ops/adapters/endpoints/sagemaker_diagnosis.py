@@ -143,7 +143,7 @@ def _check_bucket(s3: Any, bucket: str) -> Finding:
         return (
             False,
             f"access to s3://{bucket} is denied",
-            "Permit s3:ListBucket, s3:GetObject and s3:PutObject on the bucket.",
+            f"Permit s3:ListBucket on the bucket, and the other actions that {_DOCS} lists.",
         )
     if code:
         return False, f"s3://{bucket} does not exist", f"aws s3 mb s3://{bucket}"
@@ -155,7 +155,7 @@ def _check_image(connect: Clients, image: str) -> Finding:
     match = _ECR.fullmatch(image)
     if match is None:
         remedy = (
-            "Push the image to ECR, which SageMaker requires: "
+            "Push the image to ECR, which SageMaker requires. Create the repository with "
             "`aws ecr create-repository --repository-name onnx-ops`."
         )
         return False, f"{image} is not in ECR", remedy
@@ -190,7 +190,7 @@ def _check_pull(iam: Any, role: str, image: str) -> Finding:
     """
     match = _ECR.fullmatch(image)
     if match is None:
-        return True, "checked only for images in ECR", ""
+        return True, "the permission to pull is checked only for images in ECR", ""
     _, partition, _, _, account, *_ = role.split(":")
     arn = (
         f"arn:{partition}:ecr:{match['region']}:{match['account']}:repository/{match['repository']}"

@@ -103,7 +103,7 @@ def build_archive_key(prefix: str, endpoint: str, deployment: Deployment) -> str
 def build_name_stem(endpoint: str) -> str:
     """Return the unique stem of the names of an endpoint's models and configs."""
     if not is_valid_name(endpoint):
-        remedy = "Use at most 63 letters and digits, with single hyphens between them."
+        remedy = "Use at most 63 letters, digits and hyphens, with no hyphen first or last."
         raise UserError(f"{endpoint!r} cannot be the name of a SageMaker endpoint", remedy=remedy)
     if len(endpoint) <= _STEM_CHARACTERS:
         return endpoint
@@ -192,8 +192,8 @@ def _model_request(
 ) -> dict[str, Any]:
     if len(trusted_keys) > _VALUE_CHARACTERS:
         raise UserError(
-            f"the trusted keys have {len(trusted_keys)} characters, and an environment variable "
-            f"of a container can have {_VALUE_CHARACTERS}",
+            f"the trusted keys have {len(trusted_keys)} characters, and onnx-ops writes at most "
+            f"{_VALUE_CHARACTERS} into an environment variable of a container",
             remedy="Retire old keys.",
         )
     environment = format_option_variables(options)

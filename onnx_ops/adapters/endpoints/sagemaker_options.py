@@ -99,7 +99,8 @@ class SageMakerOptions(AwsAccess, LeaseOptions, ContainerOptions):
     capacity_reservation: Annotated[
         str,
         Pattern(
-            r"(arn:aws[a-z-]*:sagemaker:[a-z0-9-]+:\d{12}:[a-z0-9-]+/\S+)?", "the ARN of a plan"
+            r"(arn:aws[a-z-]*:sagemaker:[a-z0-9-]+:\d{12}:[a-z0-9-]+/\S+)?",
+            "the ARN of a reservation",
         ),
     ] = ""
     timeout: Annotated[float, Unit("s"), Ge(1), Le(86400)] = 3600.0

@@ -267,7 +267,7 @@ class EndpointResources:
             raise InfrastructureError(
                 f"a different {noun.replace('_', ' ')} has the name {name}",
                 where=self._client.endpoint,
-                remedy="If nothing else uses it, delete it in SageMaker.",
+                remedy="If nothing else uses this resource, delete it in SageMaker.",
             )
 
     def _live_configs(self) -> set[str]:

@@ -178,6 +178,6 @@ def _describe(target: Mapping[str, Any] | None, policy: Mapping[str, Any] | None
     tracked = (
         "without a scaling policy"
         if policy is None
-        else f"at {policy['TargetValue']:g} invocations per minute"
+        else f"at {policy['TargetValue']:g} invocations per instance and minute"
     )
     return f"{target['MinCapacity']} to {target['MaxCapacity']} instances {tracked}"

@@ -366,7 +366,7 @@ class EndpointUpdate:
                     "old and new instances both answer",
                     where=endpoint,
                     why=why,
-                    remedy="Free the capacity that the reason names, "
+                    remedy="Remove the cause that SageMaker names, "
                     f"then run `onnx-ops rollback {endpoint}`, "
                     "which updates the endpoint to the previous version.",
                 )

@@ -47,7 +47,7 @@ def load_keras(file: Path) -> Any:
             "or make `call` take the inputs in one dictionary.",
         ) from error
     except (ValueError, TypeError, OSError, ImportError) as error:
-        raise UserError(f"cannot load the model: {error}", where=file.name) from error
+        raise UserError(f"the model cannot be loaded: {error}", where=file.name) from error
 
 
 def _import_classes(path: Path) -> None:

@@ -14,7 +14,7 @@ from onnx_ops.errors import UserError
 ConversionDefect = tuple[str, str, str]
 """The part that cannot be converted, the reason, and an alternative."""
 
-_SPARSE = "ONNX has no sparse tensors"
+_SPARSE = "ONNX operators do not support sparse tensors"
 
 _DIFFERS = "in tests of onnx-ops, the converted model gave other answers than `predict`"
 
@@ -150,7 +150,7 @@ def _histogram_boosting(part: Any) -> Iterator[ConversionDefect]:
 
 def _neighbors(part: Any) -> Iterator[ConversionDefect]:
     if part.weights == "distance" and part.effective_metric_ in ("manhattan", "cityblock", "l1"):
-        what = f"{type(part).__name__} with weights='distance' and p = 1"
+        what = f"{type(part).__name__} with weights='distance' and the Manhattan metric"
         yield what, _DIFFERS, "Use p=2, or weights='uniform'."
 
 
@@ -182,7 +182,7 @@ def _one_hot(part: Any) -> Iterator[ConversionDefect]:
     if part.handle_unknown not in ("error", "ignore"):
         yield (
             f"OneHotEncoder with handle_unknown={part.handle_unknown!r}",
-            "in tests of onnx-ops, the converted model failed on a category that was new to it",
+            "in tests of onnx-ops, the converted model failed on a category outside its training",
             "Use handle_unknown='ignore'.",
         )
 

@@ -178,7 +178,7 @@ def find_section_problems(
             if not symbol.isidentifier():
                 text, remedy = (
                     f"{symbol!r} is not a valid name of a dimension",
-                    "Write it like `batch`.",
+                    "Use letters, digits and underscores, such as `batch`.",
                 )
                 yield (
                     ("dynamic", name, axis),

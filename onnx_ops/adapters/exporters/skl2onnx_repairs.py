@@ -44,7 +44,7 @@ def _name_missing_converter() -> Iterator[None]:
         yield
     except exceptions.MissingShapeCalculator as error:
         name = re.search(r"'([\w.]+)'>", str(error))
-        part = name[1].rpartition(".")[2] if name else "a part of it"
+        part = name[1].rpartition(".")[2] if name else "an estimator of the model"
         raise NotImplementedError(f"skl2onnx has no converter for {part}") from error
 
 

@@ -91,7 +91,7 @@ class SklearnExporter(TreeExporter):
             return unwrap_search(joblib.load(file))
         except Exception as error:
             raise UserError(
-                f"cannot unpickle the model: {type(error).__name__}: {error}",
+                f"the model cannot be unpickled: {type(error).__name__}: {error}",
                 where=file.name,
                 remedy="Write the file with joblib or pickle, with the package versions of this "
                 "environment.",

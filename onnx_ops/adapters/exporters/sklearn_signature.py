@@ -134,7 +134,7 @@ def _check_widths(columns: Tensors) -> None:
     for name, array in columns.items():
         if array.ndim != 2 or array.shape[1] != 1:
             raise UserError(
-                "an estimator takes one input, or one input for each column; "
+                "each of several inputs must be a matrix of one column, but "
                 f"{name} has shape {array.shape}",
                 where=WHERE,
                 remedy="Name one array in `inputs:`, or remove `inputs:` for a table.",

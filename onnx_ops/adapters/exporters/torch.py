@@ -83,7 +83,7 @@ class TorchExporter(TracingExporter):
             return torch.load(file, map_location="cpu", weights_only=False)
         except Exception as error:
             raise UserError(
-                f"cannot load the module: {type(error).__name__}: {error}",
+                f"the module cannot be loaded: {type(error).__name__}: {error}",
                 where=file.name,
                 remedy="Write the complete module with torch.save, and make its class importable "
                 "in this environment.",
@@ -247,8 +247,8 @@ def _choose_rows(
             "the module accepts all rows of the samples together, but not the first two rows",
             where="export",
             why=f"{error.why}; an endpoint answers any number of rows, each independently",
-            remedy="Put data that belongs together into one row: give a graph's nodes and "
-            "edges a leading axis of graphs.",
+            remedy="Put data that belongs together into one row. For a graph neural network, give "
+            "nodes and edges a leading axis of graphs.",
         ) from error
 
 
@@ -319,8 +319,8 @@ def _load_translations(section: Export) -> Mapping[Any, Any] | None:
             f"{section.translations} is not a table of translations",
             where=where,
             why="a table maps operators of torch to functions",
-            remedy="Write it like {torch.ops.acme.scale.default: scale}, "
-            "with `scale` a function of onnxscript.",
+            remedy="Write the table like {torch.ops.acme.scale.default: scale}, "
+            "where `scale` is a function of onnxscript.",
         )
     return table
 
@@ -388,8 +388,8 @@ def _try_out(
             "the module refuses the samples",
             where="export",
             why=describe_error(error),
-            remedy="Inputs are passed by name: to the parameters of `forward`, "
-            "to a Keras model as a dictionary; see `inputs:` of the data.",
+            remedy="Check `inputs:` of the data: inputs are passed by name to the parameters of "
+            "`forward`, and to a Keras model as a dictionary.",
         ) from error
     values = name_outputs(answer)
     if not all(isinstance(value, torch.Tensor) for value in values.values()):
@@ -578,7 +578,9 @@ class HuggingfaceExporter(TorchExporter):
         )
         names = config.architectures or []
         if len(names) != 1 or not hasattr(transformers, names[0]):
-            remedy = "Install the version of transformers that wrote the folder."
+            remedy = (
+                "Install the version of transformers that wrote the folder, or correct the file."
+            )
             raise UserError(
                 "the file must name exactly one architecture of the installed transformers",
                 where="config.json",

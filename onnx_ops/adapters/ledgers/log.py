@@ -220,7 +220,9 @@ class ObjectLedger(Ledger):
             if entry.sequence % _SWEEP_EVERY == 1 and isinstance(self._objects, LocalObjects):
                 sweep_unfinished(self._objects.root / entry.endpoint)
         except (OnnxOpsError, OSError) as error:
-            _log.warning("cannot write the snapshot of ledger %s: %s", entry.endpoint, error)
+            _log.warning(
+                "the snapshot of ledger %s could not be written: %s", entry.endpoint, error
+            )
 
     def _update_head(self, endpoint: str) -> Head:
         """Return the head after the entries that were added since the last call."""

@@ -131,10 +131,11 @@ class AzureMonitorMetrics(MetricsSource):
             answer = request_resource(f"{path}?{urlencode(query, quote_via=quote)}")
         except RefusedError as error:
             raise ServiceUnavailableError(
-                "Azure Monitor refused the query",
+                "the query of Azure Monitor was refused",
                 where=config.endpoint,
                 why=str(error),
-                remedy="Assign the role Monitoring Reader on the workspace to the identity.",
+                remedy="Check the credentials, and assign the role Monitoring Reader on the "
+                "workspace to the identity.",
             ) from error
         rows = []
         try:

@@ -112,7 +112,7 @@ class PrometheusMetrics(MetricsSource):
     """
 
     def __init__(self, options: Mapping[str, Json]) -> None:
-        remedy = "For example: url: https://prometheus.example"
+        remedy = "Set the options as in this example: `url: https://prometheus.example`."
         self._names = bind_options(options, PrometheusOptions, where="prometheus", remedy=remedy)
         self._url = self._names.url.rstrip("/")
 

@@ -194,7 +194,7 @@ class RevisionCounters:
                 raise self._fail(
                     f"series {labels.get('__name__', '')} of the same target is stored twice",
                     why=", ".join(differing) or "all labels are equal",
-                    remedy="Choose one of them with `select`.",
+                    remedy="Choose one of the copies with `select`.",
                 )
 
     def _require_series(
@@ -202,13 +202,14 @@ class RevisionCounters:
     ) -> None:
         settings = self._settings
         if not marked.get(_SCRAPED):
+            labels_key = "select" if settings.origin_select is None else "origin_select"
             raise self._fail(
-                f"Prometheus has no series {settings.origin} with these labels",
+                f"Prometheus has no series {settings.origin} with the labels of `{labels_key}`",
                 remedy="Set `origin` and `origin_select` to a series of the same targets.",
             )
         counter = settings.errors.counter
         if counter is not None and not marked.get(_KNOWN):
-            raise self._fail(f"Prometheus has no series {counter} with these labels")
+            raise self._fail(f"Prometheus has no series {counter} with the labels of `select`")
         label = settings.errors.label
         counted = [labels for labels, _ in series if labels.get("__name__") == settings.requests]
         if label is not None and any(label not in labels for labels in counted):

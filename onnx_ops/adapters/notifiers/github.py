@@ -59,7 +59,8 @@ class GitHubNotifier(Notifier):
             options,
             GitHubOptions,
             where="notifier github",
-            remedy='For example: {notifier = "github", options = {repository = "acme/models"}}.',
+            remedy='Write the entry like {notifier = "github", options = {repository = '
+            '"acme/models"}}.',
         )
         self._issue = read.issue
         self._repository = GitHubRepository(name=read.repository, token=self._token)
@@ -102,7 +103,7 @@ class GitHubNotifier(Notifier):
                 "there is no GitHub token for notifications",
                 where=str(self._file),
                 remedy=f"Put a token with write access to issues into {VARIABLES[0]}, "
-                "or into the file above with mode 0600.",
+                f"or into {self._file} with mode 0600.",
             ) from error
 
 

@@ -59,7 +59,7 @@ class WebhookNotifier(Notifier):
                 "there is no address for notifications",
                 where=str(self._file),
                 remedy=f"Put the webhook address of the chat into {VARIABLE}, "
-                "or into the file above with mode 0600.",
+                f"or into {self._file} with mode 0600.",
             ) from error
 
 

@@ -120,13 +120,14 @@ def _list_notes(
     """Yield notes for the user about what was quantized and its limits."""
     kinds = Counter(node.op_type for node in iterate_nodes(derived))
     total = kinds[_BLOCKED] + sum(kinds[kind] for kind in _PRODUCTS)
-    yield f"weights of {kinds[_BLOCKED]} of {total} matrix products stored in blocks by {algorithm}"
+    stored = f"{kinds[_BLOCKED]} of {total} matrix products"
+    yield f"{algorithm} stored the weights of {stored} in blocks"
     if left := [
         node.name or node.output[0] for node in iterate_nodes(derived) if node.op_type in _PRODUCTS
     ]:
         yield (
-            "left in float, because they are excluded or have no constant matrix "
-            "that only they use: "
+            "some products stay in float, because they are excluded, have float64 weights, or have "
+            "no constant matrix that only they use: "
             f"{', '.join(left)}"
         )
     if algorithm != "rtn":

@@ -117,7 +117,7 @@ class OliveOptimizer(Optimizer):
                     remedy="Copy the file to configs/olive/.",
                 )
             if not path.is_file():
-                remedy = "Paths are relative to the project's folder."
+                remedy = "Write the path relative to the project's folder."
                 raise NotFoundError(f"there is no file {name}", where=where, remedy=remedy)
             config, where = read_file(path).value, name
         return replace(section, options={**section.options, CONFIG: _used(config, where)})
@@ -180,7 +180,7 @@ def _used(config: Any, where: str) -> Mapping[str, Json]:
         raise UserError(
             "the configuration has no passes",
             where=where,
-            remedy="An Olive configuration has `passes: {...}`.",
+            remedy="Add `passes: {...}` to the configuration.",
         )
     # `engine` is Olive's deprecated section for these keys.
     flat = {**config.get("engine", {}), **config}
@@ -227,8 +227,8 @@ def _passes(passes: Mapping[str, Any]) -> Iterator[Any]:
     for name, given in passes.items():
         if isinstance(given, list | tuple) and len(given) != 1:
             raise UserError(
-                f"passes.{name} lists alternatives",
-                remedy="Keep one of the alternatives; only `method: auto` searches.",
+                f"passes.{name} does not list exactly one alternative",
+                remedy="List one alternative; only `method: auto` searches.",
             )
         yield given[0] if isinstance(given, list | tuple) else given
 

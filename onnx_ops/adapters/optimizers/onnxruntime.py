@@ -344,7 +344,9 @@ def _prepare(source: Any, folder: Path, large: bool) -> Path:
             model = read_model(prepared)
     except Exception as error:  # The preprocessing raises many types of exceptions.
         warnings.warn(
-            f"quantizing without preparation: {quoted(error)}", RuntimeWarning, stacklevel=2
+            f"the model is quantized without preparation: {quoted(error)}",
+            RuntimeWarning,
+            stacklevel=2,
         )
         return plain
     flatten_biases(model)

@@ -393,7 +393,7 @@ class MlflowRegistry:
                 if error.error_code != _EXISTS or experiment is None:
                     raise
         if experiment.lifecycle_stage != "active":
-            remedy = f"Run mlflow experiments restore --experiment-id {experiment.experiment_id}"
+            remedy = f"Run `mlflow experiments restore --experiment-id {experiment.experiment_id}`."
             raise UserError(
                 "the experiment was deleted in MLflow", where=f"experiment {name}", remedy=remedy
             )

@@ -63,7 +63,8 @@ def validate_record(record: VariantRecord) -> None:
             raise UserError(
                 f"{name!r} cannot be the name of an artifact",
                 where=where,
-                why="it must be a relative path within the folder of the artifacts",
+                why="it must be a relative path whose parts are valid names on every operating "
+                "system",
             )
     if reserved := sorted(set(record.files) & _OWN):
         raise UserError(f"{reserved[0]} is a name that MLflow reserves", where=where)

@@ -73,7 +73,11 @@ def _change(
             why=str(error),
             remedy="Make the database and its folder writable, and try again.",
         ) from error
-    _log.info("changed the artifact locations to %s from %s", root, ", ".join(former))
+    _log.info(
+        "the artifact locations are now below %s; before, they were below %s",
+        root,
+        ", ".join(former),
+    )
 
 
 def _list_former_roots(connection: sqlite3.Connection, root: Path) -> tuple[str, ...]:

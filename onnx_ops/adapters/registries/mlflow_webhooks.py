@@ -42,11 +42,14 @@ _HINTS = (
     ),
     (
         "connection refused",
-        "No process listens there: start `onnx-ops reconcile --watch --listen HOST:PORT`.",
+        (
+            "No process listens at the webhook's address: start "
+            "`onnx-ops reconcile --watch --listen HOST:PORT`."
+        ),
     ),
-    ("resolve", "MLflow's server cannot resolve the host name."),
-    ("certificate", "MLflow's server does not trust the receiver's certificate."),
-    ("timed out", "The receiver cannot be reached from MLflow's server."),
+    ("resolve", "Use a host name that MLflow's server can resolve."),
+    ("certificate", "Use a certificate that MLflow's server trusts."),
+    ("timed out", "Permit connections from MLflow's server to the receiver."),
     ("500 error", f"If MLflow's server answers other requests: {KEY_REMEDY}"),
 )
 """Remedies for the server's administrator, by a part of MLflow's message."""
@@ -152,7 +155,7 @@ class MlflowWebhooks:
                 )
             url = webhooks[0].url
             if faults := _find_faults(webhooks[0], url):
-                remedy = f"Run onnx-ops webhooks install --url {url}"
+                remedy = f"Run `onnx-ops webhooks install --url {url}`."
                 problem = f"wrong settings: {', '.join(faults)}"
                 return WebhookReport(name=self._name, url=url, problem=problem, remedy=remedy)
             return self._test(client, ())

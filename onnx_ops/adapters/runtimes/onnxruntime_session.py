@@ -47,7 +47,7 @@ _REMEDIES = {
 """Remedy of each error of ONNX Runtime, by a part of the error's text."""
 
 _ANY_REMEDY = (
-    "The cause is quoted from ONNX Runtime. To inspect the model file: onnx-ops inspect {model}."
+    "The cause is quoted from ONNX Runtime. Inspect the model file with `onnx-ops inspect {model}`."
 )
 
 _QUIET = 4
@@ -80,7 +80,8 @@ def check_machine(target: Target) -> None:
     """
     if target.env is not None and target.env.isolated:
         raise MeasurementError(
-            "the target's build of ONNX Runtime is installed in a separate environment, not here",
+            "the target's build of ONNX Runtime is installed in a separate environment, not in "
+            "that of this process",
             where=f"target {target.name}",
         )
     build = list_providers()
@@ -260,7 +261,7 @@ def register_plugin(provider: Provider, target: Target) -> None:
         library = Path(importlib.import_module(provider.package).get_library_path())
     except ModuleNotFoundError as error:
         package = provider.package.replace("_", "-")
-        remedy = f"Run pip install {package} on a machine with the target's hardware."
+        remedy = f"Run `pip install {package}` on a machine with the target's hardware."
         raise MeasurementError(
             f"package {provider.package} is not installed", where=where, remedy=remedy
         ) from error

@@ -92,7 +92,8 @@ class Keyring:
             raise UserError(
                 "a key already exists at this path",
                 where=str(path),
-                remedy="Replace the key with `onnx-ops keys rotate`.",
+                remedy="Choose another path, or replace the signing key with "
+                "`onnx-ops keys rotate`.",
             )
         signer = create_key(path)
         if path == self._signing:
@@ -130,10 +131,10 @@ class Keyring:
         """
         if self._remote is not None:
             remedy = (
-                "Create a new key in the service, change the setting `signer`, and trust the "
-                "public key (`onnx-ops keys public`)."
+                "Create a new key in the service or variable, change the setting `signer`, and "
+                "trust the public key (`onnx-ops keys public`)."
             )
-            what = "onnx-ops cannot replace a signing key of another service"
+            what = "onnx-ops can replace a signing key only in a file"
             raise UserError(what, where="signer", remedy=remedy)
         old = read_key(self._signing)
         following = self._signing.with_name(f"{self._signing.stem}.next.pem")

@@ -137,7 +137,9 @@ class KeyVaultSigner(_RemoteSigner):
         if not service and not is_here:
             # The token must not be sent to a service other than Key Vault.
             raise UserError(
-                f"{host} is no host of Azure Key Vault", where="signer", remedy=f"Write {_FORMS}."
+                f"{host} is not a host of Azure Key Vault",
+                where="signer",
+                remedy=f"Write {_FORMS}.",
             )
         super().__init__(f"Azure Key Vault {host}")
         self._url, self._host = url, host

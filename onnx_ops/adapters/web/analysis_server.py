@@ -46,7 +46,7 @@ class AnalysisServer(BackgroundServer):
     ) -> None:
         if not token and not is_loopback(host):
             raise UserError(
-                "beyond loopback, the service needs a token",
+                "the service needs a token for an address other than loopback",
                 where=f"{host}:{port}",
                 remedy=f"Set {VARIABLE}, or `token_file` in the configuration.",
             )
@@ -106,7 +106,8 @@ class AnalysisServer(BackgroundServer):
         host = request.headers.get("host", "").lower()
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         if name not in _LOOPBACK_HOSTS or "origin" in request.headers:
-            return JSONResponse({"error": "requests of web pages are refused"}, status_code=403)
+            problem = "without a token, the Host must be loopback, without an Origin header"
+            return JSONResponse({"error": problem}, status_code=403)
         return None
 
 
@@ -139,7 +140,7 @@ def read_analysis_token(file: Path | None, environ: Mapping[str, str]) -> str:
     if len(token) < _SHORTEST_TOKEN or not token.isascii():
         remedy = "Generate a token: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         raise UserError(
-            f"the token has fewer than {_SHORTEST_TOKEN} ASCII characters",
+            f"the token has fewer than {_SHORTEST_TOKEN} characters, or is not ASCII",
             where=where,
             remedy=remedy,
         )

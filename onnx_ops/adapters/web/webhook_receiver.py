@@ -114,7 +114,9 @@ def read_secret(path: Path, environ: Mapping[str, str]) -> str:
         try:
             secret, where = read_private(path, "the webhook secret", remedy=remedy), str(path)
         except FileNotFoundError as error:
-            remedy = f"Run `onnx-ops webhooks install --url URL` to create one, or set {VARIABLE}."
+            remedy = (
+                f"Run `onnx-ops webhooks install --url URL` to create a secret, or set {VARIABLE}."
+            )
             raise NotFoundError(
                 "there is no webhook secret", where=str(path), remedy=remedy
             ) from error

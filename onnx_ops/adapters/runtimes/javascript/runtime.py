@@ -234,8 +234,8 @@ class NodeRuntime(Runtime):
             return own
         if not target.env.isolated or target.env.python or target.env.memory:
             raise UserError(
-                "the environment of a JavaScript runtime is always separate, has no Python "
-                "and no memory limit",
+                "the environment of a JavaScript runtime is always separate, and has neither "
+                "Python nor a memory limit",
                 where=f"target {target.name}: env",
                 remedy="Leave out `isolated`, `python` and `memory`.",
             )
