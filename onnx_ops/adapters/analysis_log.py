@@ -247,5 +247,7 @@ def _decode(data: bytes, key: RolloutKey, sequence: int) -> AnalysisEntry:
     where = _format_name(key, sequence)
     entry = codec.loads(data, AnalysisEntry, where=where)
     if (entry.key, entry.sequence) != (key, sequence):
-        raise CorruptStateError("the object contains an entry of another rollout", where=where)
+        raise CorruptStateError(
+            "the object contains an entry of another rollout or number", where=where
+        )
     return entry

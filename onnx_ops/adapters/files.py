@@ -92,7 +92,7 @@ def read_private(path: Path, what: str, *, remedy: str = "") -> str:
                 where=str(path),
                 why=f"its mode is {mode:04o}",
                 remedy=remedy
-                or f"Run chmod 600 {path}; replace the content if other users had access to it.",
+                or f"Run `chmod 600 {path}`; replace the content if other users had access to it.",
             )
         return stream.read().decode("utf-8", "replace").strip()
 

@@ -383,7 +383,7 @@ def test_dynamic_quantizer_of_quantized_model_raises_user_error(
     perceptron: OptimizeRequest,
 ) -> None:
     DYNAMIC.optimize(perceptron)
-    with pytest.raises(UserError, match="already quantized") as caught:
+    with pytest.raises(UserError, match="already contains quantized") as caught:
         DYNAMIC.optimize(
             replace(
                 perceptron, source=perceptron.path, path=perceptron.path.with_name("again.onnx")

@@ -75,7 +75,7 @@ def _load(path: Path, where: str) -> dict[str, Any]:
         entries = content.get(key) if isinstance(content, dict) else None
         if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
             raise UserError(
-                f"the annotations have no list of objects {key!r}",
+                f"the annotations have no list {key!r} of JSON objects",
                 where=where,
                 remedy="Use a file in the format of COCO: images, categories and annotations.",
             )

@@ -279,7 +279,7 @@ class DvcSource(DataSource):
             raise RefusedError(
                 f"the DVC pointer has no MD5 for {pointer.out}",
                 where=pointer.file,
-                why="its remote uses cloud versioning, or DVC does not store the file",
+                why="the remote uses cloud versioning, or DVC does not store the file",
                 remedy="Data without an MD5 cannot be checked. Run `dvc add` with a remote that is "
                 "neither `version_aware` nor `worktree`.",
             )
@@ -357,8 +357,8 @@ class DvcSource(DataSource):
                 f"DVC has no copy of {pointer.out}",
                 where=pointer.file,
                 why=f"neither the cache nor the remote has {md5}: {answer['place']}",
-                remedy="Run `dvc push` where the data was added. DVC does not push imported data: "
-                "set `repo` to the repository that it comes from. If no copy exists, "
+                remedy="Run `dvc push` on the machine that added the data. DVC does not push "
+                "imported data: set `repo` to the repository that it comes from. If no copy exists, "
                 "check whether the pointer was edited manually.",
             )
         remedy = "Delete that object, then run `dvc push` from a checkout with an undamaged cache"

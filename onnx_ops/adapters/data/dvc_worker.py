@@ -100,7 +100,7 @@ class DvcWorker:
                 raise UserError(
                     "the DVC remote does not store objects by MD5",
                     where=where,
-                    why="it is `version_aware` or `worktree`",
+                    why="the remote has the option `version_aware` or `worktree`",
                     remedy="Push to a remote without these options: data without an MD5 cannot be "
                     "checked.",
                 )
@@ -137,7 +137,7 @@ def _open_repository(repo: str, rev: str) -> Iterator[Any]:
         raise NotFoundError(
             "the git repository does not use DVC",
             where=repo,
-            remedy="Set `repo` to a DVC repository, or run `dvc init` in this one.",
+            remedy="Set `repo` to a DVC repository, or run `dvc init` in the repository.",
         ) from error
     except OutputDuplicationError as error:
         raise RefusedError(

@@ -141,7 +141,7 @@ def _add_objects(
     objects = read_annotations(path, arrays, where=str(path))
     if twice := sorted(objects.keys() & arrays.keys()):
         raise UserError(
-            f"the data has an array {twice[0]!r}, but the annotations yield the array of this name",
+            f"the data and the annotations both yield an array {twice[0]!r}",
             where=str(path),
             remedy="Rename the array in the data.",
         )
@@ -234,7 +234,9 @@ def _read_archive(
                 return {stem: array.shape}, {stem: np.array(array[:rows])}
             # `numpy.savez` writes a zip archive, which begins with `PK`.
             if not head.startswith(b"PK"):
-                raise ValueError(f"it is not an archive: it begins with {stream.peek(16)[:16]!r}")
+                raise ValueError(
+                    f"neither a zip archive nor an array: it begins with {stream.peek(16)[:16]!r}"
+                )
             archive = np.load(stream, allow_pickle=False)
             if most_bytes is None:
                 arrays = {name: archive[name] for name in archive.files}
@@ -244,7 +246,7 @@ def _read_archive(
             if strange := [
                 name for name, array in arrays.items() if not isinstance(array, np.ndarray)
             ]:
-                raise ValueError(f"its entry {strange[0]} is not an array")
+                raise ValueError(f"the entry {strange[0]} of the archive is not an array")
             return shapes, arrays
     except Exception as error:
         # For a damaged archive, NumPy and zipfile raise errors of many types.

@@ -106,7 +106,7 @@ def _order_rows(columns: Mapping[str, Array], names: Sequence[str], where: str) 
         UserError: the files of the table are not those of the folder, or a column is misnamed.
     """
     if NAMES not in columns:
-        remedy = f"Name the column with the paths of the images {NAMES!r}."
+        remedy = f"Give the column with the paths of the images the name {NAMES!r}."
         raise UserError(f"the table has no column {NAMES!r}", where=where, remedy=remedy)
     if IMAGES in columns:
         remedy = "Give the column another name."

@@ -433,7 +433,7 @@ def _explain_shortage(
     """
     if _CAPACITY.search(text):
         return InfrastructureError(
-            "Azure has no free capacity for this size in the region",
+            "Azure has no free capacity for this instance size in the region",
             where=where,
             why=why,
             remedy="More quota does not help. Set another `instance_type`, use a workspace in "

@@ -67,6 +67,7 @@ def plan_traffic(
         raise UserError(
             "a shadow split is not supported: Azure would not compare the answers",
             where=where,
+            remedy="Remove `shadow` from the rollout in the pipeline file.",
         )
     names = {d.name: (name or build_azure_name)(d) for d in state.deployments}
     traffic = {names[name]: weight for name, weight in state.split.weights.items() if weight}

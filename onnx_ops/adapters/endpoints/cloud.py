@@ -102,7 +102,7 @@ def verify_files(deployment: Deployment) -> dict[str, Path]:
             f"{short_digest(deployment.manifest)}",
             where=str(folder),
             why=f"their digest is {short_digest(digest)}",
-            remedy="Remove the folder and run the command again, which fetches the files.",
+            remedy="Remove the folder, and fetch the files again with `onnx-ops reconcile`.",
         )
     return {name: folder / name for name in manifest}
 

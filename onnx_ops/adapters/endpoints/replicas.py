@@ -834,8 +834,8 @@ class ReplicaEndpoints(EndpointProvider):
                 "not all replicas reported in time that they loaded the new version",
                 where=config.endpoint,
                 why="; ".join(missing),
-                remedy="Start the replicas, or wait until missing ones are no longer registered: "
-                "see `onnx-ops status`.",
+                remedy="Start the replicas, or wait until missing replicas are no longer "
+                "registered: see `onnx-ops status`.",
             )
 
     def _wait_until_adopted(

@@ -182,7 +182,10 @@ def _one_hot(part: Any) -> Iterator[ConversionDefect]:
     if part.handle_unknown not in ("error", "ignore"):
         yield (
             f"OneHotEncoder with handle_unknown={part.handle_unknown!r}",
-            "in tests of onnx-ops, the converted model failed on a category outside its training",
+            (
+                "in tests of onnx-ops, the converted model failed on a category that is not in its "
+                "training data"
+            ),
             "Use handle_unknown='ignore'.",
         )
 

@@ -90,7 +90,12 @@ def _choose_matrix_layout(
         raise _no_matrix(name, rows)
     columns = rows.shape[1] if rows.ndim == 2 else 1
     if names is not None and columns != len(names):
-        raise _not_fitted([name], names)
+        raise UserError(
+            "the number of columns of the data differs from that of the fit",
+            where=WHERE,
+            why=f"the model takes {len(names)} columns; {name} has {columns}",
+            remedy=_list_columns(names),
+        )
     _check_features(request.features.get(name, ()), names)
     kind = _kind(rows)
     if not by_column or not names:

@@ -116,7 +116,7 @@ def build_no_effect_error(
     where = f"variant {section.name}"
     if any(node.op_type in _QUANTIZED for node in iterate_nodes(source)):
         why, remedy = (
-            "the model is already quantized",
+            "the model already contains quantized operators",
             "Use the float model from which it was made.",
         )
         return UserError(what, where=where, why=why, remedy=remedy)

@@ -163,8 +163,8 @@ class MlflowRegistry:
             raise NotFoundError(
                 "this version was not registered by onnx-ops",
                 where=f"{model} version {version}",
-                why=f"its tags {RELEASE}, {VARIANT} and {DIGEST} do not identify it",
-                remedy="Register it with `onnx-ops run`",
+                why=f"its tags {RELEASE}, {VARIANT} and {DIGEST} are missing or not valid",
+                remedy="Register the model with `onnx-ops run`",
             )
         return record
 

@@ -67,7 +67,7 @@ def validate_record(record: VariantRecord) -> None:
                 "system",
             )
     if reserved := sorted(set(record.files) & _OWN):
-        raise UserError(f"{reserved[0]} is a name that MLflow reserves", where=where)
+        raise UserError(f"{reserved[0]} is a name that MLflow or onnx-ops reserves", where=where)
     # The signature of a version covers only its own files, so external data must be among them.
     external = list_external_names(record.files[find_model_file(record.files)])
     if outside := sorted({PurePosixPath(name).as_posix() for name in external} - set(record.files)):
@@ -76,7 +76,7 @@ def validate_record(record: VariantRecord) -> None:
         raise RefusedError(what, where=where, remedy=remedy)
     if set(record.files) != set(record.manifest.files):
         raise DigestMismatchError(
-            "the files of the manifest differ from the files of the record", where=where
+            "the files in the manifest differ from the files of the version", where=where
         )
     for name, path in record.files.items():
         if digest_file(path) != record.manifest[name]:

@@ -23,7 +23,7 @@ def read_key(path: Path) -> EcdsaSigner:
         UserError: the file does not contain a private key of ECDSA P-256.
     """
     try:
-        remedy = f"Run chmod 600 {path}; create a new key if other users had access to this key"
+        remedy = f"Run `chmod 600 {path}`; create a new key if other users had access to this key"
         pem = read_private(path, "the signing key", remedy=remedy).encode()
     except OSError as error:
         raise NotFoundError(

@@ -106,7 +106,7 @@ class AnalysisServer(BackgroundServer):
         host = request.headers.get("host", "").lower()
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         if name not in _LOOPBACK_HOSTS or "origin" in request.headers:
-            problem = "without a token, the Host must be loopback, without an Origin header"
+            problem = "without a token, only loopback requests without an Origin are accepted"
             return JSONResponse({"error": problem}, status_code=403)
         return None
 

@@ -109,7 +109,7 @@ def read_secret(path: Path, environ: Mapping[str, str]) -> str:
     if secret is None:
         remedy = (
             "Delete this file, and create a new secret with `onnx-ops webhooks install`; or run "
-            f"chmod 600 {path}."
+            f"`chmod 600 {path}`."
         )
         try:
             secret, where = read_private(path, "the webhook secret", remedy=remedy), str(path)
