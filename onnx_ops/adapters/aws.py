@@ -53,7 +53,7 @@ _ERRORS_BY_CODES: Mapping[str, tuple[type[OnnxOpsError], str, str]] = {
     "AccessDenied AccessDeniedException UnauthorizedOperation 403": (
         RefusedError,
         "AWS does not permit {}",
-        "`onnx-ops docs sagemaker` lists the permissions that the caller needs.",
+        "Grant the caller the permission. `onnx-ops docs sagemaker` lists those for endpoints.",
     ),
     "ExpiredToken ExpiredTokenException InvalidClientTokenId UnrecognizedClientException "
     "SignatureDoesNotMatch": (
@@ -209,9 +209,11 @@ def translate_errors(where: str) -> Iterator[None]:
         what = "the AWS profile, the region or a parameter of the request is not valid"
         raise UserError(what, where=where, why=str(error)) from error
     except BotoCoreError as error:
-        what, why = "AWS does not answer", str(error)
         raise ServiceUnavailableError(
-            what, where=where, why=why, remedy="Try again later."
+            "the request to AWS failed",
+            where=where,
+            why=str(error),
+            remedy="Try again later, or sign in again if the credentials have expired.",
         ) from error
 
 

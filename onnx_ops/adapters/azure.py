@@ -184,7 +184,7 @@ def fetch_token(service: str = "", api_timeout_s: float = API_TIMEOUT_S) -> str:
         ) from error
     except AzureError as error:
         raise ServiceUnavailableError(
-            "no token for Azure", why=summarize_error(error), remedy=LOGIN_REMEDY
+            "no token for Azure could be obtained", why=summarize_error(error), remedy=LOGIN_REMEDY
         ) from error
 
 

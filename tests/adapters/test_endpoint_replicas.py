@@ -626,7 +626,7 @@ def test_observe_with_lease_other_than_in_table_reports_drift(site: ReplicaSite)
 
 def test_validate_options_with_nested_locations_raises_user_error(site: ReplicaSite) -> None:
     for reports in ("s3://bucket/p", "s3://bucket/p/reports", "s3://bucket"):
-        with pytest.raises(UserError, match="a parent of it or a subfolder"):
+        with pytest.raises(UserError, match="nor a parent or subfolder"):
             site.provider.validate_options({"control": "s3://bucket/p/", "reports": reports})
 
 

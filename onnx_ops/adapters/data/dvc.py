@@ -358,8 +358,8 @@ class DvcSource(DataSource):
                 where=pointer.file,
                 why=f"neither the cache nor the remote has {md5}: {answer['place']}",
                 remedy="Run `dvc push` on the machine that added the data. DVC does not push "
-                "imported data: set `repo` to the repository that it comes from. If no copy exists, "
-                "check whether the pointer was edited manually.",
+                "imported data: set `repo` to the repository that it comes from. If no copy "
+                "exists, check whether the pointer was edited manually.",
             )
         remedy = "Delete that object, then run `dvc push` from a checkout with an undamaged cache"
         _check_object(copy, pointer, "object in the DVC remote", answer["place"], remedy)

@@ -151,8 +151,8 @@ class AzureEndpoint:
             f"endpoint {self.client.name} exists in the workspace, "
             "but this project does not own it",
             where=self._owner,
-            why=f"its tag {OWNER} is not {self._owner}, or the tag is missing and the tags of its "
-            f"deployments do not name only {self._owner}",
+            why=f"its tag {OWNER} must be {self._owner}; if the tag is missing, its deployments "
+            "must name only this owner",
             remedy="Choose another `name` in the options, or delete the endpoint in Azure. "
             "If this project owns the endpoint, set the tag of the endpoint.",
         )

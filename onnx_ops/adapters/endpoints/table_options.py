@@ -75,7 +75,7 @@ def find_overlap(control: str, reports: str) -> Iterator[tuple[str, str]]:
         yield (
             "reports",
             (
-                "must not be equal to `control`, a parent of it or a subfolder of it, because "
-                "replicas write to `reports` and must not write tables"
+                "must be neither `control` nor a parent or subfolder of it: replicas write to "
+                "`reports`, but must not write tables"
             ),
         )

@@ -113,7 +113,8 @@ class MlflowRegistry:
                     "a database needs an artifact root",
                     where=self._mlflow.shown,
                     why="a database stores no files",
-                    remedy="Set artifact_root to a folder or s3://…, or use a tracking server",
+                    remedy="Set the argument artifact_root (setting `artifacts`) to a folder or "
+                    "s3://…, or use a tracking server",
                 )
             self._artifact_root = str(database.parent / "mlartifacts")
         if (

@@ -36,7 +36,7 @@ _LARGE = 1 << 30
 
 _REMEDIES = {
     "Failed to construct locale": "Install that locale (Debian: package locales and locale-gen), "
-    "or export with `locale: C`.",
+    "or set the attribute `locale` of the model's StringNormalizer nodes to C.",
     "Got invalid dimensions": "Supply rows of the shape that the model expects.",
     "Failed to load library": "Install the dependencies of the library; `ldd` lists those missing.",
     "is not a registered function/op": "Export with another opset, "

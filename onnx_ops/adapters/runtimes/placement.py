@@ -217,7 +217,7 @@ class GuardedRuntime(OnnxRuntime):
             if crash.timed_out:
                 what, remedy = (
                     "ONNX Runtime did not finish in time",
-                    "Raise the limit with --timeout SECONDS.",
+                    "Use a smaller model or fewer rows; `onnx-ops judge` has option --timeout N.",
                 )
             raise MeasurementError(
                 what, where=model.name, why=crash.reason, remedy=remedy

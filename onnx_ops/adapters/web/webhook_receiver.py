@@ -108,8 +108,8 @@ def read_secret(path: Path, environ: Mapping[str, str]) -> str:
     secret, where = environ.get(VARIABLE), VARIABLE
     if secret is None:
         remedy = (
-            "Delete this file, and create a new secret with `onnx-ops webhooks install`; or run "
-            f"`chmod 600 {path}`."
+            "Delete this file, and create a new secret with `onnx-ops webhooks install --url URL`; "
+            f"or run `chmod 600 {path}`."
         )
         try:
             secret, where = read_private(path, "the webhook secret", remedy=remedy), str(path)
