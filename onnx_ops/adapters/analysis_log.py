@@ -161,7 +161,7 @@ class AnalysisLog:
                 except CorruptStateError as error:
                     if not skip_corrupt:
                         raise
-                    _log.warning("a rollout is skipped: %s", error)
+                    _log.warning("the rollout in %s/%s is skipped: %s", analysis, folder, error)
                     continue
                 if key is not None:
                     yield key
@@ -223,7 +223,7 @@ class AnalysisLog:
         try:
             state = codec.loads(data, AnalysisState)
         except CorruptStateError as error:
-            _log.warning("a checkpoint is not used: %s", error)
+            _log.warning("the checkpoint in %s is not used: %s", key.folder, error)
             return None
         return state if state.key == key else None
 
@@ -231,7 +231,7 @@ class AnalysisLog:
         try:
             self._objects.write(f"{state.key.folder}/{_CHECKPOINT}", codec.dumps(state))
         except (OnnxOpsError, OSError) as error:
-            _log.warning("a checkpoint could not be written: %s", error)
+            _log.warning("the checkpoint in %s could not be written: %s", state.key.folder, error)
 
     def _list_sequences(self, key: RolloutKey, after: int = 0) -> list[int]:
         """Return the numbers of the entries after number `after`, sorted."""
@@ -248,6 +248,8 @@ def _decode(data: bytes, key: RolloutKey, sequence: int) -> AnalysisEntry:
     entry = codec.loads(data, AnalysisEntry, where=where)
     if (entry.key, entry.sequence) != (key, sequence):
         raise CorruptStateError(
-            "the object contains an entry of another rollout or number", where=where
+            "the object contains an entry of another rollout or number",
+            where=where,
+            remedy="Restore the object from a backup.",
         )
     return entry

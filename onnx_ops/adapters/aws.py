@@ -207,7 +207,8 @@ def translate_errors(where: str) -> Iterator[None]:
         raise _no_region(where) from error
     except (ProfileNotFound, ParamValidationError, InvalidRegionError) as error:
         what = "the AWS profile, the region or a parameter of the request is not valid"
-        raise UserError(what, where=where, why=str(error)) from error
+        remedy = "Correct the setting that the cause names."
+        raise UserError(what, where=where, why=str(error), remedy=remedy) from error
     except BotoCoreError as error:
         raise ServiceUnavailableError(
             "the request to AWS failed",

@@ -107,7 +107,11 @@ def exclusive_lock(path: Path, timeout_s: float, *, where: str) -> Iterator[None
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with path.open("a") as stream:
         if not wait_until(lambda: try_lock(stream.fileno()), timeout_s):
-            raise ConflictError("another process is changing this endpoint", where=where)
+            raise ConflictError(
+                "another process is changing this endpoint",
+                where=where,
+                remedy="Try again when that process has finished.",
+            )
         yield
 
 

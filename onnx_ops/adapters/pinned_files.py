@@ -214,10 +214,16 @@ def _web_errors(host: str) -> Iterator[None]:
 def _explain_status(status: int, address: WebAddress) -> OnnxOpsError:
     where = f"{address.host}: {address.name}"
     if status in (404, 410):
-        return NotFoundError("the server has no such file", where=where)
+        return NotFoundError(
+            "the server has no such file", where=where, remedy="Check the address."
+        )
     if status >= 500 or status == 429:
         return ServiceUnavailableError(f"the server answers with HTTP {status}", where=where)
-    return RefusedError(f"the server refuses the file with HTTP {status}", where=where)
+    return RefusedError(
+        f"the server refuses the file with HTTP {status}",
+        where=where,
+        remedy="Check the address, and whether access to the file requires credentials.",
+    )
 
 
 def _download_repository(address: HubAddress, folder: Path) -> None:
@@ -244,7 +250,9 @@ def _download_repository(address: HubAddress, folder: Path) -> None:
     shutil.rmtree(folder / ".cache", ignore_errors=True)
     if not (folder / address.path).exists():
         raise NotFoundError(
-            f"the repository has no {address.path!r} at this commit", where=address.shown
+            f"the repository has no {address.path!r} at this commit",
+            where=address.shown,
+            remedy="Correct the path or the commit of the address.",
         )
 
 

@@ -86,6 +86,7 @@ def _parse_manifest(data: bytes, where: str) -> Manifest:
             raise CorruptStateError(
                 f"the manifest names {name[:80]!r}, which is not a path within its folder",
                 where=where,
+                remedy="Delete the manifest, and publish the version again.",
             )
     return Manifest(files=files)
 

@@ -97,7 +97,7 @@ def read_reason(_: int) -> str:
 def test_run_guarded_with_concurrent_crashes_reports_each_exit_code() -> None:
     with ThreadPoolExecutor(8) as pool:
         reasons = set(pool.map(read_reason, range(60)))
-    assert reasons == {"its process ended with exit code 7"}
+    assert reasons == {"the process ended with exit code 7"}
 
 
 @pytest.mark.parametrize(

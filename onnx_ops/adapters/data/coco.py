@@ -56,7 +56,9 @@ def read_annotations(path: Path, arrays: Mapping[str, Array], *, where: str) -> 
         image = _get(entry, "image_id", place, where)
         if image not in images:
             raise UserError(
-                f"{place} names image {image}, which 'images' does not list", where=where
+                f"{place} names image {image}, which 'images' does not list",
+                where=where,
+                remedy="Add the image to 'images', or remove the annotation.",
             )
         corners = _read_box(entry, images[image], place, where)
         values = _read_values(entry, corners, classes, place, where)
@@ -120,7 +122,9 @@ def _read_points(entry: Mapping[str, Any], points: int, place: str, where: str) 
         raise UserError(what, where=where)
     if len(values) not in (0, points):
         raise UserError(
-            f"{place} has {len(values)} values of keypoints instead of 0 or {points}", where=where
+            f"{place} has {len(values)} values of keypoints instead of 0 or {points}",
+            where=where,
+            remedy="Give all annotations with keypoints the same number of keypoints.",
         )
     return values or [0.0] * points
 
@@ -135,7 +139,11 @@ def _read_box(
         or len(box) != 4
         or not all(isinstance(value, int | float) and math.isfinite(value) for value in box)
     ):
-        raise UserError(f"{place} has no box of four finite numbers: {box}", where=where)
+        raise UserError(
+            f"{place} has no box of four finite numbers: {box}",
+            where=where,
+            remedy="Write the box as x, y, width, height.",
+        )
     x, y, width, height = (float(value) for value in box)
     if width < 0 or height < 0:
         raise UserError(

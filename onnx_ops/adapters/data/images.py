@@ -119,10 +119,18 @@ def _order_rows(columns: Mapping[str, Array], names: Sequence[str], where: str) 
     places = {name: row for row, name in enumerate(listed)}
     if len(places) < len(listed):
         repeated = Counter(listed).most_common(1)[0][0]
-        raise UserError(f"the table lists {repeated!r} more than once", where=where)
+        raise UserError(
+            f"the table lists {repeated!r} more than once",
+            where=where,
+            remedy="Remove the repeated rows.",
+        )
     if missing := sorted(set(names) - places.keys()):
-        raise UserError(f"the table has no row for {missing[0]!r}", where=where)
+        raise UserError(
+            f"the table has no row for {missing[0]!r}",
+            where=where,
+            remedy="Add a row for the image, or remove the image.",
+        )
     if absent := sorted(places.keys() - set(names)):
         what = f"the table lists {absent[0]!r}, which is not an image in the folder"
-        raise UserError(what, where=where)
+        raise UserError(what, where=where, remedy="Add the image, or remove its row.")
     return [places[name] for name in names]

@@ -126,11 +126,15 @@ def read_table(
         ) from error
     names = table.column_names
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"the table repeats the column {repeated[0]!r}", where=where)
+        raise UserError(
+            f"the table repeats the column {repeated[0]!r}",
+            where=where,
+            remedy="Rename or remove one of the columns.",
+        )
     if "" in names:
         raise UserError(f"column {names.index('') + 1} of the table has no name", where=where)
     if not table.num_rows:
-        raise UserError("the table has no rows", where=where)
+        raise UserError("the table has no rows", where=where, remedy="Write at least one row.")
     columns = dict(zip(names, table.columns, strict=True))
     # Without this reference, each column is freed after its conversion.
     del table
@@ -549,7 +553,9 @@ def _convert_texts(arrow: Any, column: Any, where: str) -> Array:
     )
     column = column.fill_null("") if column.null_count else column
     if compute.any(compute.match_substring(column, "\0")).as_py():
-        raise UserError("a cell contains a null byte", where=where)
+        raise UserError(
+            "a cell contains a null byte", where=where, remedy="Remove the null bytes of the file."
+        )
     longest = compute.max(compute.utf8_length(column)).as_py()
     fixed_bytes = 4 * max(1, longest) * len(column)
     if fixed_bytes > max(

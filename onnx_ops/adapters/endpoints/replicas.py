@@ -507,7 +507,7 @@ class ReplicaEndpoints(EndpointProvider):
         return (
             signer.key in trusted,
             found,
-            "Trust its public key: put NAME.pub.pem into the folder `trusted_keys`.",
+            "Trust this key: put its file NAME.pub.pem into the folder `trusted_keys`.",
         )
 
     def _check_tables(self, config: EndpointConfig) -> Finding:

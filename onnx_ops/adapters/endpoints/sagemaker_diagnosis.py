@@ -211,8 +211,8 @@ def _check_pull(iam: Any, role: str, image: str) -> Finding:
         )
     if account != match["account"]:
         found = (
-            f"the role can pull the image; whether account {match['account']} permits this to "
-            f"account {account} cannot be checked here"
+            "the role can pull the image; this check does not show whether account "
+            f"{match['account']} permits this to account {account}"
         )
         return True, found, ""
     return True, "the role can pull the image", ""

@@ -53,7 +53,9 @@ def find_file(folder: Path, name: str) -> Path:
     )
     if len(files) != 1:
         raise NotFoundError(
-            f"the folder contains neither {name} nor exactly one file", where=str(folder)
+            f"the folder contains neither {name} nor exactly one file",
+            where=str(folder),
+            remedy=f"Name the file of the model {name}.",
         )
     return files[0]
 

@@ -78,6 +78,8 @@ class TensorflowExporter(Exporter):
             raise NotFoundError(
                 f"the folder contains neither {SAVED_MODEL} nor exactly one .keras file",
                 where=str(folder),
+                remedy="Supply a folder with one .keras file, or one that tf.saved_model.save has "
+                "written.",
             )
         tf = import_tensorflow()
         try:

@@ -147,10 +147,10 @@ def _join(process: BaseProcess) -> None:
 
 def _explain(kind: str, value: str | None, code: int, timeout: float, limit: int) -> str:
     if kind == "late":
-        return f"it took longer than {timeout:g} s and was stopped"
+        return f"the process took longer than {timeout:g} s and was stopped"
     if kind == "memory":
-        return f"it needs more memory than its limit of {limit / 1e9:.1f} GB"
-    return value if value is not None else f"its process ended with {describe_exit(code)}"
+        return f"the process needs more memory than its limit of {limit / 1e9:.1f} GB"
+    return value if value is not None else f"the process ended with {describe_exit(code)}"
 
 
 def _child(

@@ -108,7 +108,7 @@ class IsolatedProcess:
         """Folder that both processes can read and write."""
         if not self._end.alive:
             raise StageError(
-                "its process has already ended", where=self._where, remedy="Load the model again."
+                "the process has already ended", where=self._where, remedy="Load the model again."
             )
         return self._scratch.path
 
@@ -178,16 +178,16 @@ class IsolatedProcess:
         self.stop()
         if late_after is not None:
             raise StageError(
-                f"it took longer than {late_after:g} s to {do} and was stopped",
+                f"the process took longer than {late_after:g} s to {do} and was stopped",
                 where=self._where,
                 why=output,
                 remedy="Increase `env.timeout` if the work takes that long.",
             )
         how = "closed its answers" if code is None else f"ended with {describe_exit(code)}"
         raise StageError(
-            f"its process {how} before it could {do}",
+            f"the process {how} before it could {do}",
             where=self._where,
-            why=output or "it printed nothing",
+            why=output or "the process printed nothing",
             remedy=f"Increase `env.memory` if the process needs more than "
             f"{self._memory / 1e9:.1f} GB, "
             "or set another version of a package in `env.requirements`.",

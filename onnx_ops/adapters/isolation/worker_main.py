@@ -99,7 +99,7 @@ def _answer(
     except MemoryError:
         traceback.print_exc()
         failure = StageError(
-            f"it needs more memory than its limit of {limit / 1e9:.1f} GB",
+            f"the process needs more memory than its limit of {limit / 1e9:.1f} GB",
             where=where,
             remedy="Increase `env.memory` if the machine has more memory.",
         )

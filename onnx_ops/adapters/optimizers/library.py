@@ -167,7 +167,7 @@ def _explain_weight(weight: Any) -> str:
     if weight.data_type != TensorProto.FLOAT:
         kind = TensorProto.DataType.Name(weight.data_type).lower()
         return f"weights in {'float64' if kind == 'double' else kind}, and {_FLOAT32_ONLY}"
-    return "the quantizer left it in float"
+    return "the quantizer left this operator in float"
 
 
 def _choose_remedy(reasons: Set[str], source: Any) -> str:

@@ -216,6 +216,7 @@ class MlflowRegistry:
             raise RefusedError(
                 f"alias {pointing[0]} points to this version",
                 where=f"{model} version {version}",
+                remedy="Move or delete the alias first.",
             )
         try:
             entry = self._version(model, version)
@@ -291,7 +292,9 @@ class MlflowRegistry:
         source = _MODEL_SOURCE.fullmatch(str(self._version(record.model, record.version).source))
         if source is None:
             raise NotFoundError(
-                "the files of this version were not registered by onnx-ops", where=where
+                "the files of this version were not registered by onnx-ops",
+                where=where,
+                remedy="Register the release again with `onnx-ops run`.",
             )
         with self._mlflow.session(where) as client, Scratch() as aside:
             logged = client.get_logged_model(source[1])

@@ -67,7 +67,11 @@ def validate_record(record: VariantRecord) -> None:
                 "system",
             )
     if reserved := sorted(set(record.files) & _OWN):
-        raise UserError(f"{reserved[0]} is a name that MLflow or onnx-ops reserves", where=where)
+        raise UserError(
+            f"{reserved[0]} is a name that MLflow or onnx-ops reserves",
+            where=where,
+            remedy="Give the file another name.",
+        )
     # The signature of a version covers only its own files, so external data must be among them.
     external = list_external_names(record.files[find_model_file(record.files)])
     if outside := sorted({PurePosixPath(name).as_posix() for name in external} - set(record.files)):

@@ -88,7 +88,7 @@ def measure_start(
         raise MeasurementError(
             f"a fresh process that loads the model ended with {describe_exit(done.returncode)}",
             where=model.name,
-            why="\n".join(done.stderr.splitlines()[-15:]) or "it printed nothing",
+            why="\n".join(done.stderr.splitlines()[-15:]) or "the process printed nothing",
         )
     return answer["load_ns"], answer["first_ns"], answer["peak_bytes"]
 

@@ -277,7 +277,10 @@ def register_plugin(provider: Provider, target: Target) -> None:
         _ort().register_execution_provider_library(provider.name, str(library))
     except Exception as error:
         raise MeasurementError(
-            f"the library of {provider.name} cannot be loaded", where=where, why=quoted(error)
+            f"the library of {provider.name} cannot be loaded",
+            where=where,
+            why=quoted(error),
+            remedy="Install the dependencies of the library; `ldd` lists those missing.",
         ) from error
     _PLUGGED[provider.name] = library
 

@@ -135,7 +135,10 @@ def read_analysis_token(file: Path | None, environ: Mapping[str, str]) -> str:
         try:
             token = read_private(file, "the token of analyses")
         except FileNotFoundError as error:
-            raise NotFoundError("there is no such token file", where=where) from error
+            remedy = "Create the file, or correct `token_file` in the configuration."
+            raise NotFoundError(
+                "there is no such token file", where=where, remedy=remedy
+            ) from error
     token = token.strip()
     if len(token) < _SHORTEST_TOKEN or not token.isascii():
         remedy = "Generate a token: python -c 'import secrets; print(secrets.token_urlsafe(32))'"

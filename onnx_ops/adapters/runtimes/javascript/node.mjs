@@ -96,7 +96,7 @@ function inAnother(packages, model, target, extra) {
   const said = `${done.stdout ?? ""}\n${done.stderr ?? ""}`;
   if (done.status === 0) return said;
   const told = /^failure: (.*)$/m.exec(said);
-  const how = told?.[1] ?? `its process ended with ${done.signal ?? `exit code ${done.status}`}`;
+  const how = told?.[1] ?? `the process ended with ${done.signal ?? `exit code ${done.status}`}`;
   const where = path.basename(model.path);
   throw new Failure("MeasurementError", "ONNX Runtime cannot run the model", { where, why: how.slice(0, 400) });
 }
