@@ -100,7 +100,7 @@ class SageMakerOptions(AwsAccess, LeaseOptions, ContainerOptions):
         str,
         Pattern(
             r"(arn:aws[a-z-]*:sagemaker:[a-z0-9-]+:\d{12}:[a-z0-9-]+/\S+)?",
-            "the ARN of a reservation",
+            "the ARN of a capacity reservation",
         ),
     ] = ""
     timeout: Annotated[float, Unit("s"), Ge(1), Le(86400)] = 3600.0
