@@ -97,7 +97,7 @@ def test_graph_pass_on_untidy_graph_removes_nodes_and_keeps_outputs(
     )
     assert after < before == 7
     assert f"7 nodes became {after}" in note
-    assert "times the size" in note
+    assert "times that of the source" in note
     assert read_model_info(request.path).inputs == read_model_info(request.source).inputs
     assert answer_alike(request, length=3)
 

@@ -228,7 +228,7 @@ def _find_serverless_contradictions(options: SageMakerOptions) -> Iterator[tuple
         ),
         (
             "memory",
-            "a serverless endpoint has one variant: strategy must be guarded",
+            "a serverless endpoint has one variant: set `strategy: guarded`",
             not options.guarded,
         ),
         ("memory", "must be a multiple of 1 GiB", options.memory_mib % 1024 != 0),

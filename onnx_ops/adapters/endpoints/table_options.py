@@ -31,7 +31,7 @@ class LeaseOptions:
         Literal["serve", "leave"],
         doc(
             "What a replica does if it could not read the store for 30 s: "
-            "`serve` the stable version, or `leave`: refuse requests."
+            "`serve` serves the stable version; `leave` refuses requests."
         ),
     ] = "serve"
 

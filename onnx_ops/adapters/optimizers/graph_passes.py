@@ -234,9 +234,8 @@ class _CleanupOptimizer(Optimizer):
             if before == after
             else f"{before} nodes became {after}"
         )
-        return (
-            f"{self.tool} {version(self.tool)}: {effect}, {sizes[1] / sizes[0]:.2f} times the size",
-        )
+        size = f"the size is {sizes[1] / sizes[0]:.2f} times that of the source"
+        return (f"{self.tool} {version(self.tool)}: {effect}, and {size}",)
 
 
 class SlimOptimizer(_CleanupOptimizer):

@@ -208,7 +208,9 @@ class NodeRuntime(Runtime):
         where = f"target {target.name}"
         if target.custom_ops:
             raise MeasurementError(
-                "libraries of custom operators cannot be loaded from JavaScript", where=where
+                "libraries of custom operators cannot be loaded from JavaScript",
+                where=where,
+                remedy="Remove `custom_ops` from the target.",
             )
         node, program = require_program(NODE, target.name), self._program(target)
         if self.folder is None:
