@@ -67,7 +67,7 @@ NAMES = some.from_regex(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*", fullmatch=T
         ({"role": "admin"}, "is not the ARN of a role"),
         ({"image": ""}, "image: '' is not an image"),
         ({"strategy": "canary"}, "expected one of 'ab', 'guarded'"),
-        ({"memory": "2 GiB"}, "must be guarded"),
+        ({"memory": "2 GiB"}, "set `strategy: guarded`"),
         ({"memory": "1500 MiB", "strategy": "guarded"}, "multiple of 1 GiB"),
         (
             {"memory": "2 GiB", "strategy": "guarded", "subnets": ["a"], "security_groups": ["b"]},
