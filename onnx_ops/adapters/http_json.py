@@ -91,10 +91,10 @@ def request_json(
         ) as response:
             if not response.is_success:
                 text = b""
-                with suppress(httpx.HTTPError, TimeoutError):
-                    text = _read(response, deadline, max_bytes)
+                with suppress(httpx.HTTPError, TimeoutError, ServiceUnavailableError):
+                    text = _read(response, host, deadline, max_bytes)
                 raise _explain(response.status_code, text[:200].decode("utf-8", "replace"), host)
-            text = _read(response, deadline, max_bytes)
+            text = _read(response, host, deadline, max_bytes)
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         # The messages of these errors can contain the address, which can be a secret. Their types
         # contain no address.
@@ -109,13 +109,17 @@ def request_json(
         return text.decode("utf-8", "replace")
 
 
-def _read(response: httpx.Response, deadline: float, max_bytes: int) -> bytes:
-    """Read the answer; raise TimeoutError if it is late or too large."""
+def _read(response: httpx.Response, host: str, deadline: float, max_bytes: int) -> bytes:
+    """Read the answer; raise an error if it is late or too large."""
     text = b""
     for chunk in response.iter_bytes(1 << 16):
         text += chunk
-        if len(text) > max_bytes or time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             raise TimeoutError
+        if len(text) > max_bytes:
+            raise ServiceUnavailableError(
+                f"the answer of the server has more than {max_bytes} bytes", where=host
+            )
     return text
 
 

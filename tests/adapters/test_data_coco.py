@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from onnx_ops.adapters.data.file import FileSource
@@ -106,7 +107,11 @@ def test_load_missing_annotations_raises_not_found_error(root: Path) -> None:
         ({"bbox": [10, 20, 3]}, "annotation 1 has no box of four finite numbers"),
         ({"bbox": [10, 20, 3, float("nan")]}, "annotation 1 has no box of four finite numbers"),
         ({"image_id": None}, "annotation 1 has no 'image_id' that is an integer or a string"),
+        ({"bbox": [10, 20, 10**400, 8]}, "annotation 1 has no box of four finite numbers"),
         ({"keypoints": [1, 2]}, "annotation 1 cannot be read: an annotation has 2 values"),
+        ({"keypoints": 3}, "annotation 1 has a 'keypoints' that is not a list of finite numbers"),
+        ({"keypoints": [1, 2, "2"]}, "annotation 1 has a 'keypoints' that is not a list"),
+        ({"area": "large"}, "annotation 1 has a 'area' that is not a finite number: large"),
     ],
 )
 def test_load_wrong_annotation_raises_user_error_with_its_id(
@@ -118,6 +123,34 @@ def test_load_wrong_annotation_raises_user_error_with_its_id(
     with pytest.raises(UserError, match=r"instances\.json") as caught:
         SOURCE.load(FILE, root)
     assert expected in str(caught.value)
+
+
+def test_load_annotations_with_image_size_that_is_not_a_number_raises_user_error(
+    root: Path,
+) -> None:
+    content = make_annotations()
+    for image in content["images"]:
+        image["width"] = [64]
+    write(root, content)
+    with pytest.raises(UserError, match="has a 'width' that is not a finite number"):
+        SOURCE.load(FILE, root)
+
+
+def test_load_annotations_with_ids_of_two_types_numbers_integers_first(root: Path) -> None:
+    expected = SOURCE.load(FILE, root)["objects"]
+    content = make_annotations()
+    content["categories"].insert(0, {"id": "other", "name": "other"})
+    write(root, content)
+    np.testing.assert_array_equal(SOURCE.load(FILE, root)["objects"], expected)
+
+
+def test_load_annotations_that_are_a_folder_raises_user_error(root: Path) -> None:
+    folder = root / "test_data_set_0"
+    folder.mkdir()
+    tensor = onnx.numpy_helper.from_array(np.zeros(1))
+    (folder / "input_0.pb").write_bytes(tensor.SerializeToString())
+    with pytest.raises(UserError, match="the annotations are a folder"):
+        SOURCE.load(replace(FILE, annotations="."), root)
 
 
 @pytest.mark.parametrize("content", [[], {}, {"images": [], "categories": [], "annotations": [1]}])

@@ -259,7 +259,7 @@ def test_request_json_above_size_limit_raises_service_unavailable_error() -> Non
     )
     with inbox.open():
         assert request_json("GET", f"{inbox.url}/largest", host="here") == text
-        with pytest.raises(ServiceUnavailableError):
+        with pytest.raises(ServiceUnavailableError, match="has more than"):
             request_json("GET", f"{inbox.url}/larger", host="here")
         larger = request_json(
             "GET", f"{inbox.url}/larger", host="here", max_bytes=MAX_ANSWER_BYTES + 1

@@ -23,6 +23,9 @@ IMAGE_IDS = "image_id"
 _EMPTY = -1.0
 """Class of a place without an object."""
 
+_LARGEST = 1e15
+"""Largest absolute value of a coordinate; larger ones cannot be pixels, and can overflow."""
+
 _OUTSIDE = 1.0
 """Pixels by which a box can exceed its image, since coordinates were rounded."""
 
@@ -43,16 +46,12 @@ def read_annotations(path: Path, arrays: Mapping[str, Array], *, where: str) -> 
     """
     content = _load(path, where)
     images = {_get(entry, "id", "an image", where): entry for entry in content["images"]}
-    classes = {
-        identity: number
-        for number, identity in enumerate(
-            sorted(_get(entry, "id", "a category", where) for entry in content["categories"])
-        )
-    }
+    classes = _number_categories(content["categories"], where)
+    entries = [(entry, f"annotation {entry.get('id', '?')}") for entry in content["annotations"]]
+    keypoints = [_read_numbers(entry, "keypoints", place, where) for entry, place in entries]
+    points = max(map(len, keypoints), default=0)
     by_image: dict[Any, list[list[float]]] = {identity: [] for identity in images}
-    points = max((len(entry.get("keypoints", ())) for entry in content["annotations"]), default=0)
-    for entry in content["annotations"]:
-        place = f"annotation {entry.get('id', '?')}"
+    for (entry, place), given in zip(entries, keypoints, strict=True):
         image = _get(entry, "image_id", place, where)
         if image not in images:
             raise UserError(
@@ -62,8 +61,16 @@ def read_annotations(path: Path, arrays: Mapping[str, Array], *, where: str) -> 
             )
         corners = _read_box(entry, images[image], place, where)
         values = _read_values(entry, corners, classes, place, where)
-        by_image[image].append([*corners, *values, *_read_points(entry, points, place, where)])
+        by_image[image].append([*corners, *values, *_complete_points(given, points, place, where)])
     return _stack([by_image[image] for image in _list_rows(images, arrays, where)], points)
+
+
+def _number_categories(categories: Sequence[Mapping[str, Any]], where: str) -> dict[Any, int]:
+    """Return the class of each category, in the order of the ids."""
+    identities = [_get(entry, "id", "a category", where) for entry in categories]
+    # Ids that are strings follow the integers, since the two types cannot be compared.
+    ordered = sorted(identities, key=lambda identity: (isinstance(identity, str), identity))
+    return {identity: number for number, identity in enumerate(ordered)}
 
 
 def _load(path: Path, where: str) -> dict[str, Any]:
@@ -91,6 +98,32 @@ def _get(entry: Mapping[str, Any], key: str, place: str, where: str) -> Any:
     return entry[key]
 
 
+def _read_numbers(entry: Mapping[str, Any], key: str, place: str, where: str) -> Sequence[float]:
+    """Return a list of numbers, which is empty if the key is missing."""
+    values = entry.get(key, [])
+    if not isinstance(values, list) or not all(map(_is_number, values)):
+        raise UserError(
+            f"{place} has a {key!r} that is not a list of finite numbers: {str(values)[:80]}",
+            where=where,
+        )
+    return [float(value) for value in values]
+
+
+def _read_number(entry: Mapping[str, Any], key: str, place: str, where: str) -> float | None:
+    """Return a number; None if the key is missing, null or 0."""
+    value = entry.get(key)
+    if value is not None and not _is_number(value):
+        raise UserError(
+            f"{place} has a {key!r} that is not a finite number: {str(value)[:80]}", where=where
+        )
+    return float(value) if value else None
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is a number that float64 represents exactly enough for pixels."""
+    return isinstance(value, int | float) and abs(value) <= _LARGEST
+
+
 def _read_values(
     entry: Mapping[str, Any],
     corners: Sequence[float],
@@ -107,13 +140,16 @@ def _read_values(
             f"{', …' if len(classes) > 5 else ''}",
             where=where,
         )
-    area = entry.get("area") or (corners[2] - corners[0]) * (corners[3] - corners[1])
-    return float(classes[category]), float(bool(entry.get("iscrowd", 0))), float(area)
+    area = _read_number(entry, "area", place, where) or (corners[2] - corners[0]) * (
+        corners[3] - corners[1]
+    )
+    return float(classes[category]), float(bool(entry.get("iscrowd", 0))), area
 
 
-def _read_points(entry: Mapping[str, Any], points: int, place: str, where: str) -> Sequence[float]:
+def _complete_points(
+    values: Sequence[float], points: int, place: str, where: str
+) -> Sequence[float]:
     """Return the values of the keypoints; zeros if the object has none."""
-    values = [float(value) for value in entry.get("keypoints", ())]
     if points % 3:
         what = (
             f"{place} cannot be read: an annotation has {points} values of keypoints, but each "
@@ -134,11 +170,7 @@ def _read_box(
 ) -> list[float]:
     """Return the corners of a box; raise UserError if it is not in its image."""
     box = entry.get("bbox")
-    if (
-        not isinstance(box, list)
-        or len(box) != 4
-        or not all(isinstance(value, int | float) and math.isfinite(value) for value in box)
-    ):
+    if not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, box)):
         raise UserError(
             f"{place} has no box of four finite numbers: {box}",
             where=where,
@@ -151,7 +183,10 @@ def _read_box(
             where=where,
             remedy="Write the box as x, y, width, height.",
         )
-    right, bottom = (float(image.get(key) or math.inf) for key in ("width", "height"))
+    right, bottom = (
+        _read_number(image, key, f"image {image['id']}", where) or math.inf
+        for key in ("width", "height")
+    )
     outside = max(-x, -y, x + width - right, y + height - bottom)
     if outside > _OUTSIDE:
         raise UserError(

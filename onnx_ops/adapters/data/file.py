@@ -128,7 +128,14 @@ def _find_annotations(section: DataSection, root: Path) -> Path | None:
     """Return the path of the annotations; None if the section names none."""
     if not isinstance(section, FileData) or not section.annotations:
         return None
-    return _find_file(section.annotations, root)
+    path = _find_file(section.annotations, root)
+    if path.is_dir():
+        raise UserError(
+            "the annotations are a folder",
+            where=str(path),
+            remedy="Name one JSON file in the format of COCO.",
+        )
+    return path
 
 
 def _add_objects(

@@ -15,7 +15,12 @@ from onnx_ops import codec
 from onnx_ops.adapters.files import exclusive_lock
 from onnx_ops.adapters.retry import attempts, wait_until
 from onnx_ops.config.server_options import format_flags
-from onnx_ops.errors import CorruptStateError, RefusedError, ServiceUnavailableError
+from onnx_ops.errors import (
+    CorruptStateError,
+    RefusedError,
+    ServiceUnavailableError,
+    describe_exit,
+)
 from onnx_ops.file_locks import try_lock
 from onnx_ops.protocol.messages import STATE_PATH
 from onnx_ops.protocol.server_process import (
@@ -134,10 +139,8 @@ class LocalServer:
             if record is not None and record.pid == process.pid:
                 return record
             if process.poll() is not None:
-                raise self._failure(
-                    "the endpoint server ended before it was ready "
-                    f"(exit code {process.returncode})"
-                )
+                how = describe_exit(process.returncode)
+                raise self._failure(f"the endpoint server ended with {how} before it was ready")
         process.kill()
         raise self._failure(f"the endpoint server was not ready within {_START_S:.0f} s")
 

@@ -126,7 +126,8 @@ def build_no_effect_error(
     else:
         others = ", ".join(sorted({node.op_type for node in iterate_nodes(source)})[:8])
         types = ", ".join(sorted(op_types & _WEIGHTED))
-        why = f"the model has no operators of types {types}; it has {others}"
+        kind = f"of types {types}" if types else "with weights"
+        why = f"the model has no operators {kind}; it has {others}"
     remedy = _choose_remedy({reason for _, reason in counts}, source)
     return UserError(what, where=where, why=why, remedy=remedy)
 
