@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from onnx_ops.adapters.pinned_files import PinnedFiles
 from onnx_ops.domain.artifact import Digest, digest_file, digest_folder, digest_json
 from onnx_ops.domain.pinned_address import hide_secrets, is_pinned_address
-from onnx_ops.errors import NotFoundError, ServiceUnavailableError, describe_error
+from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError, describe_error
 from onnx_ops.plugins import imported, missing_package
 
 if TYPE_CHECKING:
@@ -119,6 +119,14 @@ class UserSuppliedModels:
 def _open(url: str) -> tuple[Any, str]:
     import fsspec
 
+    # `::` joins the addresses of file systems that are chained, such as an archive in a bucket.
+    schemes = {part.partition("://")[0] for part in url.split("::")}
+    if unknown := sorted(schemes.difference(fsspec.available_protocols())):
+        raise UserError(
+            f"no file system is known for addresses that begin with {unknown[0]}://",
+            where=hide_secrets(url),
+            remedy="Use an address such as s3://, gs://, abfs:// or https://.",
+        )
     try:
         system, path = fsspec.core.url_to_fs(url)
         if system.exists(path):

@@ -99,6 +99,14 @@ def test_user_model_that_is_missing_raises_error_without_secrets(
     assert "secret" not in str(down.value)
 
 
+@pytest.mark.parametrize("place", ["s4://bucket/model.onnx", "zip://model.onnx::s4://bucket/a.zip"])
+def test_user_model_digest_of_address_with_unknown_scheme_raises_user_error(
+    models: UserSuppliedModels, place: str
+) -> None:
+    with pytest.raises(UserError, match="addresses that begin with s4://"):
+        models.digest(place)
+
+
 @pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
 )

@@ -189,6 +189,14 @@ def test_mlflow_webhooks_on_unconfigured_server_name_settings_to_change(
         assert "MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY" in str(unread.value)
 
 
+def test_mlflow_webhooks_check_without_server_advises_to_start_server() -> None:
+    """The error of the connection has the same text as that of a failed delivery."""
+    with pytest.raises(ServiceUnavailableError) as down:
+        MlflowWebhooks(f"http://127.0.0.1:{free_port()}").check()
+    assert "refused" in down.value.why
+    assert down.value.remedy == "Start the server or check its URL"
+
+
 @pytest.mark.nightly
 def test_mlflow_webhooks_check_after_loss_of_server_key_raises_service_unavailable_error(
     tmp_path: Path,

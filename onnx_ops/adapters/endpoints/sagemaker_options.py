@@ -90,7 +90,7 @@ class SageMakerOptions(AwsAccess, LeaseOptions, ContainerOptions):
     isolated: bool = False
     tags: Mapping[
         Annotated[str, Pattern(r"[\w .:/=+\-@]{1,128}", "the name of a tag")],
-        Annotated[str, Pattern(r"[\w .:/+\-@]{0,256}", "the value of a tag")],
+        Annotated[str, Pattern(r"[\w .:/=+\-@]{0,256}", "the value of a tag")],
     ] = field(default_factory=dict)
     volume: Annotated[int | None, Unit("B"), Ge(_GB), Le(512 * _GB)] = None
     startup: Annotated[float, Unit("s"), Ge(60), Le(3600)] = 600.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ KEY_REMEDY = (
     "Fernet key). Webhooks stored under another key cannot be read: restore the old key, "
     "or delete the rows of table `webhooks`."
 )
-_HINTS = (
+_SERVER_HINTS = (
     (
         "url scheme",
         "Use https, or start MLflow's server with MLFLOW_WEBHOOK_ALLOWED_SCHEMES=http,https.",
@@ -40,6 +40,11 @@ _HINTS = (
             "the receiver's address is private."
         ),
     ),
+    ("500 error", f"If MLflow's server answers other requests: {KEY_REMEDY}"),
+)
+"""Remedies for the settings of MLflow's server, by a part of its message."""
+
+_RECEIVER_HINTS = (
     (
         "connection refused",
         (
@@ -50,9 +55,11 @@ _HINTS = (
     ("resolve", "Use a host name that MLflow's server can resolve."),
     ("certificate", "Use a certificate that MLflow's server trusts."),
     ("timed out", "Permit connections from MLflow's server to the receiver."),
-    ("500 error", f"If MLflow's server answers other requests: {KEY_REMEDY}"),
 )
-"""Remedies for the server's administrator, by a part of MLflow's message."""
+"""Remedies for a receiver that MLflow's server cannot reach, by a part of MLflow's message.
+
+Errors of this machine's connection to MLflow's server have the same texts.
+"""
 
 _SERVER_ERROR = 500
 _STATUS_HINTS = {
@@ -216,7 +223,7 @@ class MlflowWebhooks:
                 error.what, where=error.where, why=error.why, remedy=_hint(error.why)
             ) from error
         except ServiceUnavailableError as error:
-            remedy = _hint(error.why) or error.remedy
+            remedy = _hint(error.why, _SERVER_HINTS) or error.remedy
             raise ServiceUnavailableError(
                 error.what, where=error.where, why=error.why, remedy=remedy
             ) from error
@@ -235,6 +242,8 @@ def _find_faults(webhook: Webhook, url: str) -> tuple[str, ...]:
     return tuple(name for name, is_fault in faults.items() if is_fault)
 
 
-def _hint(message: str) -> str:
+def _hint(
+    message: str, hints: Sequence[tuple[str, str]] = (*_SERVER_HINTS, *_RECEIVER_HINTS)
+) -> str:
     lower = message.lower()
-    return next((hint for text, hint in _HINTS if text in lower), "")
+    return next((hint for text, hint in hints if text in lower), "")
