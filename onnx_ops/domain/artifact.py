@@ -64,7 +64,7 @@ def digest_json(value: object) -> Digest:
 
 
 def is_digest(text: str) -> bool:
-    """Return whether a text is a well-formed digest."""
+    """Return whether a string is a well-formed digest."""
     body = text.removeprefix(_PREFIX)
     return (
         text.startswith(_PREFIX) and len(body) == 64 and all(c in "0123456789abcdef" for c in body)

@@ -170,12 +170,12 @@ class Decision:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict of all binding results."""
+        """The worst verdict of all binding results; INCONCLUSIVE if there are none."""
         return combine_verdicts(r.verdict for r in self.results if not r.advisory)
 
     @property
     def verdicts(self) -> Mapping[str, Verdict]:
-        """The verdict of each kind of gate."""
+        """The worst verdict of the binding results of each kind of gate."""
         by_gate: dict[str, list[Verdict]] = {}
         for result in self.results:
             if not result.advisory:
@@ -184,7 +184,10 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """The reason of the worst result, in one line."""
+        """The reason of the worst binding result, in one line.
+
+        If every binding result is PASS, or if there are none, the text states this instead.
+        """
         binding = [r for r in self.results if not r.advisory]
         if not binding:
             return "no gate applied: nothing was judged"

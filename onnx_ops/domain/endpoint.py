@@ -126,7 +126,7 @@ class EndpointState:
         return next(one for one in self.deployments if self.split.weights.get(one.name))
 
     def find_deployment(self, deployment: Deployment) -> Deployment | None:
-        """Return the deployment with that name and the same files, or None."""
+        """Return the deployment with the same name and the same files, or None."""
         wanted = deployment.name, deployment.manifest
         return next((one for one in self.deployments if (one.name, one.manifest) == wanted), None)
 

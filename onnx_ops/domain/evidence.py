@@ -463,7 +463,8 @@ class RuntimeFacts:
 
     `shape_nodes` counts nodes that only compute shapes and that do not run on the first provider. A
     runtime places these nodes on the CPU, where shapes are stored. `clock_resolution_ns` is the
-    measured shortest step of the clock that times runs; None in older evidence.
+    measured shortest step of the clock that times runs; None if it was not measured, as in older
+    evidence.
     """
 
     runtime: str

@@ -142,9 +142,9 @@ class MetricDefinition:
 
     @property
     def other_kind(self) -> str:
-        """The metric's kind of output, and metrics of the other kind, as a sentence.
+        """What outputs the metric requires, and what to use for other outputs.
 
-        The text is empty for metrics without such a kind.
+        The sentence is empty if the table of metrics has no such advice.
         """
         return suggest_other_kind(self.name) if self.name is not None else ""
 
@@ -434,7 +434,10 @@ class TaskMetricGate(Gate):
 
     @property
     def is_share(self) -> bool:
-        """Whether values are shares; otherwise they have the label's unit."""
+        """Whether values are shares; otherwise they have the label's unit.
+
+        The values of a custom metric are treated as shares if higher values are better.
+        """
         metric = self.definition().metric
         return not self.lower_is_better if metric is None else metric.is_share
 
@@ -473,7 +476,7 @@ Metrics that do not count right rows have no interval for fewer rows.
 """
 
 _USUAL_SLICE_ROWS = 50
-"""Fewest rows of a judged slice, if no key sets them and the limits need no more."""
+"""Fewest rows of a judged slice, if no key sets them and no limit needs more."""
 
 _ERROR = 0.05
 """Error rate of one end of an interval."""
@@ -497,8 +500,10 @@ class SlicesGate(TaskMetricGate):
     def count_needed_rows(self) -> int:
         """Return the fewest rows of a slice with which every limit can be kept.
 
-        A slice has this many rows if the candidate is right on all of them, and no row is lost.
-        Only a share of rows has an exact answer; other metrics need `FEWEST_SLICE_ROWS`.
+        With this number of rows, a slice keeps `min` if the candidate is right on all rows. The
+        slice keeps `max_drop` if the candidate is right on all rows on which the baseline is right.
+        The number is computed for shares of right rows; for other metrics, it is
+        `FEWEST_SLICE_ROWS`.
         """
         if not isinstance(self.definition().method, CountedRows):
             return FEWEST_SLICE_ROWS

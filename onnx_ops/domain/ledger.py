@@ -402,7 +402,7 @@ class ReleaseState:
             verified it.
         used_overrides: digests of all overrides ever recorded. After a rollback, no recorded
             override is valid again.
-        known: every deployment that can have taken traffic, by version.
+        known: every deployment that took traffic, or possibly did, by version.
         stables: manifests of all versions that served as stable.
         deleting: whether a deletion of the endpoint was requested; no other action is allowed then.
         pending_rollback: the rollback to carry out. It takes precedence over everything except a
@@ -563,7 +563,7 @@ def _unbind(state: ReleaseState, *, keeps_overrides: bool) -> ReleaseState:
     """Return the initial state of a later endpoint with this name.
 
     The state keeps rejections and the generation: a version that failed here must not return, and
-    generations must not restart.
+    generations must not restart. It also keeps the keys and, with `keeps_overrides`, the overrides.
     """
     return ReleaseState(
         endpoint=state.endpoint,
@@ -657,7 +657,8 @@ def _count(state: ReleaseState, reading: MetricsReading) -> Observations | None:
 def _open_intent(state: ReleaseState, entry: LedgerEntry, intent: Intent) -> ReleaseState:
     """Open an intent.
 
-    The new intent replaces an open one, whose action can have reached the endpoint already.
+    If another intent is open, the new intent replaces it, although the action of the replaced
+    intent possibly changed the endpoint.
     """
     action = intent.action
     again = state.open_intent is not None and state.open_intent.action == action
@@ -709,7 +710,7 @@ def _request_rollback(
 
 
 def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseState:
-    """Close the open refusal or intent.
+    """Close the open refusal or intent that the outcome names.
 
     The outcome of an intent that was replaced changes nothing.
     """
@@ -792,7 +793,7 @@ def _overrides(state: ReleaseState, action: Action) -> Mapping[Digest, OverrideR
 
 
 def _known(state: ReleaseState) -> Mapping[str, Deployment]:
-    """Return every deployment that can have taken traffic.
+    """Return every deployment that took traffic, or possibly did.
 
     The deployments of the open intent are included.
     """
@@ -802,9 +803,9 @@ def _known(state: ReleaseState) -> Mapping[str, Deployment]:
 
 
 def _start_observations(state: ReleaseState, action: Action, at: float) -> Observations | None:
-    """Return the counts of the candidate.
+    """Return the counts of the candidate after an action; None without a candidate.
 
-    The counts of a new candidate start with its fixed thresholds.
+    The counts of a new candidate start at zero, with the thresholds that were fixed for it.
     """
     candidate, step = action.roles.candidate, action.roles.step
     if candidate is None:

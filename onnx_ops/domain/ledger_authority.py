@@ -58,7 +58,8 @@ RECORDS = (
 )
 """Kinds of entries that never grant anything.
 
-An outcome is a hint: the endpoint is observed, and restored to what was granted.
+An `ActionOutcome` proves nothing: reconciliation observes the endpoint, and restores what was
+granted.
 """
 
 _UPKEEP = (ActionKind.RESTORE, ActionKind.RETIRE, ActionKind.CLEAN_UP, ActionKind.RECONFIGURE)
@@ -108,9 +109,11 @@ def _check_bounds(state: ReleaseState, body: EntryBody) -> tuple[bool, str]:
 
 
 def _is_granted(state: ReleaseState, action: Action) -> bool:
-    """Return whether an earlier entry allows the action, or it is only upkeep.
+    """Return whether an earlier entry grants the action, or it needs no grant.
 
-    The earlier entry is the pending rollback, or the intent of the same action.
+    While a rollback is pending, only its action is granted. Otherwise, an action is granted if the
+    open intent has the same action. An action of the kinds in `_UPKEEP` needs no grant if it only
+    restores the roles in the ledger (`_keeps_roles`).
     """
     if state.pending_rollback is not None:
         return action == state.pending_rollback.action
@@ -148,7 +151,9 @@ def _keeps_roles(state: ReleaseState, action: Action) -> bool:
 def _leads_back(state: ReleaseState, action: Action) -> bool:
     """Return whether the action only returns traffic to a granted version.
 
-    All traffic goes to a version that was granted and is not rejected. Nothing else changes.
+    All traffic goes to a version that was stable, and that is not rejected or has an override. The
+    action names only granted deployments, ends the rollout in progress, and changes aliases only as
+    `_follows` allows.
     """
     goal, split = action.roles.stable, action.state.split
     if not action.is_rollback or goal is None or action.roles.candidate is not None:
@@ -184,8 +189,8 @@ def _list_granted(state: ReleaseState) -> list[Deployment]:
 def _follows(state: ReleaseState, aliases: Mapping[str, str | None], goal: Deployment) -> bool:
     """Return whether a rollback to the goal is allowed to write these aliases.
 
-    The aliases must belong to the endpoint. The champion's alias can move to the goal; every other
-    alias can only be deleted.
+    The aliases must belong to the endpoint. The champion's alias can move to the goal or be
+    deleted; every other alias can only be deleted.
     """
     own = _list_aliases(state)
     allowed = {None, goal.version}

@@ -3,7 +3,7 @@
 - `https://HOST/FILE#sha256=DIGEST`: one file with this SHA-256 digest; an archive stands for the
   files in it.
 - `hf://OWNER/NAME@COMMIT/PATH`: a file or folder of a model repository at a commit of the Hugging
-  Face hub; `hf://datasets/OWNER/NAME@COMMIT/PATH` is one of a data set.
+  Face hub; `hf://datasets/OWNER/NAME@COMMIT/PATH` names a file or folder of a data set.
 """
 
 from __future__ import annotations

@@ -343,7 +343,7 @@ class Quantize(PlacedAttempts):
     def variant_names(self) -> tuple[str, ...]:
         """Return the names of the variants that this entry makes.
 
-        A search makes several.
+        A search (method `auto`) makes one variant for each of `variants`.
         """
         if self.method != AUTO:
             return (self.name,)

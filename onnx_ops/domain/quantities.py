@@ -40,7 +40,7 @@ class Notation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A pattern that a text must match, and its description in messages.
+    """A pattern that a string must match, and its description in messages.
 
     A pattern is part of a field's annotation.
     """
@@ -51,7 +51,7 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneOf:
-    """The texts that a value can be, such as the keys of a table.
+    """The strings that a value can be, such as the keys of a table.
 
     An entry that is added to the table later is accepted too. `OneOf` is part of a field's
     annotation.

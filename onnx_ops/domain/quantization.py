@@ -253,7 +253,8 @@ def choose_static_recipe(
 ) -> StaticRecipe:
     """Return the types of static quantization for all machines.
 
-    Every machine runs the chosen types fast and correctly. Types that the user has set are kept.
+    Every machine runs the chosen types fast and correctly. Types that the user has set are kept,
+    even if a machine runs them slowly or wrongly.
 
     Args:
         options: `activations`, `weights`, `reduce_range`, `symmetric`, where the user has set them.

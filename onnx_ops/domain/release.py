@@ -52,7 +52,7 @@ class PromotionPolicy:
     ] = ()
 
     def rule(self, model: str, alias: str) -> int | None:
-        """Return the index of the rule that decides; None if no rule matches this alias."""
+        """Return the index of the rule that decides; None if no rule matches."""
         rules = enumerate(self.rules)
         return next(
             (i for i, r in rules if fnmatchcase(model, r.models) and fnmatchcase(alias, r.aliases)),

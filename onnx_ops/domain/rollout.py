@@ -315,7 +315,8 @@ def choose_next_action(
 def plan_abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
     """Return the action that gives the stable version all traffic.
 
-    The candidate stays loaded: only weights change.
+    The candidate stays loaded without traffic. With `reject`, its release is rejected, and the
+    challenger's alias is deleted.
 
     Raises:
         ValueError: no rollout is in progress.
@@ -333,9 +334,10 @@ def plan_abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
 
 
 def plan_rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Action:
-    """Return the action that gives `to` all traffic and rejects other versions in use.
+    """Return the action that gives `to` all traffic and rejects the other versions.
 
-    Only weights change.
+    The stable version and the candidate are rejected, unless they have the files of `to`. They stay
+    loaded without traffic.
     """
     left = [
         d for d in (roles.candidate, roles.stable) if d is not None and d.manifest != to.manifest
@@ -391,7 +393,8 @@ def build_split_state(
         epoch_s: seconds after which all users are assigned anew; 0: a user stays with a version.
 
     Raises:
-        ValueError: the only deployment present would not receive all traffic.
+        ValueError: a deployment that would receive traffic is missing, or a number is outside the
+            limits of `TrafficSplit`.
     """
     weights: dict[str, int] = {}
     deployments: dict[str, Deployment] = {}
@@ -435,7 +438,8 @@ def _deploy_first(desired: Deployment | None, target: str) -> Action | Wait:
 def find_step(policy: RolloutPolicy, index: int) -> PlannedStep:
     """Return the candidate's step, which is never 100 %.
 
-    If the policy was shortened, it is the last step before 100 %, or a step without traffic.
+    If the policy was shortened, the step is the last one before 100 %. If no step is left before
+    100 %, it is a step without traffic.
     """
     before = policy.planned()[:-1] or (_NO_TRAFFIC,)
     return before[min(index, len(before) - 1)]
@@ -458,9 +462,10 @@ class _Rollout:
     draws_epochs: bool
 
     def find_abort(self, desired: Deployment | None) -> Action | None:
-        """Return the abort of a candidate that failed or is no longer requested.
+        """Return the abort of a candidate that failed or that is no longer requested.
 
-        Return None if the rollout can continue, or there is no candidate.
+        A candidate is no longer requested if the registry requests neither the candidate nor the
+        stable version. The result is None if the rollout can continue, or without a candidate.
         """
         candidate, analysis = self.roles.candidate, self.analysis
         if candidate is None:
@@ -499,8 +504,8 @@ class _Rollout:
     ) -> EndpointState:
         """Return the state of the endpoint in a step.
 
-        Evidence of a canary step needs epochs. In an A/B test, and without analysis, a user stays
-        with one version.
+        Evidence of a canary step needs epochs, which are used if the provider supports them. In an
+        A/B test, and without analysis, a user stays with one version.
         """
         policy = self.policy
         has_epochs = (

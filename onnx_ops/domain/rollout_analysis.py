@@ -38,8 +38,8 @@ Whenever an interval is added, the evidence is computed from all intervals again
 LONGEST_GAP_S = 600.0
 """Minimum, in seconds, of the longest time that one interval can cover.
 
-A longer interval is left out: over a long time without observation, the traffic split can have
-changed and changed back.
+A longer interval is left out, because it could hide a change of the traffic split that was
+reverted within the interval.
 """
 CLOCK_TOLERANCE_S = 60.0
 """Tolerated lead of another machine's clock, in seconds.

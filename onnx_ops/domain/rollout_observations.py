@@ -110,8 +110,8 @@ class RequestCounts:
     def minus(self, before: RequestCounts | None) -> RequestCounts | None:
         """Return the counts since `before` (None: all counts).
 
-        The result is None if a count has decreased, as after a restart, or if only one of both
-        objects has `timed`.
+        The result is None if the differences are not consistent (`is_consistent`), as after a
+        restart, or if only one of the two objects has `timed`.
         """
         if before is None:
             zero = RequestCounts(timed=None if self.timed is None else 0)
@@ -499,9 +499,10 @@ class Observations:
         return moved if split.step == self.step else replace(moved, step=split.step, started_at=at)
 
     def reset_reading(self, at: float) -> Observations:
-        """Return the observations after the split changed or could have changed.
+        """Return the observations after a change, or a possible change, of the split.
 
-        No interval of counts spans the change.
+        No interval of counts spans the change. Counts of servers of onnx-ops are unchanged, since
+        each of them belongs to one generation.
         """
         return self if self.counts else replace(self, reading=None, split_at=at)
 

@@ -29,7 +29,7 @@ class Diagnosis:
 
     A check that succeeds needs no remedy.
 
-    `absent`: an optional component is not installed, which is no fault.
+    `absent`: an optional component is not installed, which is not a fault.
     """
 
     check: str
@@ -104,7 +104,7 @@ class Requirements:
         )
 
     def find_missing(self, fingerprint: HardwareFingerprint) -> tuple[str, ...]:
-        """Return what the machine lacks, as texts; empty if it satisfies the requirements."""
+        """Return what the machine lacks, as clauses; empty if it meets the requirements."""
         flags = [flag for flag in self.cpu_flags if flag not in fingerprint.cpu_flags]
         named = [
             name for name in fingerprint.accelerators if self.accelerator.lower() in name.lower()
@@ -130,7 +130,7 @@ class Requirements:
 def _version(text: str) -> tuple[int, ...]:
     """Return the numbers of a dotted version.
 
-    A text that does not start with a number has none.
+    The result is empty for a string that does not start with a number.
     """
     parts = [re.match(r"\d+", part) for part in text.split(".")]
     return tuple(int(part.group()) for part in itertools.takewhile(bool, parts) if part)

@@ -518,9 +518,9 @@ _OTHER_KIND: Mapping[AnswerKind, str] = MappingProxyType(
 
 
 def suggest_other_kind(name: str) -> str:
-    """Return the kind of a metric, and metrics of the other kind, as a sentence.
+    """Return what outputs a metric requires, and what to use for other outputs.
 
-    Empty for a metric without such a kind.
+    The sentence is empty if `_OTHER_KIND` has no entry for the metric's kind.
     """
     text = _OTHER_KIND.get(METRICS[name].reads, "") if name in METRICS else ""
     return text and f"{name} {text}"
