@@ -66,8 +66,13 @@ def affected(project: Project, changed: Collection[str]) -> tuple[Affected, ...]
 def changed_since(root: Path, base: str) -> frozenset[str]:
     """Return the paths that changed since this branch diverged from `base`.
 
-    Committed and uncommitted changes are included. Paths are relative to the project's root.
-    Without a `base`, all paths are returned.
+    Committed and uncommitted changes are included, and untracked files that git does not ignore.
+    Paths are relative to the project's root. Without a `base`, all tracked and untracked paths are
+    returned, except those that git ignores.
+
+    Raises:
+        UserError: the project is not in a git repository, git is not installed, or `base` does not
+            exist.
     """
     if not ask_git(root, "rev-parse", "--git-dir", may_fail=True):
         raise UserError(

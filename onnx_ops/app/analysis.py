@@ -1,8 +1,8 @@
 """The service of analyses: it reads counts, records them, and returns verdicts.
 
-A verdict is returned only after the counts that it depends on are recorded. If counts cannot be
-read or recorded, the verdict is `inconclusive` with the reason, unless it was `fail` before. Any
-number of instances can share the recorded state.
+A verdict is returned only after the counts that it depends on are recorded. If the service cannot
+read or record counts of Prometheus, the verdict is `inconclusive` with the reason, unless a verdict
+`fail` is recorded and can be read. Any number of instances can share the recorded state.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ The answer to the first request for it can be lost.
 class AnalysisAnswer:
     """A verdict with the state that it depends on.
 
-    `is_ready` is True if current counts of the stable revision were read from Prometheus and
+    `is_ready` is True only if current counts of the stable revision were read from Prometheus and
     recorded. For counts of clients, it is always False.
     """
 
@@ -132,7 +132,11 @@ class AnalysisService:
     ) -> AnalysisAnswer:
         """Read and record counts if they are due, and return the verdict.
 
-        An unknown rollout is started.
+        An unknown or abandoned rollout is started.
+
+        Raises:
+            NotFoundError: there is no such analysis.
+            UserError: both revisions are the same.
         """
         settings = self.get_settings(key.analysis)
         _require_different(stable, canary)
@@ -144,6 +148,8 @@ class AnalysisService:
         """Start a rollout; no error if it was started with the same revisions and policy.
 
         Raises:
+            NotFoundError: there is no such analysis.
+            UserError: both revisions are the same.
             RefusedError: the rollout was started with other revisions, or another policy.
         """
         self.get_settings(key.analysis)
@@ -170,7 +176,8 @@ class AnalysisService:
         A rollout that was deleted because of its age is inconclusive.
 
         Raises:
-            NotFoundError: the rollout was not started, or is forgotten.
+            NotFoundError: there is no such analysis, or the rollout was not started, or is
+                forgotten.
         """
         self.get_settings(key.analysis)
         state = self._log.read(key)
@@ -185,9 +192,10 @@ class AnalysisService:
         """Record counts of a client, and return the verdict.
 
         Raises:
-            NotFoundError: the rollout was not started, or is forgotten.
-            RefusedError: the counts contradict earlier ones, or are from the future, or counts of
-                this analysis come from Prometheus.
+            NotFoundError: there is no such analysis, or the rollout was not started, or is
+                forgotten.
+            RefusedError: the interval was sent with other counts, the time of the counts is in the
+                future, or counts of this analysis come from Prometheus.
         """
         self.get_settings(key.analysis)
         if key.analysis in self._counters:
@@ -201,8 +209,8 @@ class AnalysisService:
     def open_traffic(self, result: AnalysisAnswer) -> bool:
         """Permit the canary's first traffic; return whether the permission applies.
 
-        It applies once for a rollout, before the canary has any request, and is repeated for
-        `OPEN_S`.
+        The permission applies once for a rollout, if `result` is ready, the verdict is not `fail`,
+        and the canary has no request yet. The permission is repeated for `OPEN_S`.
         """
         state, now = result.state, self._clock.now()
         has_traffic = any(each.canary.requests for each in state.intervals) or bool(
@@ -266,7 +274,10 @@ class AnalysisService:
             return _hold(AnalysisState(key=key), str(error))
 
     def _repeat(self, key: RolloutKey, act: Callable[[], T]) -> T:
-        """Return an action's result; repeat it if another instance records first."""
+        """Return an action's result; repeat the action if another instance records first.
+
+        At most `_ATTEMPTS` attempts are made.
+        """
         with self._locks[hash(key) % _LOCKS]:
             for _ in range(_ATTEMPTS - 1):
                 try:
@@ -365,7 +376,7 @@ def _hold(state: AnalysisState, why: str) -> AnalysisAnswer:
 
 
 def _explain_unusable(state: AnalysisState, revisions: RevisionsReading, now: float) -> str:
-    """Return why counts of Prometheus are not recorded, or an empty text."""
+    """Return why counts of Prometheus are not recorded, or an empty string."""
     if revisions.at > now + CLOCK_TOLERANCE_S:
         return (
             f"the clock of Prometheus is {revisions.at - now:.0f} s ahead of this machine's clock"
@@ -404,7 +415,7 @@ def _make_counts(
 
 
 def _compare(state: AnalysisState, reading: MetricsReading, step: int) -> CountsRecorded:
-    """Return the entry about a reading, with the interval since the last one.
+    """Return the entry about a reading, with the interval since the last reading.
 
     The first interval of a step only shows the split: a proxy can apply a weight after it was set.
     """

@@ -34,8 +34,8 @@ _CHAMPION = format_alias("champion", "")
 class ChampionRecord:
     """Version that should serve a target.
 
-    `basis` contains the evidence and the gates of its decision. If they cannot be read, it is the
-    error.
+    `basis` contains the evidence and the gates of its decision, or the error if they cannot be
+    read.
     """
 
     record: VersionRecord

@@ -143,8 +143,8 @@ def build_context(settings: Settings, *, scratch: Path | None = None) -> Context
     an editable installation.
 
     Args:
-        scratch: temporary folder for the caches of a dry run. Opening and reading the adapters then
-            writes nothing below the project's folders.
+        scratch: temporary folder for the caches of a dry run. Opening and reading the store, the
+            ledger and the registry then writes nothing below the project's folders.
     """
     sys.path += [
         str(folder)
@@ -206,7 +206,7 @@ def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
     With `may_fail`, the result is empty if git fails or is not installed.
 
     Raises:
-        InfrastructureError: git is not installed.
+        InfrastructureError: git cannot be started.
         UserError: git failed.
     """
     try:
@@ -231,7 +231,7 @@ def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
 
 
 def resolve_commit(root: Path, name: str) -> str:
-    """Return the id of a commit in the repository around a folder; empty without one."""
+    """Return the id of a commit in the repository around a folder; empty if unknown."""
     revision = f"{name}^{{commit}}"
     return ask_git(
         root, "rev-parse", "--verify", "--quiet", "--end-of-options", revision, may_fail=True

@@ -38,7 +38,7 @@ _TIMED = (StageKind.SEARCH, StageKind.BENCHMARK)
 _WAIT = "waiting for other work on this machine"
 
 _MOST_OUTPUT_BYTES = 64 << 20
-"""Maximum size in bytes of the file with the output of one stage."""
+"""Size in bytes from which no more output of a stage is written to its file."""
 
 _MOST_OUTPUT_FILES = 200
 
@@ -57,7 +57,10 @@ class StageOutput:
         self._written = 0
 
     def write(self, output: bytes) -> None:
-        """Append output, and show its last line."""
+        """Append output to the file, and show its last line.
+
+        Output beyond `_MOST_OUTPUT_BYTES` is only shown.
+        """
         # Errors of writing the file are ignored. If the disk is full, the stage itself reports the
         # error.
         with contextlib.suppress(OSError):
@@ -191,14 +194,15 @@ def run_in_subprocess(
     observer: Observer | None = None,
     running: RunningStages | None = None,
 ) -> Manifest:
-    """Execute a stage in a child process, and raise the error that it reports.
+    """Execute a stage in a child process, and raise the error that the child reports.
 
-    The child's standard input stays open while the stage runs. The child ends when it is closed,
-    for example because this process has ended. The child's temporary files, which can have
+    The child's standard input stays open while the stage runs. The child ends when this input is
+    closed, for example because this process has ended. The child's temporary files, which can have
     gigabytes, are in a scratch folder, since a killed child cannot remove them.
 
     Raises:
         StageError: the child crashed, was killed or timed out.
+        OnnxOpsError: the error that the child reports.
     """
     with Scratch() as folder:
         result, scratch = folder / "result.json", folder / "tmp"

@@ -411,7 +411,7 @@ class Follower:
             self._write_counts(counts, is_final=True)
 
     def _repeat(self, work: Callable[[], None]) -> None:
-        """Repeat one of the loops until this process ends.
+        """Repeat the work of one loop until `end` is called.
 
         An error is logged once, and the loop tries again.
         """
@@ -678,7 +678,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_options(own: Mapping[str, str], options: ServerOptions) -> None:
-    """Raise UserError or RefusedError for options with which no table can be adopted."""
+    """Raise UserError or RefusedError for options with which a replica must not run.
+
+    With such options, no table can be adopted, or replicas could write tables.
+    """
     if not options.endpoint:
         raise UserError(
             "a replica needs the name of its endpoint",

@@ -255,9 +255,9 @@ def _fork_monitored(stdin: int, stdout: int, status: int) -> None:
 def _adopt(path: list[str]) -> None:
     """Apply the environment, folder and import path of the requesting process.
 
-    Values that are random in a new process are also drawn again. NumPy's global generator is one,
-    since two data sources without a seed would otherwise return the same values. Memory addresses
-    are others: they change the speed of a model by a few percent.
+    Values that are random in a new process are drawn again: the state of NumPy's global generator,
+    and memory addresses. Otherwise, two data sources without a seed would return the same values.
+    Memory addresses change the speed of a model by a few percent.
     """
     if not (line := sys.stdin.readline()):
         os._exit(1)  # The requesting process has ended.

@@ -54,7 +54,7 @@ class Evaluation:
 
 
 def require_new_folder(folder: Path) -> None:
-    """Raise UserError if the folder for an evaluation already has content."""
+    """Raise UserError if the folder for an evaluation has content, or is a file."""
     if folder.is_file() or (folder.exists() and any(folder.iterdir())):
         raise UserError(
             "the evaluation needs a folder that is new or empty",
@@ -79,7 +79,7 @@ def write_evaluation(
     Unless the store is `shared`, the folder also gets the content of the stages' results.
 
     Raises:
-        UserError: the folder has content.
+        UserError: the folder has content, or is a file.
     """
     require_new_folder(folder)
     stages = tuple(stage for stage in result.plan.stages if stage.kind in EVALUATION)
@@ -124,8 +124,8 @@ def read_evaluation(folder: Path, commit: str, store: Store) -> Evaluation:
 
     Raises:
         UserError: there is no evaluation.
-        CorruptStateError: a file is not a regular file, is too large, or does not match its schema
-            or digest.
+        CorruptStateError: `evaluation.json` is not a regular file, is too large, does not match its
+            schema, or is inconsistent; or the digest of another file is not the file's name.
         RefusedError: the evaluation was made from another commit.
     """
     where = str(folder / _FILE)
@@ -279,7 +279,10 @@ class ReleaseHandler:
     evaluation: Evaluation
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
-        """Return the stored or evaluated result of a stage; None without a result."""
+        """Return the stored or evaluated result of a stage; None without a result.
+
+        An evaluated benchmark is also stored, so that it can be repeated.
+        """
         if stage.kind not in EVALUATION:
             return self.handler.cached(stage, key, inputs)
         manifest = self._get_outcome(stage.id).manifest

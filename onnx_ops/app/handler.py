@@ -214,9 +214,10 @@ class StageHandler:
         return {"modules": modules, "files": dict(code.files), "packages": packages}
 
     def _needs_new_comparison(self, stage: Stage, manifest: Manifest) -> bool:
-        """Return whether a release was compared only with a former champion.
+        """Return whether a benchmark must be repeated with the present champion.
 
-        Only a release that the run promotes needs a new comparison.
+        Only a release that the run promotes needs this. The result is False if the ledger or the
+        registry does not answer.
         """
         settings: Mapping[str, Any] = stage.settings
         if not stage.hints.get("promotes") or not settings["model"]:

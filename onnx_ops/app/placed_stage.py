@@ -37,8 +37,9 @@ def answer(
         The error of the stage, if it failed.
 
     Raises:
-        ConflictError: the store or the packages of both machines differ.
-        RefusedError: workers do not execute this kind of request.
+        ConflictError: the stores, the packages or the revisions of the stage differ.
+        RefusedError: workers do not execute this kind of stage, or a file of the request would be
+            outside its folder.
     """
     store = project.context.store
     try:

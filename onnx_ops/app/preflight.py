@@ -195,7 +195,10 @@ class Preflight:
                     yield self._describe_import(loc, module, text)
 
     def _metric_packages(self) -> Iterator[Issue]:
-        """Yield an issue for each metric gate whose extra is not installed."""
+        """Yield an issue for each metric gate whose extra is not installed.
+
+        A missing package is reported only once.
+        """
         for loc, gate in self.draft.metric_gates:
             definition = gate.definition()
             missing = plugins.absent(plugins.EXTRAS.get(definition.extra, ()))
@@ -211,7 +214,8 @@ class Preflight:
     def _list_functions(self) -> list[tuple[Loc, str]]:
         """Return the project's functions that the file names, with their locations.
 
-        The training function is left out if its packages are in an isolated environment.
+        The training function is left out if its packages are in an isolated environment, or if this
+        is unknown.
         """
         train = self.draft.train
         functions: list[tuple[Loc, str]] = []
@@ -425,7 +429,10 @@ class Preflight:
                 )
 
     def _note_new_labels(self) -> None:
-        """Add a note on classes that occur in scored data but not in training data."""
+        """Add a note on classes that occur in scored data but not in training data.
+
+        There is no note if some rows of the other data sets were not read.
+        """
         import numpy as np
 
         scored = self._scored

@@ -68,6 +68,7 @@ def check(
     With `machine`, the packages and credentials that a whole run needs here are checked too.
 
     Raises:
+        UserError: the file cannot be read.
         ConfigError: the file has problems; the error holds all of them.
         NotReadyError: the file has no problems, but a package or a credential is missing.
     """
@@ -325,7 +326,9 @@ def prepare_release(
 
     Raises:
         ConfigError: the file has problems.
-        RefusedError: the evaluation belongs to another commit or file.
+        UserError: there is no evaluation in the folder.
+        CorruptStateError: a file of the evaluation is damaged.
+        RefusedError: the evaluation belongs to another commit or pipeline file.
     """
     from onnx_ops.app.context import resolve_commit
     from onnx_ops.app.hand_over import adopt, read_evaluation
@@ -423,7 +426,7 @@ def _list_packages(project: Project, stage: Stage) -> Iterator[str]:
 
 
 def _ignore_state(project: Project) -> None:
-    """Exclude the state folder from version control.
+    """Exclude a state folder within the project from version control.
 
     A separate `.gitignore` is written into the state folder.
     """

@@ -96,7 +96,7 @@ def add_to_repository(root: Path, name: str, given: RepositorySource) -> Reposit
     """Write the missing files into a repository.
 
     Raises:
-        NotFoundError: the model, its function or its data does not exist.
+        NotFoundError: the folder, the model, its function or its data does not exist.
         UserError: the name, the model or its data cannot be used in a pipeline.
     """
     if not root.is_dir():
@@ -292,7 +292,10 @@ def _describe_function(root: Path, given: RepositorySource) -> tuple[list[str], 
 
 
 def _find_framework(path: Path, chosen: str) -> tuple[str, str]:
-    """Return the chosen exporter or that for the imports of a module, and its extras."""
+    """Return the chosen exporter or that for the imports of a module, and its extras.
+
+    The exporter is `sklearn` if the module imports none of the packages in `_FRAMEWORKS`.
+    """
     if chosen:
         return chosen, next((extras for _, name, extras in _FRAMEWORKS if name == chosen), "")
     imported = set()
@@ -344,7 +347,7 @@ def _describe_data(root: Path, data: Mapping[str, str], label: str | None) -> li
 
 
 def _find_label(path: Path) -> str:
-    """Return the first column with a usual name of a label; empty without one."""
+    """Return the first usual name of a label that is a column; empty if there is none."""
     from onnx_ops.adapters.data.file import sample_arrays
 
     arrays = sample_arrays(path, where=str(path)).arrays

@@ -67,7 +67,7 @@ def evidence_of(summary: Summary, store: Store) -> Mapping[Digest, Evidence]:
 def render_report(
     summary: Summary, project: Project, environ: Mapping[str, str], base: BaseRelease | None = None
 ) -> str:
-    """Return the HTML report of a run, also of one whose release failed."""
+    """Return the HTML report of a run, even if the run has no release."""
     from onnx_ops.measure.paired_rows import compare_rows
     from onnx_ops.pipeline.stages.register import read_example
     from onnx_ops.reporting.html import release_report
@@ -118,7 +118,7 @@ def summarize(pipeline: Pipeline, result: RunResult, context: Context) -> Summar
 def _read_decision(gate: Stage, outcomes: Mapping[str, StageOutcome], store: Store) -> Decision:
     """Return the decision of a gate stage.
 
-    If the measurement failed, the decision has the verdict ERROR.
+    If the gate stage has no result, the decision has the verdict ERROR.
     """
     manifest = outcomes[gate.id].manifest
     if manifest is not None:
@@ -266,8 +266,8 @@ def read_base_branch(environ: Mapping[str, str]) -> str:
 def record_commit(root: Path, store: Store, summary: Summary) -> None:
     """Record choices and evidence of a run under the checked-out commit.
 
-    Later comparisons use the record. Nothing is recorded outside a repository, or if files differ
-    from the commit.
+    Later comparisons use the record. Nothing is recorded without choices, outside a repository, or
+    if files differ from the commit.
     """
     commit = resolve_commit(root, "HEAD")
     if not summary.choices or not commit or _is_changed(root):

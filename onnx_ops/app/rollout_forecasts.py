@@ -47,6 +47,8 @@ def forecast_named(project: Project, name: str, request: ForecastRequest) -> lis
 
     Raises:
         NotFoundError: no endpoint and no file has this name.
+        UserError: the pipeline file has problems or deploys to no endpoint, or a number of the
+            request is not valid.
         ServiceUnavailableError: the traffic could not be measured.
     """
     file = Path(name)
@@ -104,7 +106,7 @@ def warn_of_rollouts(project: Project, pipeline: Pipeline) -> list[str]:
 
 
 def _read_local(project: Project, endpoint: str) -> Traffic | None:
-    """Return the traffic of the last rollout in a local ledger; None without one."""
+    """Return the traffic of the last rollout in a local ledger; None if unknown."""
     from onnx_ops.release.traffic import read_recorded_traffic
 
     if "://" in project.settings.ledger:
@@ -201,7 +203,7 @@ def parse_harms(texts: Sequence[str]) -> tuple[Harm, ...]:
     """Parse harms such as `errors=1%`, `latency_p99=1.2x`.
 
     Raises:
-        UserError: a text has another form.
+        UserError: a name is unknown, or a value has another form or is out of range.
     """
     return tuple(map(_parse_harm, texts))
 

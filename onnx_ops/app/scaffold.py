@@ -234,8 +234,9 @@ def read_workflow(name: str) -> str:
 def keep_gate_jobs(workflow: str) -> str:
     """Return the workflow of commits without the release of merged changes.
 
-    Its jobs need no environment, secret or cloud role. The job of merged changes measures what pull
-    requests are compared with; it is the job of pull requests for another event.
+    Its jobs need no environment, secret or cloud role. The job of merged changes records the
+    metrics with which pull requests are compared. That job is derived from the job of pull
+    requests.
     """
     head, jobs = workflow.split("\njobs:\n")
     head = head[head.index("name: model-commit") :]

@@ -66,7 +66,7 @@ Reason = Annotated[
 
 
 def complete_endpoint(incomplete: str) -> list[str]:
-    """Return the names of endpoints that begin with a text, for the shell.
+    """Return the names of endpoints that begin with a string, for the shell.
 
     A ledger in a cloud is not read, since the shell waits for the names.
     """
@@ -213,7 +213,7 @@ def parse_duration(text: str, option: str) -> float:
 
 
 def parse_version(text: str, command: str) -> tuple[str, str]:
-    """Return model and version from a text `MODEL/VERSION`.
+    """Return model and version from a string `MODEL/VERSION`.
 
     `command` is part of the example in the error message.
     """
@@ -460,7 +460,7 @@ def exit_after_steps(
     """Exit with the code of the worst error.
 
     Without errors, exit with 5 if a step was refused, or else with 4 if the registry did not
-    answer.
+    answer. Otherwise, return.
     """
     if errors:
         raise typer.Exit(max(error.exit_code for error in errors.values()))
@@ -685,7 +685,8 @@ def _print_paragraph(out: Console, text: Text, indent: int = 0, hang: int = 2) -
 def _wrapped(text: Text, width: int, *, first: int | None = None) -> list[Text]:
     """Return lines of at most `width` columns, broken only at spaces and line ends.
 
-    A word that is longer than `width` gets a separate line.
+    The first line can have `first` columns. A word that is longer than its line gets a separate
+    line.
     """
     lines: list[Text] = []
     for paragraph in text.split("\n", allow_blank=True):

@@ -39,7 +39,7 @@ PINS = {
     "mlflow": (">=3.17", "older versions have known vulnerabilities"),
     "onnxruntime": (">=1.31", "this release was benchmarked with these versions"),
 }
-"""Packages whose wrong versions fail late or silently, with the reason.
+"""Versions of packages that onnx-ops needs, with the reason.
 
 Extras install all of these packages except the last.
 """
@@ -179,7 +179,7 @@ def _providers(project: Project) -> Iterator[Diagnosis]:
 def _targets(project: Project) -> Iterator[Diagnosis]:
     """Yield a finding for each target of the project that needs a missing package.
 
-    A missing package is no fault, since other machines can measure the target.
+    A missing package is not a fault, since other machines can measure the target.
     """
     for name in project.targets.names():
         try:

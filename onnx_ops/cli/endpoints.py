@@ -421,8 +421,8 @@ def _print_replicas(servers: Sequence[EndpointServer], written_off: Collection[s
 def _describe_server_state(server: EndpointServer, *, is_written_off: bool) -> str:
     """Return the state of a server for the table of replicas.
 
-    A server that was written off is shown as such while it does not report. If it reports again,
-    its state is shown with the word `back`.
+    A server that was written off, and has ended, is shown as `written off`. If it has reported
+    again, its state is shown with the word `back`.
     """
     if not is_written_off:
         return server.state

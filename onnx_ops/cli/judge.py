@@ -461,10 +461,10 @@ def _load_dataset(
     fix: Mapping[str, Any],
     by: str | None,
 ) -> tuple[Dataset | None, SampleRows | None, list[Slicing]]:
-    """Return the rows of a file as a data set, with the labels, as samples, and the slices.
+    """Return the rows of a file: as a data set with labels, as samples, and as slices.
 
-    Without a file, the rows are None. The data set is None if the file contains a single request
-    instead of rows.
+    Without a file, data set and samples are None. The data set is also None if the file contains a
+    single request instead of rows.
     """
     from onnx_ops.cli.tools import load_rows
     from onnx_ops.config.messages import did_you_mean
@@ -496,7 +496,7 @@ def _load_dataset(
 
 
 def _check_slices(slices: str | None, dataset: Dataset | None, gate: MetricGate) -> None:
-    """Raise UserError if there are slices, but no metric to judge in them."""
+    """Raise UserError if slices are requested, but the metric lacks labels."""
     if slices and not gate.definition().label_free and (dataset is None or dataset.label is None):
         remedy = "Name the array of the labels: --labels NAME."
         raise UserError("a metric in slices needs labels", where="--slices", remedy=remedy)

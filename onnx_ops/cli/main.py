@@ -61,7 +61,7 @@ _RUNNING_MODELS = ("judge", "bench", "quantize")
 
 
 def build_app(command: str = "") -> typer.Typer:
-    """Return the command line with one command, or with all commands by default."""
+    """Return the command line with one command; with all if no command has this name."""
     import typer
 
     from onnx_ops.cli.common import Command, CommandGroup, handle_errors, program

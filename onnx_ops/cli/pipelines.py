@@ -285,7 +285,7 @@ def _print_rollouts(project: Project, pipeline: Pipeline) -> None:
 
 
 def _describe_outcome(outcome: StageOutcome | None) -> str:
-    """Return a word for what a run would do with a stage.
+    """Return what a run would do with a stage, in a few words.
 
     `outcome` is None if the run must execute the stage. Otherwise, it is the outcome of a cached or
     skipped stage.

@@ -511,7 +511,7 @@ def _preview_rollback(
 
 
 def _ask_reason(context: Context, names: Sequence[str]) -> str:
-    """Prompt for the reason of a rollback; return an empty text without a terminal.
+    """Prompt for the reason of a rollback; return an empty string without a terminal.
 
     There is no prompt if no named endpoint exists.
     """
@@ -580,7 +580,7 @@ def _finish(
     """Write aliases and send notifications; return a text for each pending endpoint.
 
     The text is the reason why the aliases of the endpoint are not written yet. A failed
-    notification is no error of the rollback, since the ledger records pending notifications.
+    notification does not fail the rollback, since the ledger records pending notifications.
     """
     from onnx_ops.release.notify import send_pending_each
     from onnx_ops.release.reconcile import write_aliases

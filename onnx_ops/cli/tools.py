@@ -170,7 +170,7 @@ def bench(
 
 
 def guard_context(context: Context, timeout: float | None = None) -> Context:
-    """Return the ports with runtimes that run models in separate processes.
+    """Return the context with runtimes that run models in separate processes.
 
     A crash of a model then does not end this process. `timeout` is the limit of one call in
     seconds.
@@ -192,8 +192,9 @@ def load_rows(
 ) -> tuple[Mapping[str, ndarray], SampleRows]:
     """Return the arrays of a file of rows, and its first `limit` rows for a model.
 
-    The rows are checked against the inputs of the model. A single array, apart from `labels`, is
-    that of the single input outside `fix` with as many axes, whatever its name.
+    The rows are checked against the inputs of the model. If the file has one array besides
+    `labels`, and the model has one input besides those in `fix`, the array is that of this input.
+    Its name does not matter, but it must have the same number of axes.
     """
     from onnx_ops.domain.pipeline import FileData
     from onnx_ops.tools.supplied_rows import check_samples
