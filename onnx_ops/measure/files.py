@@ -203,7 +203,7 @@ def convert_inputs(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
     Only columns of whole numbers or booleans are converted.
 
     Raises:
-        UserError: a column has missing cells or fractions, and the model expects whole numbers.
+        UserError: a column has missing cells or fractions, and the model expects int64 or bool.
     """
     expected = {spec.name: spec.dtype for spec in model.inputs}
     whole = [

@@ -69,7 +69,7 @@ def _list_replacements(
 ) -> Iterator[Array]:
     """Yield other values of an input that the model accepts.
 
-    They are the values of the next row, and those of one other group.
+    They are the values of the previous row, and those of one other group.
     """
     array = rows[name]
     others = [np.roll(array, 1, axis=0)]

@@ -42,7 +42,7 @@ def extract_rows(
 
 
 def digest_rows(dataset: Dataset) -> dict[str, Array]:
-    """Return the digest of the scored rows, and the group number of each row."""
+    """Return the digest of the scored rows and, with groups, each row's group number."""
     digest = hashlib.sha256()
     for name, array in (*sorted(dataset.inputs.items()), ("", dataset.label)):
         if array is not None:

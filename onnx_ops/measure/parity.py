@@ -253,9 +253,9 @@ def make_mismatch(output: str, group: str, text: str) -> ParityMeasurement:
 
 
 def _describe_row(group: ReferenceGroup, row: int) -> str:
-    """Return the number of the row, with its values if the row is generated.
+    """Return the number of the row, with its values if its group is `range`.
 
-    Values of a data set are omitted, since they may be confidential.
+    Other groups contain values of a data set, which are omitted since they may be confidential.
     """
     if group.name != RANGE:
         return f"row {row}"

@@ -483,7 +483,7 @@ def read_probabilities(definition: MetricDefinition, prediction: Prediction) -> 
     One score per row is the probability of the second of two classes.
 
     Raises:
-        UserError: the scores of a row are no probabilities.
+        UserError: the scores of a row are not probabilities.
     """
     scores = prediction.values
     if prediction.columns == 1:

@@ -76,7 +76,8 @@ def measure_activations(
     outputs, are written beside the models.
 
     Raises:
-        MeasurementError: one of the models does not run on the rows.
+        MeasurementError: one of the models does not run on the rows, or there are fewer rows than
+            the fixed batch has.
     """
     activations = read_quantized_activations(derived)
     feeds = tuple(split_feeds(derived, samples))

@@ -17,7 +17,7 @@ def prepare_grades(label: Array, group: Array | None, where: str) -> Array:
             `group`. A grade of -1 marks an item that does not exist.
 
     Raises:
-        UserError: grades are not finite, or the queries of the items are unknown.
+        UserError: grades are not finite numbers, or the queries of the items are unknown.
     """
     if label.dtype.kind not in "fiub":
         raise UserError(f"grades must be numbers, not {label.dtype}", where=where)

@@ -342,8 +342,9 @@ def _count_affordable_rows(
 ) -> int | None:
     """Return how many rows of each group the source can answer within `seconds`.
 
-    Return None if the source can answer all rows. Two short calls measure the time of a call and of
-    a row. They are repeated if that time seems too long, since another process may have interfered.
+    The result is at least the smallest number in `_ROWS_OF_SLOW`, and None if the source can answer
+    all rows. Two short calls measure the time of a call and of a row. The calls are repeated if
+    that time seems too long, since another process may have interfered.
     """
     real = probes[REAL].inputs
     sizes = [_count_rows(probe.inputs) for probe in probes.values()]

@@ -164,7 +164,7 @@ def _list_ways(most: int, fixed: int) -> list[tuple[int, int]]:
 def compare_throughput(pair: PairedBenchmark, concurrency: int) -> tuple[PairedRatios, RawSamples]:
     """Compare the throughput of baseline and candidate in alternating windows.
 
-    Measurement continues look by look until the limits are decided.
+    Measurement continues look by look until the limits are decided or time runs out.
     """
     schedule = _plan_windows(pair.runtime, pair.baseline, pair.target, pair.feed, concurrency)
 
@@ -314,8 +314,8 @@ def measure_speed(
     """Measure the variant alone, and compare it with each of its baselines.
 
     Only the last baseline is compared in throughput, starts and memory. A champion can have other
-    inputs, which these rows do not fit. Failed comparisons with a champion are omitted, and its
-    gate reports them.
+    inputs, which these rows do not fit. Failed comparisons with a champion are omitted; the gates
+    report that they are missing.
     """
     latency, raw = measure_latency(runtime, candidate, target, feed)
     samples: dict[str, Array] = dict(raw)

@@ -49,8 +49,8 @@ def read_array(value: Any) -> Any:
 def adapt_value(reference: Any, own: Any) -> Any | None:
     """Return the source's value in the candidate's form; None if it does not fit.
 
-    The next step of the candidate gets this value. Its own difference is then measured, without
-    those of earlier steps.
+    The next step of the candidate gets this value. The difference of the next step is then measured
+    without the differences of earlier steps.
     """
     if isinstance(own, Mapping):
         if not isinstance(reference, Mapping) or reference.keys() != own.keys():

@@ -52,7 +52,8 @@ def list_raw_inputs(
 
     Raises:
         NotFoundError: there is no such folder or file.
-        UserError: there are no inputs, or a file is empty or of another format.
+        UserError: there are no inputs, or a file is empty, cut off, or of another format or
+            encoding.
     """
     if not place.exists():
         raise NotFoundError("no such folder or file", where=f"{where} {place}")

@@ -31,7 +31,7 @@ from onnx_ops.statistics.step_values import (
 from onnx_ops.step_recorder import recording_steps
 
 INPUT, OUTPUT = "input", MODEL_STEP
-"""Names of the steps that receive and return the tensors of the model."""
+"""Names under which the source records the input and the output of the model."""
 _CHUNK = 16
 """Number of inputs whose values are in memory at the same time."""
 _REPEATED = 3
@@ -130,7 +130,7 @@ class SystemMeasurement:
 
 @dataclass(slots=True, kw_only=True)
 class _Flow:
-    """One raw input on its way through the candidate's steps.
+    """The values of one raw input between two steps of the candidate.
 
     `own` is the value after the candidate's own steps. `fed` is what its next step gets: the
     source's value if it was recorded and fits, otherwise the candidate's. `before` is the source's
@@ -168,6 +168,7 @@ def measure_system(
         UserError: the source or a step of the candidate raises an error, or the source records no
             input of the model and no step before the model is declared.
         MeasurementError: the runtime could not run a graph.
+        StageError: the source or a step fails because of the machine.
     """
     steps = system.steps
     measured = SystemMeasurement(
@@ -324,7 +325,7 @@ def _run_step(
     *,
     is_last: bool,
 ) -> None:
-    """Run one step on every input, compare its values, and move the inputs on."""
+    """Run one step on every input, compare its values, and set the next step's inputs."""
     is_before = runner.step in system.before
     alive = [flow for flow in flows if not flow.broken]
     measured.skipped += len(flows) - len(alive)
@@ -364,7 +365,7 @@ def _run_each(
     A failure is raised unless an earlier difference explains it, or failures are tolerated.
 
     Args:
-        tolerate: whether a failure is no error of the candidate, which got the source's value.
+        tolerate: whether failures are tolerated, because the step got the source's values.
     """
     if not flows:
         return []

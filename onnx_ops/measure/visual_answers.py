@@ -1,7 +1,7 @@
 """Boxes, keypoints and masks: outputs and labels of models, and their checks.
 
-If outputs or labels are wrong, functions raise UserError. Where single rows are wrong, it names the
-first one.
+If outputs or labels are wrong, functions raise UserError. Where single rows are wrong, the error
+names the first of them.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Change:
     needs: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Return the change as a sentence without its end."""
+        """Return the change as a clause that begins with `would`."""
         values = " -> ".join(filter(None, (self.before, self.after)))
         return f"would {self.what}{': ' if values else ''}{values}"
 

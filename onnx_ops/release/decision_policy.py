@@ -44,7 +44,7 @@ def require_passing_decision(
             version itself must also have a valid decision.
 
     Raises:
-        RefusedError: there is no decision, or its verdict is not PASS.
+        RefusedError: the version has no decision, or the verdict that applies is not PASS.
         InvalidSignatureError: the version's decision is forged, signed by a key that is not
             trusted, or about another model, version or target.
     """

@@ -49,10 +49,10 @@ def perform_action(
 ) -> None:
     """Record the intent, apply the action to the endpoint, and record the outcome.
 
-    The lease is renewed meanwhile. A failed request can have taken effect, because its response can
-    be lost. After a failure other than a conflict, the endpoint is therefore observed: the action
-    succeeded if the endpoint shows the state of the action. A rollback is complete only after this
-    observation.
+    The lease is renewed meanwhile. A request that fails can take effect nevertheless, because its
+    response can be lost. After a failure other than a conflict, the endpoint is therefore observed:
+    the action succeeded if the endpoint shows the state of the action. A rollback is complete only
+    after this observation.
 
     Args:
         effect: function that performs the action, given the intent's sequence. By default, the
@@ -176,7 +176,8 @@ def _find_missing(
 ) -> str:
     """Return why the endpoint does not show the action's state; empty if it does.
 
-    After a conflict, the endpoint is not observed, because another process can have set this state.
+    After a conflict, the endpoint is not observed, because this state could be that of another
+    process.
     """
     if isinstance(failure, ConflictError):
         return str(failure)

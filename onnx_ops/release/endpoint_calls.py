@@ -50,7 +50,7 @@ def call_each(
 ) -> tuple[dict[str, _Result], dict[str, OnnxOpsError]]:
     """Call a function with each name, and return results and errors by name.
 
-    If a call fails, the other calls are still made.
+    If a call raises an OnnxOpsError, the other calls are still made.
     """
     results: dict[str, _Result] = {}
     errors: dict[str, OnnxOpsError] = {}

@@ -227,7 +227,10 @@ class MetricsOverlay(MetricsSource):
     def read(
         self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
     ) -> MetricsReading:
-        """Return the counts; after a recorded change, those read before it, or none."""
+        """Return the counts; after a recorded change, the last counts before this change.
+
+        If no counts were read before the change, the reading has none.
+        """
         name = config.endpoint
         if not self._has_changed(name):
             self._readings[name] = self._inner.read(config, deployments)

@@ -54,7 +54,7 @@ def read_entry_log(context: Context, endpoint: str, known: EntryLog | None = Non
 def _extend(log: EntryLog, entries: Iterable[LedgerEntry], *, is_verified: bool) -> EntryLog:
     """Return a log with further entries.
 
-    The signatures of entries before an adoption are ignored, since an adoption can skip damage.
+    Entries before an adoption count as not verified, since an adoption can skip damage.
     """
     state, added, grants = log.state, list(log.entries), list(log.grants)
     for entry in entries:

@@ -55,6 +55,7 @@ def send_pending(
 
     Raises:
         CorruptStateError: the ledger is damaged.
+        ServiceUnavailableError: the ledger does not answer.
     """
     return tuple(
         _send_through(context, endpoint, name, notifier)

@@ -213,6 +213,7 @@ def promote(
             back, or no key on this machine can sign an override.
         NotFoundError: the version does not exist.
         UserError: the override has no reason.
+        MissingKeyError: no key on this machine can sign the ledger entry of an override.
     """
     registry = context.registry()
     record = registry.version(model, version)
@@ -260,6 +261,7 @@ def bind_endpoint(
             it exists.
         RefusedError: the endpoint runs at another place, and `abandon` is empty.
         ConflictError: another process is changing the deployments at that place.
+        MissingKeyError: no key on this machine can sign the binding.
     """
 
     def bind(journal: Journal) -> bool:
@@ -321,7 +323,8 @@ def require_no_orphans(
 def find_refused_change(context: Context, config: EndpointConfig) -> UserError | None:
     """Return why an existing endpoint does not support a change of its config.
 
-    The result is None if the endpoint supports the change, or if the ledger cannot be read.
+    The result is None if the endpoint supports the change, or after another error, which the run
+    reports.
     """
     try:
         _find_moved(context, read_readable_state(context, config.endpoint), config)
@@ -360,6 +363,7 @@ def delete_endpoint(context: Context, endpoint: str, *, reason: str = "", actor:
     Raises:
         NotFoundError: the endpoint does not exist.
         ConflictError: another process is changing the endpoint.
+        MissingKeyError: no key on this machine can sign the deletion.
         StillPendingError: the endpoint could not be deleted yet; every reconciliation tries again.
     """
     requested = False
@@ -390,7 +394,7 @@ def delete_with_timeout(
 
     Raises:
         StillPendingError: the deletion takes longer, or failed and will be tried again.
-        NotFoundError, ConflictError: as `delete_endpoint`.
+        NotFoundError, ConflictError, MissingKeyError: as `delete_endpoint`.
     """
     call = partial(delete_endpoint, context, endpoint, reason=reason, actor=actor)
     late = f"the deletion did not finish within {COMMAND_TIMEOUT_S:g} s"
@@ -545,7 +549,7 @@ def _orphan_error(context: Context, orphans: Sequence[EndpointConfig]) -> Refuse
 
 
 def _describe_orphan(context: Context, config: EndpointConfig) -> str:
-    """Return a text with the place of an endpoint, and the versions that it serves."""
+    """Return a description of an endpoint: its place, and the versions that it serves."""
     provider = context.provider(config.provider)
     place = provider.place(config)
     try:

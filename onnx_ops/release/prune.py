@@ -242,7 +242,7 @@ def plan_pruning(
         older_than_s: age in seconds below which versions and stored objects are kept.
 
     Raises:
-        ServiceUnavailableError: the registry or the store does not answer.
+        ServiceUnavailableError: the ledger, the registry, the store or a provider does not answer.
         CorruptStateError: a ledger is damaged, so the versions that its endpoint needs are unknown.
     """
     states = [context.ledger.state(name) for name in list_bound_endpoints(context)]

@@ -191,6 +191,7 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
         RefusedError: the registry does not permit an alias. An endpoint that does not answer was
             restored before.
         CorruptStateError: the ledger is damaged, or lost entries that the endpoint has applied.
+        MissingKeyError: no key on this machine can sign the entry of the next action.
     """
     journal = Journal.open(context, endpoint, actor=actor)
     return _take(find_step(journal, lambda model: context.registry().aliases(model)))
@@ -409,7 +410,8 @@ def _perform(journal: Journal, action: Action, selected: AliasSelection | None =
 def _update_registry(basis: _StepBasis, desired: DesiredState) -> StepReport:
     """Write to the registry, then take the next action unless an alias changed.
 
-    The next action is also taken if the write failed.
+    If the write failed, the next action is taken only if it restores the endpoint; otherwise, the
+    error of the write is raised.
     """
     try:
         if (report := _write_registry(basis.journal, desired)) is not None:
@@ -422,8 +424,8 @@ def _update_registry(basis: _StepBasis, desired: DesiredState) -> StepReport:
 def _write_registry(journal: Journal, desired: DesiredState) -> StepReport | None:
     """Write the ledger's aliases and rejections to the registry.
 
-    An alias that another process or a user has set is recorded in the ledger. The result is None if
-    no alias was written or recorded.
+    A champion alias that another process or a user has set is recorded in the ledger if the
+    endpoint serves its version. The result is None if no alias was written or recorded.
     """
     endpoint = journal.state.endpoint
     has_rejections = publish_rejections(journal)
@@ -551,7 +553,10 @@ def choose_action(
 def _hold(
     action: Action, roles: Roles, snapshot: MetricsSnapshot, command: OperatorCommand | None
 ) -> Action | Wait:
-    """Return the action, or a wait if the action would advance without evidence."""
+    """Return the action, or a wait if the action would advance without evidence.
+
+    An action that an operator ordered does not wait.
+    """
     goes_on = action.kind in (ActionKind.ADVANCE, ActionKind.FINISH) and roles.candidate is not None
     if goes_on and snapshot.failure and command is not OperatorCommand.ADVANCE:
         return Wait(why=f"evidence is missing: {snapshot.failure}", kind=WaitKind.ANALYZING)
@@ -566,6 +571,7 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
     Raises:
         ConflictError: another process acted meanwhile.
         ServiceUnavailableError: a rollout cannot start without the latencies of the stable version.
+        MissingKeyError: no key on this machine can sign the thresholds.
     """
     state = journal.state
     if snapshot.reading is not None and _is_reading_due(state, snapshot.reading, action):
@@ -630,7 +636,7 @@ def _note_wait(journal: Journal, desired: DesiredState, wait: Wait) -> None:
 
 
 def _confirm_rollout(journal: Journal) -> None:
-    """Confirm to the provider that the rollout continues, if there is one."""
+    """Confirm to the provider that a rollout in progress continues."""
     if journal.state.roles.candidate is not None:
         journal.context.provider(journal.config.provider).confirm_rollout(journal.config)
 
@@ -648,7 +654,7 @@ def record_pause(journal: Journal, wait: Wait) -> None:
 
 
 def _find_pause(state: ReleaseState, wait: Wait) -> RolloutPaused | None:
-    """Return the pause that a wait begins; None if there is none or it is recorded."""
+    """Return the pause that a wait begins; None without a pause, or if it is recorded."""
     needs_operator = wait.kind in (WaitKind.INCONCLUSIVE, WaitKind.PAUSED, WaitKind.APPROVAL)
     if (
         not needs_operator

@@ -570,9 +570,10 @@ def _is_served_everywhere(journal: Journal, champion: str | None) -> bool:
 
 
 def _serves(context: Context, state: ReleaseState, version: str) -> bool:
-    """Return whether the endpoint serves only this version.
+    """Return whether this version is the stable version of the endpoint.
 
-    If the ledger of the endpoint is damaged, the endpoint is observed.
+    If the ledger of the endpoint is damaged, the endpoint is observed. The result is then whether
+    the endpoint serves only this version.
     """
     if state.config is None or find_corruption(context, state.endpoint) is None:
         return state.roles.stable is not None and state.roles.stable.version == version

@@ -140,10 +140,10 @@ def roll_back_each(
         timeout_s: seconds after which an unfinished rollback is reported as pending.
 
     Returns:
-        Results and errors by endpoint. NotFoundError: the endpoint or version does not exist.
-        RefusedError: the goal version was itself rolled back before. StillPendingError: the
-        rollback was requested, and is not complete yet. UserError: no rollout is in progress, and
-        `candidate_only` is set.
+        Results and errors by endpoint. NotFoundError: the endpoint or version does not exist, or
+        there is no previous version. RefusedError: the goal version was itself rolled back before,
+        or the endpoint is being deleted. StillPendingError: the rollback was requested, and is not
+        complete yet. UserError: no rollout is in progress, and `candidate_only` is set.
     """
 
     def request(journal: Journal) -> tuple[RollbackResult, Journal]:
@@ -211,6 +211,7 @@ def withdraw_request(context: Context, endpoint: str, *, reason: str, actor: str
     Raises:
         NotFoundError: no request is pending.
         UserError: `reason` is blank.
+        MissingKeyError: no key on this machine can sign the withdrawal.
     """
     if not reason.strip():
         raise UserError(
@@ -294,8 +295,10 @@ def send_command(
     The reconciler acts on the command.
 
     Raises:
+        NotFoundError: the endpoint does not exist.
         UserError: no rollout is in progress, or the command is to resume a rollout that no operator
             has paused.
+        MissingKeyError: no key on this machine can sign the command; a pause needs no key.
     """
 
     def send(journal: Journal) -> None:
@@ -327,10 +330,12 @@ def select_endpoints(
 
     They are the named endpoints, or with `every` the endpoints of a model and target. With `every`
     and without `to`, only the endpoints that serve the latest release are selected, since the
-    others have nothing to roll back.
+    others have nothing to roll back. Endpoints with a damaged ledger are also selected. If the
+    latest release is already rolled back, the endpoints that rolled it back are selected.
 
     Raises:
-        UserError: neither endpoints nor a model are given, or both.
+        UserError: with `every`, endpoints are named or no model is given; without `every`, no
+            endpoint is named, or a model or target is given.
         NotFoundError: no endpoint serves this model on this target, or none serves the latest
             release.
     """
@@ -399,7 +404,7 @@ def _list_serving_states(context: Context, model: str, target: str) -> list[Rele
 def _list_active_releases(state: ReleaseState) -> set[Digest]:
     """Return the releases of the stable version and the candidate.
 
-    They include releases that the action in progress can have started.
+    Those of the action in progress are included.
     """
     roles = [state.roles]
     if state.open_intent is not None:

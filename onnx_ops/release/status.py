@@ -551,7 +551,7 @@ def _describe_thresholds(body: ThresholdsFixed) -> str:
 
 
 def _describe_action(action: Action) -> str:
-    """Return a text with an action's kind, its split, and a change of stable version."""
+    """Return an action's description: its kind, split, and change of stable version."""
     weights, stable = action.state.split.weights, action.roles.stable
     split = ", ".join(f"{name} {weight} %" for name, weight in weights.items())
     before = next((name for name, weight in weights.items() if not weight), None)
@@ -577,7 +577,7 @@ def _extend_timeline(
 ) -> RolloutTimeline:
     """Return the timeline of a rollout in progress, extended by an entry.
 
-    The entry completes `action`, is a note, or records counts.
+    The entry completes `action`, records a command, a failure or a pause, or records counts.
     """
     steps, end = _list_notes(entry), None
     if action is not None and action.kind in _TIMELINE:

@@ -183,7 +183,7 @@ def _estimate_users(reading: MetricsReading, stable: str) -> int:
 
 
 def _solve_users(rate: float, split: GenerationUnits, epoch_s: float) -> int:
-    """Return the number of equally active users who give as many units in an epoch.
+    """Return the number of equally active users who give the counted units.
 
     N users with A requests in an epoch give N (1 - exp(-A / N)) units. The result is 0 if no units
     were counted, or if nearly every request is a unit, so that requests seem to have no key.

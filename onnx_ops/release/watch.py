@@ -203,7 +203,7 @@ class WatchLoop:
             self._reconcile(reconcile_pass, name)
 
     def emit(self, endpoint: str, kind: WatchEventKind, *, did: str = "", why: str = "") -> None:
-        """Report an event; a state that was already reported is not reported again."""
+        """Report an event, unless it repeats the state that was reported last."""
         is_state = not did and bool(endpoint or kind is WatchEventKind.TROUBLE)
         if is_state and self._last.get(endpoint) == (kind, why):
             return

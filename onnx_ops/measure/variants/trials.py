@@ -120,7 +120,7 @@ class TrialRunner:
         return replace(trial, seconds=context.project.clock.monotonic() - started)
 
     def make(self, trial: Trial) -> tuple[Path, tuple[str, ...]]:
-        """Build the model of a trial; the same recipe gives the same file."""
+        """Build the model of a trial; return its path and the notes of the optimizer."""
         context, recipe = self._context, self._recipes[trial.recipe]
         folder = context.folder / f"trial-{len(list(context.folder.iterdir()))}"
         folder.mkdir()
@@ -224,7 +224,7 @@ class TrialRunner:
     def _measure_error(self, path: Path) -> float:
         """Return the root mean square error of the worst float output on a few rows.
 
-        It is in standard deviations of the output.
+        The unit is the standard deviation of the output.
         """
         answers = self._run(path)
         errors = [0.0]
