@@ -456,7 +456,7 @@ def execute(
     comparisons then report that no measurements are recorded.
 
     Args:
-        actor: user recorded in the audit log of its releases (default: the user of this process).
+        actor: user recorded in the audit log of the releases (default: the user of this process).
         base: release to compare with; by default that of the pull request's target branch.
 
     Raises:

@@ -318,8 +318,9 @@ def import_commits(root: Path, store: Store, folder: Path) -> None:
 def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = "") -> BaseRelease:
     """Return the record of the commit at which this branch diverged from its base.
 
-    If that commit has no record, the last recorded commit before it is used. The base is a tag, a
-    commit or a branch, which can exist only at `origin`. `name` is the base's display name.
+    If that commit has no record, the last recorded commit before it is used; at most `_COMMITS`
+    commits are searched. The base is a tag, a commit or a branch, which can exist only at `origin`.
+    `name` is the base's display name.
     """
     name = name or base
     try:

@@ -187,7 +187,7 @@ def _find_entry_cadence(project: Project, entry: Deploy) -> Cadence:
 
 
 def _make_cadence(has_epochs: bool, capabilities: Iterable[str]) -> Cadence:
-    """Return how counts reach the judge.
+    """Return how counts reach the analysis of a rollout.
 
     Of all metrics sources, only those that read the servers themselves count by unit: a user in
     an epoch, or a request without a key. Such a source has the capability `cold_starts`.

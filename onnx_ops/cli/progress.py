@@ -42,8 +42,8 @@ _SLOW_AFTER_S = 2.0
 def read_durations(console: Console) -> Durations:
     """Return the last durations of commands, from the user's cache.
 
-    Without a terminal, they are empty, since no estimate is shown. In a container, the user can
-    have no home folder.
+    Without a terminal, they are empty, since no estimate is shown. They are also empty if the user
+    has no home folder, as in some containers.
     """
     if not console.is_terminal:
         return Durations(None)
@@ -162,9 +162,9 @@ class StepProgress:
     def _estimate(self, begun: Mapping[str, float]) -> float | None:
         """Return the estimated remaining seconds, from the last durations of the steps.
 
-        The result is None if a duration is unknown, or if their sum is below two seconds.
-        The estimate is the duration of the longest chain of dependent steps, or the sum of all
-        steps divided by `jobs` if that is longer.
+        The result is None if a duration is unknown, or if the sum of the durations is below two
+        seconds. The estimate is the duration of the longest chain of dependent steps, or the sum of
+        all steps divided by `jobs` if that is longer.
         """
         names = dict.fromkeys([*begun, *(name for name in self._steps if name not in self._done)])
         known: dict[str, float] = {}

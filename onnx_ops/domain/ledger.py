@@ -384,8 +384,8 @@ class ReleaseState:
         selected: the last change of the version that an alias selects.
         left: the release whose promotion a run skipped last.
         open_intent: the action in progress.
-        generation: sequence of the last intent, open or closed, or of a later requested rollback;
-            orders effects.
+        generation: sequence of the last intent, open or closed, or of a later requested rollback.
+            It orders the effects on the endpoint.
         decision_sequence: sequence of the entry that decided the last action: its first intent, or
             the request of the rollback.
         command: the operator's command that is not carried out yet, from entry `command_sequence`.

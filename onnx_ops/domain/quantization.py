@@ -110,7 +110,7 @@ class Trial:
 class Sensitivity:
     """The error of the outputs if only this node were quantized.
 
-    `error` is None if the error is infinite; `failure` then gives the reason.
+    `error` is None if the measurement failed; `failure` then gives the reason.
     """
 
     recipe: str

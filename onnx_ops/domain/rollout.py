@@ -108,7 +108,8 @@ class Action:
 class Wait:
     """The decision to perform no action now, and the reason.
 
-    A rollout that is paused or inconclusive continues only on an operator's command.
+    Every pass decides again, so that a wait ends once its reason no longer applies. A pause by an
+    operator ends only on an operator's command, or with the rollout.
     """
 
     why: str

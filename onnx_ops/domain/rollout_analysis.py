@@ -359,7 +359,7 @@ def diff_revisions(
 
 
 def _align(before: RequestCounts, now: RequestCounts | None) -> RequestCounts:
-    """Return earlier counts, with zero latencies if the revision had no histogram yet."""
+    """Return earlier counts, with `timed` 0 if the revision had no histogram yet."""
     if now is None or (before.timed is None) == (now.timed is None):
         return before
     return replace(before, timed=0).with_over(dict.fromkeys(now.over(), 0))

@@ -68,7 +68,7 @@ def _find_symbol_axes(shapes: Mapping[str, Shape], symbol: str) -> dict[str, int
 
 
 def find_axis(shape: Shape, symbol: str) -> int | None:
-    """Return the first axis with that name, or else axis 0 if it is free and unnamed.
+    """Return the first axis named `symbol`, or else axis 0 if it is free and unnamed.
 
     The result is None if there is neither.
     """
@@ -103,7 +103,8 @@ def guess_row_axes(
 ) -> dict[str, int]:
     """Return the axes of rows, by the sizes of arrays.
 
-    Axes are found only if free dimensions have no names, and have one size in common.
+    Axes are found only if no dimension has a name, and if the inputs have exactly one size of free
+    dimensions in common.
 
     Args:
         shapes: shapes of the model's inputs.

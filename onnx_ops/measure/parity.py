@@ -217,7 +217,7 @@ def _measure_against_source(
 ) -> ParityMeasurement:
     """Measure one output by its distance from the source's answers.
 
-    If the source's answers have an envelope, it is the distance from the envelope.
+    If the source's answers have an envelope, the distance is that from the envelope.
     """
     single, double, bounds = (
         answers.get(name) if answers is not None else None

@@ -305,7 +305,7 @@ The key None is for custom metrics.
 def prepare_label(
     definition: MetricDefinition, label: Array | None, group: Array | None = None
 ) -> Array | None:
-    """Return the label as the metric needs it; None if it has none.
+    """Return the label as the metric needs it; None without a label.
 
     Only metrics of embeddings and tokens need no label. A label that they cannot read counts as
     none. `group` numbers the query of each row for metrics of retrieval.

@@ -134,9 +134,9 @@ class _Flow:
 
     `own` is the value after the candidate's own steps. `fed` is what its next step gets: the
     source's value if it was recorded and fits, otherwise the candidate's. `before` is the source's
-    value before the next step. `form` is how `fed` differs from the source's value at most; None
-    for the raw input. `differs`: an earlier step was outside its tolerance. `broken`: a later step
-    then failed.
+    value before the next step. `form` is the kind of difference that `fed` can have from the
+    source's value; None for the raw input. `differs`: an earlier step was outside its tolerance.
+    `broken`: a later step then failed.
     """
 
     raw: RawInput

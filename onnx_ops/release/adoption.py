@@ -213,8 +213,8 @@ def adopt(
 ) -> int:
     """Set a ledger's state with one signed entry; return the entry's sequence.
 
-    The accepted keys become the release keys of this machine, because keys of the older state can
-    have been retired since then.
+    The accepted keys become the release keys of this machine, because keys of the older state were
+    possibly retired since then.
 
     Args:
         without: a key whose signatures the ledger no longer accepts.

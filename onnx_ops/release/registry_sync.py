@@ -422,9 +422,10 @@ def _may_write_aliases(journal: Journal) -> bool:
 def _is_alias_unrecorded(journal: Journal, champion: str | None) -> bool:
     """Return whether the ledger lacks the registry's champion.
 
-    The endpoint serves the champion, and the ledger does not have the alias as written. A pending
-    alias need not wait for other endpoints if the registry already shows it: until it is recorded,
-    the alias would be treated as moved by a user, and as a request after the next version.
+    This can be only if the endpoint serves the champion. A pending alias that the registry already
+    shows is recorded without waiting for other endpoints. Otherwise, the alias would seem to be
+    moved by a user. It would be treated as a request as soon as the endpoint serves another
+    version.
     """
     state, name = journal.state, format_alias("champion", journal.config.target)
     serving = state.roles.stable

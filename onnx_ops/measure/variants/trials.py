@@ -102,7 +102,7 @@ class TrialRunner:
         self._schedules: dict[str, PairedBenchmarkSchedule] = {}
 
     def build(self, action: BuildTrial) -> Trial:
-        """Build and measure one model; a failure of the library is recorded in the trial."""
+        """Build and measure one model; an error is recorded in the trial."""
         context = self._context
         started = context.project.clock.monotonic()
         trial = Trial(recipe=action.recipe, excluded=action.excluded, why=action.why)
