@@ -27,7 +27,7 @@ from onnx_ops.config.folders import list_source_folders
 from onnx_ops.config.settings import Settings, load_settings
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.execution import Environment
-from onnx_ops.errors import InfrastructureError, UserError
+from onnx_ops.errors import InfrastructureError, UserError, describe_error
 from onnx_ops.ports import (
     Context,
     EndpointProvider,
@@ -221,7 +221,9 @@ def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
     except OSError as error:
         if may_fail:
             return ""
-        raise InfrastructureError("git is not installed", where=str(root)) from error
+        raise InfrastructureError(
+            "git could not be started", where=str(root), why=describe_error(error)
+        ) from error
     if process.returncode and not may_fail:
         lines = process.stderr.strip().splitlines()
         raise UserError(

@@ -14,6 +14,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from onnx_ops import codec
@@ -21,9 +22,9 @@ from onnx_ops.adapters.files import FileJournal
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.quantization import Arithmetic, Budget, SearchRecord
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import StageError
+from onnx_ops.errors import StageError, UserError
 from onnx_ops.measure.variants.search import Reporter, SearchResult, search
-from onnx_ops.measure.variants.trials import SearchContext
+from onnx_ops.measure.variants.trials import SearchContext, compute_worst_error
 from tests.measure.search_parts import LAYERS, SLOW, fragile_ground, write_fragile, write_words
 
 TIMEOUT_S = 60.0
@@ -212,3 +213,19 @@ def test_file_journal_with_damaged_line_keeps_entries_before_it(tmp_path: Path) 
     assert journal.read() == ({"n": 0}, {"n": 1}, {"n": 5})
     journal.clear()
     assert journal.read() == ()
+
+
+def test_compute_worst_error_of_finite_outputs_returns_largest_relative_error() -> None:
+    exact = {"a": np.array([1.0, 3.0], np.float32), "b": np.array([0.0, 4.0, np.nan, np.inf])}
+    answers = {"a": np.array([1.0, 3.0], np.float32), "b": np.array([0.0, 5.0, np.nan, np.inf])}
+    assert compute_worst_error(exact, answers) == pytest.approx(0.5**0.5 / 2)
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"), [(1.0, np.nan), (1.0, np.inf), (np.nan, 1.0), (np.inf, -np.inf)]
+)
+def test_compute_worst_error_of_value_that_only_one_side_has_raises_user_error(
+    truth: float, answer: float
+) -> None:
+    with pytest.raises(UserError, match="NaN or infinite"):
+        compute_worst_error({"a": np.array([0.0, truth])}, {"a": np.array([0.0, answer])})

@@ -222,19 +222,8 @@ class TrialRunner:
         return drop
 
     def _measure_error(self, path: Path) -> float:
-        """Return the root mean square error of the worst float output on a few rows.
-
-        The unit is the standard deviation of the output.
-        """
-        answers = self._run(path)
-        errors = [0.0]
-        for name, exact in self._exact_outputs.items():
-            if exact.dtype.kind == "f" and exact.size and name in answers:
-                truth = exact.astype(np.float64)
-                difference = answers[name].astype(np.float64) - truth
-                errors.append(float(np.sqrt(np.mean(difference**2)) / (np.std(truth) or 1.0)))
-        worst = max(errors)
-        return worst if math.isfinite(worst) else math.inf
+        """Return the error of the worst float output on a few rows; see `compute_worst_error`."""
+        return compute_worst_error(self._exact_outputs, self._run(path))
 
     @functools.cached_property
     def _exact_outputs(self) -> Tensors:
@@ -278,6 +267,30 @@ class TrialRunner:
                 for name in set(names) & set(values):
                     ranges[name] = _join_ranges(ranges.get(name), _find_range(values[name]))
         return ranges
+
+
+def compute_worst_error(exact: Tensors, answers: Tensors) -> float:
+    """Return the root mean square error of the worst float output.
+
+    The unit is the standard deviation of the output. NaN and infinite values of `exact` must be
+    equal in `answers`, and have no error.
+
+    Raises:
+        UserError: an answer is NaN or infinite, and the exact value differs.
+    """
+    errors = [0.0]
+    for name, values in exact.items():
+        if values.dtype.kind != "f" or not values.size or name not in answers:
+            continue
+        truth, found = values.astype(np.float64), answers[name].astype(np.float64)
+        usable = np.isfinite(truth)
+        same = (truth == found) | (np.isnan(truth) & np.isnan(found))
+        if not np.where(usable, np.isfinite(found), same).all():
+            raise UserError(f"output {name} has NaN or infinite values that fp32 does not have")
+        if usable.any():
+            difference = found[usable] - truth[usable]
+            errors.append(float(np.sqrt(np.mean(difference**2)) / (np.std(truth[usable]) or 1.0)))
+    return max(errors)
 
 
 def _read_drop(metrics: TaskMetrics, *, lower: bool) -> float | None:
