@@ -136,8 +136,8 @@ def judge(
 def check(*files: str | Path, overrides: Sequence[str] = ()) -> Result:
     """Validate pipeline files without running them; `onnx-ops check`.
 
-    Problems in the files raise no exception: the document lists the problems, and the exit code is
-    2.
+    Problems in the files raise no exception: the document lists the problems. The exit code is then
+    2, or 4 if all problems are packages or credentials that this machine lacks.
     """
     from onnx_ops.cli.pipelines import check as command
     from onnx_ops.errors import UserError

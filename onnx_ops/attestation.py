@@ -63,7 +63,7 @@ def sign_record(record: _R, signer: Signer) -> Attested[_R]:
     """Return the record in an envelope signed by the signer.
 
     Raises:
-        ValueError: the record holds text that has no UTF-8 form.
+        ValueError: the record holds NaN, an infinity, or a string that UTF-8 cannot encode.
     """
     statement = {
         "_type": STATEMENT_TYPE,
@@ -146,8 +146,8 @@ def verify_envelope(
     """Return the record from the bytes that a trusted key has signed.
 
     Raises:
-        InvalidSignatureError: no trusted key has signed the envelope, or the record is not of this
-            kind.
+        InvalidSignatureError: no trusted key has signed the envelope, or it does not contain a
+            valid record of this kind.
     """
     try:
         record = read_envelope(envelope, kind, where=where).record
@@ -181,9 +181,10 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
     The verdict of a decision must be PASS.
 
     Raises:
-        RefusedError: there is no decision or override, no trusted key has signed it, or its verdict
-            is not PASS. The same error is raised if it names other files, evidence or execution
-            settings.
+        RefusedError: there is no decision or override, no trusted key has signed it, or the verdict
+            of the decision is not PASS. The same error is raised if the record does not match the
+            deployment: model, variant, release, files, evidence, batching, threads or execution
+            settings. An override must also match the version.
     """
     where = f"{deployment.model}/{deployment.version}"
     if deployment.authority is None:
@@ -231,6 +232,9 @@ def read_authority_target(deployment: Deployment) -> str:
     """Return the target that a deployment's authority names, unverified.
 
     The result is empty if the deployment has no authority.
+
+    Raises:
+        CorruptStateError: the authority is not a signed statement of the expected kind.
     """
     if deployment.authority is None:
         return ""
@@ -289,7 +293,11 @@ class TrustedKeys:
         return cls((), encoded=text) if text.startswith(_ENCODED) else cls(Path(text))
 
     def encoded(self) -> str:
-        """Return the keys in base64 of DER, separated by commas."""
+        """Return the keys in base64 of DER, separated by commas.
+
+        Raises:
+            UserError: a file does not hold a public key of ECDSA P-256.
+        """
         return ",".join(self.public().values())
 
     def public(self) -> dict[Digest, str]:

@@ -58,9 +58,9 @@ def is_family(kind: Any) -> bool:
 
 
 def is_json(kind: Any) -> bool:
-    """Return whether this is the recursive type `Json`.
+    """Return whether a type is the recursive type `Json`.
 
-    Its members are compared, since two resolved copies of a recursive type are unequal.
+    The members of the type are compared, since two resolved copies of a recursive type are unequal.
     """
     return {get_origin(member) for member in union_members(kind)} >= {Sequence, Mapping}
 
@@ -215,7 +215,7 @@ def _scalar(value: Any, kind: Any) -> Any:
 
 
 def _choices_of(kind: Any) -> OneOf | None:
-    """Return the only texts that a type allows; None for a type without this limit."""
+    """Return the `OneOf` that lists the strings a type allows; None for other types."""
     metadata = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
     return next((entry for entry in metadata if isinstance(entry, OneOf)), None)
 

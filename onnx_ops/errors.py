@@ -233,7 +233,8 @@ _QUOTED = 2000
 def quoted(error: object) -> str:
     """Return a library's message as one line.
 
-    A very long message is cut in the middle, at whole words.
+    A very long message is cut in the middle, at whole words. The type's name replaces an empty
+    message.
     """
     words = str(error).split()
     text = " ".join(words)
@@ -258,7 +259,7 @@ def describe_exit(code: int) -> str:
 
 
 def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
-    """Return `Did you mean 'x'?` if a known name is close, else another remedy."""
+    """Return `Did you mean 'x'?` if a known name is close, else `otherwise`."""
     import difflib
 
     close = difflib.get_close_matches(name, list(known), n=1)
@@ -268,7 +269,8 @@ def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
 def from_document(document: dict[str, object]) -> OnnxOpsError:
     """Return the error that a document of `as_document` describes.
 
-    An unknown type becomes an `OnnxOpsError`, and a `ConfigError` without problems a `UserError`.
+    An unknown type becomes an `OnnxOpsError`. A `ConfigError` or `NotReadyError` without a list of
+    problems becomes a `UserError`.
     """
     kind = globals().get(str(document.get("error")))
     if kind in (ConfigError, NotReadyError):

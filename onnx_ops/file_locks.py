@@ -5,8 +5,8 @@ The locks exclude the processes of this machine from each other.
 A lock belongs to an open file (flock(2)): two opens of one file exclude each other, also in one
 process. The system releases the lock when the last descriptor of that open file is closed. A killed
 process therefore leaves no lock. A forked child has the same open file, and holds the lock until it
-ends or closes the descriptor. A program that is started does not inherit it, because Python closes
-its descriptors on exec (PEP 446).
+ends or closes the descriptor. A program that Python starts does not inherit the lock, because
+Python closes its descriptors on exec (PEP 446).
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def hold_lock(
 def hold_temporary_lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file, and remove the file afterwards.
 
-    Use it if the number of file names is not limited. A process that waited for the removed file
-    then locks the new file of that name.
+    Use this function if the number of file names is not limited. A process that waited for the
+    removed file then locks the new file of that name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:

@@ -173,8 +173,9 @@ def version(name: str) -> str:
     """Return the version of a distribution.
 
     Without a distribution of that name, the result lists those that provide a package of that name.
-    Each is listed with its version, such as `onnxruntime-gpu 1.31.0`. The result is `MISSING` if
-    there is none.
+    Each is listed with its version, such as `onnxruntime-gpu 1.31.0`. The result is `MISSING` if no
+    distribution provides such a package.
+
     Nothing is imported. The result is cached, since a plan calls this often.
     """
     try:
@@ -199,10 +200,11 @@ _NAMESAKES = {"sklearn": "scikit-learn", "yaml": "PyYAML"}
 
 @functools.cache
 def _find_namesake(package: str) -> str:
-    """Return the distribution that has the same name as its package.
+    """Return the distribution of a package, if both have the same name.
 
-    `_NAMESAKES` has exceptions. The result is empty if there is none. The function avoids the table
-    of all packages, which reads the files of every distribution and takes half a second.
+    `_NAMESAKES` lists exceptions, which are found too. The result is empty for any other package.
+    The function avoids the table of all packages: to build the table, Python reads the files of
+    every distribution, which takes half a second.
     """
     try:
         found = metadata.distribution(_NAMESAKES.get(package, package))
@@ -266,7 +268,7 @@ def missing_package(*packages: str, where: str, why: str = "") -> MissingPackage
 def imported(error: ImportError) -> str:
     """Return the top-level package whose import failed.
 
-    The name is taken from the error or its cause.
+    The name is taken from the error or its cause. The result is empty if neither has a name.
     """
     cause = error.__cause__
     name = error.name or (cause.name if isinstance(cause, ImportError) else "") or ""
@@ -279,7 +281,10 @@ def has_extra(package: str) -> bool:
 
 
 def distribution_of(package: str) -> str:
-    """Return the distribution that provides a package, as `EXTRAS` names it."""
+    """Return the distribution that provides a package, as `EXTRAS` names it.
+
+    A package that is not in `_BROUGHT_BY` has a distribution of the same name.
+    """
     return _BROUGHT_BY.get(package, package)
 
 
@@ -289,7 +294,7 @@ def _extras_of(package: str) -> set[str]:
 
 
 def install_hint(*packages: str) -> str:
-    """Return the command that installs missing packages.
+    """Return an instruction with the command that installs missing packages.
 
     The command names extras of onnx-ops if they install the packages.
     """
@@ -311,8 +316,9 @@ def select_environment(plugin: Plugin, env: Environment | None) -> Environment |
     The result is None if it runs in this installation.
 
     Raises:
-        UserError: `env` requests packages in this installation, which stages never change, or an
-            environment without requirements.
+        UserError: `env` requests packages or a Python version in this installation, which stages
+            never change. The same error is raised for an environment without requirements, if the
+            plugin has none either.
     """
     own = plugin.requirements
     if env is not None and not env.isolated:

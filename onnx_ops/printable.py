@@ -26,7 +26,7 @@ _hidden: dict[str, str] = {}
 
 
 def hide(text: str, name: str) -> None:
-    """Replace a text by a name in all later output, unless the text is very short.
+    """Replace a string by a name in all later output, unless the string is very short.
 
     For example, `${env:NAME}` replaces the value of a variable.
     """

@@ -46,8 +46,8 @@ class Scratch:
     The folder is removed at the end of a `with` block, or when this object is deleted.
 
     A killed process cannot remove its folder, which can contain large models and secrets. The next
-    process that creates a folder therefore removes all unlocked folders. A folder in use has a
-    lock, which the system releases when the process and its forks have ended.
+    process that creates such a folder therefore removes all unlocked folders of this user. A folder
+    in use has a lock, which the system releases when the process and its forks have ended.
     """
 
     def __init__(self) -> None:
@@ -140,15 +140,15 @@ def durable_file(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
 def write_durably(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     """Replace a file atomically, even in case of a power failure.
 
-    If writing the data raises an OSError, the file has its old content. Only the sync of the folder
-    follows the replacement.
+    The file keeps its old content if an OSError occurs before the replacement. If only the sync of
+    the folder fails, the file already has its new content.
     """
     with durable_file(path, mode) as temporary:
         temporary.write_bytes(data)
 
 
 def read_plain_file(path: Path, *, most: int) -> bytes:
-    """Return the content of a plain file that untrusted code can have written.
+    """Return the content of a plain file that untrusted code was able to write.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -196,7 +196,8 @@ def create_file(path: Path, data: bytes, mode: int = PRIVATE) -> bool:
 def storage_errors(where: str = "") -> Iterator[None]:
     """Convert an OSError about storage into a `StorageError` with a remedy.
 
-    An error is about storage if the disk is full or access is denied.
+    Such an error reports a full disk or quota, denied access, a read-only file system, or a file in
+    place of a folder.
 
     Raises:
         StorageError: the block raised an OSError about storage. Other errors pass unchanged.
@@ -241,7 +242,7 @@ class Durations:
         self.last[step] = self._new[step] = round(seconds, 2)
 
     def save(self) -> None:
-        """Write the added durations to the file; the oldest durations are dropped first."""
+        """Write the added durations to the file, which keeps the newest `_REMEMBERED`."""
         with self._lock, contextlib.suppress(OSError):
             if self._path is not None:
                 new = {**self._new}
@@ -251,7 +252,7 @@ class Durations:
                 )
 
     def record(self, step: str, seconds: float) -> None:
-        """Record the duration of a step in the file; 0 stands for an unknown duration."""
+        """Record the duration of a step in the file, unless it is 0 (unknown)."""
         if seconds:
             self.add(step, seconds)
             self.save()

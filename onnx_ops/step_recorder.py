@@ -28,7 +28,7 @@ class StepRecording:
     repeated: dict[str, None] = field(default_factory=dict)
 
     def add(self, name: str, value: Any) -> None:
-        """Keep a copy of a value, which the system can change later."""
+        """Keep a copy of a step's first value, since the system can change the value later."""
         if name in self.values:
             self.repeated[name] = None
         else:

@@ -24,7 +24,7 @@ LabelName = Annotated[str, Pattern("[a-zA-Z_][a-zA-Z0-9_]*", "the name of a labe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorSelection:
-    """Which series of the requests counter are errors, or the counter of errors."""
+    """Series of the requests counter that count errors, or a separate counter of errors."""
 
     label: Annotated[LabelName | None, doc("Label of `requests` that shows an error.")] = None
     values: Annotated[tuple[str, ...], doc("Values of `label` that are errors.")] = ()
@@ -124,9 +124,11 @@ class AnalysisServiceConfig:
 def load_analysis_config(path: Path) -> AnalysisServiceConfig:
     """Return the configuration of a file.
 
-    A relative `state` or `token_file` becomes relative to the folder of the file.
+    `state` and `token_file` are returned as written: callers resolve relative paths from the folder
+    of the file.
 
     Raises:
+        NotFoundError, UserError: there is no such file, or the file cannot be read.
         ConfigError: the file has problems; the error holds all of them with their positions.
     """
     document: Document = read_document(path)

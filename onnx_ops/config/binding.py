@@ -58,8 +58,8 @@ _REFUSED: Mapping[str, str] = {"distribution": DISTRIBUTION}
 class Binding:
     """The result of binding: the value, every issue, and the dataclasses by location.
 
-    The value is None if there are issues. An invalid part of a dataclass is replaced by its
-    default.
+    The value is None if there are issues. In `objects`, an invalid part of a dataclass is replaced
+    by its default. A dataclass with an invalid or missing part that has no default is left out.
     """
 
     value: Any = None
@@ -187,7 +187,7 @@ def is_required(f: Field[Any], kind: type) -> bool:
 
 
 def short_field(kind: type) -> str | None:
-    """Return the key that a plain text sets if it replaces the mapping, or None."""
+    """Return the key that a string in place of the mapping sets, or None."""
     keys = file_fields(kind).items()
     return next((key for key, (_, hint) in keys if Notation.SHORT_FORM in unwrap(hint)[1]), None)
 
@@ -261,7 +261,7 @@ class _Binder:
         return BROKEN
 
     def _json(self, value: Any, loc: Loc) -> Any:
-        """Accept any JSON value; refuse mappings with keys that are not texts."""
+        """Accept any JSON value; refuse mappings with keys that are not strings."""
         for part, item in (
             value.items()
             if isinstance(value, dict)

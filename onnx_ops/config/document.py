@@ -70,9 +70,9 @@ class Document:
     Overrides and substitutions change it in place before it is bound to types.
 
     Attributes:
-        places: The position of each value, and in `keys` of each key.
+        places: Positions of the values; `keys` has the positions of the keys.
         issues: Problems of its values.
-        refused: Problems of overrides that match no location.
+        refused: Problems of overrides that were not applied.
     """
 
     source: str
@@ -92,8 +92,8 @@ class Document:
     def written(self, loc: Loc) -> Loc:
         """Return the location as written in the file.
 
-        A file can write a single entry without its list; its location then has no index. If the
-        last part is missing from the file, the result still has this part.
+        A file can write a single entry without its list; its location then has no index. If a part
+        is missing from the file, the result ends with this part.
         """
         value, parts = self.value, []
         for part in loc:
@@ -108,8 +108,8 @@ class Document:
     def problem(self, issue: Issue) -> Problem:
         """Return an issue with its position.
 
-        The position is that of the value or key. If neither exists, it is the position of the
-        mapping or list that would contain them.
+        The position is the issue's place, or else that of the value or key. If the file does not
+        have the value or key, it is the position of the nearest mapping or list around it.
         """
         place = issue.place or (self.keys.get(issue.loc) if issue.on_key else None)
         nearest = issue.loc

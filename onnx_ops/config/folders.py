@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 OWN = Path("configs")
-"""The folder in a project that onnx-ops created."""
+"""The folder of pipelines and targets in a project that `onnx-ops init` created."""
 
 WITHIN = Path("onnx-ops")
-"""The folder in a repository to which onnx-ops was added.
+"""The folder of pipelines and targets in a repository to which onnx-ops was added.
 
 Its name is not a Python identifier, so that build tools do not treat the folder as a package.
 """
@@ -20,7 +20,10 @@ PIPELINES, TARGETS = "pipelines", "targets"
 
 
 def find_config_folder(root: Path) -> Path:
-    """Return the folder of pipelines and targets, relative to the project's root."""
+    """Return the folder of pipelines and targets, relative to the project's root.
+
+    The folder is `onnx-ops/` if it contains `pipelines/`, and `configs/` otherwise.
+    """
     return WITHIN if (root / WITHIN / PIPELINES).is_dir() else OWN
 
 

@@ -63,8 +63,8 @@ def explain_missing_function(reference: str, root: Path) -> str | None:
 def check_arguments(reference: str, given: Iterable[str], root: Path) -> list[tuple[str, str]]:
     """Return why the function cannot be called with its data and the given parameters.
 
-    The data sets are its first positional parameter. A function without one loads its own data. A
-    decorated function is not checked, since a decorator can change its parameters.
+    The data sets are its first positional parameter. A function without positional parameters loads
+    its own data. A decorated function is not checked, since a decorator can change its parameters.
 
     Returns:
         The parameter of each problem (empty if a parameter is missing), and its message.
@@ -92,7 +92,7 @@ def check_arguments(reference: str, given: Iterable[str], root: Path) -> list[tu
 def has_parameter(reference: str, name: str, root: Path) -> bool:
     """Return whether the function has a parameter of this name.
 
-    A decorated function, and one that is not found, count as functions without it.
+    The result is False for a decorated function, and for a function that is not found.
     """
     definition = _definition(reference, root)
     if definition is None or definition[1].decorator_list:
@@ -168,7 +168,7 @@ def resolve_import(statement: ast.ImportFrom, package: Sequence[str]) -> str:
 
 
 def _is_importable(module: str, root: Path) -> bool:
-    """Return whether a module is the project's or installed.
+    """Return whether a module belongs to the project or is installed.
 
     A module is treated as installed if its top-level package is installed. Nothing is imported.
     """
@@ -195,10 +195,10 @@ def _is_importable(module: str, root: Path) -> bool:
 def _definition(
     reference: str, root: Path, deep: int = 8
 ) -> tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef] | None:
-    """Return where a function is defined.
+    """Return the file and the syntax tree of a function, or None.
 
-    The function is defined in the named module, or in a module from which the named module imports
-    it.
+    The function is searched in the named module, and in modules from which the named module imports
+    it. Up to `deep` modules are searched.
     """
     module, _, function = reference.partition(":")
     path = find_source(module, root)

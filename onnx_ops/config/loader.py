@@ -98,7 +98,9 @@ def load_pipeline(
 
     Raises:
         NotFoundError: There is no such file.
-        ConfigError: The file, or the `params.yaml` that it refers to, has problems.
+        UserError: The file cannot be read, or the folder `shared` does not exist.
+        ConfigError: The file, or the `params.yaml` that it refers to, has problems. If this machine
+            is the cause of all problems, the error is a NotReadyError.
     """
     known = os.environ if environ is None else environ
     document = read_document(path, overrides=overrides, environ=known, reach=reach)
@@ -150,7 +152,7 @@ def load_policy(path: Path) -> LocatedPolicy:
     """Read a promotion policy.
 
     Raises:
-        NotFoundError: There is no such file.
+        NotFoundError, UserError: There is no such file, or the file cannot be read.
         ConfigError: The file has problems; the error holds all of them.
     """
     document = read_document(path)

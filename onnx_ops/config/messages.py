@@ -36,7 +36,7 @@ def shorten(text: str) -> str:
 
 
 def did_you_mean(written: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` if a known name is similar, else an empty text.
+    """Return `; did you mean 'x'?` if a known name is similar, else an empty string.
 
     A name that differs only in letter case is always similar.
     """

@@ -58,7 +58,10 @@ def _check_form(library: CustomOps, loc: Loc) -> Iterator[Issue]:
 
 
 def _find_library(library: CustomOps, loc: Loc) -> CustomOps | Issue:
-    """Return a library with the path and the digest of the one in its package."""
+    """Return a library with the path and digest of the library file in its package.
+
+    The result is an issue unless the package has exactly one such file.
+    """
     package, place = library.package, (*loc, "package")
     folders = _find_folders(package)
     if folders is None:

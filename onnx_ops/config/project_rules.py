@@ -67,7 +67,10 @@ def load_targets(
 def check_project(
     draft: Draft, files: TargetFiles, targets: Mapping[str, Target]
 ) -> Iterator[Issue]:
-    """Yield missing targets and functions, and values that do not suit the targets."""
+    """Yield missing targets and functions, and values that do not suit the targets.
+
+    Parameters that do not suit the training function are also yielded.
+    """
     yield from _check_target_names(draft, files)
     for name, target in targets.items():
         yield from _check_target(draft, name, target)
@@ -108,7 +111,7 @@ _PLUGIN_PATHS = {"dvc": "repo"}
 def check_reach(
     draft: Draft, targets: Mapping[str, Target], reach: Reach, root: Path
 ) -> Iterator[Issue]:
-    """Yield files and functions that are neither in the project nor allowed.
+    """Yield files, libraries and functions that are neither in the project nor allowed.
 
     The project's settings can allow them. Addresses that must be pinned, and are not, are also
     yielded.
@@ -154,7 +157,10 @@ def _list_paths(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[L
 
 
 def _list_packages(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[Loc, str]]:
-    """Yield the packages whose libraries the targets load, with their locations."""
+    """Yield the packages whose libraries the targets load, with their locations.
+
+    Packages that an extra of onnx-ops provides are left out.
+    """
     for loc, library in _list_libraries(draft, targets):
         # Packages of an extra are left out, because the user has chosen to install this extra of
         # onnx-ops.

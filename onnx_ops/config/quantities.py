@@ -121,7 +121,8 @@ def parse_option(text: str, unit: str, where: str, remedy: str = "") -> float:
 def format_quantity(value: float, unit: str) -> str:
     """Return a quantity in the largest unit that needs no decimal places.
 
-    If there is no such unit, the smallest unit is used, with all decimal places of the number.
+    If there is no such unit, the smallest unit is used, with all decimal places of the number. A
+    duration or size of 0 has the base unit.
     """
     units = SCALES[unit].units
     exact = Decimal(repr(value))

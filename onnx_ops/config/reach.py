@@ -22,7 +22,7 @@ class Reach:
     """What the settings allow beyond the project.
 
     `variables` are names of environment variables (`AWS_ROLE`, `BUCKET_*`), `paths` are folders and
-    URLs, and `packages` are packages of functions.
+    URLs, and `packages` are packages of functions and of operator libraries.
     """
 
     variables: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ class Reach:
         return f"module '{shorten(module)}' is not in the project; {remedy}"
 
     def explain_library(self, package: str) -> str:
-        """Return why a library of an installed package must not be loaded; empty if it may be."""
+        """Return why a package's library must not be loaded; empty if it is allowed."""
         if self._allows(package):
             return ""
         return (

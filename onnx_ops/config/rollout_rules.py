@@ -1,7 +1,7 @@
-"""Rules about rollouts: within one, between several, and with their provider.
+"""Rules about the rollouts of a pipeline file.
 
-They check each `rollout` of a file, the rollouts of a file together, and the capabilities of an
-endpoint's provider.
+The rules check each `rollout`, the dependencies between rollouts, and whether the endpoint's
+provider supports the rollout.
 """
 
 from __future__ import annotations
@@ -128,7 +128,10 @@ def _find_predecessors(name: str, entries: Mapping[str, Deploy]) -> set[str]:
 
 
 def _check_steps(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    """Yield shares of traffic that are not whole percentages, or do not grow to 100%."""
+    """Yield shares of traffic that are not whole percentages, or do not grow to 100%.
+
+    The split of an A/B test must exceed the step before 100%, and its metric must have a name.
+    """
     steps = policy.steps
     for key, share in _list_shares(policy):
         if abs(share * 100 - round(share * 100)) > _TOLERANCE:
@@ -160,7 +163,7 @@ def _list_shares(policy: RolloutPolicy) -> Iterator[tuple[Loc, float]]:
 
 
 def _check_strategy(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    """Yield a strategy that its other keys contradict."""
+    """Yield a strategy that other keys of the rollout contradict."""
     match policy.strategy:
         case "all-at-once" if len(policy.steps) > 1 or policy.ab_test or policy.shadow:
             message = "strategy all-at-once has one step, 100%, and neither 'shadow' nor 'ab_test'"

@@ -358,9 +358,10 @@ def _check_tuning_data(draft: Draft, loc: Loc, tuning: TuningData | None) -> Ite
 
 
 def _share_rows(draft: Draft, name: str) -> bool:
-    """Return whether a data set shares rows with the scored one, as far as is known.
+    """Return whether a data set shares rows with the scored data set.
 
-    Different splits of one scikit-learn data set are assumed to share rows.
+    Two selections of one scikit-learn data set are assumed to share rows, unless they are the train
+    and test rows of the same split. Other data sets share rows only if their sections are equal.
     """
     one, other = draft.data.get(name), draft.data.get(draft.scored)
     if (

@@ -19,7 +19,7 @@ from onnx_ops.protocol.server_process import OPTION_PREFIX, ContainerOptions, Se
 def list_options() -> tuple[tuple[str, type, Any, str], ...]:
     """Return name, type, default and description of every option.
 
-    Quantities are texts with a unit.
+    Quantities are strings with a unit.
     """
     described = []
     for name, (f, hint) in file_fields(ServerOptions).items():

@@ -34,7 +34,8 @@ class NotifierConfig:
     def label(self) -> str:
         """The name of this entry in messages and in the ledger.
 
-        It differs from that of an entry with other options: `github(repository=acme/models)`.
+        The name contains the options, which distinguish entries of one notifier:
+        `github(repository=acme/models)`.
         """
         if not self.options:
             return self.notifier
@@ -199,7 +200,11 @@ def load_settings(start: Path | None = None, environ: Mapping[str, str] | None =
     """Return the settings of the project around `start`.
 
     `start` is the working directory by default. The variable `ONNX_OPS_ROOT` takes precedence over
-    it.
+    `start`.
+
+    Raises:
+        UserError: the settings file is not TOML, it lacks the requested profile, or a setting is
+            not valid.
     """
     environ = os.environ if environ is None else environ
     root = (

@@ -76,8 +76,8 @@ def read_document(
     place other than `WITH_ENVIRONMENT`.
 
     Raises:
-        NotFoundError: There is no such file.
-        ConfigError: The file is empty or not YAML, or needs a newer onnx-ops.
+        NotFoundError, UserError: There is no such file, or the file cannot be read.
+        ConfigError: The file is empty, too large or not YAML, or needs a newer onnx-ops.
     """
     document = read_file(path)
     if document.value is None:
@@ -238,6 +238,10 @@ def substitute_parameters(document: Document, root: Path) -> Mapping[str, Json]:
 
     Returns:
         The values that were used, by their path in `params.yaml`.
+
+    Raises:
+        UserError: `params.yaml` cannot be read.
+        ConfigError: `params.yaml` is too large or not YAML.
     """
     references = list(_texts_with(_PARAMETER_MARK, document.value, ()))
     if not references:

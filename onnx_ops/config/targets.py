@@ -105,7 +105,9 @@ class TargetFiles:
             NotFoundError: there is no target or profile of this name. `where` is the place that
                 the error shows, such as an option.
             ConfigError: the target's file has problems; the error holds all of them.
-            NotReadyError: a package that has a library of the target is not installed.
+            NotReadyError: the only problems are packages with libraries of the target, which are
+                not installed.
+            UserError: the target's file cannot be read.
         """
         path = self.path(name)
         if path is None:

@@ -48,8 +48,8 @@ def read_file(path: Path) -> Document:
 
     Raises:
         NotFoundError: there is no such file.
-        UserError: the file cannot be read, or is not a text.
-        ConfigError: the file is too large, not in UTF-8, or not YAML.
+        UserError: the file cannot be read, is binary, or is in UTF-16.
+        ConfigError: the file is too large, has bytes that are not UTF-8, or is not YAML.
     """
     source = format_path(path)
     try:
@@ -117,6 +117,9 @@ def read_text(text: str, *, source: str, positions: bool = True) -> Document:
     Without `positions`, every place is the source as a whole (for values from the command line).
     Problems of single values (duplicate keys, tags, ambiguous numbers) are collected as the
     document's issues.
+
+    Raises:
+        ConfigError: the text is not YAML, or exceeds a limit of this module.
     """
     loader = None
     try:
@@ -149,7 +152,7 @@ def read_text(text: str, *, source: str, positions: bool = True) -> Document:
 
 
 def format_path(path: Path) -> str:
-    """Return a path relative to the working directory where the file is below it."""
+    """Return a path relative to the working directory, if the file is below it."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:
@@ -277,8 +280,8 @@ def plain_scalar(text: str) -> str | int | float | bool | None:
     """Return the value of an unquoted scalar by YAML 1.2's core schema.
 
     Raises:
-        ValueError: it is a number that other readers interpret differently (`012`), is not finite,
-            or is too long.
+        ValueError: the scalar is a number that other readers interpret differently (`012`), that is
+            not finite, or that does not fit in 64 bits.
     """
     if text in _NULL:
         return None

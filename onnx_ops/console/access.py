@@ -1,8 +1,9 @@
 """Access rules of the console, and what its pages can load.
 
 The console changes nothing, so it permits only GET and HEAD. If there is a token, every request
-needs it; a console that other machines can reach must have one. On loopback, the Host header must
-be an allowed name, since a web page can make its own name resolve to this machine.
+needs it; a console that other machines can reach must have one. On loopback, or if the user lists
+allowed names, the Host header must be an allowed name. Otherwise, a web page could make its own
+name resolve to this machine.
 """
 
 from __future__ import annotations
@@ -143,8 +144,9 @@ class AccessControl:
 def choose_hosts(address: str, allowed: Collection[str]) -> frozenset[str] | None:
     """Return the allowed names of a server that listens on an IP address.
 
-    None allows every name. On other addresses than loopback, the valid names depend on the network.
-    There, requests need the token, which a web page does not have.
+    The result is None, which allows every name, if `allowed` is empty and the address is not
+    loopback. The valid names of such an address depend on the network. Its requests need the token,
+    which a web page does not have.
     """
     names = {name.strip().lower() for name in allowed if name.strip()}
     if not (ip_address(address).is_loopback or names):

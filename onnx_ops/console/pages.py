@@ -53,7 +53,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class _EndpointDetail:
-    """The log of an endpoint, with its last rollout and the plots of this rollout."""
+    """The log of an endpoint, with its last rollout and the plot of its evidence."""
 
     log: EntryLog
     timeline: RolloutTimeline | None
@@ -210,6 +210,7 @@ class Pages:
 
         Raises:
             NotFoundError: the version does not exist, or has no report.
+            ServiceUnavailableError: the registry does not answer.
         """
         detail = await self._find_release(model, version)
         return await self._reads.get(

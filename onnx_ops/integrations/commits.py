@@ -319,7 +319,7 @@ def _local(place: str) -> Path | None:
 def read_results(folder: Path) -> tuple[Checked, ...]:
     """Return the results that `evaluate_change` or `release_change` wrote to a folder.
 
-    The results are not trusted: code of a pull request can have replaced them.
+    The results are not trusted, because code of a pull request was able to replace them.
 
     Raises:
         UserError: there are no results.

@@ -52,7 +52,8 @@ _CONCLUSIONS = {
 }
 """Conclusion of the GitHub check by verdict.
 
-ERROR is not a failure: a model could not be measured, and a person has to find the cause.
+ERROR is not a failure of a model: the commit could not be judged, and a person has to find the
+cause.
 """
 
 _NONE = re.compile(r"0*")
@@ -117,7 +118,7 @@ def read_event(environ: Mapping[str, str]) -> Event:
     """Return the workflow's event.
 
     Raises:
-        UserError: this is no run of a workflow, or the event lacks a valid commit.
+        UserError: this process does not run in a workflow, or the event lacks a valid commit.
     """
     variable = "GITHUB_EVENT_PATH"
     try:
@@ -192,9 +193,9 @@ def is_hosted(environ: Mapping[str, str]) -> bool | None:
 def publish(event: Event, folder: Path, environ: Mapping[str, str]) -> int:
     """Write the summary, the comment and the check; return the exit code.
 
-    The summary lists the parts that GitHub does not permit this run to write. If the results are
-    missing or invalid, the check reports that the commit could not be judged. Without a check, a
-    pull request that requires it would wait forever.
+    The summary lists the parts that could not be written to GitHub. If the results are missing or
+    invalid, the check reports that the commit could not be judged. Without a check, a pull request
+    that requires it would wait forever.
     """
     verdict: Verdict | None = Verdict.ERROR
     try:

@@ -282,8 +282,8 @@ def make_precision_statistic(matches: Matches, answers: Array) -> MetricStatisti
 def find_recall_jump(matches: Matches) -> float:
     """Return the change of the mean average precision at the next recall steps.
 
-    The precision is read at 101 recalls. Whether a class reaches the next one depends on single
-    objects: with one class and one threshold, the metric then changes by 1/101 of the last
+    The precision is read at 101 recalls. Whether a class reaches the next recall depends on single
+    objects. With one class and one threshold, the metric then changes by 1/101 of the last
     precision. The jumps of all curves whose recall is near a step are added as independent changes.
     """
     objects = np.asarray(matches.objects.sum(axis=1)).ravel()
@@ -361,10 +361,11 @@ class AveragePrecision:
     def plain(self, weights: Weights) -> npt.NDArray[np.float64]:
         """Return the metric from precisions that are not interpolated.
 
-        The best of several noisy precisions is too high by chance, so that the metric of COCO is
-        too high in small samples. So is the precision at a right detection, which counts this
-        detection itself. Here, it counts only the detections before this one. The metric is then
-        about right on average. It has the limit of COCO's metric if precision falls with recall.
+        The metric of COCO is too high in small samples for two reasons. Interpolation takes the
+        best of several noisy precisions, and the precision at a right detection counts this
+        detection itself. This method does not interpolate, and counts only the detections before
+        the right detection. Its result has little bias. For many images, it approaches COCO's
+        metric if precision falls with recall.
         """
         return np.asarray(self._compute(weights)[1])
 
@@ -464,7 +465,9 @@ class _Curves:
 
 
 def _sum_between(image: Array, counted: Array, ends: Array, images: int) -> Any:
-    """Return the matrix that sums the detections from the end before up to each end.
+    """Return the matrix that sums the weights of the detections between the ends.
+
+    Each row sums the counted detections after the previous end, up to its own end.
 
     Args:
         image: image of each detection.

@@ -16,7 +16,7 @@ NO_ITEM = -1
 
 
 def compute_recall(grades: Array, scores: Array, k: int) -> npt.NDArray[np.float64]:
-    """Return the share of the relevant items among the k best, for each query.
+    """Return the share of relevant items that are among the k best, for each query.
 
     An irrelevant item with the same score ranks before a relevant item.
     """

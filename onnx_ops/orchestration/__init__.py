@@ -1,5 +1,5 @@
 """Integration with Prefect.
 
-A stage is a task run, and a verdict is the state of a run. Results are published as artifacts, and
-releases as events.
+Each stage is recorded as a task run, whose state shows the verdict of a gate. Results are published
+as artifacts, and releases as events.
 """

@@ -75,7 +75,8 @@ def concluded(results: Sequence[RecheckResult]) -> State[Any]:
     """Return the final state of a run that measured these champions again.
 
     The state is Failed, with the name `RecheckFailed`, if a champion failed its recheck. Otherwise,
-    its name is `EnvironmentFailed` if a champion could not be measured.
+    it is Failed with the name `EnvironmentFailed` if a champion could not be measured. In all other
+    cases, it is Completed.
     """
     lines = [f"{d.model} v{d.version} @ {d.target}: {_verdict(d)}. {d.reason}" for d in results]
     message = "\n".join(lines) or "no champions yet: the first release of a pipeline creates one"

@@ -183,7 +183,7 @@ def run_pipeline(
     """Run a pipeline with a task run for each stage.
 
     Artifacts, events and notifications are published. Up to `jobs` stages run in parallel, by
-    default one per core. During a measurement of times, no other stage runs in a child process of
+    default one per core. While a stage measures times, no other stage runs in a child process on
     this machine.
     """
     prepared = prepare(

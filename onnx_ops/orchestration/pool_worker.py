@@ -127,8 +127,8 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
     """Send heartbeats of a flow run, and end its processes when the run ends early.
 
     A run ends early if it is cancelled, or if another process sets a final state. This process then
-    ends too. A heartbeat updates the flow run with its own name. The requesting process reads the
-    time of the last update.
+    ends too. A heartbeat is an update of the flow run that does not change its name. The requesting
+    process reads the time of the last update.
     """
     done = threading.Event()
 
@@ -402,7 +402,7 @@ def _describe_machine() -> WorkerStatus:
     """Return what this machine can measure.
 
     A child process loads ONNX Runtime, which can start threads. This process must stay without
-    threads.
+    threads. If the child process fails, the description is empty.
     """
     fork = multiprocessing.get_context("fork")
     receiving, sending = fork.Pipe(duplex=False)

@@ -60,7 +60,8 @@ def plan(
 ) -> Plan:
     """Return the stages of a checked pipeline, up to the kind `until`.
 
-    Each stage comes after those that it needs.
+    Each stage comes after those that it needs. The stages of a release are left out if the pipeline
+    does not register models, or if nothing is signed.
     """
     stages = [*_plan_sources(pipeline, probe), *_plan_models(pipeline, targets, probe)]
     for name in pipeline.benchmark.targets:
@@ -167,7 +168,7 @@ def _plan_models(
 ) -> list[Stage]:
     """Plan export, validation, comparison with the project's code, and variants.
 
-    Each of these stages has a separate process, since its libraries can crash.
+    Each of these stages runs in a separate process, since its libraries can crash.
     """
     samples = pipeline.validate.samples
     scored = data_id(samples.data)
@@ -403,7 +404,7 @@ def _select_gates(pipeline: Pipeline, target: Target) -> list[Gate]:
 def _write_slices(pipeline: Pipeline, gates: Sequence[Gate]) -> tuple[dict[str, Json], list[str]]:
     """Return settings with the metrics judged in slices, and the stage they need.
 
-    Both are empty without gates on slices.
+    Both are empty without gates on slices, or without the section `slices`.
     """
     sliced = {gate.definition().label for gate in gates if isinstance(gate, SlicesGate)}
     if pipeline.slices is None or not sliced:

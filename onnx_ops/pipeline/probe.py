@@ -129,7 +129,8 @@ class ProjectProbe:
 class OfflineProbe(ProjectProbe):
     """A `ProjectProbe` for a plan that is only shown.
 
-    Remote models are not requested. A DVC repository with a URL still is, for the fingerprint.
+    Remote models are not requested. A DVC repository with a URL is still requested, since the
+    fingerprint depends on it.
     """
 
     def model(self, path: str) -> Digest:

@@ -244,7 +244,7 @@ def preview(
 
 
 def collect_inputs(stage: Stage, outcomes: Mapping[str, StageOutcome]) -> dict[str, Manifest]:
-    """Return the results that a stage depends on."""
+    """Return the results that a stage depends on, as far as they exist."""
     manifests = {
         name: outcomes[name].manifest
         for name in (*stage.needs, *stage.tolerates)
@@ -316,7 +316,7 @@ class _StageRunner:
         return outcome, error
 
     def _check(self, stage: Stage) -> tuple[StageOutcome | None, OnnxOpsError | None]:
-        """Return the outcome of a stage that needs no work, or None, and its error.
+        """Return the outcome of a stage that needs no work, or None, and any error.
 
         An error other than a StorageError, such as an unreadable result, is a failure of the stage.
         """

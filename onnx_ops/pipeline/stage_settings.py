@@ -29,7 +29,7 @@ SYSTEM = StageKind.SYSTEM.value
 """Id of the stage that compares the export with the project's own code."""
 
 SYSTEM_EXAMPLE = "example.json"
-"""File of that stage with the values of a step at the input that differs most."""
+"""File of the stage `SYSTEM` with a step's values at the input that differs most."""
 
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
@@ -169,7 +169,7 @@ def write_operators(
 
 
 def as_json_text(value: Json) -> str:
-    """Return a text unchanged, and any other value as JSON text."""
+    """Return a string unchanged, and any other value as JSON text."""
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 

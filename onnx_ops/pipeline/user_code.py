@@ -116,8 +116,8 @@ def find_referenced_modules(path: Path, root: Path) -> frozenset[str]:
     """Return the modules that a trained model's files name.
 
     For an installed package, only the top-level name is returned. The files are not loaded, since
-    this would need their framework and run their code. A text that is no name of a module does no
-    harm.
+    this would need their framework and run their code. Strings that are not names of modules are
+    ignored.
     """
     if not path.is_file():
         return frozenset(
@@ -158,8 +158,8 @@ def _read_unpacked(path: Path) -> bytes:
 def _list_names(content: bytes) -> Iterator[tuple[str, bool]]:
     """Yield possible names of modules, and whether each is treated as a module.
 
-    A text is treated as a module if it has a dot, or if a pickle names a class after it. Any other
-    text can be any word.
+    A string is treated as a module if it has a dot, or if a pickle names a class after it. Any
+    other string can be an ordinary word.
     """
     for match in _NAME_PATTERN.finditer(content):
         kind = match.lastgroup

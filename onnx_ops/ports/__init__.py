@@ -1,6 +1,6 @@
 """Interfaces of the core to the outside world.
 
-Adapters implement them; `onnx_ops.testing` verifies that.
+Adapters implement the interfaces. The suites of `onnx_ops.testing` verify the adapters.
 """
 
 from __future__ import annotations

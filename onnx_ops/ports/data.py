@@ -134,7 +134,7 @@ class DataSource(Plugin):
 
     @abstractmethod
     def fingerprint(self, section: DataSection, root: Path) -> str:
-        """Return a text that changes with the data.
+        """Return a string that changes with the data.
 
         The call neither loads the data nor imports a heavy package.
 
@@ -164,9 +164,10 @@ class DataSource(Plugin):
         return None
 
     def origin(self, section: DataSection, root: Path) -> Mapping[str, str]:
-        """Return the origin of the data of `fingerprint`; empty if it has no history.
+        """Return the origin of the data; empty if the source does not record one.
 
-        The keys are `kind` and, depending on the kind, repository, commit and path.
+        The origin is that of the data whose fingerprint `fingerprint` returns. One key is `kind`.
+        The other keys depend on the kind, such as the repository, the commit and the path.
 
         Raises:
             NotFoundError, ServiceUnavailableError: as `fingerprint`.
@@ -190,7 +191,10 @@ class DataSource(Plugin):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The first rows of all arrays of a data set; `whole` if these are all rows."""
+    """The first rows of all arrays of a data set.
+
+    `whole` states whether the data set has no further rows.
+    """
 
     arrays: Tensors
     whole: bool

@@ -88,7 +88,7 @@ class Exporter(Plugin):
     def with_custom_ops(self, libraries: tuple[CustomOps, ...]) -> Exporter:
         """Return the exporter with libraries of operators, if there are any.
 
-        The sessions that run its source use them.
+        The sessions that run the source model load these libraries.
         """
         return self
 
@@ -155,4 +155,4 @@ class TreeExporter(Exporter):
 
     @abstractmethod
     def trees(self, model: object) -> tuple[Tree, ...] | None:
-        """Return the model's trees in the order of the export; None without trees."""
+        """Return the model's trees in the order of the export; None if it has none."""

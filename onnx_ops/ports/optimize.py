@@ -75,7 +75,7 @@ class Optimizer(Plugin):
         Args:
             request: the request that `optimize` gets; its path is not written.
             path: a new file.
-            shard: number and count of the parts.
+            shard: number of the part, counted from 0, and count of the parts.
 
         Raises:
             UserError: this optimizer calibrates with all rows together, or an option does not fit.
@@ -103,6 +103,6 @@ class Optimizer(Plugin):
     def quantizes(self, section: Quantize) -> bool:
         """Return whether a section with inlined files makes a quantized variant.
 
-        Options can decide that.
+        The result can depend on the options of the section.
         """
         return self.quantized

@@ -66,13 +66,13 @@ class Registry(Protocol):
         """
 
     def delete_version(self, model: str, version: str) -> None:
-        """Delete a version and the objects that are stored for it alone.
+        """Delete a version, and the objects that only this version uses.
 
         The registry can delete the files later (MLflow: `mlflow gc`). Deleting a missing version is
-        no error.
+        not an error.
 
         Raises:
-            RefusedError: an alias points at it.
+            RefusedError: an alias points at the version.
         """
 
     def aliases(self, model: str) -> Mapping[str, str]:
@@ -96,7 +96,7 @@ class Registry(Protocol):
         """
 
     def delete_alias(self, model: str, alias: str) -> None:
-        """Delete an alias. Deleting a missing alias is no error.
+        """Delete an alias. Deleting a missing alias is not an error.
 
         Raises:
             RefusedError: the registry does not permit the change.
@@ -164,7 +164,7 @@ class Ledger(Protocol):
         """Return the names of all ledgers."""
 
     def state(self, endpoint: str) -> ReleaseState:
-        """Return the fold of all entries.
+        """Return the state that results from all entries.
 
         The call makes a small number of reads, regardless of the number of entries.
 
@@ -195,9 +195,9 @@ class Ledger(Protocol):
         """
 
     def require_signer(self, state: ReleaseState, body: EntryBody) -> None:
-        """Raise the error of `append` if no trusted key can sign the entry after a state.
+        """Raise the error of `append` if no trusted key can sign the next entry.
 
-        Nothing is written.
+        The next entry follows `state`, and contains `body`. Nothing is written.
 
         Raises:
             MissingKeyError: the entry grants something, and no trusted key can sign it here.
@@ -242,15 +242,16 @@ class EndpointProvider(Plugin):
 
     @abstractmethod
     def explain_unservable(self, target: Target) -> str:
-        """Return why no endpoint here can run models as measured on the target.
+        """Return why no endpoint of the provider can run models as measured on the target.
 
         The result is empty if an endpoint can run them.
         """
 
     def explain_uncounted(self, source: str, options: Mapping[str, Json]) -> str:
-        """Return why a metrics source counts no requests of such an endpoint.
+        """Return why a metrics source counts no requests of an endpoint.
 
-        The result is empty if it counts them, or if the provider does not recognize the source.
+        The result is empty if the source counts them, or if the provider does not recognize the
+        source.
 
         Args:
             source: name of the plugin, as in section `metrics` of the endpoint.
@@ -426,7 +427,7 @@ class EndpointProvider(Plugin):
         return ()
 
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
-        """Delete an orphaned resource. Deleting a missing resource is no error.
+        """Delete an orphaned resource. Deleting a missing resource is not an error.
 
         Raises:
             ConflictError: the resource is in use again.
@@ -437,8 +438,8 @@ class EndpointProvider(Plugin):
     def remove(self, config: EndpointConfig) -> None:
         """Remove the endpoint and its resources at the provider.
 
-        Servers that others started continue until they are stopped. Removing a missing endpoint is
-        no error.
+        Servers that the provider did not start continue until they are stopped. Removing a missing
+        endpoint is not an error.
 
         Raises:
             ServiceUnavailableError: the endpoint could not be deleted.
@@ -550,7 +551,7 @@ class ModelFiles(Protocol):
         """
 
     def forget(self, manifest: Digest) -> None:
-        """Remove a folder. Removing a missing folder is no error."""
+        """Remove a folder. Removing a missing folder is not an error."""
 
 
 class Notifier(Plugin):

@@ -220,7 +220,8 @@ class Pools(Plugin):
         Raises:
             UserError: there is no such pool, or it does not execute this kind of stage.
             ServiceUnavailableError: the orchestrator or the pool's workers do not answer.
-            MeasurementError: workers died, or the stage took longer than its time-out.
+            StageError: the stage took longer than its time-out, or `cancel` was called.
+            MeasurementError: workers died, or a worker took the stage and did not start it.
         """
 
     @abstractmethod

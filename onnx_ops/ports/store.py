@@ -53,7 +53,7 @@ class Store(Protocol):
     def forget(self, stored: StoredObject) -> bool:
         """Remove the object, unless it was stored again in the meantime.
 
-        Return whether the store no longer has it. A missing object is no error.
+        Return whether the store no longer has it. A missing object is not an error.
         """
 
 

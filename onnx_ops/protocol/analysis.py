@@ -133,7 +133,7 @@ def check_name(value: object, what: str) -> str:
     """Return a name that a client sent.
 
     Raises:
-        UserError: the value is not a text that matches `_NAME`.
+        UserError: the value is not a string that matches `_NAME`.
     """
     if not isinstance(value, str) or _NAME.fullmatch(value) is None:
         raise UserError(

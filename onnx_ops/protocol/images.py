@@ -72,8 +72,8 @@ def read_image_header(content: bytes) -> ImageHeader:
     """Return what the header of an encoded image announces.
 
     Raises:
-        UserError: the file is neither PNG nor JPEG, or is of a kind that is not decoded. Or the
-            header is corrupt or truncated, or announces no pixels.
+        UserError: the file is neither PNG nor JPEG, or is of a kind that is not decoded. The same
+            error is raised if the header is corrupt or truncated, or announces no pixels.
     """
     if content.startswith(_PNG):
         header = _read_png_header(content)

@@ -171,8 +171,8 @@ class TableCounts:
 class EpochCounts:
     """Counts of the requests that were routed in one epoch of a split.
 
-    No other split than that of `generation` was valid in the epoch. It assigns users anew in each
-    epoch. `cells` has the format of `TableCounts.cells`.
+    The split of `generation` was the only valid split in the epoch. This split assigns users anew
+    in each epoch. `cells` has the format of `TableCounts.cells`.
     """
 
     generation: int

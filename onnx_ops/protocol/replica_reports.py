@@ -120,7 +120,7 @@ class ReportSource:
 
 
 def has_possible_counts(counts: Counts) -> bool:
-    """Return whether a server can have reported these counts.
+    """Return whether these counts are values that a server can report.
 
     Each number must be between 0 and `_LARGEST_COUNT`. The counts by cell of the tables and of the
     open epoch must be decodable.

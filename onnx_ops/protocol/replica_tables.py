@@ -144,7 +144,8 @@ def decode_table(
     Raises:
         CorruptStateError: the object is too large, or is not a table of this endpoint with this
             number.
-        InvalidSignatureError: no trusted key has signed the table, which is no `RollbackTable`.
+        InvalidSignatureError: no trusted key has signed the table. A `RollbackTable` needs no
+            signature.
     """
     where = number.name
     if len(data) > MAX_TABLE_BYTES:
@@ -183,7 +184,10 @@ def decode_table(
 
 
 def resolve(table: StoredTable, read: Callable[[TableNumber], ReplicaTable]) -> ReplicaTable:
-    """Return the signed table itself, or the table that a `RollbackTable` names.
+    """Return a signed table, or the table that a `RollbackTable` describes.
+
+    The latter table has the deployments of the signed table that the `RollbackTable` names. It
+    gives all traffic to the fallback of that table, or to its leader if it has no fallback.
 
     Args:
         read: returns the signed table with a number. It raises an OnnxOpsError if there is none.
@@ -268,7 +272,8 @@ def gives_candidate_traffic(table: RoutingTable) -> bool:
 def has_same_traffic(one: RoutingTable, other: RoutingTable) -> bool:
     """Return whether both tables give the same deployments the same traffic.
 
-    Traffic consists of requests and mirrored copies of requests.
+    Traffic consists of requests and mirrored copies of requests. The tables must also have the same
+    fallback.
     """
     first, second = (
         (

@@ -145,9 +145,10 @@ class TableFile:
         self._previous = folder / PREVIOUS_FILE
 
     def read(self) -> RoutingTable | None:
-        """Return the current table, or the previous one if the current one is invalid.
+        """Return the current table, or the previous one if the current one is unusable.
 
-        The result is None if no file is valid. Invalid files are logged and not deleted.
+        A file is unusable if it is missing or invalid. The result is None if both are. Invalid
+        files are logged and not deleted.
         """
         for path in (self._current, self._previous):
             try:
@@ -162,7 +163,8 @@ class TableFile:
     def write(self, table: RoutingTable) -> None:
         """Write a table durably, and store a valid current table as the previous one.
 
-        After an OSError, `read` returns the old table.
+        After an OSError, `read` returns the old table, unless only the last sync of the folder
+        failed.
         """
         try:
             current = self._load(self._current)

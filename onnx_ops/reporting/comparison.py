@@ -91,7 +91,7 @@ class VariantRow:
 def variant_rows(
     decisions: Sequence[Decision], evidence: Sequence[Evidence]
 ) -> tuple[VariantRow, ...]:
-    """Return every variant, followed by each target's champion on the same data.
+    """Return a row for every variant, then for each target's champion on the same data.
 
     Variants are in the order of the decisions.
     """
@@ -157,9 +157,9 @@ def _pair_medians(rows: Sequence[VariantRow]) -> list[VariantRow]:
 
 
 def summarize_metrics(evidence: Evidence) -> str:
-    """Return a variant's measurements as one sentence.
+    """Return a variant's measurements as a sentence.
 
-    The differences from the champion follow the measurements.
+    A second sentence has the differences from the champion, if they were measured.
     """
     labels = [f"{label} {value.figure}" for label, value in task_values(evidence).items()]
     if middle := median_latency(evidence.latency):
@@ -189,7 +189,10 @@ def base_comparisons(
     base: BaseRelease,
     pairs: Pairs = lambda *_: (),
 ) -> tuple[ModelComparison, ...]:
-    """Return comparisons of each target's chosen variant with that of the base branch."""
+    """Return comparisons of each target's chosen variant with that of the base branch.
+
+    If `base.why` is set, the only result has this reason as its note.
+    """
     if base.why:
         return (ModelComparison(against=base.branch, target="", ours="", theirs="", note=base.why),)
     name = f"{base.branch} at {base.commit[:12]}"
@@ -366,7 +369,7 @@ def _change(entry: PairedCounts | ScoreComparison) -> str:
 
 
 def _difference(interval: Interval, unit: str) -> str:
-    """Return a change with its sign; in percentage points for a share."""
+    """Return a signed change with its interval; in percentage points for a share."""
     scale = scale_for(interval.estimate, unit)
     shown = [
         _signed(value / scale.divisor) for value in (interval.estimate, interval.low, interval.high)

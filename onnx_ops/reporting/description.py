@@ -114,8 +114,8 @@ def version_description(
     It has verdicts, measurements, gate table and origin. The verdicts are plain text, because
     MLflow lists the first line of a description unrendered. The text has at most
     `DESCRIPTION_LIMIT` characters: the worst results come first, and one line states how many
-    results are omitted. `decisions` are by target; `summaries` name the measurements in one
-    sentence per target.
+    results are omitted. `decisions` are by target; `summaries` state the measurements on each
+    target.
     """
     ordered = [decisions[target] for target in sorted(decisions)]
     tail = markdown(_cut(_describe_origin(variant, lineage, provenance), 4 * _REASON_LIMIT))

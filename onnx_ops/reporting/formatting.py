@@ -67,7 +67,7 @@ def format_interval(
     """Return an interval as a text: `[1.21, 1.30] ms`, or one-sided `≥ 1.21 ms`.
 
     A bound that is None or infinite is omitted, and the text is empty without a bound. The scale is
-    that of the estimate, `near`.
+    that of the estimate, `near`, or of a bound if there is no estimate.
     """
     low, high = _drop_infinite(low), _drop_infinite(high)
     anchor = next((v for v in (near, high, low) if v is not None), None)
@@ -106,7 +106,7 @@ def result_interval(result: GateResult) -> str:
 def number(value: float) -> str:
     """Return a number that is rounded to at least three significant digits.
 
-    Numbers from 0.001 to 100,000 have no exponent.
+    Numbers from 0.001 to below 100,000 have no exponent.
     """
     if not math.isfinite(value):
         return str(value)

@@ -165,9 +165,10 @@ def _complete_digests(
 def _name_release(
     lineage: Lineage | None, evidence: Sequence[Evidence]
 ) -> tuple[str, Digest | None]:
-    """Return the names of the pipeline and the release of a report.
+    """Return the name of a report's pipeline, and the digest of its release.
 
-    Without lineage, they are those in the first evidence.
+    Without lineage, they are those in the first evidence. Without evidence, the name is `release`,
+    and the digest is None.
     """
     if lineage is not None:
         return lineage.pipeline, lineage.release

@@ -54,7 +54,7 @@ class Measured(Interval):
 
 
 def sampled_rows(evidence: Iterable[Evidence]) -> str:
-    """Return which rows of the data set were scored; empty if all rows were."""
+    """Return which rows of the data set were scored; empty if all rows were scored."""
     texts = {
         f"metrics of {rows.used:,} of {rows.total:,} rows of {rows.data}"
         for one in evidence
@@ -135,7 +135,7 @@ def task_metric(evidence: Evidence, name: str) -> Measured | None:
 
 
 def unit_of(name: str) -> str:
-    """Return `1` for metrics that are shares, otherwise an empty text.
+    """Return `1` for metrics that are shares, otherwise an empty string.
 
     Other metrics have the label's unit, which is unknown here.
     """
@@ -211,7 +211,7 @@ def dvc_metrics(judged: VariantEvidence) -> Json:
 
 
 def dvc_plots(judged: VariantEvidence) -> Mapping[str, Json]:
-    """Return points to plot by file name.
+    """Return the points of each plot, by file name.
 
     `latency.json` has quantiles in ms, and `size.json` has bytes.
     """

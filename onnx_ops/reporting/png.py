@@ -39,7 +39,7 @@ def make_data_uri(pixels: Pixels) -> str:
 
 
 def read_picture(value: Any) -> npt.NDArray[np.float64] | None:
-    """Return a value as a (height, width, 3) array; None if it is no picture."""
+    """Return a value as a (height, width, 3) array; None if it is not a picture."""
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
         return None
     array = value

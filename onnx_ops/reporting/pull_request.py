@@ -64,8 +64,9 @@ def overall(checked: Sequence[Checked]) -> Verdict | None:
 def find_contradiction(one: Checked) -> str:
     """Return why a pipeline's verdict contradicts its choices and decisions.
 
-    A verdict that is better than the choices, or than their gate results, contradicts them. The
-    text is empty without a contradiction.
+    A verdict that is better than the choices contradicts them, and so does PASS without choices. A
+    choice contradicts the decisions if it has passed and its variant has not. The text is empty
+    without a contradiction.
     """
     worst = (
         combine_verdicts(choice.verdict for choice in one.choices) if one.choices else one.verdict

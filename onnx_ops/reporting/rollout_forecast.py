@@ -61,7 +61,7 @@ class EndpointForecast:
 
 
 def describe_forecast(result: EndpointForecast) -> Iterator[tuple[int, str]]:
-    """Yield lines, each with the depth of its indentation."""
+    """Yield the lines that describe a forecast, each with the depth of its indentation."""
     forecast, policy = result.forecast, result.policy
     if forecast is None:
         yield 0, f"{result.endpoint}: {result.why}"
@@ -109,7 +109,10 @@ def document_forecast(result: EndpointForecast) -> dict[str, Any]:
 
 
 def list_warnings(result: EndpointForecast) -> list[str]:
-    """Return a warning for each step above `step_timeout` or `LONG_S`, or without end."""
+    """Return a warning for each step that exceeds `step_timeout` or `LONG_S`.
+
+    A step that cannot end exceeds every limit. An A/B test that can end gets no warning.
+    """
     forecast, policy = result.forecast, result.policy
     if forecast is None:
         return []
@@ -124,7 +127,10 @@ def list_warnings(result: EndpointForecast) -> list[str]:
 def warn_of_step(
     step: StepForecast, policy: RolloutPolicy, traffic: Traffic, limit_s: float
 ) -> str:
-    """Return why a step exceeds a limit, and what to change; empty if it does not."""
+    """Return why a step exceeds a limit, and what to change.
+
+    The text is empty if the step does not exceed the limit, or is an A/B test that can end.
+    """
     median_s = step.duration.median_s
     if not step.waits or (step.step.kind == "ab_test" and median_s is not None):
         return ""

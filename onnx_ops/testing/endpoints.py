@@ -123,9 +123,9 @@ class EndpointProviderSuite:
 
     @pytest.fixture
     def chosen(self) -> Callable[[Iterable[int]], Sequence[int]]:
-        """Choose which requests of a rollback are disturbed, by default all.
+        """Choose the requests of a rollback at which a disturbance starts, by default all.
 
-        One request is disturbed in each repetition.
+        Each repetition of the rollback is disturbed from one of these requests on.
         """
         return list
 

@@ -1,4 +1,4 @@
-"""Fakes of the ports, such as the clock, the signer, the provider and registry."""
+"""Fakes of the ports, such as the clock, the signer, the provider and the registry."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from onnx_ops.ports import Context, EndpointProvider, Ledger, MetricsSource, Not
 
 
 class FakeClock:
-    """A clock that advances only on request; starts at `now` seconds since the epoch."""
+    """A clock that starts at `now`, in seconds since the epoch, and advances on request."""
 
     def __init__(self, now: float = 1_700_000_000.0) -> None:
         self._now = now
@@ -87,7 +87,10 @@ class FakeHost:
 
 
 class FakeSigner:
-    """A real ECDSA P-256 key, derived from a seed. It trusts only itself."""
+    """A signer with a real ECDSA P-256 key, derived from a seed.
+
+    As a verifier, it trusts only its own key.
+    """
 
     def __init__(self, seed: bytes = b"trusted") -> None:
         from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, derive_private_key
@@ -178,7 +181,7 @@ class FakeProvider(EndpointProvider):
         """Accept any options."""
 
     def explain_unservable(self, target: Target) -> str:
-        """Return an empty text: every target can be served."""
+        """Return an empty string: every target can be served."""
         return ""
 
     def place(self, config: EndpointConfig) -> str:

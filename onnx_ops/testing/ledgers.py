@@ -5,7 +5,7 @@ class TestMyLedger(LedgerSuite):
     def opener(self, tmp_path) -> Opener: ...
 
 An opener opens the same ledger at every call. The suite also calls it in other processes, which
-compete for entries and are killed, so that it must be possible to pickle the opener. For a ledger
+compete for entries and are killed. Therefore it must be possible to pickle the opener. For a ledger
 within one process, set `processes` to False.
 """
 

@@ -64,7 +64,7 @@ from onnx_ops.tools.sample_rows import InputGroup, SampleRows, build_groups
 REFERENCE = replace(AS_WRITTEN, name="reference")
 
 _ENOUGH = 8
-"""Minimum number of rows for which equal answers to all rows are no coincidence."""
+"""Minimum number of rows for which equal answers to all rows are significant."""
 
 _SHOWN = 4
 """Maximum number of groups that a note names."""
@@ -160,7 +160,9 @@ def compare(
     Runtime on this machine.
 
     Raises:
-        UserError: a file is not a valid model, or the two models do not have the same inputs.
+        UserError: a file is not a valid model, the two models do not have the same inputs, or a
+            model needs newer versions or operators than its target has. The same error is raised if
+            an output has another shape for other rows.
         MeasurementError: a model does not run here, or A gives different answers to the same rows.
     """
     shared_inputs(a, b)

@@ -85,7 +85,7 @@ class _Recipe:
     def choices(self, spec: TensorSpec) -> tuple[Any, ...]:
         """Return values to try for an input of one whole number or boolean.
 
-        The result is empty for an index, and for other inputs.
+        The result is empty for an index, for an input with a requested value, and for other inputs.
         """
         known, kind = self.bounds.get(spec.name, InputBounds()), read_dtype(spec)
         single = spec.name not in self.axes and all(size == 1 for size in spec.shape)
@@ -178,8 +178,9 @@ def generate_samples(
         fix: values of inputs by name.
 
     Raises:
-        UserError: an input is not a tensor, its type cannot be generated, one row exceeds 1 GiB, or
-            `dims` or `fix` has an unknown name.
+        UserError: an input is not a tensor, takes encoded images, or has a type that cannot be
+            generated. The same error is raised if one row exceeds 1 GiB, if `dims` or `fix` has an
+            unknown name, or if a value of `fix` does not fit its input.
     """
     fix, bounds = fix or {}, bounds or {}
     _refuse_encoded_inputs(bounds)
@@ -369,6 +370,7 @@ def settle_samples(
 
     Raises:
         MeasurementError: the model accepts none of the tried samples.
+        UserError: the file is not a valid model.
     """
     if not _needs_trial(samples):
         return samples

@@ -215,7 +215,8 @@ def _find_running_level(request: JudgeRequest, target: Target) -> str:
 def _with_fewer_optimizations(target: Target) -> Target | None:
     """Return the target at graph level basic.
 
-    Return None if the target's graph level is basic or disabled.
+    Return None if the target's graph level is basic or disabled, or if its runtime is not ONNX
+    Runtime on this machine.
     """
     if target.runtime != REFERENCE.runtime or target.session.graph_level in ("disabled", "basic"):
         return None

@@ -333,7 +333,8 @@ def search_variant(
 def _keep_closest(result: SearchResult, path: Path) -> str:
     """Write the model closest to the budget, and return a text with its path.
 
-    The path is beside the requested path, where only a model within the budget is written.
+    The path is beside the requested path, where only a model within the budget is written. The text
+    is empty if there is no such model.
     """
     if result.closest is None:
         return ""

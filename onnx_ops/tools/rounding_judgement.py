@@ -61,7 +61,7 @@ _ACTIVATION_ROWS, _FUNCTION_ROWS = 256, 128
 """Numbers of rows to measure activations, and to compare the functions."""
 
 _LARGE_ROW = 1 << 14
-"""Size of a row in bytes from which only a quarter of these rows is used."""
+"""Size of a row in bytes from which only a quarter of the rows is used."""
 
 _NAMED = 3
 """Maximum number of weights that a note names."""
@@ -79,7 +79,7 @@ def judge_within_noise(
     baseline's constants, by column. For a quantized baseline, it is the effect of the target's own
     graph optimizations. This noise moves single elements by whole steps, which all columns share,
     so that the output is measured as a whole. If the baseline's sums saturate on the target, this
-    noise is no measure of rounding, and only equal answers pass.
+    noise does not measure rounding, and only equal answers pass.
     """
     samples = request.settings[0].samples
     groups = [
@@ -243,7 +243,8 @@ def judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[Ga
 def _list_excluded(request: JudgeRequest, weights: Sequence[WeightMeasurement]) -> set[str]:
     """Return the metrics that were not measured, or not on rows as in production.
 
-    The function without rounding replaces the outputs of the export.
+    The result on the outputs of the export is also excluded: the comparison of the functions
+    without rounding replaces it.
     """
     excluded = {EXPORT_OUTPUTS.metric}
     if request.dataset is None:

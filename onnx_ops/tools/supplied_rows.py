@@ -42,7 +42,8 @@ def check_samples(
 
     Raises:
         UserError: an input is missing, or has another shape or type. The same error is raised if
-            there are no rows, or if their numbers differ although the model takes equal numbers.
+            there are no rows, or if their numbers differ although the model takes equal numbers. It
+            is also raised if a value of `fix` has an unknown name or does not fit its input.
     """
     values = fix or {}
     check_fixed_names(inputs, values)

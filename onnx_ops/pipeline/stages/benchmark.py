@@ -212,8 +212,8 @@ def _choose_baselines(
 ) -> dict[str, Path]:
     """Return the models with which the variant is compared, by name.
 
-    The last baseline is the primary one. It is the champion, unless the champion has the same files
-    as the variant.
+    The last baseline is the primary one. It is the champion, if there is one whose files differ
+    from those of the variant.
     """
     baselines = {} if export is None else {EXPORT: export}
     if champion and champion.manifest != manifest.digest():
@@ -300,6 +300,9 @@ def _measure_metrics(
 
     All models are measured on the same rows. `export` is the file from which the variant was made;
     it is None if the variant is the export itself.
+
+    Raises:
+        UserError: a metric that a gate judges cannot be computed, not even for the export.
     """
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints

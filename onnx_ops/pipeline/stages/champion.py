@@ -40,10 +40,10 @@ def find_champion(context: Context, model: str, target: str) -> Champion | None:
 
 
 def attach_champion(stage: Stage, context: Context) -> Stage:
-    """Return the benchmark stage with its champion as a hint, unless it has one.
+    """Return the benchmark stage with its champion as a hint.
 
-    The process of the stage then needs no registry client. The champion is a hint, since it is not
-    part of the key.
+    A stage that already has the hint is unchanged. The process of the stage then needs no registry
+    client. The champion is a hint, since it is not part of the key.
     """
     settings: Mapping[str, Any] = stage.settings
     if HINT in stage.hints:

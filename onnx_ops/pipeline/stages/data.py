@@ -56,7 +56,11 @@ def execute(
 
 
 def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -> Dataset:
-    """Build the data set that a section defines from the arrays of its source."""
+    """Build the data set that a section defines from the arrays of its source.
+
+    Raises:
+        UserError: the arrays do not fit the section.
+    """
     for _, problem in find_data_problems(arrays, section, where):
         raise problem
     # This import loads NumPy, which is not needed for planning.
@@ -248,7 +252,10 @@ def _uses_all_columns(section: DataSection) -> bool:
 
 
 def _select_columns(arrays: Mapping[str, Any], section: DataSection) -> list[str]:
-    """Return the names of the columns: those of `columns`, or else all unnamed arrays."""
+    """Return the names of the columns.
+
+    They are those of `columns`, or else all arrays that the section does not name.
+    """
     columns = None if isinstance(section, SklearnData) else section.columns
     if columns is not None:
         return list(columns)

@@ -145,7 +145,7 @@ def require_loadable(
         remedy: remedy of the error.
 
     Raises:
-        MeasurementError: the runtime cannot load it; the reason names the node.
+        MeasurementError: the runtime cannot load the file; the error has the runtime's reason.
     """
     target = replace(REFERENCE_TARGET, custom_ops=read_reference_operators(stage))
     try:

@@ -1,4 +1,7 @@
-"""Gate stage: judge evidence, and sign the decision if there is a key."""
+"""Gate stage: judge evidence.
+
+The decision is signed if the pipeline registers models and there is a key.
+"""
 
 from __future__ import annotations
 

@@ -102,8 +102,8 @@ _LOAD_REMEDY = "Exclude the layer that the reason names (`exclude: [NAME]`), or 
 def _runs_on_cpu(settings: Mapping[str, Any]) -> bool:
     """Return whether a target of the variant can be a CPU.
 
-    The stage of a variant of a search does not list its machines. A model that only accelerators
-    can load is not loaded here, but when it is measured.
+    The result is True for a variant of a search, whose stage does not list machines. A model that
+    only accelerators can load is loaded later, when it is measured.
     """
     machines = settings.get("machines", ())
     return not machines or any(machine["family"] != "accelerator" for machine in machines)

@@ -32,7 +32,10 @@ RESULTS = "results.json"
 def execute(
     stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
 ) -> Manifest:
-    """Compare both systems on the raw inputs, and store the result of each step."""
+    """Compare the export with the project's code, and store the result of each step.
+
+    Both process the raw inputs.
+    """
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], SystemComparison, where=stage.id)
     target = replace(REFERENCE_TARGET, custom_ops=read_reference_operators(stage))
