@@ -9,8 +9,8 @@
 
 Files, endpoints and settings are those of the project around the working directory. A command that
 cannot be carried out raises one of `onnx_ops.errors`, with place, cause and remedy. A failed gate
-or stage, or an endpoint that does not answer `status`, only sets the exit code. Progress is printed
-on standard error.
+or stage, a problem that `check` finds, or an endpoint that does not answer `status`, only sets the
+exit code. Progress is printed on standard error.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def judge(
 
     Raises:
         UserError: a file or an option is wrong.
+        MissingPackageError: a package that the judgement needs is not installed.
     """
     from onnx_ops.cli.judge import judge as command
     from onnx_ops.scratch import Scratch
@@ -153,7 +154,8 @@ def run(
 ) -> Result:
     """Run pipelines from training to deployment; `onnx-ops run`.
 
-    Unchanged stages are skipped (cached).
+    Unchanged stages are skipped (cached). If there are several files, the document contains the
+    error of each file that cannot be run.
 
     Args:
         files: Pipeline files.
@@ -162,8 +164,10 @@ def run(
         options: Further options of the command: `until`, `no_cache`, `jobs`, `abandon`.
 
     Raises:
-        ConfigError: the only file is invalid; the error lists all of its problems. Of several
-            files, the document contains the error of an invalid file.
+        ConfigError: the only file is invalid; the error lists all of its problems.
+        UserError: the only file cannot be read, or an option is wrong.
+        MissingPackageError: a package that a stage of the only file needs is not installed.
+        ValueError: `until` or `no_cache` names an unknown kind of stage.
     """
     from onnx_ops.cli.pipelines import run as command
     from onnx_ops.domain.pipeline import StageKind
@@ -201,7 +205,8 @@ def promote(
 ) -> Result:
     """Make a version the challenger of a target; `onnx-ops promote`.
 
-    The rollout starts on every endpoint that serves the target. The reconciler continues it.
+    The rollout starts on every endpoint that serves the target. The reconciler continues the
+    rollout. If no endpoint serves the target, the version becomes the champion immediately.
 
     Args:
         model: Registered model.
@@ -212,7 +217,11 @@ def promote(
         override: Override failed gates or a previous rollback.
 
     Raises:
-        RefusedError: the version is not allowed to serve the target.
+        RefusedError: the version did not pass its gates or was rolled back before, or no key on
+            this machine can sign an override.
+        NotFoundError: the version does not exist.
+        UserError: the override has no reason.
+        InfrastructureError: the registry or an endpoint failed or did not answer.
     """
     from onnx_ops.cli.releases import promote as command
 
@@ -241,8 +250,9 @@ def rollback(
     Repeating a completed rollback raises no exception.
 
     Args:
-        endpoints: Names of endpoints; by default every endpoint of `model`, and of `target` if
-            it is set.
+        endpoints: Names of endpoints. Without names, the endpoints of `model` are rolled back, or
+            those on `target` if it is set. Unless `to` is set, only those that serve the latest
+            release are selected.
         reason: Recorded in the ledger.
         to: Version to roll back to; the previous one by default.
         model: Registered model.
@@ -254,6 +264,7 @@ def rollback(
         RefusedError: the target version was itself rolled back before.
         StillPendingError: the rollback could not be completed, and is repeated in the background.
         NotFoundError: there is no such endpoint, or no version to roll back to.
+        UserError: both endpoints and a model are given, or neither of them.
     """
     from onnx_ops.cli.rollouts import rollback as command
 

@@ -114,7 +114,8 @@ def load(kind: str, name: str, *arguments: object) -> Any:
     Raises:
         NotFoundError: no installed distribution offers the plugin.
         MissingPackageError: a package that the plugin needs is missing.
-        UserError: the plugin does not derive from the base class of its kind.
+        UserError: the plugin does not derive from the base class of its kind, or refuses the
+            arguments.
     """
     from onnx_ops import ports
 

@@ -28,7 +28,10 @@ class StepRecording:
     repeated: dict[str, None] = field(default_factory=dict)
 
     def add(self, name: str, value: Any) -> None:
-        """Keep a copy of a step's first value, since the system can change the value later."""
+        """Store a copy of a step's first value.
+
+        The system can change the value itself later.
+        """
         if name in self.values:
             self.repeated[name] = None
         else:

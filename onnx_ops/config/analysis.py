@@ -24,7 +24,7 @@ LabelName = Annotated[str, Pattern("[a-zA-Z_][a-zA-Z0-9_]*", "the name of a labe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorSelection:
-    """Series of the requests counter that count errors, or a separate counter of errors."""
+    """Series of the requests counter that count errors, or another counter of errors."""
 
     label: Annotated[LabelName | None, doc("Label of `requests` that shows an error.")] = None
     values: Annotated[tuple[str, ...], doc("Values of `label` that are errors.")] = ()

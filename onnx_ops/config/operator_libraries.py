@@ -25,9 +25,10 @@ _ENTRY = b"RegisterCustomOps"
 def resolve_libraries(
     declared: Iterable[CustomOps], root: Path, document: Document
 ) -> tuple[tuple[CustomOps, ...], tuple[Issue, ...]]:
-    """Return the libraries of a target with absolute paths, and the issues of all libraries.
+    """Return the libraries of a target, and the issues of all libraries.
 
-    A library is left out if it is not found in its package.
+    The paths of the libraries are absolute. A library is left out if it is not found in its
+    package.
     """
     libraries: list[CustomOps] = []
     issues: list[Issue] = []
@@ -112,5 +113,8 @@ def _read_file(path: Path) -> tuple[bool, Digest]:
 
 @functools.lru_cache(maxsize=64)
 def _read_version(path: Path, modified: int, size: int) -> tuple[bool, Digest]:
-    """Read a file once for each of its versions, since a command loads a target several times."""
+    """Read a file once for each of its versions.
+
+    A command loads a target several times.
+    """
     return _ENTRY in path.read_bytes(), digest_file(path)

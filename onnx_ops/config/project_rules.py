@@ -111,7 +111,7 @@ _PLUGIN_PATHS = {"dvc": "repo"}
 def check_reach(
     draft: Draft, targets: Mapping[str, Target], reach: Reach, root: Path
 ) -> Iterator[Issue]:
-    """Yield files, libraries and functions that are neither in the project nor allowed.
+    """Yield files, libraries and functions outside the project that are not allowed.
 
     The project's settings can allow them. Addresses that must be pinned, and are not, are also
     yielded.

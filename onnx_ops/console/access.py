@@ -37,8 +37,8 @@ PAGE_POLICY = (
 REPORT_POLICY = "sandbox; default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'self'"
 """Content-Security-Policy of a stored report.
 
-Every user who can write to the registry could have changed the report. So the policy forbids
-scripts, and gives the report a separate origin.
+Every user with write access to the registry can change a report. So the policy forbids scripts, and
+gives the report a separate origin.
 """
 _HEADERS = {
     "content-security-policy": PAGE_POLICY,

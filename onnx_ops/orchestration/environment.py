@@ -45,7 +45,8 @@ def project_of(blocks: Sequence[str]) -> Iterator[Project]:
             settings are used.
 
     Raises:
-        UserError: a block is missing, belongs to another package, or contradicts another block.
+        UserError: a block is missing, belongs to another package, or contradicts another block. The
+            same error is raised if the settings of the project are invalid.
         ServiceUnavailableError: Prefect's server does not answer.
     """
     settings = CollectionSettings()

@@ -141,6 +141,7 @@ class DataSource(Plugin):
         Raises:
             NotFoundError: the data does not exist.
             ServiceUnavailableError: the service of the data does not answer.
+            UserError: the source does not support the section, or an option is wrong.
         """
 
     @abstractmethod
@@ -150,7 +151,8 @@ class DataSource(Plugin):
         Raises:
             NotFoundError: the data does not exist.
             ServiceUnavailableError: the service of the data does not answer.
-            UserError: the data is malformed.
+            UserError: the data is malformed, the source does not support the section, or an option
+                is wrong.
         """
 
     def sample(self, section: DataSection, root: Path) -> Sample | None:

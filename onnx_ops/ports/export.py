@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 class ExportRequest:
     """Input of an exporter.
 
-    `samples` holds real inputs by ONNX name, at least two rows. `ordered`: whether the pipeline
-    declares the order of the inputs. A model that takes several inputs without names requires this
-    order. `features` are the names of the columns of a matrix, where they are known. `axes` is the
-    axis of the rows of each input in `samples`, if it is not axis 0; None for an input without
-    rows.
+    `samples` holds real inputs by ONNX name. `ordered`: whether the pipeline declares the order of
+    the inputs. A model that takes several inputs without names requires this order. `features` are
+    the names of the columns of a matrix, where they are known. `axes` is the axis of the rows of
+    each input in `samples`, if it is not axis 0; None for an input without rows.
     """
 
     section: Export

@@ -63,7 +63,8 @@ class Optimizer(Plugin):
         Each decision is one sentence, with its reason.
 
         Raises:
-            UserError: an option does not fit, or the exclusion of a node had no effect.
+            UserError: an option does not fit, calibration rows are missing, or the exclusion of a
+                node had no effect.
             StageError: the library failed.
         """
 

@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 
 class Registry(Protocol):
-    """Versions with their evidence, and the aliases that name the versions to serve."""
+    """Versions with their evidence, and the aliases that name the versions to serve.
+
+    Every method except `where` raises ServiceUnavailableError if the registry does not answer.
+    """
 
     def publish(self, publication: Publication) -> Mapping[str, str]:
         """Publish one version per variant; return versions by variant.
@@ -48,7 +51,7 @@ class Registry(Protocol):
         descriptions of the versions.
 
         Raises:
-            ServiceUnavailableError: the registry does not answer.
+            DigestMismatchError: a file is not what its manifest declares.
         """
 
     def version(self, model: str, version: str) -> VersionRecord:
@@ -56,7 +59,6 @@ class Registry(Protocol):
 
         Raises:
             NotFoundError: the version does not exist, or onnx-ops did not register it.
-            ServiceUnavailableError: the registry does not answer.
         """
 
     def versions(self, model: str) -> tuple[ListedVersion, ...]:
@@ -82,9 +84,6 @@ class Registry(Protocol):
         """Return versions by alias, by model.
 
         Aliases are requested by pages of models, so the number of versions does not matter.
-
-        Raises:
-            ServiceUnavailableError: the registry does not answer.
         """
 
     def set_alias(self, model: str, alias: str, version: str) -> None:
@@ -115,7 +114,6 @@ class Registry(Protocol):
         Raises:
             NotFoundError: the registry does not have the version, or its files.
             DigestMismatchError: the list of files was changed after the registration.
-            ServiceUnavailableError: the registry does not answer.
         """
 
     def document(self, record: VersionRecord, name: str) -> bytes:
@@ -141,7 +139,6 @@ class Registry(Protocol):
 
         Raises:
             NotFoundError: there is no such version.
-            ServiceUnavailableError: the registry does not answer.
         """
 
 
@@ -569,8 +566,8 @@ class Notifier(Plugin):
 
         Raises:
             ServiceUnavailableError: the service does not answer, or limits the rate; try again.
-            RefusedError: the service denies access, or requires content that must not be sent
-                there.
+            RefusedError: the service denies access, refuses or redirects the notification, or
+                requires content that must not be sent there.
             UserError: an option or a secret is missing or wrong.
         """
 

@@ -218,8 +218,9 @@ class Pools(Plugin):
                 executed.
 
         Raises:
-            UserError: there is no such pool, or it does not execute this kind of stage.
-            ServiceUnavailableError: the orchestrator or the pool's workers do not answer.
+            UserError: no orchestrator is configured, or it has no such pool.
+            ServiceUnavailableError: the orchestrator does not answer, or no running worker of the
+                pool executes this kind of stage.
             StageError: the stage took longer than its time-out, or `cancel` was called.
             MeasurementError: workers died, or a worker took the stage and did not start it.
         """
@@ -238,6 +239,7 @@ class Pools(Plugin):
         At most `limit` stages run concurrently. Missing parts of the pool are created.
 
         Raises:
+            UserError: no orchestrator is configured.
             ServiceUnavailableError: the orchestrator does not answer.
         """
 

@@ -147,7 +147,11 @@ class Runtime(Plugin):
     def sample(
         self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int
     ) -> RunSamples:
-        """Time single runs of one session."""
+        """Time single runs of one session.
+
+        Raises:
+            MeasurementError: the session could not be built or a run failed.
+        """
 
     @abstractmethod
     def benchmark(
@@ -157,7 +161,11 @@ class Runtime(Plugin):
         feed: Tensors,
         schedule: PairedBenchmarkSchedule,
     ) -> PairedBenchmarkSamples:
-        """Time models side by side; a model that is listed twice gets two sessions."""
+        """Time models side by side; a model that is listed twice gets two sessions.
+
+        Raises:
+            MeasurementError: a session could not be built or a run failed.
+        """
 
     @abstractmethod
     def under_load(
@@ -166,6 +174,9 @@ class Runtime(Plugin):
         """Time windows of requests that several threads send to one session.
 
         The windows alternate between models.
+
+        Raises:
+            MeasurementError: a session could not be built or a request failed.
         """
 
     @abstractmethod

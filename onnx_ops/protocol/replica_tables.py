@@ -306,8 +306,9 @@ def plan_tables(
     """Return the table that loads new models, and the table of the state.
 
     Before a model gets its first traffic, all replicas must load it while the traffic stays
-    unchanged. The first table causes this load. It is None if there is no previous table, or if
-    `_plan_load` returns None.
+    unchanged. The first table causes this load. It is None if there is no previous table, or if no
+    new model gets traffic. It is also None if a deployment with traffic gets other files or
+    settings, because the previous traffic cannot continue in that case.
 
     Args:
         before: the newest table.

@@ -91,7 +91,7 @@ class VariantRow:
 def variant_rows(
     decisions: Sequence[Decision], evidence: Sequence[Evidence]
 ) -> tuple[VariantRow, ...]:
-    """Return a row for every variant, then for each target's champion on the same data.
+    """Return rows for every variant, then for each target's champion on the same data.
 
     Variants are in the order of the decisions.
     """

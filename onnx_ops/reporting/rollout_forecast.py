@@ -61,7 +61,7 @@ class EndpointForecast:
 
 
 def describe_forecast(result: EndpointForecast) -> Iterator[tuple[int, str]]:
-    """Yield the lines that describe a forecast, each with the depth of its indentation."""
+    """Yield the lines that describe a forecast, each with its depth of indentation."""
     forecast, policy = result.forecast, result.policy
     if forecast is None:
         yield 0, f"{result.endpoint}: {result.why}"

@@ -1,4 +1,4 @@
-"""Fakes of the ports, such as the clock, the signer, the provider and the registry."""
+"""Fakes of the ports, such as the clock, the signer and the registry."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ from onnx_ops.ports import Context, EndpointProvider, Ledger, MetricsSource, Not
 
 
 class FakeClock:
-    """A clock that starts at `now`, in seconds since the epoch, and advances on request."""
+    """A clock that advances only on request.
+
+    It starts at `now`, in seconds since the epoch.
+    """
 
     def __init__(self, now: float = 1_700_000_000.0) -> None:
         self._now = now

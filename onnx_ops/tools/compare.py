@@ -161,8 +161,8 @@ def compare(
 
     Raises:
         UserError: a file is not a valid model, the two models do not have the same inputs, or a
-            model needs newer versions or operators than its target has. The same error is raised if
-            an output has another shape for other rows.
+            model needs versions or operators that the target lacks. The same error is raised if an
+            output has another shape for other rows.
         MeasurementError: a model does not run here, or A gives different answers to the same rows.
     """
     shared_inputs(a, b)

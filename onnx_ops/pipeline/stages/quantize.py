@@ -42,7 +42,7 @@ from onnx_ops.scratch import Scratch
 def execute(
     stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
 ) -> Manifest:
-    """Derive a variant, copy the variant that the search found, or read ranges of a shard."""
+    """Derive a variant, copy a variant from a search, or read the ranges of a shard."""
     if stage.kind is StageKind.CALIBRATE:
         return _calibrate(stage, inputs, context)
     settings: Mapping[str, Any] = stage.settings
