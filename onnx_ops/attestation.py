@@ -167,8 +167,8 @@ def verify_envelope(
 def is_about(about: Record, what: VersionRecord | Deployment, target: str) -> bool:
     """Return whether a record is about this version or deployment on this target.
 
-    Such a record names the same model, variant, release, content and target; an override also names
-    the same version.
+    Such a record names the same model, variant, release, manifest and target. An override also
+    names the same version.
     """
     expected = (what.model, what.variant, what.release, what.manifest, target)
     named = (about.model, about.variant, about.release, about.manifest, about.target) == expected

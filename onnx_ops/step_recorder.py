@@ -20,7 +20,7 @@ _current = threading.local()
 class StepRecording:
     """Values of the steps of one call of a system, in the order of their recording.
 
-    `repeated` names steps that were recorded more than once; `values` has their first value.
+    `repeated` names steps that were recorded more than once; `values` has the first value of each.
     """
 
     copy: Callable[[Any], Any]

@@ -197,8 +197,8 @@ def _definition(
 ) -> tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef] | None:
     """Return the file and the syntax tree of a function, or None.
 
-    The function is searched in the named module, and in modules from which the named module imports
-    it. Up to `deep` modules are searched.
+    The named module is searched, and the modules from which it imports the function. At most `deep`
+    modules are searched.
     """
     module, _, function = reference.partition(":")
     path = find_source(module, root)

@@ -86,8 +86,8 @@ class Settings:
             `azurekv:URL`.
         trusted_keys: Folder of public keys. If signing is on, the signer's own key is also trusted.
         notify: Notifiers with their options. The file can also name notifiers without options,
-            separated by commas: `webhook, prefect-events`. A variable has the same text, or the
-            list of the file as JSON.
+            separated by commas: `webhook, prefect-events`. The variable `ONNX_OPS_NOTIFY` contains
+            such names, or the list as JSON.
         pools: Default work pools by kind of stage: `train=gpu, quantize=gpu`.
         allowed_variables: Environment variables that `${env:NAME}` in pipeline files may read:
             `AWS_ROLE, BUCKET_*`.

@@ -2,8 +2,8 @@
 
 The console changes nothing, so it permits only GET and HEAD. If there is a token, every request
 needs it; a console that other machines can reach must have one. On loopback, or if the user lists
-allowed names, the Host header must be an allowed name. Otherwise, a web page could make its own
-name resolve to this machine.
+allowed names, the Host header must be an allowed name. Without this check, a web page could reach
+the console, since its own host name can resolve to this machine.
 """
 
 from __future__ import annotations

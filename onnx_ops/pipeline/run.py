@@ -106,7 +106,7 @@ class Handler(Protocol):
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
         """Return why the stage has nothing to do, for example because no variant passed.
 
-        The text is empty if the stage has something to do, or a stored result.
+        The text is empty if the stage has something to do.
         """
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:

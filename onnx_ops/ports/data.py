@@ -210,7 +210,8 @@ class ModelSource(Protocol):
 
         Raises:
             NotFoundError: there is no such model.
-            ServiceUnavailableError: its server does not answer.
+            ServiceUnavailableError: the server of the model does not answer.
+            MissingPackageError: a package that the address requires is not installed.
         """
 
     def path(self, place: str, scratch: Path) -> Path:
@@ -219,5 +220,5 @@ class ModelSource(Protocol):
         `scratch` is the path of a new folder for downloads.
 
         Raises:
-            NotFoundError, ServiceUnavailableError: as `digest`.
+            NotFoundError, ServiceUnavailableError, MissingPackageError: as `digest`.
         """

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class ExportRequest:
     """Input of an exporter.
 
-    `samples` holds real inputs by ONNX name. `ordered`: whether the pipeline declares the order of
-    the inputs. A model that takes several inputs without names requires this order. `features` are
-    the names of the columns of a matrix, where they are known. `axes` is the axis of the rows of
-    each input in `samples`, if it is not axis 0; None for an input without rows.
+    `samples` holds real inputs by ONNX name. `ordered` states whether the pipeline declares the
+    order of the inputs. A model that takes several inputs without names requires this order.
+    `features` are the names of the columns of a matrix, where they are known. `axes` is the axis of
+    the rows of each input in `samples`, if it is not axis 0; None for an input without rows.
     """
 
     section: Export
@@ -139,9 +139,11 @@ class Tree:
 
     A split is followed by its branch up to the threshold, then by the other branch.
 
-    `features` int64 (n), -1 at a leaf; `thresholds` float32 (n), the largest float32 that still
-    takes the first branch, 0 at a leaf; `weights` float32 (n, outputs), what a leaf adds to each
-    output, 0 at a split.
+    Attributes:
+        features: The column that a split compares, int64 of shape (n,); -1 at a leaf.
+        thresholds: The largest float32 that still takes the first branch, of shape (n,); 0 at a
+            leaf.
+        weights: What a leaf adds to each output, float32 of shape (n, outputs); 0 at a split.
     """
 
     features: npt.NDArray[np.int64]

@@ -197,7 +197,7 @@ class Ledger(Protocol):
         The next entry follows `state`, and contains `body`. Nothing is written.
 
         Raises:
-            MissingKeyError: the entry grants something, and no trusted key can sign it here.
+            MissingKeyError: the entry grants a permission, and no trusted key can sign it here.
         """
 
     def append(self, entry: LedgerEntry) -> None:
@@ -207,7 +207,7 @@ class Ledger(Protocol):
 
         Raises:
             LedgerConflictError: another process wrote that sequence first.
-            MissingKeyError: the entry grants something, and no trusted key can sign it here.
+            MissingKeyError: the entry grants a permission, and no trusted key can sign it here.
         """
 
 

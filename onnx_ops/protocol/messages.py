@@ -247,7 +247,7 @@ def decode_cells(text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64
     compare users.
 
     Raises:
-        ValueError: the text is not in base64, is truncated, or contains invalid cells.
+        ValueError: the text is not in base64, is truncated or too long, or contains invalid cells.
         zlib.error: the decoded text is not a zlib stream.
     """
     import numpy as np

@@ -29,7 +29,8 @@ FOLDER = "table"
 HEAD = "head.json"
 """Name of an object beside the folder: the last `TableHead` that was written.
 
-Replicas read the named table early. They regard a changed beat as an analysis of the rollout.
+Replicas read the named table without waiting for their next listing of the folder. They regard a
+changed beat as an analysis of the rollout.
 """
 PAYLOAD_TYPE = "application/vnd.onnx-ops.replica-table+json"
 LEASE_S = 30.0
@@ -231,8 +232,7 @@ def find_newest(
 
     Args:
         names: names of the objects in the folder of the tables.
-        read: reads an object, as `read_stored` does. It raises an OnnxOpsError for an invalid
-            object.
+        read: returns the table with a number. It raises an OnnxOpsError for an invalid object.
         above: number of a known table. Only objects with higher numbers are read.
     """
     skipped: dict[str, str] = {}

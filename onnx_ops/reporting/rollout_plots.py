@@ -46,7 +46,7 @@ def share_figure(points: Sequence[tuple[float, int, str]], *, until: float) -> F
         until: end of the plot, in seconds since the epoch.
 
     Returns:
-        None without changes.
+        The plot; None without changes.
     """
     if not points:
         return None

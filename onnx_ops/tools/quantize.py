@@ -265,7 +265,7 @@ def search_variant(
 
     The trials are recorded in `PATH.search.json`. The same search resumes after an interruption.
     `section.variants` holds the requested role. The metric is measured on the rows of
-    `tuning_data`. `data` holds the digests of all rows by use.
+    `tuning_data`. `data` holds a digest of the rows for each use.
     """
     check_paths(source, path)
     key = digest_json(

@@ -73,7 +73,7 @@ def execute(
 
 
 def build_isolation_error(framework: str) -> UserError:
-    """Return the error of a source that takes `model`, although the exporter is isolated."""
+    """Return the error of a source that takes `model`, if its exporter is isolated."""
     return UserError(
         f"the source has a parameter `model`, but models of {framework} are loaded only in an "
         "isolated environment",

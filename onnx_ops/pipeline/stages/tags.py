@@ -63,7 +63,7 @@ def _read_result(result: object, reference: str) -> dict[str, Any]:
     """Return the columns that a function of the project computed.
 
     Raises:
-        UserError: the result is not a mapping of names to sequences.
+        UserError: the result is not a mapping whose keys are strings.
     """
     import numpy as np
 
