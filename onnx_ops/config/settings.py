@@ -73,7 +73,7 @@ class FileSettings:
 class Settings:
     """Locations of state, and addresses of services.
 
-    Default paths are below `state`, except that of `trusted_keys`: the folder of `signing_key`.
+    Default paths are below `state`. The default of `trusted_keys` is the folder of `signing_key`.
 
     Attributes:
         targets: Folder of target files that several projects share, or empty.
@@ -84,7 +84,8 @@ class Settings:
             (runs stop at the gates).
         signer: Where the private key is if it is not in the file: `env:VARIABLE`, `awskms:KEY` or
             `azurekv:URL`.
-        trusted_keys: Folder of public keys. If signing is on, the signer's own key is also trusted.
+        trusted_keys: Folder of public keys. The default folder also has the public key of
+            `signing_key`, which is written there when the key is created.
         notify: Notifiers with their options. The file can also name notifiers without options,
             separated by commas: `webhook, prefect-events`. The variable `ONNX_OPS_NOTIFY` contains
             such names, or the list as JSON.

@@ -38,8 +38,8 @@ WITHOUT_PARAMETERS: tuple[tuple[str, ...], ...] = (
 )
 """Keys whose values must not contain `${params:…}`.
 
-Other programs read these values as written. The keys are listed from the root, without indices of
-lists.
+These values are also read without parameters, for example the endpoints of other pipeline files.
+The keys are listed from the root, without indices of lists.
 """
 WITH_ENVIRONMENT: tuple[tuple[str, ...], ...] = (
     ("deploy", "options", "*"),

@@ -76,8 +76,8 @@ class Event:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Execute a step and return its exit code.
 
-    `evaluate` and `release` return 0 unless they could not start; `publish` returns 1 for FAIL and
-    ERROR.
+    `evaluate` and `release` return 0 for every verdict; `publish` returns 1 for FAIL and ERROR. A
+    step that cannot be carried out returns the exit code of its error.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("step", choices=("evaluate", "release", "publish"))

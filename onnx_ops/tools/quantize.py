@@ -78,7 +78,10 @@ class SpeedupEstimate:
 def estimate_speedup(
     runtime: Runtime, target: Target, source: Path, variant: Path
 ) -> SpeedupEstimate:
-    """Estimate the time ratio from a few session pairs on one synthetic row."""
+    """Estimate a variant's time ratio from a few session pairs on one synthetic row.
+
+    If the times cannot be measured, the result has the reason.
+    """
     try:
         inputs, bounds = shared_inputs(source, variant), read_input_bounds(source)
         rows = settle_samples(
