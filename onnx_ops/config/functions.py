@@ -65,6 +65,7 @@ def check_arguments(reference: str, given: Iterable[str], root: Path) -> list[tu
 
     The data sets are its first positional parameter. A function without positional parameters loads
     its own data. A decorated function is not checked, since a decorator can change its parameters.
+    The result is also empty for a function that is not found.
 
     Returns:
         The parameter of each problem (empty if a parameter is missing), and its message.

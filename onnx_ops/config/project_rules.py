@@ -278,7 +278,7 @@ def check_endpoint_options(
 def check_plugin_options(loc: Loc, read: Callable[[], object]) -> Iterator[Issue]:
     """Yield the problems that reading the options at `loc` raises.
 
-    Each problem is located at the option that the plugin names.
+    Each problem is located at the option that the plugin names, or at `loc` if it names none.
     """
     try:
         read()

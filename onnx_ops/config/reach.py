@@ -41,7 +41,8 @@ class Reach:
     def explain_path(self, text: str, root: Path) -> str:
         """Return why a file is not allowed to be read; empty if it is allowed.
 
-        For a symbolic link, the path that it points to is checked.
+        For a symbolic link, the path that it points to is checked. Models of the registry
+        (`models:/`) are always allowed.
         """
         if text.startswith(_REGISTERED):
             return ""

@@ -62,7 +62,8 @@ def check_providers(
     """Yield policies, metrics sources and targets that a provider does not support.
 
     A provider supports a policy if it has the capabilities that the policy needs. It supports a
-    target if it can run models as they were measured on the target.
+    target if it can run models as they were measured on the target. Entries whose provider is not
+    among `providers` are not checked.
     """
     for loc, declared in draft.deploy:
         entry = declared

@@ -71,9 +71,9 @@ def read_document(
 ) -> Document:
     """Read a file, and apply overrides and environment variables.
 
-    From now on, every message hides the values of the variables that were used. A `${env:NAME}`
-    becomes an issue if `environ` does not have the variable, if `reach` does not allow it, or in a
-    place other than `WITH_ENVIRONMENT`.
+    From now on, messages hide the values of the variables that were used, unless a value is very
+    short. A `${env:NAME}` becomes an issue if `environ` does not have the variable, if `reach` does
+    not allow it, or in a place other than `WITH_ENVIRONMENT`.
 
     Raises:
         NotFoundError, UserError: There is no such file, or the file cannot be read.

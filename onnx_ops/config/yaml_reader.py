@@ -93,7 +93,7 @@ def _near(path: Path) -> str:
     """Return a hint to the file that was probably meant.
 
     The hint names a file with a similar name in the same folder or among the pipelines. Without
-    such a file, it names the existing pipelines.
+    such a file, it names up to `_LISTED` existing pipelines. It is empty if there are none.
     """
     usual = find_config_folder(Path()) / PIPELINES
     folders = dict.fromkeys((path.parent, usual, path.parent / usual))

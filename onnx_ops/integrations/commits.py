@@ -168,7 +168,11 @@ def _report(folder: Path, checked: Sequence[Checked]) -> Lines:
 def evaluate(
     project: Project, one: Affected, folder: Path, since: str, hand_over: Path | None = None
 ) -> Checked:
-    """Run one pipeline up to its gates; write its report beside the results."""
+    """Run one pipeline up to its gates; write its report beside the results.
+
+    If the pipeline cannot be run, the result has the error. With `hand_over`, the evaluation is
+    written into a folder there.
+    """
     if one.problem:
         return _describe_error(one, one.problem)
     try:
@@ -194,7 +198,7 @@ def release(
     """Release one pipeline as far as the runner allows, if it was evaluated.
 
     The report of the pipeline is written beside the results. A release that would be lost with the
-    job stops after the gates.
+    job stops after the gates. If the pipeline cannot be released, the result has the error.
     """
     place = evaluated / _name(one.file)
     if one.problem or not place.is_dir():

@@ -150,8 +150,9 @@ def run(
 ) -> int:
     """Evaluate every pipeline that the change affects, or release what was evaluated.
 
-    `evaluated` is the folder of an evaluation to release. The results are written into `folder`.
-    With `records`, nothing is written for a release, and `metrics_folder` gets the metrics.
+    `evaluated` is the folder of an evaluation to release. The results are written into `folder`. An
+    evaluation of a pull request, or with `records`, writes nothing for a release. A release, or an
+    evaluation with `records`, adds the metrics to `metrics_folder`.
     """
     root = open_project().settings.root
     # After a force push, the event's previous commit is not in the checkout. The first push of a

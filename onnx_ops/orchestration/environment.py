@@ -37,8 +37,9 @@ def project_of(blocks: Sequence[str]) -> Iterator[Project]:
     """Open the project with the variables of Prefect blocks in the environment.
 
     The variables are set for this process and its children. Blocks take precedence over the
-    environment and the settings file. Changes of traffic emit events. If the flow run is cancelled
-    or fails, its running stages end on every machine.
+    environment and the settings file. The root in Prefect's settings is used unless `ONNX_OPS_ROOT`
+    is set. Changes of traffic emit events. If the flow run is cancelled or fails, its running
+    stages end on every machine.
 
     Args:
         blocks: types and names, such as `onnx-ops-registry/prod`. If empty, the blocks of the

@@ -644,8 +644,8 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
 def _list_parameters(pipeline: Pipeline) -> dict[str, Json]:
     """Return the parameters that the registry records for a release.
 
-    They are the settings of the export, the parameters of the pipeline, and the training or the
-    existing model.
+    They are the framework and the opset of the export, and the parameters of the pipeline. The
+    training function with its arguments, or the existing model, is also recorded.
     """
     recorded: dict[str, Json] = {
         "export.framework": pipeline.export.framework,

@@ -38,9 +38,9 @@ _FEEDBACK_KEY = re.compile(f"[0-9a-f]{{{2 * FEEDBACK_KEY_BYTES}}}")
 class RoutingTable:
     """One published state of an endpoint.
 
-    `layout` lists the deployments' names, the newest first. It depends on when a deployment was
-    added and never on weights. Therefore a change of weights moves as few users as possible to
-    another deployment.
+    `layout` lists the deployments' names, the newest first. The order is fixed when a deployment is
+    added, and later weights do not change it. Therefore a change of weights moves as few users as
+    possible to another deployment.
 
     `fallback` is the deployment that answers all requests while the server has no lease. It is
     empty if no lease is needed. With `is_leased`, a server without a lease refuses all requests.
@@ -114,7 +114,8 @@ def decode_table(data: bytes, *, where: str = "") -> RoutingTable:
     """Parse a table that `encode_table` wrote.
 
     Raises:
-        CorruptStateError: the data has another format or version, or does not match its checksum.
+        CorruptStateError: the data is not JSON, has another format or version, does not match its
+            checksum, or does not describe a table.
     """
     try:
         document: Any = json.loads(data)

@@ -177,7 +177,7 @@ def champion_comparisons(
 ) -> tuple[ModelComparison, ...]:
     """Return comparisons of each target's chosen variant with the champion.
 
-    If no variant is chosen, the export is compared.
+    If no variant is chosen, the export is compared. Targets without evidence are left out.
     """
     chosen = (_of_choice(choice, evidence) for choice in choices)
     return tuple(_beside_champion(mine) for mine in chosen if mine is not None)

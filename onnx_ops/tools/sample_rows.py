@@ -96,7 +96,10 @@ class SampleRows:
         return {name: array[rows] for name, array in self.rows.items()}
 
     def feed(self, size: int) -> Tensors:
-        """Return one run of `size` rows, or of the model's fixed batch."""
+        """Return one run of `size` rows, or of the model's fixed batch.
+
+        If there are fewer rows, they are repeated.
+        """
         return self.select(np.arange(self.batch or size) % max(1, len(self)))
 
     def read_layout(self, model: Path) -> RowLayout:

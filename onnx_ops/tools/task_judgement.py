@@ -29,7 +29,9 @@ from onnx_ops.tools.judgement import JudgeRequest
 def judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list[GateResult]:
     """Judge the task metric; without labels, judge how many answers change.
 
-    Some metrics need no labels, and are judged without them.
+    Some metrics need no labels, and are judged without them. For other metrics without labels, a
+    candidate that is not rounded gets no result. The result of a rounded candidate is then
+    INCONCLUSIVE, unless the answers to rows of a data set change little enough.
     """
     dataset, gate, runtime = request.dataset, request.metric, request.arrange(runtime)
     label_free = gate.definition().label_free

@@ -117,7 +117,8 @@ def find_data_problems(
 ) -> Iterator[LocatedError]:
     """Yield each reason why the arrays do not fit the section, with its location.
 
-    The arrays can be the first rows of a larger set.
+    If arrays are missing, only these problems are yielded. The arrays can be the first rows of a
+    larger set.
     """
     required = _list_required_arrays(section)
     missing = [(location, name) for location, name in required if name not in arrays]

@@ -29,7 +29,11 @@ from onnx_ops.statistics.variants.choice import choose_scheduling
 def execute(
     stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
 ) -> Manifest:
-    """Judge the evidence; store the decision, and the gates for a later judgement."""
+    """Judge the evidence; store the decision, and the gates for a later judgement.
+
+    Raises:
+        UserError: a metric that a gate judges could not be computed for the export.
+    """
     settings: Mapping[str, Any] = stage.settings
     source = inputs[f"benchmark/{stage.variant}@{stage.target}"]["evidence.json"]
     evidence = codec.loads(context.store.read(source), Evidence, where=stage.id)
