@@ -67,8 +67,8 @@ class ProjectProbe:
     ) -> Mapping[str, str]:
         """Return the versions of the packages that affect a plugin's results.
 
-        With `trains`, the packages that only an export needs are left out. In an isolated
-        environment, its requirements take the place of these packages.
+        With `trains`, the packages that only an export needs are left out. If the plugin runs in an
+        isolated environment, the requirements of the environment replace the packages' versions.
         """
         versions = {
             "onnx-ops": plugins.version("onnx-ops"),
