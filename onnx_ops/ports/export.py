@@ -37,11 +37,18 @@ class ExportRequest:
     axes: Mapping[str, int | None] = field(default_factory=dict)
 
     def take(self, rows: int) -> Tensors:
-        """Return the first rows of the samples, and the inputs without rows."""
+        """Return the first rows of the samples, and the inputs without rows.
+
+        If there are fewer rows, they are repeated. A trace with one row could fix the size 1.
+        """
         chosen: dict[str, Array] = {}
         for name, array in self.samples.items():
             axis = self.axes.get(name, 0)
-            chosen[name] = array if axis is None else array[(slice(None),) * axis + (slice(rows),)]
+            if axis is None:
+                chosen[name] = array
+            else:
+                places = [place % array.shape[axis] for place in range(rows)]
+                chosen[name] = array.take(places, axis=axis)
         return chosen
 
 

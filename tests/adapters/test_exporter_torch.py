@@ -116,6 +116,17 @@ def test_torch_export_of_module_using_batch_size_keeps_batch_free(
     np.testing.assert_array_equal(rows, images(3)["image"].reshape(3, -1))
 
 
+def test_torch_export_with_one_sample_row_accepts_several_rows(
+    modules: Any, tmp_path: Path
+) -> None:
+    """A trace of this module with one row fixes the number of rows, without an error."""
+    module = modules.Encoder().eval()
+    export(module, images(1), tmp_path / "m.onnx")
+    (rows,) = model_runs.run(tmp_path / "m.onnx", images(3)).values()
+    expected = reference(TorchExporter(), module, images(3))["output"]
+    np.testing.assert_allclose(rows, expected, atol=1e-5)
+
+
 def test_torch_export_of_module_in_training_mode_exports_evaluation_mode(
     modules: Any, tmp_path: Path
 ) -> None:
@@ -199,7 +210,7 @@ def test_torch_load_of_missing_or_invalid_file_raises_error(tmp_path: Path) -> N
     with pytest.raises(NotFoundError):
         TorchExporter().load(tmp_path)
     (tmp_path / "model.pt").write_bytes(b"not a module")
-    with pytest.raises(UserError, match="cannot load"):
+    with pytest.raises(UserError, match="cannot be loaded"):
         TorchExporter().load(tmp_path)
 
 

@@ -241,6 +241,19 @@ class MaskedAttention(Attention):
         return answer
 
 
+class Encoder(nn.Module):
+    """Encode the lines of an image with self-attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        encoded: torch.Tensor = self.layer(image[:, 0])
+        return encoded.mean(1)
+
+
 class GraphNodes(nn.Module):
     """Module over the nodes of one graph, whose edges are numbers of nodes."""
 
