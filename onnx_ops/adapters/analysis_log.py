@@ -2,16 +2,16 @@
 
 Each entry is one object, which is created only if its name is free. If two instances append at the
 same time, one of them fails, reads the entry of the other, and decides again. An instance that is
-killed leaves either a whole entry or none. A checkpoint saves reads of entries; it holds the fold
-of the entries before it.
+killed leaves either a whole entry or none. A checkpoint contains the state after all entries up to
+a number, so a reader reads only the later entries.
 
 A rollout is deleted in three steps, each of which can be repeated by any instance:
 
 1. An entry `RolloutForgotten` ends the attempt. Nothing before it has an effect any more.
-2. A checkpoint after that entry is written, and the entries before it are deleted. The numbers
-   continue, so an instance with an earlier state finds the entry, or starts after it.
-3. Much later, that entry and the checkpoint are deleted too. By then, no instance uses a state in
-   memory that is as old, so all of them start again at 1.
+2. A checkpoint with that entry is written, and the entries before that entry are deleted. The
+   numbers continue: an instance with an earlier state finds that entry by its number.
+3. Much later, that entry and the checkpoint are deleted too. By then, no instance has a state of
+   the ended attempt in memory, so all instances start again at number 1.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class AnalysisLog:
         """Return the state after all entries, including those of other instances.
 
         Raises:
-            CorruptStateError: an entry is missing or unreadable.
+            CorruptStateError: an entry is missing, unreadable, or of another rollout.
         """
         known = self._recall(key)
         state = self._follow(known or self._read_checkpoint(key) or AnalysisState(key=key))
@@ -102,7 +102,10 @@ class AnalysisLog:
         return state
 
     def _cross_gap(self, state: AnalysisState, sequence: int) -> AnalysisState:
-        """Return the state after a later entry, if the entries between are not needed.
+        """Return the state after entry number `sequence` and the entries that follow.
+
+        The entries before `sequence` can be missing if a checkpoint covers them, or if the entry
+        starts or ends an attempt. The state is returned unchanged if the entry was deleted.
 
         Raises:
             CorruptStateError: the entry depends on missing entries.
@@ -152,7 +155,8 @@ class AnalysisLog:
         """Yield the keys of all rollouts, by analysis.
 
         Raises:
-            CorruptStateError: an entry is unreadable, unless `skip_corrupt`.
+            CorruptStateError: the object that names the key of a rollout is unreadable. With
+                `skip_corrupt`, a warning is logged instead.
         """
         for analysis in self._objects.list_names(""):
             for folder in self._objects.list_names(analysis):
@@ -167,7 +171,10 @@ class AnalysisLog:
                     yield key
 
     def _find_key(self, folder: str) -> RolloutKey | None:
-        """Return the key in the first object of a folder; None without objects."""
+        """Return the key in a folder's first entry, else in its checkpoint.
+
+        The result is None if the folder has neither.
+        """
         names = self._objects.list_names(folder)
         for name in filter(_NAME.fullmatch, names):
             if (data := self._objects.read(f"{folder}/{name}")) is not None:
@@ -179,12 +186,12 @@ class AnalysisLog:
     def delete_old(self, key: RolloutKey, keep_s: float, why: str) -> bool:
         """Delete the unneeded objects of a rollout; return whether its attempt was ended.
 
-        An attempt whose last entry is older than `keep_s` is ended with the reason `why`. After
-        another `keep_s`, no object is left.
+        An attempt is ended with the reason `why` if its last entry is older than `keep_s` and than
+        the attempt's `max_duration`. A call after another `keep_s` deletes the remaining objects.
 
         Raises:
             ConflictError: another instance appended an entry.
-            CorruptStateError: an entry is missing or unreadable.
+            CorruptStateError: an entry is missing, unreadable, or of another rollout.
         """
         state, now = self.read(key), self._clock.now()
         is_ended = state.policy is not None and state.is_over(now, keep_s)

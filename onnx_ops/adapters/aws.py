@@ -35,15 +35,15 @@ It always returns the same client for one service.
 """
 
 GUARDED_VARIANT = "main"
-"""Name of the variant of a guarded endpoint, which every update keeps.
+"""Name of the variant of an endpoint with `strategy: guarded`, which every update keeps.
 
-SageMaker does not guard an update that changes the name.
+SageMaker's deployment guardrails do not support an update that changes the name.
 """
 
 _NAME = re.compile(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*")
 _ATTEMPTS = 6
 API_TIMEOUT_S = 60.0
-"""Seconds within which AWS must answer one request."""
+"""Seconds within which AWS must answer one request, by default."""
 _UNAVAILABLE = (ServiceUnavailableError, "AWS cannot serve the request now", "Try again later.")
 _ERRORS_BY_CODES: Mapping[str, tuple[type[OnnxOpsError], str, str]] = {
     "ConditionalRequestConflict InternalFailure InternalServerError RequestTimeout "
@@ -94,7 +94,10 @@ _IDENTITY_SETTINGS = (
 # Slots would break options classes that inherit from two bases.
 @dataclass(frozen=True, kw_only=True)
 class AwsAccess:
-    """Options that select account and region; boto3 determines the empty options."""
+    """Region, profile and timeout of requests to AWS.
+
+    boto3 determines an empty region and an empty profile.
+    """
 
     region: str = ""
     profile: str = ""
@@ -114,8 +117,8 @@ def make_clients(access: AwsAccess, *, where: str = "") -> Clients:
     A client makes at most six attempts if an error is retryable.
 
     Raises:
-        UserError: the profile does not exist, or no region is set. Only some services need a
-            region.
+        MissingPackageError: boto3 is not installed.
+        UserError: the profile does not exist, or no region is set.
     """
     require("boto3", where=where or "AWS")
     import boto3
@@ -144,9 +147,10 @@ def make_clients(access: AwsAccess, *, where: str = "") -> Clients:
 
 
 def find_missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsError | None:
-    """Return an error if credentials or the region are missing; send no request.
+    """Return an error if profile, region or credentials are missing; send no request.
 
-    The result is None on a machine in AWS, which can have a role that only a request would reveal.
+    Missing credentials are not an error on a machine in AWS, which can have a role that only a
+    request would reveal. The result is None if boto3 is not installed.
     """
     if absent(("boto3",)):
         return None  # `make_clients` reports the missing package.
@@ -180,7 +184,7 @@ def _models(data_path: str | None) -> Any:
 
 @contextmanager
 def translate_errors(where: str) -> Iterator[None]:
-    """Raise boto3's errors as errors of onnx-ops, each with its remedy."""
+    """Raise boto3's errors as errors of onnx-ops, with a remedy for known codes."""
     from botocore.exceptions import (
         BotoCoreError,
         ClientError,
@@ -221,7 +225,8 @@ def translate_errors(where: str) -> Iterator[None]:
 def write_conditionally(send: Callable[[], T]) -> T | None:
     """Return the response to a conditional write to S3; None if the condition fails.
 
-    S3 can refuse both of two concurrent writers, and then requests a retry.
+    S3 can refuse both of two concurrent writers, and then requests a retry. Such a write is sent up
+    to six times.
     """
     from botocore.exceptions import ClientError
 
@@ -270,7 +275,7 @@ def build_variant_name(deployment: str) -> str:
 
 
 def is_valid_name(text: str) -> bool:
-    """Return whether a text is a valid name of an endpoint or a variant."""
+    """Return whether a string is a valid name of an endpoint or a variant."""
     return _NAME.fullmatch(text) is not None
 
 

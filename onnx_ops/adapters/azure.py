@@ -165,8 +165,9 @@ def fetch_token(service: str = "", api_timeout_s: float = API_TIMEOUT_S) -> str:
     The default service is Azure Resource Manager.
 
     Raises:
-        RefusedError: no credentials are configured, or the service does not accept them.
-        ServiceUnavailableError: the credentials could not be checked.
+        RefusedError: no credentials are configured, or Azure does not accept them.
+        ServiceUnavailableError: the token service does not answer, or the SDK reports another
+            error.
     """
     require(*EXTRAS["azure"], where="Azure")
     from azure.core.exceptions import AzureError, ClientAuthenticationError
@@ -216,7 +217,9 @@ def request_resource(
     Raises:
         ServiceUnavailableError: the service does not answer or requests a later retry, or a proxy
             or login page answers without JSON.
-        RefusedError: there are no credentials, or the answer has another error status.
+        RefusedError: there are no credentials, or the answer is a redirect or has another error
+            status.
+        UserError: the address of Azure Resource Manager does not use https.
     """
     base = get_management_url()
     host = require_https(base, "the address of Azure Resource Manager")

@@ -42,7 +42,8 @@ def read_annotations(path: Path, arrays: Mapping[str, Array], *, where: str) -> 
             one, else in that of the images of the file.
 
     Raises:
-        UserError: the file does not have the format, or an object is wrong.
+        UserError: the file does not have the format, an object is invalid, or `image_id` contains
+            an id that the file does not.
     """
     content = _load(path, where)
     images = {_get(entry, "id", "an image", where): entry for entry in content["images"]}
@@ -168,7 +169,11 @@ def _complete_points(
 def _read_box(
     entry: Mapping[str, Any], image: Mapping[str, Any], place: str, where: str
 ) -> list[float]:
-    """Return the corners of a box; raise UserError if it is not in its image."""
+    """Return the corners of a box.
+
+    Raises:
+        UserError: the box is malformed, or exceeds its image by more than a pixel.
+    """
     box = entry.get("bbox")
     if not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, box)):
         raise UserError(
@@ -199,7 +204,7 @@ def _read_box(
 
 
 def _list_rows(images: Mapping[Any, Any], arrays: Mapping[str, Array], where: str) -> Sequence[Any]:
-    """Return the image of each row."""
+    """Return the id of the image of each row."""
     if IMAGE_IDS not in arrays:
         return list(images)
     rows = arrays[IMAGE_IDS].reshape(-1).tolist()

@@ -1,4 +1,4 @@
-"""Read a `.npz`, `.csv` or `.parquet` file that DVC tracks, by path and revision.
+"""Read a file of arrays or a table that DVC tracks, by path and revision.
 
 DVC itself, in an isolated environment, finds the pointer of a commit and fetches objects that are
 in no cache on this machine. This module checks every byte against the MD5 of the pointer, because
@@ -95,8 +95,8 @@ class DvcOptions:
 
     `rev` is a tag, branch or commit; empty for the checkout. `remote` names the DVC remote; if it
     is empty, the remote of the pointer or else the repository's default is used. `md5` is the
-    required MD5 of the pointer, if given. `requirements` are the packages of DVC's environment; if
-    empty, they are the packages of this release that the remote needs.
+    required MD5 of the pointer, if given. `requirements` are the packages of DVC's environment. If
+    they are empty, the source's default packages and the package for the remote are installed.
     """
 
     path: str
@@ -117,8 +117,8 @@ class DvcPointer:
     """DVC's record of one output.
 
     The record contains the pointer file, the MD5 and the size (-1 if unknown) of the output, and
-    where its objects are. `remote` is the remote that the pointer names, and `scheme` is the scheme
-    of the remote's URL. `cache` is the folder of objects on this machine; empty if there is none.
+    where its objects are. `remote` is the remote that the pointer names; it can be empty. `scheme` is
+    the scheme of the URL of the remote that is used; empty for a folder. `cache` is the folder of objects on this machine; empty if there is none.
     With `legacy`, the objects are stored in the layout of DVC 1 and 2.
     """
 
@@ -293,7 +293,7 @@ class DvcSource(DataSource):
         return pointer
 
     def _check_checkout(self, tracked: _TrackedFile, top: Path) -> None:
-        """Raise an error if the pointer has uncommitted changes in the used checkout."""
+        """Raise DigestMismatchError if an uncommitted change alters MD5 or size."""
         file, path = tracked.pointer.file, tracked.path
         if (
             not (top / file).is_file()
@@ -439,7 +439,7 @@ def _read_options(section: DataSection) -> DvcOptions:
 def _find_in_folder(tracked: _TrackedFile, listing: Path, place: str) -> str:
     """Return the MD5 of a file within a tracked folder.
 
-    `listing` is the file that lists the files of the folder, as the pointer names it.
+    `listing` is a copy of the object that the pointer names. It lists the files of the folder.
     """
     pointer = tracked.pointer
     try:
@@ -472,7 +472,10 @@ def _wrong_pointer(pointer: DvcPointer, why: str) -> DigestMismatchError:
 
 
 def _check_object(copy: Path, pointer: DvcPointer, what: str, place: str, remedy: str) -> None:
-    """Delete a copy whose MD5 differs from its file name; raise DigestMismatchError."""
+    """Raise DigestMismatchError if the MD5 of a copy differs from its file name.
+
+    The copy is deleted in this case.
+    """
     wanted = copy.name.removesuffix(_FOLDER_SUFFIX)
     with copy.open("rb") as stream:
         digest = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -28,7 +28,7 @@ _SMALL_BYTES = 16 << 20
 _HEAD_BYTES = 8 << 20
 
 _SAMPLED_IMAGES = 32
-"""Images of a folder that are read when its first rows are requested."""
+"""Number of images of a folder that are read when its first rows are requested."""
 
 _ARRAY = b"\x93NUMPY"
 """Start of the file that `numpy.save` writes: one array."""
@@ -156,7 +156,10 @@ def _add_objects(
 
 
 def _add_sampled_objects(sample: Sample, section: DataSection, root: Path) -> Sample:
-    """Return the first rows with those of the annotations, which are read completely."""
+    """Return the first rows of the data and of the annotations.
+
+    The annotations are read completely, and cut to the number of rows of the data.
+    """
     arrays = _add_objects(sample.arrays, section, root)
     added = arrays.keys() - sample.arrays.keys()
     if added and not sample.whole:
@@ -182,11 +185,13 @@ def read_arrays(
 ) -> Mapping[str, Array]:
     """Return the arrays of a `.npz` or `.npy` file, or the columns of a table.
 
-    No pickled data is loaded. The suffix of `name`, the file's original name, determines the
-    format. With `most_bytes`, only the first rows of each array are read.
+    No pickled data is loaded. The suffix of `name`, the file's original name, determines whether
+    the file is a table, and its format. With `most_bytes`, only the first rows of each array are
+    read.
 
     Raises:
-        UserError: the file has another format, is damaged, or contains no rows.
+        UserError: the file has another format, is damaged, contains no rows, or is a pointer of Git
+            LFS.
     """
     named = Path(name or path)
     suffix = find_table_suffix(named.name)
@@ -207,7 +212,7 @@ def read_arrays(
 
 
 def _require_data(path: Path, where: str) -> None:
-    """Raise UserError if a file is empty, or is a pointer to a file not fetched."""
+    """Raise UserError if a file is empty, or is a pointer of Git LFS."""
     with path.open("rb") as stream:
         head = stream.read(len(_POINTER))
     if head == _POINTER:
@@ -224,7 +229,7 @@ def _require_data(path: Path, where: str) -> None:
 def _read_archive(
     path: Path, where: str, most_bytes: int | None, stem: str
 ) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, Array]]:
-    """Return the shapes of all arrays in a `.npz` file, and the arrays.
+    """Return the shapes of all arrays in a `.npz` or `.npy` file, and the arrays.
 
     With `most_bytes`, only the first rows of the arrays are returned. The array of a `.npy` file
     has no name; it gets the name `stem`.
@@ -272,8 +277,9 @@ def _read_archive(
 def _read_head(archive: Any, most_bytes: int) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
     """Return the shapes of all arrays, and their first rows.
 
-    As many rows are read as fit into `most_bytes`, but at least one. Zeros stand for the rows of an
-    array that is stored by column.
+    As many rows are read as fit into `most_bytes`, but at least one. An array without an axis of
+    rows is read whole. Zeros stand for the rows of a multi-dimensional array that is stored by
+    column.
     """
     import numpy as np
     from numpy.lib import format as npy
@@ -312,7 +318,7 @@ def _find_axes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Return, for each array with an axis of rows, the index of this axis.
 
     The number of rows is the size that occurs in most shapes. Of equally frequent sizes, the size
-    that is most often on axis 0 is the number of rows.
+    that is most often on axis 0 is used, and then the largest.
     """
     sizes = {size for shape in shapes.values() for size in shape}
 

@@ -2,7 +2,7 @@
 
 The files are PNG or JPEG. A table `metadata` beside them (CSV, Parquet or JSON Lines) has a row for
 each file, whose path is in the column `file_name`. Without a table, the label of an image is the
-name of its folder.
+name of its folder, if all images are in subfolders.
 
 https://huggingface.co/docs/datasets/image_dataset describes the layout.
 """
@@ -41,8 +41,8 @@ def has_images(folder: Path) -> bool:
 def read_images(folder: Path, *, where: str, limit: int | None = None) -> Mapping[str, Array]:
     """Return a folder's images in the order of their paths, and its table's columns.
 
-    Without a table, the names of the images' folders are returned as labels. Each image is checked
-    as the endpoint server checks it.
+    Without a table, the names of the images' folders are returned as labels, if all images are in
+    subfolders. Each image is checked as the endpoint server checks it by default.
 
     Args:
         limit: number of images to read; all by default.
@@ -103,7 +103,8 @@ def _order_rows(columns: Mapping[str, Array], names: Sequence[str], where: str) 
     """Return the row of the table for each file.
 
     Raises:
-        UserError: the files of the table are not those of the folder, or a column is misnamed.
+        UserError: the table lists a file twice or not at all, lists a file that is not in the
+            folder, or has a wrong column name.
     """
     if NAMES not in columns:
         remedy = f"Give the column with the paths of the images the name {NAMES!r}."

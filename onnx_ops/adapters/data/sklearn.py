@@ -47,7 +47,10 @@ class SklearnSource(DataSource):
         return f"{brought}: {wanted.sklearn} {wanted.split} {wanted.test_size!r} seed {wanted.seed}"
 
     def sample(self, section: DataSection, root: Path) -> Sample:
-        """Return a row of zeros for each class, without importing scikit-learn."""
+        """Return one row for each class, without importing scikit-learn.
+
+        The features are zeros. If the target is a quantity, the result has one row.
+        """
         import numpy as np
 
         wanted = _section(section)

@@ -96,16 +96,17 @@ def read_table(
 ) -> Mapping[str, Array]:
     """Read the columns of a table by name; `most_bytes` limits the rows.
 
-    Whole numbers are int64, fractions are float32, and booleans are bool. Everything else is text:
-    categories, dates, and identifiers. Identifiers are whole numbers with a leading zero or beyond
-    int64, or beyond 53 bits in a column with a missing value.
+    Whole numbers are int64, fractions are float32, and booleans are bool. Dates and identifiers are
+    text, and categories have the type of their values. Identifiers are whole numbers with a leading
+    zero or beyond int64, or beyond 53 bits in a column with a missing value.
 
     A missing value is NaN, which makes a column of numbers or booleans float32. In a column of
     text, it is the empty text. Texts are `np.str_`, or Python objects where a fixed width would
     waste memory.
 
     Raises:
-        UserError: the file is not a valid table. The error names the line or column if possible.
+        UserError: the file is not a valid table with rows, or a column has a type or a value that is
+            not supported. The error names the line or column if possible.
     """
     require("pyarrow", where=where)
     arrow = importlib.import_module("pyarrow")
@@ -157,7 +158,7 @@ def _describe_format(suffix: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dialect:
-    """How a CSV file writes its cells."""
+    """Encoding, separator and decimal mark of a CSV file."""
 
     encoding: str
     separator: str
@@ -227,7 +228,8 @@ def _find_dialect(head: bytes) -> _Dialect:
     They are determined from `head`, the first part of the file.
 
     Raises:
-        ValueError: the names of the columns are not in UTF-8, or there are too many names.
+        ValueError: the file has another format, its first line is not in UTF-8, or this line names
+            too many columns.
     """
     encoding = "utf-16" if head[:2] in _UTF16 else "utf-8-sig"
     if head[:4] in _FOREIGN:
@@ -396,7 +398,7 @@ def _read_bytes(path: str, most_bytes: int | None) -> bytes:
 def _describe_undecodable(source: str | bytes) -> str:
     """Return the error text for a file that is not UTF-8.
 
-    The text shows the line of the first invalid byte, and how to convert the file.
+    The text shows the line of the first invalid byte, if there is one, and how to convert the file.
     """
     content = Path(source).read_bytes() if isinstance(source, str) else source
     try:

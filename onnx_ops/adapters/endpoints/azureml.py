@@ -99,7 +99,7 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         read_azure_options(options)
 
     def read_machine(self, config: EndpointConfig) -> str:
-        """Return the size of the instances."""
+        """Return the instance type."""
         return read_azure_options(config.options, where=config.endpoint).instance_type
 
     def place(self, config: EndpointConfig) -> str:
@@ -139,7 +139,7 @@ class AzureDeploymentEndpoints(CloudEndpoints):
             return None
 
     def require_changeable(self, config: EndpointConfig) -> None:
-        """Raise an error if Azure does not answer, or another tool owns the endpoint."""
+        """Raise an error if Azure does not answer, or the project does not own the endpoint."""
         self._connect(config).read()
 
     def preview(
@@ -251,7 +251,7 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         """Return the endpoint's state, and the names of its deployments in Azure.
 
         The keys of the mapping are the names of the deployments in onnx-ops. The state is None if
-        it is not valid, or users have configured copies of requests.
+        the endpoint does not exist or has no valid state, or if Azure mirrors its traffic.
         """
         endpoint = self._connect(config)
         resource = endpoint.read()

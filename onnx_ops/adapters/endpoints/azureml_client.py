@@ -5,8 +5,8 @@ autoscaling. The SDK makes all other requests; its import takes seconds, so it i
 these.
 
 Reads and idempotent requests are retried. `write` and `put_endpoint` send a change once: the SDK's
-own retries would repeat it even after another client has sent a newer one. Their callers repeat a
-change only if a read shows that it is still needed.
+own retries would repeat a change even after another client has sent a newer change. The callers of
+both methods repeat a change only if a read shows that it is still needed.
 """
 
 from __future__ import annotations
@@ -253,6 +253,7 @@ class AzureClient:
                 changed.
             GoneError: a resource that the operation needs does not exist. Nothing was changed.
             UnansweredWriteError: Azure does not answer. The operation can still be in progress.
+            RefusedError: Azure does not accept the credentials or permit the operation.
             InfrastructureError: the operation failed.
         """
         try:

@@ -99,7 +99,7 @@ class AzureDeployments:
         A failed deployment without traffic is deleted and created again.
 
         Raises:
-            RefusedError: another tool created the deployment.
+            RefusedError: the deployment exists, but this endpoint does not own it.
             InfrastructureError: Azure could not change the instances of a deployment with traffic.
         """
         where, has_retried = f"deployment {name}", False
@@ -176,7 +176,7 @@ class AzureDeployments:
         return is_owner and read_record(resource.tags) is not None
 
     def _create(self, name: str, deployment: Deployment) -> None:
-        """Create a deployment, and its model unless it is a fleet.
+        """Create a deployment, and its model unless the deployment is a fleet.
 
         The environment that deployments share is created if missing. It contains the image of
         onnx-ops and its routes.
@@ -271,8 +271,8 @@ class Autoscaling:
     def apply(self, resource: OnlineDeployment) -> bool:
         """Apply the options; return whether count and tag of the deployment were right.
 
-        The tag is written before the autoscale setting is created, and is removed after it. So a
-        deployment without the tag has no setting of onnx-ops.
+        The tag is written before the autoscale setting is created, and removed after the setting is
+        deleted. So a deployment without the tag has no autoscale setting of onnx-ops.
         """
         has_tag = resource.tags.get(SCALING, NOT_SCALED) == self.tag
         if has_tag and not self._is_miscounted(resource):

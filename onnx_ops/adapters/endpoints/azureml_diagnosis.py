@@ -134,9 +134,10 @@ def _matches(action: str, patterns: Sequence[str]) -> bool:
 
 
 def _check_image(options: AzureOptions, registries: list[str]) -> Finding:
-    """Check the image's registry, and add its resource id to `registries`.
+    """Check the image's registry; add its resource id to `registries` if it is found.
 
-    Azure Resource Manager does not list tags of images, so the tag is not checked.
+    Only registries of Azure in the endpoint's subscription can be found. Azure Resource Manager
+    does not list tags of images, so the tag is not checked.
     """
     host = options.image.partition("/")[0]
     if not host.endswith(_REGISTRY_SUFFIX):

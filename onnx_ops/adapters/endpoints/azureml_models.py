@@ -1,7 +1,7 @@
 """Models of an endpoint in the datastore, the workspace and, if set, a registry.
 
 Workspaces in all regions can read a registry. In the datastore, the name of a model's folder
-contains the digest of its content. The folder contains `model/` and `deployment.json`, which is
+contains a digest of the deployment, including its manifest. The folder contains `model/` and `deployment.json`, which is
 written last. If `deployment.json` is missing, the upload was interrupted and is repeated.
 """
 
@@ -78,7 +78,7 @@ class AzureModels:
         return self._client.read("the datastore", list_folders) or {}
 
     def delete(self, name: str) -> None:
-        """Delete a folder, if it exists.
+        """Delete a model's folder from the datastore, if it exists.
 
         The model asset in the workspace remains. It becomes valid again when the same files are
         uploaded.
@@ -205,7 +205,10 @@ class AzureModels:
         )
 
     def _blob_md5(self, *parts: str) -> bytes | None:
-        """Return the MD5 digest that Azure stores for a blob; None if there is no blob."""
+        """Return the MD5 digest that Azure stores for a blob; None without the blob.
+
+        The digest is empty if Azure stores none.
+        """
         from azure.core.exceptions import ResourceNotFoundError
 
         try:

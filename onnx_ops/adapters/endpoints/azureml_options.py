@@ -94,7 +94,7 @@ class AzureOptions(LeaseOptions, ContainerOptions):
         return self.traffic == "table"
 
     def locate(self) -> ReplicaOptions:
-        """Return the locations that the instances follow."""
+        """Return locations, number of instances and time limits, as replicas use them."""
         return ReplicaOptions(
             control=self.control,
             reports=self.reports,

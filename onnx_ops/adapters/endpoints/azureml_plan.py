@@ -79,7 +79,10 @@ def plan_traffic(
 def plan_names(
     names: Iterable[str], traffic: Mapping[str, int], *, generation: int, since: int = 0
 ) -> TrafficPlan:
-    """Return the plan that changes only the traffic and tags of running deployments."""
+    """Return a plan that changes only the traffic and the tags of an endpoint.
+
+    `names` are the deployments of the state, by their names in Azure.
+    """
     listed = sorted(names)
     tags = {
         GENERATION: str(generation),
@@ -114,7 +117,7 @@ def build_azure_name(deployment: Deployment, immutable: Mapping[str, Json] | Non
 
 
 def build_record_tags(deployment: Deployment) -> dict[str, str]:
-    """Return the tags from which `read_record` restores the deployment."""
+    """Return tags from which `read_record` restores a deployment without location."""
     text = codec.dumps(replace(deployment, location="")).decode()
     return {MANIFEST: deployment.manifest, **split_text(_RECORD, text, _TAG_CHARACTERS)}
 
@@ -136,7 +139,9 @@ def read_generation(tags: Mapping[str, str]) -> int:
 def read_state(
     tags: Mapping[str, str], traffic: Mapping[str, int], records: Mapping[str, Deployment]
 ) -> EndpointState | None:
-    """Return the endpoint's state; None if tags and traffic contradict the records.
+    """Return the endpoint's state; None if its tags do not describe a valid state.
+
+    Tags and traffic must agree with each other and with the records.
 
     Args:
         tags: tags of the endpoint.

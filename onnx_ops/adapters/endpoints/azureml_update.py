@@ -43,7 +43,8 @@ _log = logging.getLogger(__name__)
 class SentGeneration:
     """The last generation that this machine sent, and a lock, in one folder.
 
-    Azure's reads can be stale. A read that shows an older generation than this one is repeated.
+    Azure's reads can be stale. A read that shows an older generation than the stored one is
+    repeated.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,7 +86,7 @@ class SentGeneration:
 
 
 def _is_current(tags: Mapping[str, str], sent: int | None) -> bool:
-    """Return whether an endpoint's tags show the generation that this machine sent.
+    """Return whether an endpoint's tags show the sent generation or a later one.
 
     The result is also True if this machine has sent none, or the endpoint has no owner tag.
     """
@@ -111,7 +112,7 @@ class AzureEndpoint:
         endpoint does not exist.
 
         Raises:
-            RefusedError: onnx-ops did not create the endpoint.
+            RefusedError: this project does not own the endpoint.
         """
         endpoint = self._read_current()
         if endpoint is not None:
@@ -139,7 +140,7 @@ class AzureEndpoint:
         return endpoint
 
     def _require_own(self, endpoint: OnlineEndpoint) -> None:
-        """Raise RefusedError if onnx-ops did not create an endpoint."""
+        """Raise RefusedError if this project does not own an endpoint."""
         owners = {endpoint.tags.get(OWNER)}
         if owners == {None}:
             # If another tool overwrote the tags of the endpoint, the tags of its deployments show
@@ -193,7 +194,7 @@ class AzureEndpoint:
                 _log.warning("deployment %s was not deleted: %s", name, error)
 
     def route(self, plan: TrafficPlan) -> None:
-        """Send tags and traffic to running deployments in one request; read them back.
+        """Send the endpoint's tags and traffic in one request, and read them back.
 
         Raises:
             ConflictError: a later generation was applied, or another state of this generation.
@@ -212,16 +213,17 @@ class AzureEndpoint:
         self.client.converge(step, retry_reads=True)
 
     def restore(self, state: EndpointState, generation: int) -> bool:
-        """Give all traffic to a deployment of the applied state with the second request.
+        """Give all traffic to the leader of `state` with the second request.
 
         The first request reads the endpoint. Return whether the endpoint is in the requested state.
-        The result is False with another owner, a change in progress, or a stale read. It is also
-        False if a deployment does not run, or the write fails. The caller then makes the change in
-        several steps.
+        The result is False if the applied state does not contain the leader. It is also False with
+        another owner, a change in progress, a stale read, a deployment that does not run, or a
+        failed write. The caller then makes the change in several steps.
 
         Raises:
             ConflictError: a later generation was applied, or another state of this generation.
-            InfrastructureError: Azure accepted the change, but could not complete it.
+            InfrastructureError: Azure accepted the change, but could not complete it, or does not
+                answer later reads.
         """
         with self._sent.lock():
             try:
@@ -307,7 +309,11 @@ class AzureEndpoint:
     def _plan_restore(
         self, endpoint: OnlineEndpoint, state: EndpointState, generation: int
     ) -> TrafficPlan | None:
-        """Return the plan of a rollback; None if other traffic alone is not enough."""
+        """Return the plan of a rollback; None if a change of traffic is not possible.
+
+        It is possible if the read is current, this project owns the settled endpoint, and the
+        applied state contains the leader.
+        """
         tags, name = endpoint.tags, self.deployments.name(state.leader())
         is_plain = (
             tags.get(OWNER) == self._owner

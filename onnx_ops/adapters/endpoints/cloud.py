@@ -135,7 +135,7 @@ def format_follower_variables(
     """Return the variables of a container that follows an endpoint's tables.
 
     Raises:
-        UserError: no public key is trusted, so that the container could verify no table.
+        UserError: no public key is trusted. The container needs one to verify tables.
     """
     if not trusted_keys:
         raise UserError(
@@ -153,7 +153,7 @@ def format_follower_variables(
 
 
 def split_text(name: str, text: str, characters: int) -> dict[str, str]:
-    """Split a text into pieces for tags or variables.
+    """Split a string into pieces for tags or variables.
 
     The keys of the pieces are `name` followed by 0, 1 ….
     """
@@ -164,7 +164,7 @@ def split_text(name: str, text: str, characters: int) -> dict[str, str]:
 
 
 def join_text(name: str, pieces: Mapping[str, str]) -> str:
-    """Return the text that `split_text` split; empty if there are no pieces."""
+    """Return the string that `split_text` split; empty if there are no pieces."""
     return "".join(
         itertools.takewhile(
             bool, (pieces.get(f"{name}{number}", "") for number in itertools.count())

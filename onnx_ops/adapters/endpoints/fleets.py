@@ -125,7 +125,7 @@ class FleetEndpoints(ReplicaEndpoints):
         return self._machines.address(config)
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return the error of missing credentials, without a request."""
+        """Return an error if credentials are missing; send no request to the cloud."""
         return self._machines.find_missing_requirement(config)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
@@ -151,7 +151,7 @@ class FleetEndpoints(ReplicaEndpoints):
         """Publish a state; if it moves no traffic, restore the fleet too.
 
         A step needs no control plane, which could be busy or down. `observe` shows how the fleet
-        differs from its options, and an application of the same traffic restores them. New
+        differs from its options. Applying the same traffic again restores the options. New
         instances are in service only after they have adopted a table. Therefore the table comes
         first if the fleet does not serve.
         """
@@ -243,7 +243,7 @@ class FleetEndpoints(ReplicaEndpoints):
     def list_orphans(
         self, config: EndpointConfig, needed: frozenset[Digest]
     ) -> tuple[OrphanedResource, ...]:
-        """Return the resources in the cloud that earlier options have left."""
+        """Return the cloud's resources that the endpoint does not need any more."""
         return tuple(self._machines.list_orphans(config, needed))
 
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
@@ -286,7 +286,7 @@ class TrafficModes(EndpointProvider):
         return self._select(options).capabilities(options)
 
     def metrics(self, options: Mapping[str, Json] | None = None) -> MetricsSource:
-        """Return the counts of the instances, or the metrics service of the cloud."""
+        """Return the metrics source of the instances, or that of the cloud."""
         return self._select(options).metrics(options)
 
     def validate_options(self, options: Mapping[str, Json]) -> None:
@@ -296,8 +296,8 @@ class TrafficModes(EndpointProvider):
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
         """Refuse a change of `traffic`, and what the selected provider refuses.
 
-        Another machine without another target is refused too, because the decisions of a target are
-        valid only for the hardware on which they were measured.
+        A change of the machine type is also refused if the target stays the same. The decisions of
+        a target are valid only for the hardware on which they were measured.
         """
         provider = self._select(after.options)
         if self._select(before.options) is not provider:
@@ -407,7 +407,7 @@ class TrafficModes(EndpointProvider):
         self._select(config.options).remove(config)
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return the error of missing credentials, without a request."""
+        """Return an error if credentials are missing; send no request to the cloud."""
         return self.native.find_missing_requirement(config)
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:

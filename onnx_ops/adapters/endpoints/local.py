@@ -123,7 +123,7 @@ class LocalEndpoints(EndpointProvider):
         return frozenset({"split", "sticky", "epochs"}) | self.metrics().capabilities()
 
     def metrics(self, options: Mapping[str, Json] | None = None) -> ServerMetrics:
-        """Return the counts of the endpoint's own server."""
+        """Return the metrics source that reads the counts of the endpoint's server."""
         return ServerMetrics(lambda config, request: [self.counts(config, request)])
 
     def counts(self, config: EndpointConfig, request: UserCountsRequest | None = None) -> Counts:
@@ -189,7 +189,7 @@ class LocalEndpoints(EndpointProvider):
         return replace(answer.state, drift=tuple(drift), out_of_service=out_of_service)
 
     def list_memory(self, config: EndpointConfig) -> Sequence[ServerMemory]:
-        """Return the memory of the server; empty if no server runs."""
+        """Return the memory of the server; empty if no server answers."""
         memory = _read_state(self._server(config)).memory
         return () if memory is None else (memory,)
 
@@ -226,7 +226,8 @@ class LocalEndpoints(EndpointProvider):
     ) -> EndpointState:
         """Return the state after a change.
 
-        An error is raised if a package or files are missing, or another program uses the port.
+        An error is raised if model files are missing or were changed. If the change starts the
+        server, an error is also raised if a package is missing or another program uses the port.
         """
         after = super().preview(config, state, current, is_rollback=is_rollback)
         restarts = current is None or (bool(current.drift) and not is_rollback)
@@ -259,7 +260,7 @@ class LocalEndpoints(EndpointProvider):
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Publish the rollback; restart a server that does not answer.
 
-        A restarted server has only this state. Old workers that still answer are replaced when the
+        A restarted server loads only the deployments with traffic. Old workers that still answer are replaced when the
         new workers are ready; others are killed first.
         """
         server = self._server(config)
@@ -292,7 +293,7 @@ class LocalEndpoints(EndpointProvider):
                 server.stop()
 
     def remove(self, config: EndpointConfig) -> None:
-        """Stop the server and delete its files, except its logs and the port."""
+        """Stop the server and delete its files, except server log, audit log and port."""
         server = self._server(config)
         if not server.folder.is_dir():
             return

@@ -155,7 +155,10 @@ class LocalServer:
             self.wait_until_stopped(_KILLED_S)
 
     def kill(self, port: int | None) -> None:
-        """Kill the supervisor if it runs; kill its workers if the port does not answer."""
+        """Kill the supervisor if it runs; kill its workers if `port` does not answer.
+
+        The workers are also killed if `port` is None.
+        """
         self.kill_supervisor()
         if list_workers(self.folder) and (
             port is None or self.is_ready(port, timeout_s=_KILLED_S) is None

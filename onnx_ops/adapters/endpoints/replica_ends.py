@@ -25,9 +25,10 @@ def find_ends(
 ) -> set[ReportSource]:
     """Return the starts that ended without a last report, one per moment.
 
-    The last start of a silent replica is treated as ended only if other replicas report. If no
-    replica reports, the store or this process was disconnected. An earlier start of a replica is
-    treated as ended unless a later follower reports for the same server.
+    The last start of a replica is treated as ended after `LEASE_S` + `DEADLINE_S` without a report,
+    and only if other replicas report. If no replica reports, the store or this process was
+    disconnected. An earlier start of a replica is treated as ended unless a later start reports for
+    the same server.
 
     Args:
         starts: the last counts of each start, and the time at which they were written.

@@ -199,7 +199,7 @@ class ReplicaEndpoints(EndpointProvider):
         return frozenset({"split", "sticky", "epochs"}) | self.metrics().capabilities()
 
     def metrics(self, options: Mapping[str, Json] | None = None) -> ServerMetrics:
-        """Return the counts that the replicas report."""
+        """Return the metrics source that reads the counts of the replicas."""
         return ServerMetrics(self._read_counts)
 
     def validate_options(self, options: Mapping[str, Json]) -> None:
@@ -269,7 +269,11 @@ class ReplicaEndpoints(EndpointProvider):
         *,
         is_rollback: bool = False,
     ) -> EndpointState:
-        """Return the state after a change; raise an error for a missing key or file."""
+        """Return the state after a change.
+
+        An error is raised if model files are missing or were changed. Except for a rollback, an
+        error is also raised without a release key.
+        """
         if is_rollback:
             after = state if current is None else preview_rollback(current, state)
         else:
@@ -583,8 +587,8 @@ class ReplicaEndpoints(EndpointProvider):
     def _has_fallen_back(self, config: EndpointConfig, seen: StorePlace, one: SeenReplica) -> bool:
         """Return whether a silent replica can only answer as the newest table specifies.
 
-        This can be the case once the lease of the replica is over. The replica can have adopted
-        any table after the table in its last report, so all of these tables are checked.
+        This can be the case once the lease of the replica is over. Since its last report, the
+        replica possibly adopted any later table, so all of these tables are checked.
         """
         is_over = min(seen.age_s, one.age_s) > LEASE_S + DEADLINE_S
         adopted, newest = one.status.adopted, seen.newest
@@ -704,7 +708,7 @@ class ReplicaEndpoints(EndpointProvider):
     def _is_published(self, config: EndpointConfig, seen: StorePlace, state: EndpointState) -> bool:
         """Return whether the newest table publishes exactly this state.
 
-        If it does, its number is recorded again.
+        In this case, the number of the table is recorded again.
 
         Raises:
             ConflictError: the newest table has a later generation than the state.
@@ -800,7 +804,8 @@ class ReplicaEndpoints(EndpointProvider):
 
         Raises:
             InfrastructureError: a replica cannot load the table.
-            ServiceUnavailableError: a replica does not report in time that it has loaded the table.
+            ServiceUnavailableError: a replica does not report in time that it has loaded the table,
+                or no replica is registered.
         """
         missing: list[str] = []
 
@@ -877,6 +882,9 @@ class ReplicaEndpoints(EndpointProvider):
 
         The counts are by the generations of the ledger. A start that has not loaded a table is
         left out.
+
+        Raises:
+            ServiceUnavailableError: no start has reported counts.
         """
         seen = self._look(config)
         reporting = {

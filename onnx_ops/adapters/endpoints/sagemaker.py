@@ -143,9 +143,9 @@ class SageMakerVariants(CloudEndpoints):
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return the endpoint's state; during an update, the state before the update.
 
-        The result is None without an endpoint of onnx-ops that can answer, or if AWS does not
-        respond. An idle endpoint without autoscaling costs two requests: its description, and the
-        claim. The config's name contains the digest of the options and the endpoint's name, so a
+        The result is None without an endpoint of onnx-ops that can answer, or if a request to AWS
+        fails with an InfrastructureError. For an idle endpoint that matches its claim and is not
+        scaled, two requests are made: for its description, and for the claim. The config's name contains the digest of the options and the endpoint's name, so a
         matching name shows that both are unchanged.
         """
         client = self._connect(config)
@@ -217,6 +217,7 @@ class SageMakerVariants(CloudEndpoints):
         Raises:
             AlarmRollbackError: an alarm reverted the update to the state, now or in an earlier
                 attempt.
+            ConflictError: a later generation is claimed, or this generation for another state.
         """
         client, state = self._connect(config), replace(state, generation=generation)
         layout, fence = self._layout(client, state), GenerationFence(client)
@@ -256,8 +257,9 @@ class SageMakerVariants(CloudEndpoints):
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Change only weights if the leader is a variant; otherwise deploy it alone.
 
-        If the claim shows that the endpoint has the variant, the weights are requested before the
-        endpoint is described.
+        With guarded updates, the endpoint has one variant, so the leader is always deployed alone.
+        If the claim shows that the endpoint has the leader's variant and other weights, the weights
+        are requested before the endpoint is described.
         """
         client = self._connect(config)
         fence, state = GenerationFence(client), replace(state, generation=generation)
@@ -292,7 +294,10 @@ class SageMakerVariants(CloudEndpoints):
         self._reach(client, fence, state, layout, is_rollback=True)
 
     def address(self, config: EndpointConfig) -> str | None:
-        """Return the address; requests need a signature (SigV4, service `sagemaker`)."""
+        """Return the address; requests need a signature (SigV4, service `sagemaker`).
+
+        The result is None without an endpoint of onnx-ops, or if AWS does not answer.
+        """
         client = self._connect(config)
         try:
             description = client.describe()

@@ -36,7 +36,7 @@ NOT_FOUND = ("could not find",)
 IN_PROGRESS = ("in-progress", "in progress")
 """SageMaker's messages, in lower case, for a resource that is being changed."""
 _MAX_RACES = 8
-"""Number of times that other writers may overtake a conditional write."""
+"""Number of attempts to write the claim; another writer can be faster each time."""
 
 
 class SageMakerClient:
@@ -103,7 +103,7 @@ class SageMakerClient:
         return dict(self.call("sagemaker", "describe_model", ModelName=name))
 
     def is_ours(self, description: Mapping[str, Any]) -> bool:
-        """Return whether the described endpoint has the tag of onnx-ops."""
+        """Return whether the tag of the described endpoint names this endpoint."""
         return self.tag_of(description["EndpointArn"]) == self.endpoint
 
     def tag_of(self, arn: str) -> str | None:
@@ -133,8 +133,8 @@ class SageMakerClient:
 class EndpointClaim:
     """The claim of an endpoint's latest generation.
 
-    `reached` is the name of the config with which the endpoint was in service last. It proves that
-    the endpoint is ours, and which variants it has. `settled` is true if the endpoint has reached
+    `reached` is the name of the config with which the endpoint was in service last. This
+    name shows that onnx-ops owns the endpoint, and which variants the endpoint has. `settled` is true if the endpoint has reached
     `state`. `scaled` is true if its variants can have scaling policies of onnx-ops.
     """
 
@@ -168,12 +168,13 @@ class GenerationFence:
         return self.claim
 
     def take(self, state: EndpointState) -> None:
-        """Claim the state's generation, unless another writer has claimed it since `read`.
+        """Claim the generation of a state with a conditional write.
 
         A claim of the same generation can be replaced by a claim without idle deployments.
 
         Raises:
             ConflictError: a later generation is claimed, or this generation for another state.
+            ServiceUnavailableError: other writers keep changing the claim.
         """
 
         def replace_claim(before: EndpointClaim | None) -> EndpointClaim:
@@ -219,7 +220,7 @@ class GenerationFence:
         self._write(generation, settle_claim)
 
     def has_reached(self, config_name: str) -> bool:
-        """Return whether this is the config that the endpoint reached last."""
+        """Return whether the claim names a config as the last that was reached."""
         return self.claim is not None and self.claim.reached == config_name
 
     def begin_update(self, config_name: str, alarms: Mapping[str, str]) -> None:

@@ -110,7 +110,7 @@ def _run(check: str, find: Callable[[], Finding]) -> Diagnosis:
 
 
 def _ask(request: Callable[[], Any], *codes: str) -> tuple[Any, str]:
-    """Return the answer to a request and an empty text.
+    """Return the answer to a request and an empty string.
 
     If the request fails with an error code in `codes`, return None and this code.
     """
@@ -231,7 +231,7 @@ def _list_denied(iam: Any, role: str, actions: tuple[str, ...], resource: str) -
 
 
 def _check_permissions(connect: Clients, options: SageMakerOptions) -> Finding:
-    """Check that the role's policies permit what the options need of it.
+    """Check that the role's policies permit what the options require.
 
     The policies of a bucket or key in another account cannot be checked here.
     """
@@ -292,7 +292,7 @@ def _check_quota(quotas: Any, options: SageMakerOptions) -> Finding:
 
     An update runs old and new instances at the same time. With one variant (`traffic: table` or
     strategy `guarded`), an update needs twice the instance count of the options. With strategy
-    `ab`, it needs three times this count.
+    `ab`, it needs three times this count. With autoscaling, the count is `max_instances`.
     """
     name = f"{options.instance_type} for endpoint usage"
     pages = quotas.get_paginator("list_service_quotas").paginate(ServiceCode="sagemaker")

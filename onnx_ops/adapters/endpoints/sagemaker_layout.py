@@ -92,7 +92,10 @@ def read_deployment(model: Mapping[str, Any]) -> Deployment | None:
 
 
 def build_archive_key(prefix: str, endpoint: str, deployment: Deployment) -> str:
-    """Return the key of a deployment's archive, which depends only on its content."""
+    """Return the key of a deployment's archive.
+
+    The key contains the manifest digest and a digest of the deployment document.
+    """
     document = hex_digits(digest_bytes(encode_deployment(deployment)))[:16]
     return (
         f"{prefix.strip('/')}/{endpoint}/archives/{hex_digits(deployment.manifest)}/{document}"
@@ -101,7 +104,11 @@ def build_archive_key(prefix: str, endpoint: str, deployment: Deployment) -> str
 
 
 def build_name_stem(endpoint: str) -> str:
-    """Return the unique stem of the names of an endpoint's models and configs."""
+    """Return the unique stem of the names of an endpoint's models and configs.
+
+    Raises:
+        UserError: SageMaker does not support the endpoint's name.
+    """
     if not is_valid_name(endpoint):
         remedy = "Use at most 63 letters, digits and hyphens, with no hyphen first or last."
         raise UserError(f"{endpoint!r} cannot be the name of a SageMaker endpoint", remedy=remedy)
@@ -124,11 +131,13 @@ def build_layout(
 ) -> EndpointLayout:
     """Return the requests for a state.
 
-    Without `trusted_keys`, the containers' servers load any model. The keys are part of the
-    environment of a SageMaker model, so other keys result in other SageMaker models.
+    Without `trusted_keys`, the containers' servers load any model; `traffic: table` requires keys.
+    The keys are part of the environment of a SageMaker model, so other keys result in other
+    SageMaker models.
 
     Raises:
-        UserError: SageMaker does not support the state.
+        UserError: SageMaker does not support the endpoint's name or the state, or the trusted keys
+            are too long, or are missing although the instances follow a table.
     """
     stem = build_name_stem(endpoint)
     _require_possible(endpoint, state, options)

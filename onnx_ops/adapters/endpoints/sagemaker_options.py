@@ -112,7 +112,7 @@ class SageMakerOptions(AwsAccess, LeaseOptions, ContainerOptions):
         return self.traffic == "table"
 
     def locate(self, endpoint: str) -> ReplicaOptions:
-        """Return the locations in the bucket that the instances of an endpoint follow.
+        """Return locations in the bucket, number of instances, and time limits.
 
         Reports have a separate prefix, so that the containers' role needs no permission to write
         tables.

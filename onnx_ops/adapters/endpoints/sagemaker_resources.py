@@ -170,6 +170,8 @@ class EndpointResources:
 
         Raises:
             ConflictError: the live endpoint uses the orphan again. SageMaker does not check this.
+            RefusedError: the resource does not have the tag of this endpoint.
+            UserError: the orphan is not a resource of this endpoint.
         """
         kind, name = orphan.kind, orphan.name
         if name in self._list_used(kind):

@@ -107,7 +107,7 @@ class VariantScaling:
                 self._deregister(name)
 
     def pause(self, description: Mapping[str, Any], layout: EndpointLayout) -> None:
-        """Stop scaling variants with a new instance type.
+        """Stop scaling variants that are removed or get a new instance type.
 
         SageMaker refuses to change the type of a scaled variant.
         """
@@ -146,7 +146,7 @@ class VariantScaling:
         return {resources[target["ResourceId"]]: target for target in answer["ScalableTargets"]}
 
     def _policy(self, variant: str) -> Mapping[str, Any] | None:
-        """Return the target tracking of our policy of a variant; None without a policy."""
+        """Return the target tracking of onnx-ops' policy of a variant; None without it."""
         answer = self._call(
             "describe_scaling_policies", **self._resource(variant), PolicyNames=[_POLICY]
         )

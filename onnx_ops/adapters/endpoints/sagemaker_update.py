@@ -128,9 +128,10 @@ class EndpointUpdate:
 
         Args:
             weights: weights by variant; those of other variants become 0.
-            is_known: whether the claim proves that the endpoint is ours and has these variants.
-                Then the weights are requested before the endpoint is described.
-            is_due: whether the endpoint is expected to have other weights.
+            is_known: whether the claim shows that onnx-ops owns the endpoint, and that it has these
+                variants.
+            is_due: whether the endpoint is expected to have other weights. With `is_known` and
+                `is_due`, the weights are requested before the endpoint is described.
             layout: the config that the endpoint must have; any config without it.
         """
         reads = int(is_known and is_due and self._try_weights(weights))
@@ -277,7 +278,9 @@ class EndpointUpdate:
         """Return the deployment config of an update: how traffic shifts, and the alarms.
 
         Raises:
-            InfrastructureError: one of the alarms is firing.
+            InfrastructureError: an alarm is firing, and the layout is not the last one that the
+                endpoint reached.
+            NotFoundError: an alarm does not exist in CloudWatch.
         """
         states = self._alarm_states()
         firing = [name for name, state in states.items() if state.startswith("ALARM")]

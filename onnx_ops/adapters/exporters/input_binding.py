@@ -21,7 +21,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBinding:
-    """How a function receives the inputs.
+    """Assignment of inputs to the arguments of a function call.
 
     Args:
         positional: the parameter of each input that is passed by position, in order.
@@ -63,8 +63,9 @@ def bind_call(
 ) -> CallBinding:
     """Return the binding of inputs to the parameters with the same names.
 
-    A single input can have a different name from the only required parameter. A function that takes
-    all inputs in one `*parameter` has no names for them, so their order must be declared.
+    With `renamed`, a single input can have a different name from the only required parameter. A
+    function that takes all inputs in one `*parameter` has no names for them, so the order of
+    several inputs must be declared.
 
     Args:
         owner: the name that errors show.

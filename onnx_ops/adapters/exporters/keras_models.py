@@ -93,8 +93,8 @@ def call_keras(model: Any, tensors: Mapping[str, Any]) -> Any:
     """Call a Keras model by the names of its inputs, in inference mode.
 
     A functional model gets a dictionary with the names of its inputs. A subclassed model gets
-    keyword arguments if its `call` names the inputs, else a dictionary. A single input is passed
-    without a name.
+    keyword arguments if its `call` names the inputs, else a dictionary. Instead of a dictionary, a
+    single input is passed without a name.
     """
     if _read_names(model) is None and _names_parameters(model, tensors):
         return model(**tensors, training=False)

@@ -85,7 +85,10 @@ class OnnxExporter(Exporter):
         return find_model_file(folder)
 
     def export(self, model: object, request: ExportRequest) -> None:
-        """Copy the file; with option `convert_opset`, convert it."""
+        """Copy the file, or convert it if the option `convert_opset` is set.
+
+        A file with the opset and the IR version of the section is always copied.
+        """
         source = Path(str(model))
         model_info, section = read_model_info(source), request.section
         if why := explain_non_tensors(source):

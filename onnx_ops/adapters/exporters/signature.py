@@ -91,7 +91,7 @@ def tidy_converted(model: Any, names: Sequence[str], section: Export) -> None:
     """Set the axes, the IR version and the output names of a converted model.
 
     The axes and the IR version are those of the section. Outputs are renamed wherever they are
-    used.
+    used. The producer version and the types of intermediate values are removed.
     """
     renamed = {value.name: name for value, name in zip(model.graph.output, names, strict=True)}
     for value in (*model.graph.output, *model.graph.value_info, *model.graph.initializer):

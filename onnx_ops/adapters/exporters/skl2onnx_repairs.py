@@ -91,7 +91,7 @@ def _ignore_flattening(parts: Sequence[object]) -> Iterator[None]:
 
 @contextmanager
 def _keep_imputed_types() -> Iterator[None]:
-    """Give an imputer's output the type of its input.
+    """Give an imputer's output the type of its inputs, if all have the same type.
 
     skl2onnx declares the output before it joins the columns, and uses the type of the first column.
     So it refuses columns of integers that precede columns of fractions.

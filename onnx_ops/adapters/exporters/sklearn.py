@@ -104,7 +104,8 @@ class SklearnExporter(TreeExporter):
 
         The layout is in float32 if an operator requires float32. Operators of trees, nearest
         neighbors, kernels and others do not support float64, and scalers before them do not
-        support integers. scikit-learn's trees also convert their rows to float32.
+        support integers. scikit-learn's trees also convert their rows to float32. A layout without
+        float64 and integers is used without loading its graph.
 
         Raises:
             UserError: the converter refuses the model, or ONNX Runtime cannot load any result.
@@ -186,7 +187,7 @@ class SklearnExporter(TreeExporter):
             raise
 
     def trees(self, model: object) -> tuple[Tree, ...] | None:
-        """Return the trees of the model's last step; None if it is not a tree ensemble."""
+        """Return the trees of the model's last step, or None; see `read_source_trees`."""
         from onnx_ops.adapters.exporters.sklearn_trees import read_source_trees
 
         return read_source_trees(model)
@@ -358,7 +359,7 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
 
 
 def _loads(converted: Any) -> bool:
-    """Return whether ONNX Runtime has an implementation for every operator of a graph."""
+    """Return whether ONNX Runtime can load a graph on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -402,9 +403,10 @@ def _options(model: object) -> dict[Any, Any]:
 
 
 def _check_analyzer(part: Any) -> None:
-    """Raise UserError for a vectorizer that does not use the default pattern.
+    """Raise UserError if a vectorizer does not split texts in the default way.
 
-    The export always uses the default pattern.
+    The export always uses the default pattern. It cannot contain another analyzer, preprocessor,
+    tokenizer or `strip_accents`.
     """
     own = [name for name in ("preprocessor", "tokenizer") if getattr(part, name) is not None]
     if part.strip_accents is not None:

@@ -58,8 +58,9 @@ def choose_layout(model: object, parts: list[object], request: ExportRequest) ->
     """Return the layout that fits the inputs on which the estimator was fitted.
 
     Raises:
-        UserError: the data does not have the columns of the model, or the model has no names and
-            the order of the columns is not declared.
+        UserError: the data does not have the columns of the model, or an input does not have a
+            supported shape or type. Or the model has no names, and the order of the columns is not
+            declared.
     """
     samples = request.samples
     for name, array in samples.items():
@@ -147,7 +148,10 @@ def _check_widths(columns: Tensors) -> None:
 
 
 def _check_features(features: Sequence[str], names: Sequence[str] | None) -> None:
-    """Check that a matrix of named columns has the order of the fit."""
+    """Check that a matrix of named columns has the order of the fit.
+
+    A matrix whose columns have other names is not checked.
+    """
     if names is None or list(features) == list(names) or sorted(features) != sorted(names):
         return
     raise UserError(

@@ -155,7 +155,7 @@ class TfliteExporter(Exporter):
         return find_file_with_suffix(folder, ".tflite")
 
     def export(self, model: object, request: ExportRequest) -> None:
-        """Convert the file with tf2onnx, and name its inputs as in its signature."""
+        """Convert the file with tf2onnx, and name its inputs as in the data."""
         section = request.section
         check_section(section, request.samples)
         check_opset(section, *OPSETS, "tf2onnx")
@@ -215,7 +215,7 @@ class TfliteExporter(Exporter):
 
 
 def import_tensorflow() -> Any:
-    """Import TensorFlow with its log messages switched off."""
+    """Import TensorFlow; unless TF_CPP_MIN_LOG_LEVEL is set, only errors are logged."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     return importlib.import_module("tensorflow")
 
