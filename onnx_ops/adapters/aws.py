@@ -35,9 +35,10 @@ It always returns the same client for one service.
 """
 
 GUARDED_VARIANT = "main"
-"""Name of the variant of an endpoint with `strategy: guarded`, which every update keeps.
+"""Name of the variant of a guarded endpoint, which every update keeps.
 
-SageMaker's deployment guardrails do not support an update that changes the name.
+SageMaker guards the updates of such an endpoint with alarms (`strategy: guarded`, `traffic:
+table`). It does not guard an update that changes the name of the variant.
 """
 
 _NAME = re.compile(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*")

@@ -224,9 +224,10 @@ def open_objects(
     """Return the objects under a local path or a URL such as `s3://bucket/prefix`.
 
     Args:
-        deadline_s: seconds after which a remote request other than an upload or download fails. A
-            request that the store refuses fails immediately, so the caller must repeat requests.
-            With None, the client of the store repeats requests, which can take a minute.
+        deadline_s: seconds after which a remote request other than an upload or download fails, if
+            the file system is asynchronous. A request that the store refuses fails immediately, so
+            the caller must repeat requests. With None, the client of the store repeats requests,
+            which can take a minute.
         options: options of the file system of fsspec, such as `profile` of s3fs.
     """
     if "://" not in url or url.startswith("file://"):
@@ -258,7 +259,10 @@ class LocalObjects(ObjectStore):
         self.place = str(root)
 
     def share(self, path: Path) -> int:
-        """Return the mode for a file below the root; create its folder if it is shared."""
+        """Return the mode for a file below the root.
+
+        If the root is shared, missing folders of the file are created.
+        """
         if not (self.root.is_dir() and self.root.stat().st_mode & stat.S_IWGRP):
             return PRIVATE
         for folder in reversed(path.relative_to(self.root).parents[:-1]):

@@ -17,7 +17,7 @@ REPOSITORY = re.compile(r"[A-Za-z0-9-]+/(?!\.\.?(?:#|$))[\w.-]+", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GitHubRepository:
-    """One repository, `owner/repository`, at the API address in GITHUB_API_URL."""
+    """One repository, `owner/repository`, of GitHub or the API in GITHUB_API_URL."""
 
     name: str
     token: Callable[[], str]
@@ -50,10 +50,10 @@ class GitHubRepository:
 
 
 def validate_token(token: str, where: str) -> str:
-    """Return the token after a check of its form.
+    """Return the token if it can be sent in a header.
 
     Raises:
-        UserError: the token does not have the form of a GitHub token.
+        UserError: the token contains a space, a control character, or a character outside ASCII.
     """
     if token.isascii() and token.isprintable() and " " not in token:
         return token

@@ -73,9 +73,9 @@ class PinnedFiles:
         return digest_json(["pinned", hide_secrets(place)])
 
     def find(self, place: str) -> Path | None:
-        """Return the cached file or folder of an address; None if it is not in the cache.
+        """Return the cached file or folder of an address; download nothing.
 
-        Nothing is downloaded.
+        The result is None if the cache does not have the whole, unchanged content.
 
         Raises:
             UserError: the address is not pinned.
@@ -91,7 +91,7 @@ class PinnedFiles:
             UserError: the address is not pinned, or an archive cannot be unpacked.
             NotFoundError: the server has no such file.
             RefusedError: the server refuses the request, or sends content with another digest.
-            ServiceUnavailableError: the server does not answer.
+            ServiceUnavailableError: the download fails, for example without an answer.
             MissingPackageError: `hf://` needs the extra `hub`.
         """
         address = parse_pinned_address(place)

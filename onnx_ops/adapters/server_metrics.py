@@ -69,8 +69,8 @@ class ServerMetrics(MetricsSource):
     ) -> tuple[Sequence[float], Sequence[int]] | None:
         """Return the histogram of service times, without the time in the queue.
 
-        The result is the bounds of the buckets in seconds, and the count of each bucket. It is None
-        if no server has the deployment.
+        The result is the bounds of the buckets in seconds, and the count of each bucket. The result
+        is None if no server has the deployment.
         """
         counts = self._counts(config, None)
         histograms = [
@@ -85,7 +85,10 @@ class ServerMetrics(MetricsSource):
     ) -> MetricsReading:
         """Return the counts of all servers by generation.
 
-        The reading also contains the epochs that all servers have closed.
+        With two deployments, the reading also contains the closed epochs and the open epoch.
+
+        Raises:
+            ServiceUnavailableError: a response is not that of an endpoint server.
         """
         watched = _Watch.from_thresholds(deployments)
         limits_s = {
@@ -121,9 +124,9 @@ def count_by_server(
 ) -> list[GenerationCounts]:
     """Return the counts of each server by generation.
 
-    `over_p99` counts requests that take at least twice the usual latency. The usual latency is the
-    median of the medians of the servers since their last starts. One of three servers cannot change
-    this median arbitrarily.
+    `over_p99` counts requests that are slower than a bucket bound of at least twice the usual
+    latency; see `_find_slow_limit`. The usual latency is the median of the medians of the servers
+    since their last starts. One of three servers cannot change this median arbitrarily.
     """
     slow_s = {name: _find_slow_limit(counts, name) for name in deployments}
     limits_s = {
@@ -259,6 +262,8 @@ class _Watch:
     def add_epochs(self, counts: Sequence[Counts]) -> Iterable[EpochUnits]:
         """Yield the units of the epochs that all servers have closed.
 
+        A server that is more than `_MAX_LAG` epochs behind the median server is not waited for.
+
         In an epoch, every server assigns a cell to the same version, so the servers' counts of a
         cell are added to one unit. If a follower replaced another follower of a server, both report
         the epochs of this server, but each epoch is added only once.
@@ -311,7 +316,8 @@ def _bin_epoch(
 ) -> Mapping[str, UnitCounts]:
     """Return the units of an epoch by guardrail.
 
-    The result is cached, since closed epochs are read repeatedly, and decoding one takes 10 ms.
+    The result is cached, since closed epochs are read repeatedly, and decoding an epoch takes 10
+    ms.
 
     Args:
         texts: the encoded cells of each server, for candidate and stable version.
@@ -351,8 +357,8 @@ class _Cells:
         """Decode and add the counts of several servers.
 
         Raises:
-            ValueError: a text does not encode cells.
-            zlib.error: a text is not compressed data.
+            ValueError: a string does not encode cells.
+            zlib.error: a string does not encode compressed data.
         """
         import numpy as np
 
@@ -385,7 +391,7 @@ class _Cells:
         """Return two counts of each cell: a total, and a part that is at most the total.
 
         The reported part can exceed the total if the server counted a request after it had read the
-        total. It can also do so in a forged report.
+        total. In a forged report, any part can exceed the total.
         """
         import numpy as np
 
@@ -419,7 +425,10 @@ class _Cells:
     def sum_blocks(
         self, requests: npt.NDArray[np.int64], events: npt.NDArray[np.int64]
     ) -> UserBlocks:
-        """Return the sums of requests and events by block of users."""
+        """Return the sums of requests and events by block of users.
+
+        The last block contains the requests without a key.
+        """
         import numpy as np
 
         blocks = np.where(self.cells == KEYLESS_CELL, USER_BLOCKS, self.cells % USER_BLOCKS)

@@ -138,7 +138,10 @@ class ContentStore:
                 yield manifest
 
     def contents(self) -> tuple[StoredObject, ...]:
-        """Return all blobs, records and unfinished files."""
+        """Return all blobs, and the unfinished files of killed writers.
+
+        Records are not included.
+        """
         contents = []
         for entry in (*self._objects.list_objects(_BLOBS), *self._objects.list_objects(_RECORDS)):
             name = entry.name.rpartition("/")[2]
@@ -152,7 +155,11 @@ class ContentStore:
         return tuple(contents)
 
     def forget(self, stored: StoredObject) -> bool:
-        """Delete an object unless it was stored again; return whether it was deleted."""
+        """Delete an object unless it was stored again.
+
+        The result is False if the object was stored again. It is True if the object was deleted,
+        now or before.
+        """
         if not isinstance(self._objects, LocalObjects):
             # If a writer stores the same content at this moment, the content is lost. The writer's
             # pipeline then repeats the stage in a later run.
@@ -293,7 +300,9 @@ class ModelFolders:
 
     @storage_errors()
     def admit(self, folder: Path, manifest: Manifest) -> str:
-        """Verify files against the manifest and copy them here; return the copy's path.
+        """Verify files against the manifest and copy them below `root`.
+
+        The result is the path of the copy.
 
         Raises:
             DigestMismatchError: the files do not match the manifest.
@@ -338,7 +347,7 @@ class ModelFolders:
         return str(place)
 
     def list_folders(self) -> Sequence[StoredObject]:
-        """Return the digest, size and creation time of every model folder."""
+        """Return the digest, size and modification time of every model folder."""
         if not self.root.is_dir():
             return ()
         folders = {

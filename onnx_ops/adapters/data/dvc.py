@@ -117,9 +117,10 @@ class DvcPointer:
     """DVC's record of one output.
 
     The record contains the pointer file, the MD5 and the size (-1 if unknown) of the output, and
-    where its objects are. `remote` is the remote that the pointer names; it can be empty. `scheme` is
-    the scheme of the URL of the remote that is used; empty for a folder. `cache` is the folder of objects on this machine; empty if there is none.
-    With `legacy`, the objects are stored in the layout of DVC 1 and 2.
+    where its objects are. `remote` is the remote that the pointer names; it can be empty. `scheme`
+    is the scheme of the URL of the remote that is used; empty for a folder. `cache` is the folder
+    of objects on this machine; empty if there is none. With `legacy`, the objects are stored in the
+    layout of DVC 1 and 2.
     """
 
     file: str

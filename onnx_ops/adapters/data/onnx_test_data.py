@@ -26,8 +26,8 @@ def read_test_data(folder: Path, *, where: str, label: str | None = None) -> Map
     name is returned too.
 
     Raises:
-        UserError: a tensor cannot be read, the tensors of the sets cannot be joined, or the label is
-            missing.
+        UserError: a tensor cannot be read, the tensors of the sets cannot be joined, or the label
+            is missing.
     """
     sets = _list_sets(folder)
     names = _read_model_names(sets[0].parent)

@@ -105,8 +105,8 @@ def read_table(
     waste memory.
 
     Raises:
-        UserError: the file is not a valid table with rows, or a column has a type or a value that is
-            not supported. The error names the line or column if possible.
+        UserError: the file is not a valid table with rows, or a column has a type or a value that
+            is not supported. The error names the line or column if possible.
     """
     require("pyarrow", where=where)
     arrow = importlib.import_module("pyarrow")

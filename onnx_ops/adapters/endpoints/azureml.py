@@ -139,7 +139,7 @@ class AzureDeploymentEndpoints(CloudEndpoints):
             return None
 
     def require_changeable(self, config: EndpointConfig) -> None:
-        """Raise an error if Azure does not answer, or the project does not own the endpoint."""
+        """Raise an error if Azure does not answer, or this project is not the owner."""
         self._connect(config).read()
 
     def preview(

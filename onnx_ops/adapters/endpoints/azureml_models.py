@@ -1,8 +1,9 @@
 """Models of an endpoint in the datastore, the workspace and, if set, a registry.
 
 Workspaces in all regions can read a registry. In the datastore, the name of a model's folder
-contains a digest of the deployment, including its manifest. The folder contains `model/` and `deployment.json`, which is
-written last. If `deployment.json` is missing, the upload was interrupted and is repeated.
+contains a digest of the deployment, including its manifest. The folder contains `model/` and
+`deployment.json`, which is written last. If `deployment.json` is missing, the upload was
+interrupted and is repeated.
 """
 
 from __future__ import annotations

@@ -89,7 +89,8 @@ class OnlineEndpoint(AzureResource):
     def build_update(self, tags: Mapping[str, str], traffic: Mapping[str, int]) -> dict[str, Any]:
         """Return the document of a PUT request that changes tags and traffic.
 
-        The request also ends the mirroring of traffic. PATCH requests can change tags, but not traffic.
+        The request also ends the mirroring of traffic. PATCH requests can change tags, but not
+        traffic.
         """
         identity = dict(self.document.get("identity") or {})
         # The client ids of assigned identities are read-only, so the request leaves them out.

@@ -260,8 +260,8 @@ class LocalEndpoints(EndpointProvider):
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Publish the rollback; restart a server that does not answer.
 
-        A restarted server loads only the deployments with traffic. Old workers that still answer are replaced when the
-        new workers are ready; others are killed first.
+        A restarted server loads only the deployments with traffic. Old workers that still answer
+        are replaced when the new workers are ready; others are killed first.
         """
         server = self._server(config)
         state = replace(state, generation=generation)

@@ -880,8 +880,8 @@ class ReplicaEndpoints(EndpointProvider):
     ) -> Sequence[Counts]:
         """Return the counts of every start of every replica.
 
-        The counts are by the generations of the ledger. A start that has not loaded a table is
-        left out.
+        The counts are by the generations of the ledger. A start that has not loaded a table is left
+        out.
 
         Raises:
             ServiceUnavailableError: no start has reported counts.

@@ -133,9 +133,10 @@ class SageMakerClient:
 class EndpointClaim:
     """The claim of an endpoint's latest generation.
 
-    `reached` is the name of the config with which the endpoint was in service last. This
-    name shows that onnx-ops owns the endpoint, and which variants the endpoint has. `settled` is true if the endpoint has reached
-    `state`. `scaled` is true if its variants can have scaling policies of onnx-ops.
+    `reached` is the name of the config with which the endpoint was in service last. This name shows
+    that onnx-ops owns the endpoint, and which variants the endpoint has. `settled` is true if the
+    endpoint has reached `state`. `scaled` is true if its variants can have scaling policies of
+    onnx-ops.
     """
 
     state: EndpointState

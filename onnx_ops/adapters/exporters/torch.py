@@ -361,8 +361,8 @@ def _tensor(torch: Any, array: Any, dtype: Any) -> Any:
 def _bind(module: Any, inputs: Collection[str], *, ordered: bool = True) -> CallBinding:
     """Bind inputs to the parameters of `forward`.
 
-    With `ordered`, the order of inputs without names is not checked. It is checked only before an
-    export.
+    With `ordered`, the order of inputs without names is treated as declared. Only the check before
+    an export passes what the data declares.
     """
     return bind_call(
         module.forward, inputs, owner=f"`forward` of {type(module).__name__}", ordered=ordered

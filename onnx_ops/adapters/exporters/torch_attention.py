@@ -30,7 +30,10 @@ class AttentionOperators(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Add an axis of heads to the arguments, and remove this axis from the result."""
+        """Add an axis of heads to the arguments, and remove this axis from the result.
+
+        Other functions, and attention of another rank, are called unchanged.
+        """
         given = dict(kwargs or {})
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **given)

@@ -198,7 +198,7 @@ def _install(place: Path, requirements: Sequence[str]) -> Mapping[str, Json]:
 MARKER = "onnx-ops.json"
 """Marker file, which is written last.
 
-A folder without this file is incomplete, because the process that created it died.
+A folder without this file is incomplete, because its installation failed or was killed.
 """
 
 

@@ -70,9 +70,10 @@ class IsolatedTool:
 
 @dataclass(kw_only=True)
 class IsolatedExporter(IsolatedTool, TrainingExporter):
-    """Exporter that runs in another process, which runs as long as the loaded model.
+    """Exporter that runs in another process.
 
-    Training imports the modules of `root`, the project's folder.
+    The process of a loaded model is stopped when the model is freed. Training imports the modules
+    of `root`, the project's folder.
     """
 
     root: Path
@@ -163,7 +164,7 @@ class IsolatedOptimizer(IsolatedTool, Optimizer):
         return self.here.quantizes(section)
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        """Run the optimizer in a process of the environment."""
+        """Run the optimizer in a process of the environment; return its notes."""
         process = self.start("run_optimizer", f"variant {request.section.name}")
         try:
             request = replace(request, source=request.source.resolve(), path=request.path.resolve())
@@ -182,7 +183,7 @@ class ExporterWorker:
         self._model: object = None
 
     def start(self, exporter: str, root: str) -> None:
-        """Import and create an exporter, which can be a module of the project."""
+        """Import and create an exporter, whose module can be in the project."""
         sys.path.insert(0, root)
         self._exporter = _make(exporter)
 

@@ -125,8 +125,9 @@ class IsolatedProcess:
 
         Raises:
             ValueError: the called method refuses its inputs.
-            OnnxOpsError: the called method raised this error. StageError means that the process
-                crashed, or took longer than `timeout`.
+            OnnxOpsError: the called method raised this error. StageError also means that the method
+                raised another exception, or that the process crashed, exceeded its memory limit, or
+                took longer than `timeout`.
         """
         with self.shared_folder() as folder:
             request = dump(

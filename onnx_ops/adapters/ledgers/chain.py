@@ -148,7 +148,7 @@ class LedgerKeys:
         """Raise CorruptStateError if an entry that grants something is not validly signed.
 
         A signature is valid if its key is one of `admitted`. If `admitted` is empty, the keys that
-        this machine trusts are valid.
+        this machine trusts are valid. For an adoption, these keys are always valid too.
         """
         if not grant:
             return None

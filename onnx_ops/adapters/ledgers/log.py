@@ -60,10 +60,10 @@ _SWEEP_EVERY = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerSnapshot:
-    """A state, and the version of the fold that computed it.
+    """A state, and the version of the function `fold` that computed the state.
 
-    A snapshot saves reads of entries. It is valid only if the entry after the state is signed and
-    contains the digest of the snapshot.
+    With a snapshot, earlier entries are not read. It is valid only if its version is the present
+    one, and the entry after the state is signed and contains the digest of the snapshot.
     """
 
     fold: int
@@ -213,7 +213,8 @@ class ObjectLedger(Ledger):
     def _keep_snapshot(self, entry: LedgerEntry, snapshot: bytes) -> None:
         """Write the snapshot that an entry names.
 
-        If the write fails, the previous snapshot stays valid, at the cost of more reads.
+        If the write fails, readers read more entries. In a local folder, unfinished files are
+        deleted every 64 entries.
         """
         try:
             self._objects.write(f"{entry.endpoint}/{_SNAPSHOT}", snapshot)
@@ -250,8 +251,8 @@ class ObjectLedger(Ledger):
             signed: whether signatures are verified.
 
         Raises:
-            CorruptStateError: an entry does not follow the previous entry, or lacks a required
-                signature.
+            CorruptStateError: no later adoption is valid, and an entry is missing or unreadable,
+                does not follow the previous entry, or lacks a required signature.
         """
         endpoint = head.state.endpoint
         try:
@@ -314,8 +315,8 @@ class ObjectLedger(Ledger):
     def _find_snapshot(self, endpoint: str) -> Head | None:
         """Return the head after the signed entry that names the snapshot.
 
-        The result is None if no entry names the snapshot, or if another version of the fold
-        computed it.
+        The result is None if there is no valid snapshot, no validly signed entry names it, or
+        another version of the function `fold` computed its state.
         """
         data = self._objects.read(f"{endpoint}/{_SNAPSHOT}")
         if data is None:

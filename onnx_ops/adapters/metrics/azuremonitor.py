@@ -60,7 +60,7 @@ class AzureMonitorMetrics(MetricsSource):
         self._clock = clock or SystemClock()
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return the error for missing credentials; None if the credentials exist."""
+        """Return an error if credentials are missing; send no request to Azure."""
         return find_missing_credentials(where=config.endpoint)
 
     def capabilities(self) -> frozenset[str]:

@@ -49,7 +49,7 @@ _MICROSECONDS = 1e-6
 class CloudWatchOptions(AwsAccess):
     """Options of section `metrics`.
 
-    Omitted access options default to those of the provider.
+    Omitted options of `AwsAccess` default to those of the endpoint.
     """
 
     delay: Annotated[
@@ -71,7 +71,7 @@ class CloudWatchMetrics(MetricsSource):
         self._connected: dict[AwsAccess, Clients] = {}
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return the error for missing credentials; None if the credentials exist."""
+        """Return an error if credentials are missing; send no request to AWS."""
         return find_missing_credentials(
             read_access(config.options, self._options), where=config.endpoint
         )
@@ -86,6 +86,10 @@ class CloudWatchMetrics(MetricsSource):
         """Return the counts since the endpoint's last change.
 
         An endpoint with `strategy: guarded` has no counts.
+
+        Raises:
+            ServiceUnavailableError: the endpoint is not in service, or AWS does not answer or
+                complete a query.
         """
         access = read_access(config.options, self._options, where=config.endpoint)
         if access not in self._connected:

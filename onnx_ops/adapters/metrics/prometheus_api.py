@@ -26,6 +26,7 @@ def query_prometheus(
     Raises:
         ServiceUnavailableError: the server does not answer, refuses the query, or returns a partial
             or unexpected response.
+        UserError: a token is set, and the address does not use https.
     """
     token = os.environ.get(VARIABLE, "").strip()
     host = require_https(url, "prometheus' url") if token else str(urlsplit(url).hostname)
@@ -55,6 +56,6 @@ def make_answer_error(where: str, answer: object) -> ServiceUnavailableError:
 
 
 def quote_text(text: str) -> str:
-    """Return a text as a string literal of PromQL."""
+    """Return a string as a literal of PromQL."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

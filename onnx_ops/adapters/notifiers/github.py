@@ -110,7 +110,7 @@ class GitHubNotifier(Notifier):
 def format_body(notification: Notification) -> str:
     """Return the notification as Markdown.
 
-    Code blocks contain the texts that onnx-ops did not write.
+    Texts that onnx-ops did not write are in code blocks or inline code.
     """
     fence = "`" * (1 + max((len(run) for run in re.findall(r"`{2,}", notification.why)), default=2))
     lines = [f"**{notification.severity.value}**: {_inline(notification.title)}", ""]

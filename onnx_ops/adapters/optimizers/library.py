@@ -64,7 +64,10 @@ _FLOAT32_ONLY = "only float32 is quantized"
 
 @contextlib.contextmanager
 def suppress_output() -> Iterator[None]:
-    """Suppress printed output and logs; restore loggers afterwards."""
+    """Suppress standard output and logs; restore loggers afterwards.
+
+    Critical messages, and errors of ONNX Runtime, are still logged.
+    """
     ort = importlib.import_module("onnxruntime")
     root = logging.getLogger()
     handlers, level, disabled = list(root.handlers), root.level, root.manager.disable
@@ -82,7 +85,7 @@ def suppress_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def convert_failures(what: str, variant: str, remedy: str) -> Iterator[None]:
-    """Convert any exception of the library to a StageError."""
+    """Convert exceptions to StageError, except those of onnx-ops."""
     try:
         yield
     except OnnxOpsError:

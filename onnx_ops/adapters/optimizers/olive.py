@@ -64,7 +64,7 @@ class OliveOptimizer(Optimizer):
     """Optimizer that runs the passes of an Olive configuration in an environment.
 
     Option `config` is a JSON or YAML file of the project, or the content of such a file. Its
-    `passes` are used, and its `systems`, `host` and `target` if they are local. The pipeline
+    `passes`, `systems`, `host` and `target` are used, and its systems must be local. The pipeline
     defines the model, the folders and the evaluation. The calibration rows replace the data sets of
     the configuration.
     """
@@ -332,7 +332,7 @@ def _run(workflow: Mapping[str, Any], variant: str) -> Path:
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collect Olive's warnings in order.
+    """Collect Olive's warnings and errors in order.
 
     Olive only logs most of its errors and continues.
     """

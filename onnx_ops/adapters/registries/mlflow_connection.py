@@ -298,7 +298,7 @@ def suppress_codes(*codes: str) -> Iterator[None]:
 
 
 class ArtifactDownload:
-    """Files of one LoggedModel or run, which other clients can have changed.
+    """Files of one LoggedModel or run; other clients can change them.
 
     Requests raise ServiceUnavailableError if the storage does not answer.
     """
@@ -307,7 +307,7 @@ class ArtifactDownload:
         """Prepare downloads from a location.
 
         Raises:
-            RefusedError: MLflow cannot have written to the location.
+            RefusedError: MLflow does not write to locations with this scheme.
         """
         if _get_scheme(location) not in _ARTIFACT_SCHEMES:
             raise RefusedError(
@@ -388,7 +388,10 @@ class MlflowModels:
         self._mlflow = MlflowConnection(tracking_uri)
 
     def fingerprint(self, uri: str) -> str:
-        """Return the version of a URI and the location of its files; neither changes."""
+        """Return the version that a URI names, and the location of its files.
+
+        The files of a version do not change.
+        """
         name, version, source = self._version(uri)
         return f"{name}/{version} {source}"
 

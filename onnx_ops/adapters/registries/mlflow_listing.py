@@ -2,7 +2,7 @@
 
 Importing MLflow takes longer than reading the versions. This module is for runs that only check
 which versions are registered. MLflow must read the versions if this module does not support the
-database, its tables, the certificate or the authentication.
+database, its tables, the certificate or the authentication, or if its request fails.
 """
 
 from __future__ import annotations

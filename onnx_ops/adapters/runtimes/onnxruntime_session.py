@@ -75,8 +75,9 @@ def check_machine(target: Target) -> None:
     """Check that this machine has the target's providers; load the target's plug-ins.
 
     Raises:
-        MeasurementError: the machine lacks an execution provider, its package or its device, or the
-            target's runtime is in an isolated environment.
+        MeasurementError: the machine lacks an execution provider, its package or its device. Or the
+            library of a plug-in cannot be loaded, or the target's runtime is in an isolated
+            environment.
     """
     if target.env is not None and target.env.isolated:
         raise MeasurementError(

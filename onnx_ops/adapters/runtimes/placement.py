@@ -137,9 +137,10 @@ def _is_isolated(target: Target) -> bool:
 
 
 class GuardedRuntime(OnnxRuntime):
-    """Runtime in forked processes, with at most `timeout` seconds per call.
+    """Runtime in forked processes, each with at most `timeout` seconds.
 
-    Timed calls run in this process, after a forked process has run the model once.
+    Timed calls run in this process without this limit, after a forked process has run the model
+    once.
     """
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_S) -> None:
@@ -225,10 +226,11 @@ class GuardedRuntime(OnnxRuntime):
 
 
 def guard_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
-    """Return a runtime that runs models in a forked process instead of this process.
+    """Return a runtime that runs each model in a forked process first.
 
-    A crash ends only the forked process. A call is limited to `timeout` seconds. A runtime of
-    another type than ONNX Runtime in this process is returned unchanged.
+    A crash there ends only the forked process, which has at most `timeout` seconds. For the calls
+    that run in this process afterwards, see `GuardedRuntime`. A runtime of another type than ONNX
+    Runtime in this process is returned unchanged.
     """
     guarded = GuardedRuntime(timeout or DEFAULT_TIMEOUT_S)
     if isinstance(runtime, TargetedRuntime) and type(runtime.here) is OnnxRuntime:

@@ -128,6 +128,10 @@ class Keyring:
         Args:
             admit: makes the old key admit the new key to the ledgers. If it fails, the old key
                 continues to sign.
+
+        Raises:
+            NotFoundError: this machine has no signing key.
+            UserError: the signing key is in a service or an environment variable.
         """
         if self._remote is not None:
             remedy = (

@@ -1,6 +1,6 @@
-"""Limits of the connections of the webhook receiver.
+"""Limits of the connections of the HTTP servers in this package.
 
-Clients that connect and send nothing, or only a part of a request, must not block deliveries.
+Clients that connect and send nothing, or only a part of a request, must not block other requests.
 uvicorn's own `limit_concurrency` only refuses further connections. uvicorn 0.54 waits without a
 limit for the head of the first request on a connection.
 """

@@ -34,9 +34,10 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class WebhookReceiver(BackgroundServer):
     """HTTP server that listens while this context manager is open.
 
-    Port 0 selects a free port. For each valid delivery, the receiver calls `wake` with the model's
-    name; for each rejected delivery, it calls `refused` with the reason. `secret` is shared with
-    MLflow, and `clock` determines the age of a delivery. `metrics` returns the text for `/metrics`.
+    Port 0 selects a free port. For each valid delivery that is not a repetition, the receiver calls
+    `wake` with the model's name; for each rejected delivery, it calls `refused` with the reason.
+    `secret` is shared with MLflow, and `clock` determines the age of a delivery. `metrics` returns
+    the text for `/metrics`.
     """
 
     def __init__(
@@ -104,7 +105,13 @@ class WebhookReceiver(BackgroundServer):
 
 
 def read_secret(path: Path, environ: Mapping[str, str]) -> str:
-    """Return the webhook secret from the environment or, if it is not set, the file."""
+    """Return the webhook secret from the environment or, if it is not set, the file.
+
+    Raises:
+        NotFoundError: neither the variable nor the file exists.
+        RefusedError: other users can read the file.
+        UserError: the secret is too short.
+    """
     secret, where = environ.get(VARIABLE), VARIABLE
     if secret is None:
         remedy = (

@@ -76,7 +76,7 @@ class NodeRuntime(Runtime):
         return diagnose_programs("runtimes node", (NODE, ("npm",)))
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
-        """Return the hardware and runtime that measurements on the target are bound to."""
+        """Return the hardware and runtime for which measurements on the target are valid."""
         name = self._library(target)
         return read_hardware(
             target.runtime,
@@ -310,8 +310,8 @@ def _loaded(model: Path, target: Target) -> dict[str, Any]:
 def _model(path: Path) -> dict[str, Any]:
     """Return the paths of a model and its weight files.
 
-    WebAssembly cannot open weight files, so the worker passes them to it. Files outside the model's
-    folder are left out.
+    WebAssembly cannot open weight files, so the worker passes their bytes to ONNX Runtime. Files
+    outside the model's folder are left out.
     """
     place = path.resolve()
     names: tuple[str, ...] = ()
@@ -418,7 +418,11 @@ _TYPES = {
 
 
 def write_tensors(tensors: Tensors, stem: Path) -> list[dict[str, Any]]:
-    """Write tensors to files `stem-<number>` and describe them for a worker."""
+    """Write tensors to files `stem-<number>` and describe them for a worker.
+
+    Raises:
+        MeasurementError: JavaScript does not support the type of a tensor.
+    """
     entries = []
     for number, (name, array) in enumerate(tensors.items()):
         file = stem.with_name(f"{stem.name}-{number}")
