@@ -48,8 +48,9 @@ MAX_CACHED = 512
 CACHED_S = DAY / 2
 """Longest age of a state in memory, in seconds.
 
-Entries are deleted a day or more after the last one. So a state that is younger than half a day
-precedes only entries that are still there, even if the clocks of two machines differ by hours.
+Entries are deleted only if the last entry is older than a day. So a state that is younger than half
+a day precedes only entries that are still there, even if the clocks of two machines differ by
+hours.
 """
 _NAME = re.compile(r"\d{8}\.json")
 

@@ -106,7 +106,7 @@ class AwsAccess:
 
 
 def read_access(*options: Mapping[str, Json], where: str = "") -> AwsAccess:
-    """Return the AWS access in mappings of options; later mappings take precedence."""
+    """Return `AwsAccess` from mappings of options; later mappings take precedence."""
     names = [f.name for f in fields(AwsAccess)]
     given = {name: each[name] for each in options for name in names if name in each}
     return bind_options(given, AwsAccess, where=where)
@@ -226,8 +226,8 @@ def translate_errors(where: str) -> Iterator[None]:
 def write_conditionally(send: Callable[[], T]) -> T | None:
     """Return the response to a conditional write to S3; None if the condition fails.
 
-    S3 can refuse both of two concurrent writers, and then requests a retry. Such a write is sent up
-    to six times.
+    The condition also fails if the object was deleted meanwhile. S3 can refuse both of two
+    concurrent writers, and then requests a retry. Such a write is sent up to six times.
     """
     from botocore.exceptions import ClientError
 

@@ -129,7 +129,13 @@ def build_timeouts(api_timeout_s: float) -> dict[str, float]:
 
 @functools.cache
 def get_credential(api_timeout_s: float = API_TIMEOUT_S) -> TokenCredential:
-    """Return the credential. It caches tokens and makes three attempts to get one."""
+    """Return the credential of this process for Azure.
+
+    The credential caches tokens, and makes three attempts to get a token.
+
+    Raises:
+        MissingPackageError: a package of the extra `azure` is not installed.
+    """
     require(*EXTRAS["azure"], where="Azure")
     from azure.identity import DefaultAzureCredential
 

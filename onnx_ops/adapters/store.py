@@ -197,7 +197,7 @@ class ContentStore:
 
     @contextmanager
     def _collecting(self, *, shared: bool) -> Iterator[None]:
-        """Hold the lock that keeps writes and deletions of a local store apart.
+        """Hold the lock that excludes writes to a local store during a deletion.
 
         Writers use `shared`; a deletion uses the lock exclusively from its check of the object's
         age to its end. The lock is a flock, and is only used for local stores.

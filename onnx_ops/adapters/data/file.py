@@ -347,7 +347,11 @@ def _path(section: DataSection, root: Path) -> Path:
 
 
 def _find_file(name: str, root: Path) -> Path:
-    """Return the path of a file of the project."""
+    """Return the path of a file or folder of the project.
+
+    Raises:
+        NotFoundError: the path does not exist, or is a folder that is not accepted.
+    """
     try:
         path = (root / name).resolve()
     except (OSError, RuntimeError, ValueError) as error:

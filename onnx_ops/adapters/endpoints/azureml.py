@@ -178,8 +178,8 @@ class AzureDeploymentEndpoints(CloudEndpoints):
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Change only the traffic if the state's leader runs; otherwise call `apply`.
 
-        If the leader's deployment is part of the applied state, the second request to Azure
-        Resource Manager changes the traffic.
+        If the endpoint is settled and the leader's deployment is part of the applied state, the
+        second request to Azure Resource Manager changes the traffic.
         """
         if self._connect(config).restore(state, generation):
             return

@@ -53,7 +53,7 @@ class CloudEndpoints(EndpointProvider):
         self._keys = None if trusted is None else TrustedKeys(trusted)
 
     def metrics(self, options: Mapping[str, Json] | None = None) -> MetricsSource:
-        """Return the metrics service of the cloud."""
+        """Return the metrics source for the metrics service of the cloud."""
         source: MetricsSource = plugins.load("metrics", self.metrics_plugin, {})
         return source
 

@@ -105,8 +105,8 @@ class LocalOptions(ContainerOptions):
 class LocalEndpoints(EndpointProvider):
     """Provider that keeps each endpoint in `folder/<endpoint>/`.
 
-    Only the owner of the folder can read it. Servers verify signatures with the public keys in the
-    folder `trusted`. Without this folder, they load any model.
+    Only the owner of an endpoint's folder can read its files. Servers verify signatures with the
+    public keys in the folder `trusted`. Without this folder, they load any model.
     """
 
     tools = EXTRAS["serve"]
@@ -194,10 +194,11 @@ class LocalEndpoints(EndpointProvider):
         return () if memory is None else (memory,)
 
     def explain_elsewhere(self, config: EndpointConfig) -> str:
-        """Return why the server can run from another state folder.
+        """Return a reason if the server was never started from this state folder.
 
-        The result is empty if a server was started from this folder. Clients of a server elsewhere
-        would not send their requests to a server that is started here.
+        The server can then run from another state folder, and its clients would not send their
+        requests to a server that is started from this folder. The result is empty if the endpoint
+        has a folder in this state folder.
         """
         folder = self._server(config).folder
         return (

@@ -330,7 +330,8 @@ class ReplicaEndpoints(EndpointProvider):
     def confirm_rollout(self, config: EndpointConfig) -> None:
         """Record that the rollout was analyzed once more.
 
-        After a gap, replicas wait for this record. If it is missing, leases end.
+        If this record is older than `judge_timeout`, replicas give the candidate no traffic. After
+        a time without the store, they wait for a new record.
         """
         seen = self._look(config, with_replicas=False)
         if seen.newest is not None:

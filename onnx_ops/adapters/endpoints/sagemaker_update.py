@@ -123,8 +123,8 @@ class EndpointUpdate:
 
         The result is False if a change of weights alone is not enough. This is the case if a
         variant with traffic is missing, the endpoint has another config than `layout`, or onnx-ops
-        did not create it. It is also the case if the endpoint is neither in service nor being
-        changed.
+        did not create the endpoint. It is also the case if the endpoint is neither in service nor
+        being changed.
 
         Args:
             weights: weights by variant; those of other variants become 0.
@@ -132,7 +132,7 @@ class EndpointUpdate:
                 variants.
             is_due: whether the endpoint is expected to have other weights. With `is_known` and
                 `is_due`, the weights are requested before the endpoint is described.
-            layout: the config that the endpoint must have; any config without it.
+            layout: the config that the endpoint must have; None to accept any config.
         """
         reads = int(is_known and is_due and self._try_weights(weights))
 

@@ -23,7 +23,7 @@ _WRONG_AS_STEP = ("KMeans", "MiniBatchKMeans")
 """Estimators whose `predict` is converted correctly, but whose `transform` is not."""
 
 LOST_IN_FLOAT32 = 1e-6
-"""Smallest ratio of an eigenvalue to the largest one that is precise in float32.
+"""Smallest ratio of an eigenvalue to the largest at which float32 is precise.
 
 Rounding the entries of a kernel adds about 6e-8 of the largest eigenvalue to each eigenvalue.
 """
@@ -34,6 +34,9 @@ def check_convertible(parts: list[object], *, last: object) -> None:
 
     Args:
         last: the last step of the model, which computes the answers.
+
+    Raises:
+        UserError: the conversion of one of the estimators or steps is wrong.
     """
     for part in parts:
         if part is last and type(part).__name__ in _WRONG_AS_STEP:

@@ -284,8 +284,8 @@ _UNREAD_S = 2.0
 class OutputTail:
     """Thread that reads a stream to its end and stores the last 64 KiB.
 
-    Lines that begin with `mark` are passed to `on_progress` without the mark. Other lines are
-    passed to `on_output`.
+    With `on_progress`, lines that begin with `mark` are passed to this function without the mark.
+    Other lines are passed to `on_output`.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class OutputTail:
         self._thread.join(_UNREAD_S)
 
     def summary(self) -> str:
-        """Return the last lines, and the amount of output if it was large."""
+        """Return the last lines, and the amount of output if it exceeds 1 MB."""
         self.join()
         with self._lock:
             text, total = select_last_lines(self._kept), self._total

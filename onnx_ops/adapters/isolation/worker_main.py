@@ -34,8 +34,8 @@ def limit_memory(limit: int, *, children_too: bool = True) -> None:
 
     Args:
         limit: the memory that this process can have.
-        children_too: whether child processes are held to this limit; otherwise they can set
-            another limit, up to the administrator's.
+        children_too: whether the limit also becomes the hard limit, which child processes cannot
+            exceed. Otherwise, child processes can raise their limit up to the former hard limit.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:

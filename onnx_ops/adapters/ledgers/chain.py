@@ -89,8 +89,10 @@ def format_name(endpoint: str, sequence: int) -> str:
 class LedgerKeys:
     """The keys that can sign an entry that grants something.
 
-    A machine trusts some release keys. These keys authorize the first entry of a ledger, an
-    adoption, and a snapshot. After the first entry, the ledger records which keys are valid.
+    An entry grants something unless it only records facts, restricts, or returns to what earlier
+    entries granted; see `explain_grant`. A machine trusts some release keys. These keys authorize
+    the first entry of a ledger, an adoption, and a snapshot. After the first entry, the ledger
+    records which keys are valid.
 
     Args:
         verifier: returns the verifier that trusts the release keys of this machine.

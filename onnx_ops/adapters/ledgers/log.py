@@ -47,7 +47,7 @@ _SNAPSHOT = "snapshot.json"
 _ADOPTED = "adopted.json"
 """Object with the number of the last entry that set the state.
 
-If the ledger is damaged before that entry, readers start at this number, and verify the entry.
+If the ledger is damaged before that entry, readers start at that entry, and verify its signature.
 """
 SNAPSHOT_EVERY = 4
 """Number of entries from one snapshot to the next.
@@ -302,9 +302,9 @@ class ObjectLedger(Ledger):
     def _has_later(self, endpoint: str, last: int) -> bool:
         """Return whether an entry exists with a number above `last` + 1.
 
-        If so, entry `last` + 1 is missing. In a remote store, this object lists the names of an
+        If so, entry `last` + 1 is missing. For a remote store, an instance lists the names of an
         endpoint only once, since listing many names takes as long as many reads. Later calls only
-        look for entry `last` + 2.
+        read entry `last` + 2.
         """
         if endpoint in self._listed and not isinstance(self._objects, LocalObjects):
             return self._objects.read(format_name(endpoint, last + 2)) is not None

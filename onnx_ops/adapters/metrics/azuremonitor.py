@@ -70,7 +70,10 @@ class AzureMonitorMetrics(MetricsSource):
     def read(
         self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
     ) -> MetricsReading:
-        """Return the counts of the present day (UTC) for each deployment."""
+        """Return the counts of the present day (UTC) for each deployment.
+
+        The percentiles are medians of the last ten minutes.
+        """
         until = (self._clock.now() - _SETTLED) // _MINUTE * _MINUTE
         day = until // _DAY * _DAY
         counts = self._series(

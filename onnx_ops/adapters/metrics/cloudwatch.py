@@ -85,7 +85,8 @@ class CloudWatchMetrics(MetricsSource):
     ) -> MetricsReading:
         """Return the counts since the endpoint's last change.
 
-        An endpoint with `strategy: guarded` has no counts.
+        The percentiles are those of the last complete minute. An endpoint with `strategy: guarded`
+        has no counts.
 
         Raises:
             ServiceUnavailableError: the endpoint is not in service, or AWS does not answer or

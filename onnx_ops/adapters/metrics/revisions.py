@@ -61,7 +61,7 @@ class RevisionCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RevisionsReading:
-    """Counts of the revisions that have any, at the time `at` of their oldest scrape."""
+    """Counts of the revisions with series, at the time `at` of their oldest scrape."""
 
     at: float
     origin: str

@@ -53,7 +53,7 @@ class WeightOnlyOptions:
 
 
 class WeightOnlyQuantizer(Optimizer):
-    """Optimizer that stores constant matrices in blocks of few bits, for size.
+    """Optimizer that stores constant matrices in blocks of 4 or 8 bits, to save size.
 
     Options and their defaults: `bits` (8; 4 for hqq and gptq), `block` (32), `symmetric` (true),
     `algorithm` (rtn), and `accuracy` (unset; 4 also quantizes activations to 8 bits). rtn rounds

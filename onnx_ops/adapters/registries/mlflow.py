@@ -207,6 +207,8 @@ class MlflowRegistry:
     def delete_version(self, model: str, version: str) -> None:
         """Delete a version, its LoggedModel and its run; `mlflow gc` deletes the files.
 
+        A version that does not exist causes no error.
+
         Raises:
             RefusedError: an alias points to the version.
         """
@@ -258,7 +260,11 @@ class MlflowRegistry:
             }
 
     def set_alias(self, model: str, alias: str, version: str) -> None:
-        """Point an alias at a version."""
+        """Point an alias at a version.
+
+        Raises:
+            NotFoundError: the version does not exist.
+        """
         self._version(model, version)
         with self._mlflow.session(f"alias {alias} of {model}") as client:
             client.set_registered_model_alias(model, alias, version)
@@ -287,6 +293,12 @@ class MlflowRegistry:
         """Download the version's model files into an empty folder; return their manifest.
 
         The caller compares the digest of the manifest with the signed digest.
+
+        Raises:
+            NotFoundError: the version does not exist, or onnx-ops did not register its files.
+            DigestMismatchError: the MLmodel or the list of files was changed, or a file is missing.
+            RefusedError: MLflow does not write to the artifact location of the version.
+            ServiceUnavailableError: MLflow or its artifact storage does not answer.
         """
         where = f"{record.model} version {record.version}"
         source = _MODEL_SOURCE.fullmatch(str(self._version(record.model, record.version).source))
@@ -316,6 +328,9 @@ class MlflowRegistry:
         """Return the evidence document with this path.
 
         The caller must verify the signed digest of the document.
+
+        Raises:
+            NotFoundError: the version has no such document.
         """
         where = f"{record.model} version {record.version}"
         run_id = self._version(record.model, record.version).run_id

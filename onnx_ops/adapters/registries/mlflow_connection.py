@@ -256,7 +256,7 @@ class MlflowConnection:
         )
 
     def _clean(self, text: str) -> str:
-        """Return the first line of a text without the password of the URI."""
+        """Return the first line of a message without the password of the URI."""
         password = urlsplit(self.uri).password
         for secret in {password, unquote(password)} if password else ():
             text = text.replace(secret, "***")

@@ -113,7 +113,10 @@ class MlflowWebhooks:
             )
 
     def install(self, url: str, secret: str) -> WebhookReport:
-        """Create the webhook, or repair it; then test it."""
+        """Create the webhook, or repair it; then test it.
+
+        Other webhooks with the same name are deleted.
+        """
         from mlflow.entities.webhook import WebhookEvent
 
         events: list[WebhookEvent | WebhookEventStr] = [

@@ -67,7 +67,11 @@ class IsolatedRuntimes:
 
 
 def read_runtime_build(target: Target) -> tuple[str, str]:
-    """Return name and version of the build of ONNX Runtime in a target's environment."""
+    """Return name and version of the build of ONNX Runtime in a target's environment.
+
+    Raises:
+        UserError: no requirement names an exact version of a build.
+    """
     for requirement in target.env.requirements if target.env else ():
         if build := _BUILD.fullmatch(requirement.replace(" ", "").partition(";")[0]):
             return build["name"], build["version"]

@@ -256,7 +256,12 @@ def list_devices() -> tuple[str, ...]:
 
 
 def register_plugin(provider: Provider, target: Target) -> None:
-    """Register the library of a provider's package, once per process."""
+    """Register the library of a provider's package, once per process.
+
+    Raises:
+        MeasurementError: the package is not installed or is not a plug-in, or its library cannot be
+            loaded.
+    """
     where = f"target {target.name}"
     try:
         library = Path(importlib.import_module(provider.package).get_library_path())

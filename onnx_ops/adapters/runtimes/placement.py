@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 def _place(method: Callable[..., Any]) -> Any:
-    """Return a method that calls `method` here or in a target's isolated environment."""
+    """Return a method that calls `method` in this process or an isolated environment."""
     signature, hints = inspect.signature(method), get_type_hints(method)
 
     @functools.wraps(method)
@@ -67,7 +67,7 @@ def _place(method: Callable[..., Any]) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class TargetedRuntime(Runtime):
-    """Runtime that runs ONNX Runtime here or in a target's isolated environment."""
+    """Runtime that runs ONNX Runtime in this process or in an isolated environment."""
 
     tools = ("onnxruntime",)
 
