@@ -174,6 +174,7 @@ def fetch_token(service: str = "", api_timeout_s: float = API_TIMEOUT_S) -> str:
         RefusedError: no credentials are configured, or Azure does not accept them.
         ServiceUnavailableError: the token service does not answer, or the SDK reports another
             error.
+        MissingPackageError: a package of the extra `azure` is not installed.
     """
     require(*EXTRAS["azure"], where="Azure")
     from azure.core.exceptions import AzureError, ClientAuthenticationError
@@ -226,6 +227,7 @@ def request_resource(
         RefusedError: there are no credentials, or the answer is a redirect or has another error
             status.
         UserError: the address of Azure Resource Manager does not use https.
+        MissingPackageError: a package of the extra `azure` is not installed.
     """
     base = get_management_url()
     host = require_https(base, "the address of Azure Resource Manager")

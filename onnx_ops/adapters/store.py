@@ -84,6 +84,7 @@ class ContentStore:
 
         Raises:
             CorruptStateError: the content is missing or does not match the digest.
+            ServiceUnavailableError: a remote store does not answer.
         """
         if not is_digest(digest):
             raise CorruptStateError(f"not a digest: {digest[:80]!r}", where="store")
@@ -307,6 +308,7 @@ class ModelFolders:
         Raises:
             DigestMismatchError: the files do not match the manifest.
             RefusedError: the model references weights outside its folder.
+            StorageError: the files cannot be copied.
         """
         actual = digest_folder(folder)
         if dict(actual.files) != dict(manifest.files):

@@ -192,6 +192,7 @@ def read_arrays(
     Raises:
         UserError: the file has another format, is damaged, contains no rows, or is a pointer of Git
             LFS.
+        MissingPackageError: the file is a table, and pyarrow is not installed.
     """
     named = Path(name or path)
     suffix = find_table_suffix(named.name)

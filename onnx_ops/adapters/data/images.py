@@ -49,6 +49,7 @@ def read_images(folder: Path, *, where: str, limit: int | None = None) -> Mappin
 
     Raises:
         UserError: an image cannot be decoded or is too large, or the table does not fit the files.
+        MissingPackageError: the package for images is not installed, or pyarrow for a table.
     """
     import numpy as np
 

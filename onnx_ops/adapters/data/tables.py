@@ -107,6 +107,7 @@ def read_table(
     Raises:
         UserError: the file is not a valid table with rows, or a column has a type or a value that
             is not supported. The error names the line or column if possible.
+        MissingPackageError: pyarrow is not installed.
     """
     require("pyarrow", where=where)
     arrow = importlib.import_module("pyarrow")

@@ -100,7 +100,9 @@ class AzureDeployments:
 
         Raises:
             RefusedError: the deployment exists, but this endpoint does not own it.
-            InfrastructureError: Azure could not change the instances of a deployment with traffic.
+            InfrastructureError: Azure could not create the deployment, or could not change the
+                instances of a deployment with traffic.
+            ServiceUnavailableError: Azure did not finish the change in time.
         """
         where, has_retried = f"deployment {name}", False
 

@@ -113,6 +113,7 @@ class AzureEndpoint:
 
         Raises:
             RefusedError: this project does not own the endpoint.
+            ServiceUnavailableError: Azure does not answer.
         """
         endpoint = self._read_current()
         if endpoint is not None:
@@ -199,6 +200,8 @@ class AzureEndpoint:
         Raises:
             ConflictError: a later generation was applied, or another state of this generation.
             GoneError: the endpoint or one of the deployments does not exist.
+            RefusedError: this project does not own the endpoint.
+            InfrastructureError: Azure could not complete the change, or not in time.
         """
 
         def step() -> bool | None:
@@ -373,6 +376,7 @@ class AzureEndpoint:
 
         Raises:
             GoneError: the endpoint does not exist.
+            RefusedError: this project does not own the endpoint.
         """
         endpoint = self.read()
         if endpoint is not None and not endpoint.is_settled:

@@ -219,6 +219,9 @@ class SageMakerVariants(CloudEndpoints):
             AlarmRollbackError: an alarm reverted the update to the state, now or in an earlier
                 attempt.
             ConflictError: a later generation is claimed, or this generation for another state.
+            UserError: the state cannot be built with the options.
+            InfrastructureError: SageMaker refused or reverted the update, or did not finish it in
+                time.
         """
         client, state = self._connect(config), replace(state, generation=generation)
         layout, fence = self._layout(client, state), GenerationFence(client)

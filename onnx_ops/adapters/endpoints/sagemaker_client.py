@@ -205,6 +205,7 @@ class GenerationFence:
 
         Raises:
             ConflictError: a later generation is claimed.
+            ServiceUnavailableError: other writers keep changing the claim.
         """
 
         def settle_claim(before: EndpointClaim | None) -> EndpointClaim | None:

@@ -351,6 +351,7 @@ class EndpointUpdate:
 
         Raises:
             AlarmRollbackError: an alarm reverted the update.
+            NotFoundError: an alarm does not exist in CloudWatch.
             InfrastructureError: SageMaker reverted the update, or could neither finish nor revert
                 it.
         """

@@ -113,6 +113,7 @@ class RevisionCounters:
         Raises:
             ServiceUnavailableError: Prometheus does not answer in time, or the series are missing,
                 stored twice or contradictory.
+            UserError: a token is set, and the address of Prometheus does not use https.
         """
         samples = query_prometheus(
             self._url,

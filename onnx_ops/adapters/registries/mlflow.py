@@ -211,6 +211,7 @@ class MlflowRegistry:
 
         Raises:
             RefusedError: an alias points to the version.
+            ServiceUnavailableError: MLflow does not answer.
         """
         if pointing := sorted(
             alias for alias, number in self.aliases(model).items() if number == version
@@ -331,6 +332,7 @@ class MlflowRegistry:
 
         Raises:
             NotFoundError: the version has no such document.
+            ServiceUnavailableError: MLflow or its artifact storage does not answer.
         """
         where = f"{record.model} version {record.version}"
         run_id = self._version(record.model, record.version).run_id

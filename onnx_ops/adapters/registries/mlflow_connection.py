@@ -308,6 +308,7 @@ class ArtifactDownload:
 
         Raises:
             RefusedError: MLflow does not write to locations with this scheme.
+            ServiceUnavailableError: the client of the storage cannot be created.
         """
         if _get_scheme(location) not in _ARTIFACT_SCHEMES:
             raise RefusedError(

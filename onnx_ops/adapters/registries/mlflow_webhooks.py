@@ -153,6 +153,7 @@ class MlflowWebhooks:
 
         Raises:
             NotFoundError: no webhook is installed.
+            ServiceUnavailableError: MLflow does not answer.
         """
         with self._session() as client:
             webhooks = self._webhooks(client)

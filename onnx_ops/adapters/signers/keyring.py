@@ -86,6 +86,7 @@ class Keyring:
 
         Raises:
             UserError: the file of the key exists.
+            InfrastructureError: the key cannot be written.
         """
         path = path or self._signing
         if path.exists():
@@ -131,7 +132,10 @@ class Keyring:
 
         Raises:
             NotFoundError: this machine has no signing key.
-            UserError: the signing key is in a service or an environment variable.
+            UserError: the signing key is in a service or an environment variable, or the file does
+                not contain a private key of ECDSA P-256.
+            RefusedError: other users can read the file of the signing key.
+            InfrastructureError: the new key cannot be written.
         """
         if self._remote is not None:
             remedy = (
