@@ -48,9 +48,8 @@ MAX_CACHED = 512
 CACHED_S = DAY / 2
 """Longest age of a state in memory, in seconds.
 
-Entries are deleted only if the last entry is older than a day. So a state that is younger than half
-a day precedes only entries that are still there, even if the clocks of two machines differ by
-hours.
+Entries are deleted only if the last entry is older than a day. So the entries after a state that is
+younger than half a day still exist, even if the clocks of two machines differ by hours.
 """
 _NAME = re.compile(r"\d{8}\.json")
 

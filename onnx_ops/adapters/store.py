@@ -303,7 +303,7 @@ class ModelFolders:
     def admit(self, folder: Path, manifest: Manifest) -> str:
         """Verify files against the manifest and copy them below `root`.
 
-        The result is the path of the copy.
+        If an intact copy exists, no file is copied. The result is the path of the copy.
 
         Raises:
             DigestMismatchError: the files do not match the manifest.

@@ -197,7 +197,10 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         self.apply(config, drop_idle_deployments(state), generation=generation)
 
     def address(self, config: EndpointConfig) -> str | None:
-        """Return the scoring address without its route; requests need a key or a token."""
+        """Return the scoring address without its route; requests need a key or a token.
+
+        The result is None if the endpoint does not exist.
+        """
         endpoint = self._connect(config).read()
         return None if endpoint is None else endpoint.scoring_uri.removesuffix(SCORING_ROUTE)
 

@@ -148,7 +148,7 @@ class OnlineDeployment(AzureResource):
 
     @property
     def max_concurrent_requests(self) -> int | None:
-        """Maximum number of concurrent requests to an instance."""
+        """Maximum number of concurrent requests to an instance; None if Azure names none."""
         return self._request_settings.get("maxConcurrentRequestsPerInstance")
 
     @property

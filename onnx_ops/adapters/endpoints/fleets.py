@@ -121,7 +121,7 @@ class FleetEndpoints(ReplicaEndpoints):
         return self._machines.place(config)
 
     def address(self, config: EndpointConfig) -> str | None:
-        """Return the address of the cloud's endpoint."""
+        """Return the address of the cloud's endpoint; None if it does not exist."""
         return self._machines.address(config)
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
@@ -340,7 +340,10 @@ class TrafficModes(EndpointProvider):
         return self.native.place(config)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return the endpoint's state, and how it differs from its options."""
+        """Return the endpoint's state, and how it differs from its options.
+
+        The result is None without an endpoint that serves and has a valid state.
+        """
         return self._select(config.options).observe(config)
 
     def require_changeable(self, config: EndpointConfig) -> None:
@@ -371,7 +374,7 @@ class TrafficModes(EndpointProvider):
         self._select(config.options).confirm_rollout(config)
 
     def address(self, config: EndpointConfig) -> str | None:
-        """Return the address of the cloud's endpoint."""
+        """Return the address of the cloud's endpoint; None if it does not exist."""
         return self.native.address(config)
 
     def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:

@@ -294,7 +294,7 @@ class LocalEndpoints(EndpointProvider):
                 server.stop()
 
     def remove(self, config: EndpointConfig) -> None:
-        """Stop the server and delete its files, except server log, audit log and port."""
+        """Stop the server; delete its files except server log, audit log, port and lock."""
         server = self._server(config)
         if not server.folder.is_dir():
             return

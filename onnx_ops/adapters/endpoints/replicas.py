@@ -217,7 +217,8 @@ class ReplicaEndpoints(EndpointProvider):
     def address(self, config: EndpointConfig) -> str | None:
         """Return the address in the options, or the address of a replica that reports.
 
-        The result is None before the first table, and if no replica reports an address.
+        The result is None before the first table, and if neither the options nor a replica names an
+        address.
         """
         if not self._control(config).list_names(FOLDER):
             return None

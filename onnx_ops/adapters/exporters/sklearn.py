@@ -168,7 +168,8 @@ class SklearnExporter(TreeExporter):
         """Return the answers of the estimator.
 
         For float32, the weights of the estimator are rounded to float32, so the noise of the source
-        includes this rounding. The result is None if the estimator supports only float64.
+        includes this rounding. For float32, the result is None if the estimator supports only
+        float64.
         """
         estimator: Any = (
             _round_in_place(copy.deepcopy(model), set()) if precision == "float32" else model
