@@ -101,7 +101,11 @@ def read_workspace(options: Mapping[str, Json], *, where: str = "") -> Workspace
 
 
 def read_endpoint_name(endpoint: str, options: Mapping[str, Json]) -> str:
-    """Return an endpoint's name in Azure: the option `name`, else `endpoint`."""
+    """Return an endpoint's name in Azure: the option `name`, else `endpoint`.
+
+    Raises:
+        UserError: the name is not valid in Azure.
+    """
     name = options.get("name", endpoint)
     if isinstance(name, str) and re.fullmatch(_ENDPOINT.regex, name):
         return name

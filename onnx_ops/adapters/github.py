@@ -33,7 +33,12 @@ class GitHubRepository:
         return request_json(method, url, document, host=f"{self.host} {self.name}", headers=headers)
 
     def list_entries(self, path: str) -> Iterator[dict[str, Any]]:
-        """Yield the entries of a paginated API result, up to one thousand."""
+        """Yield the entries of a paginated API result, up to one thousand.
+
+        Raises:
+            ServiceUnavailableError: GitHub does not answer, or not with a list.
+            RefusedError: GitHub refuses the request.
+        """
         joined = "&" if "?" in path else "?"
         for page in range(1, 11):
             entries = self.request("GET", f"{path}{joined}per_page=100&page={page}")

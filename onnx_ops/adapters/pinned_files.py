@@ -144,6 +144,13 @@ def _download_file(address: WebAddress, folder: Path) -> None:
     """Download a file into a folder.
 
     A redirect is followed to any address, since the digest authenticates the content.
+
+    Raises:
+        DigestMismatchError: the content has another digest.
+        NotFoundError: the server has no such file.
+        RefusedError: the server refuses the request.
+        ServiceUnavailableError: the download fails.
+        UserError: the archive cannot be unpacked.
     """
     import httpx
 
@@ -177,7 +184,11 @@ def _download_file(address: WebAddress, folder: Path) -> None:
 
 
 def _unpack(archive: Path, address: WebAddress) -> None:
-    """Replace an archive by its files, none of which can be outside of its folder."""
+    """Replace an archive by its files, none of which can be outside of its folder.
+
+    Raises:
+        UserError: the file is not an archive, or contains a path outside its folder.
+    """
     try:
         # The filter refuses links and paths that lead out of the folder. Zip files have no links,
         # and their absolute paths and paths with `..` are left out.
@@ -230,6 +241,12 @@ def _download_repository(address: HubAddress, folder: Path) -> None:
     """Download a file, or all files of a folder, of a repository.
 
     The external data of an ONNX file is downloaded with it.
+
+    Raises:
+        MissingPackageError: the package of the hub is not installed.
+        NotFoundError: the hub has no such repository, commit or file.
+        RefusedError: access to the repository is restricted.
+        ServiceUnavailableError: the download fails.
     """
     try:
         library = importlib.import_module(_HUB_LIBRARY)

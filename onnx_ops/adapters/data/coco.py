@@ -132,7 +132,11 @@ def _read_values(
     place: str,
     where: str,
 ) -> tuple[float, float, float]:
-    """Return the class, whether the object is a crowd, and the area."""
+    """Return the class, whether the object is a crowd, and the area.
+
+    Raises:
+        UserError: the category is not among the categories of the file.
+    """
     category = _get(entry, "category_id", place, where)
     if category not in classes:
         known = ", ".join(str(one) for one in list(classes)[:5])
@@ -141,16 +145,19 @@ def _read_values(
             f"{', …' if len(classes) > 5 else ''}",
             where=where,
         )
-    area = _read_number(entry, "area", place, where) or (corners[2] - corners[0]) * (
-        corners[3] - corners[1]
-    )
+    box_area = (corners[2] - corners[0]) * (corners[3] - corners[1])
+    area = _read_number(entry, "area", place, where) or box_area
     return float(classes[category]), float(bool(entry.get("iscrowd", 0))), area
 
 
 def _complete_points(
     values: Sequence[float], points: int, place: str, where: str
 ) -> Sequence[float]:
-    """Return the values of the keypoints; zeros if the object has none."""
+    """Return the values of the keypoints; zeros if the object has none.
+
+    Raises:
+        UserError: the number of values does not fit the keypoints of the file.
+    """
     if points % 3:
         what = (
             f"{place} cannot be read: an annotation has {points} values of keypoints, but each "
@@ -204,7 +211,11 @@ def _read_box(
 
 
 def _list_rows(images: Mapping[Any, Any], arrays: Mapping[str, Array], where: str) -> Sequence[Any]:
-    """Return the id of the image of each row."""
+    """Return the id of the image of each row.
+
+    Raises:
+        UserError: `image_id` contains an id that the file does not.
+    """
     if IMAGE_IDS not in arrays:
         return list(images)
     rows = arrays[IMAGE_IDS].reshape(-1).tolist()

@@ -210,7 +210,17 @@ class DvcSource(DataSource):
         )
 
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
-        """Read the file from DVC's cache or remote, after checking it against its MD5."""
+        """Read the file from DVC's cache or remote, after checking it against its MD5.
+
+        Raises:
+            NotFoundError: DVC does not track the file, or has no copy of it.
+            RefusedError: the pointer has no MD5.
+            DigestMismatchError: the pointer is not valid, differs from the pinned MD5 or the
+                checkout, or does not match the data.
+            InfrastructureError: DVC fails, its cache cannot be read, or the repository or the
+                remote cannot be reached.
+            UserError: the options or the file are not valid.
+        """
         tracked = self._find(section, root)
         pointer = tracked.pointer
         with Scratch() as folder:
@@ -255,7 +265,12 @@ class DvcSource(DataSource):
     ) -> DvcPointer:
         """Return the pointer of a commit; request it from DVC only once per commit.
 
-        A commit never changes, so the pointer is stored.
+        A commit never changes, so the pointer of a commit, path and remote is stored.
+
+        Raises:
+            NotFoundError: DVC does not track the file at this commit.
+            RefusedError: the pointer has no MD5.
+            DigestMismatchError: the pointer is not valid.
         """
         key = json.dumps([str(folder.resolve()), commit, path, options.remote])
         stored = (
@@ -326,6 +341,11 @@ class DvcSource(DataSource):
 
         Returns:
             The copy and its origin.
+
+        Raises:
+            NotFoundError: neither the cache nor the remote has the object.
+            DigestMismatchError: the object does not match its MD5.
+            InfrastructureError: DVC fails, or the cache or the remote cannot be read.
         """
         pointer, copy = tracked.pointer, scratch / md5
         cached = Path(pointer.cache) / md5[:2] / md5[2:]
@@ -385,6 +405,9 @@ class DvcSource(DataSource):
         """Create or update the bare copy of a repository; return its folder.
 
         If `rev` is a full hash and the copy has this commit, the copy is not updated.
+
+        Raises:
+            ServiceUnavailableError: the repository cannot be cloned or fetched.
         """
         mirror = self.repositories / hashlib.sha256(options.repo.encode()).hexdigest()[:16]
         with hold_lock(mirror.with_suffix(".lock")):
@@ -441,6 +464,10 @@ def _find_in_folder(tracked: _TrackedFile, listing: Path, place: str) -> str:
     """Return the MD5 of a file within a tracked folder.
 
     `listing` is a copy of the object that the pointer names. It lists the files of the folder.
+
+    Raises:
+        DigestMismatchError: the object does not list files with their MD5.
+        NotFoundError: the folder does not contain the file.
     """
     pointer = tracked.pointer
     try:
@@ -494,6 +521,9 @@ def _copy_cached(source: Path, copy: Path) -> bool:
     """Copy a file of the cache; return whether the file exists.
 
     Only the copy is checked and read, since other processes can write to the original.
+
+    Raises:
+        InfrastructureError: the file cannot be read.
     """
     try:
         shutil.copyfile(source, copy)
@@ -513,6 +543,10 @@ def _find_commit(folder: Path, rev: str, place: str) -> str:
     """Return the commit that a tag, branch or hash names.
 
     An empty `rev` names the commit of the checkout.
+
+    Raises:
+        NotFoundError: `folder` is not a git repository, or has no such revision.
+        InfrastructureError: git is not installed.
     """
     repository = _git(folder, "rev-parse", "--git-dir")
     if repository.returncode:

@@ -68,7 +68,13 @@ class DvcWorker:
     def fetch(
         self, repo: str, rev: str, remote: str, md5: str, legacy: bool, copy: str
     ) -> dict[str, Any]:
-        """Copy an object from the remote; return its location and whether it exists."""
+        """Copy an object from the remote; return its location and whether it exists.
+
+        Raises:
+            UserError: the remote does not exist, or does not store objects by MD5.
+            MissingPackageError: DVC needs another package for the remote.
+            ServiceUnavailableError: the remote cannot be read.
+        """
         from dvc.config import ConfigError, RemoteConfigError
 
         where = f"DVC remote {remote}" if remote else "the default DVC remote"

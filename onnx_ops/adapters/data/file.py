@@ -141,7 +141,11 @@ def _find_annotations(section: DataSection, root: Path) -> Path | None:
 def _add_objects(
     arrays: Mapping[str, Array], section: DataSection, root: Path
 ) -> Mapping[str, Array]:
-    """Return the arrays with those of the annotations."""
+    """Return the arrays with those of the annotations.
+
+    Raises:
+        UserError: the data already has an array with the name of one of these.
+    """
     path = _find_annotations(section, root)
     if path is None:
         return arrays
@@ -234,6 +238,9 @@ def _read_archive(
 
     With `most_bytes`, only the first rows of the arrays are returned. The array of a `.npy` file
     has no name; it gets the name `stem`.
+
+    Raises:
+        UserError: the file is not a file of plain arrays, or is damaged.
     """
     import numpy as np
 
@@ -332,7 +339,11 @@ def _find_axes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 
 
 def _header(npy: Any, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
-    """Read the header of an array: its shape, Fortran order and type."""
+    """Read the header of an array: its shape, Fortran order and type.
+
+    Raises:
+        ValueError: the array contains Python objects.
+    """
     version = npy.read_magic(stream)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     shape, by_column, dtype = read(stream)

@@ -70,7 +70,11 @@ def _read_model_names(folder: Path) -> Mapping[str, Sequence[str]]:
 
 
 def _read_tensors(folder: Path, kind: str, names: Sequence[str], where: str) -> dict[str, Array]:
-    """Return the tensors of kind `input` or `output`, in the order of their numbers."""
+    """Return the tensors of kind `input` or `output`, in the order of their numbers.
+
+    Raises:
+        UserError: a file does not contain a tensor.
+    """
     import onnx
     from onnx import numpy_helper
 
@@ -93,7 +97,11 @@ def _read_tensors(folder: Path, kind: str, names: Sequence[str], where: str) -> 
 
 
 def _join(name: str, sets: Sequence[Mapping[str, Array]], where: str) -> Array:
-    """Return one tensor of all sets, joined on axis 0."""
+    """Return one tensor of all sets, joined on axis 0.
+
+    Raises:
+        UserError: a set lacks the tensor, or the shapes of the tensors do not fit.
+    """
     import numpy as np
 
     arrays = [one[name] for one in sets if name in one]

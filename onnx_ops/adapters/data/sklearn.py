@@ -65,7 +65,12 @@ class SklearnSource(DataSource):
         return Sample(arrays=arrays, whole=False)
 
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
-        """Load the data set, or one side of its split."""
+        """Load the data set, or one side of its split.
+
+        Raises:
+            MissingPackageError: scikit-learn is not installed.
+            UserError: the data set cannot be split with this `test_size`.
+        """
         wanted = _section(section)
         require(*self.tools, where=f"data `sklearn: {wanted.sklearn}`")
         import numpy as np

@@ -170,6 +170,9 @@ def _read_csv(arrow: Any, path: Path, suffix: str, most_bytes: int | None) -> An
     """Read a CSV file.
 
     Columns that would lose information in pyarrow's types are read a second time as text.
+
+    Raises:
+        ValueError: the file is too large, or is not a CSV file that can be decoded.
     """
     content = _read_compressed(path, most_bytes) if suffix.endswith(".gz") else None
     size = path.stat().st_size if content is None else len(content)
@@ -193,8 +196,8 @@ def _read_csv(arrow: Any, path: Path, suffix: str, most_bytes: int | None) -> An
 def _drop_unnamed(table: Any) -> Any:
     """Return the table without columns that contain no data.
 
-    These are a first column of row labels, and the empty column after a separator at the end of
-    lines.
+    These are a first column of row labels, which has no name or is called `Unnamed: 0`, and the
+    empty column after a separator at the end of lines.
     """
     names = table.column_names
     if names[0] in _INDEX_NAMES and len(names) > 1:
@@ -417,7 +420,11 @@ def _describe_undecodable(source: str | bytes) -> str:
 
 
 def _read_json(arrow: Any, path: Path, most_bytes: int | None) -> Any:
-    """Return the columns of a JSON Lines file; dates stay text."""
+    """Return the columns of a JSON Lines file; dates stay text.
+
+    Raises:
+        ValueError: the file is too large, or has too many columns.
+    """
     arrow_json = importlib.import_module("pyarrow.json")
     size = path.stat().st_size
     if size >= _MOST_CSV_BYTES:
@@ -472,7 +479,11 @@ def _read_parquet(arrow: Any, path: Path, most_bytes: int | None) -> Any:
 
 
 def _convert_column(arrow: Any, column: Any, where: str) -> Array:
-    """Return a column as an array of shape (rows, 1)."""
+    """Return a column as an array of shape (rows, 1).
+
+    Raises:
+        UserError: the type of the column, or one of its values, is not supported.
+    """
     import numpy as np
 
     column = _cast_column(arrow, column)
@@ -547,6 +558,9 @@ def _convert_texts(arrow: Any, column: Any, where: str) -> Array:
     """Return texts as an array of fixed width.
 
     If one long text would widen all others, the array contains Python objects.
+
+    Raises:
+        UserError: a text contains a zero byte.
     """
     import numpy as np
 

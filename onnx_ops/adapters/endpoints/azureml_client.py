@@ -453,7 +453,11 @@ def _explain_shortage(
 
 @functools.cache
 def _ml_client(workspace: Workspace | None, answer_s: float, *, registry: str = "") -> MLClient:
-    """Return a client of a workspace or of a registry."""
+    """Return a client of a workspace or of a registry.
+
+    Raises:
+        InfrastructureError: the SDK does not know the name of the Azure cloud.
+    """
     from azure.ai.ml import MLClient
     from azure.ai.ml._utils import _azureml_polling, _endpoint_utils
 

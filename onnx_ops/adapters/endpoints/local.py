@@ -127,7 +127,12 @@ class LocalEndpoints(EndpointProvider):
         return ServerMetrics(lambda config, request: [self.counts(config, request)])
 
     def counts(self, config: EndpointConfig, request: UserCountsRequest | None = None) -> Counts:
-        """Return the running server's counts; also by user, if requested."""
+        """Return the running server's counts; also by user, if requested.
+
+        Raises:
+            ServiceUnavailableError: the server does not run, or does not answer.
+            OnnxOpsError: the server refuses the request with this error.
+        """
         server = self._server(config)
         record = server.record()
         if record is None:
@@ -240,7 +245,13 @@ class LocalEndpoints(EndpointProvider):
         return after
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Start the server if needed, publish the state, and wait until it is served."""
+        """Start the server if needed, publish the state, and wait until it is served.
+
+        Raises:
+            ServiceUnavailableError: the server cannot be started, or does not answer.
+            ConflictError: another process is changing the endpoint.
+            OnnxOpsError: the server refuses the state with this error.
+        """
         server = self._server(config)
         body = codec.dumps(replace(state, generation=generation))
         with server.lock():
@@ -263,6 +274,11 @@ class LocalEndpoints(EndpointProvider):
 
         A restarted server loads only the deployments with traffic. Old workers that still answer
         are replaced when the new workers are ready; others are killed first.
+
+        Raises:
+            ServiceUnavailableError: the server cannot be started, or does not answer.
+            ConflictError: another process is changing the endpoint.
+            OnnxOpsError: the server refuses the state with this error.
         """
         server = self._server(config)
         state = replace(state, generation=generation)
@@ -308,7 +324,11 @@ class LocalEndpoints(EndpointProvider):
 
     @staticmethod
     def _publish_rollback(server: LocalServer, state: EndpointState) -> bool:
-        """Publish a rollback; return False if no server answers."""
+        """Publish a rollback; return False if no server answers.
+
+        Raises:
+            OnnxOpsError: the server refuses the state with this error.
+        """
         record = server.record()
         if record is None:
             return False
@@ -335,6 +355,11 @@ class LocalEndpoints(EndpointProvider):
         """Start the server unless it runs with these options.
 
         A server with other options is started again.
+
+        Raises:
+            ServiceUnavailableError: no port is free, another program uses the port, or the server
+                does not become ready.
+            MissingPackageError: a package of the server is not installed.
         """
         port = self._known_port(server, config)
         if not port:

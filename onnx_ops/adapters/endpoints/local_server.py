@@ -187,7 +187,11 @@ class LocalServer:
         path: str = STATE_PATH,
         timeout_s: float,
     ) -> tuple[int, bytes]:
-        """Return status and body of the answer to an admin request."""
+        """Return status and body of the answer to an admin request.
+
+        Raises:
+            ServiceUnavailableError: the server does not answer.
+        """
         try:
             token = (self.folder / TOKEN_FILE).read_text(encoding="utf-8").strip()
             headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}

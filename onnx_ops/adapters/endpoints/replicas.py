@@ -305,9 +305,10 @@ class ReplicaEndpoints(EndpointProvider):
         return any(one.is_live for one in seen.replicas)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Publish a table that restores the previous version.
+        """Publish a table that restores the previous version, unless it is published.
 
-        If this process has no release key, the published object refers to a signed table.
+        If this process has no release key, the published object refers to a signed table. Then wait
+        a limited time until the replicas adopt the table.
         """
         seen = self._look(config, with_replicas=False)
         current = None if seen.newest is None else seen.newest.table.state
@@ -645,7 +646,13 @@ class ReplicaEndpoints(EndpointProvider):
         return self._stores[key]
 
     def _read_table(self, config: EndpointConfig, number: TableNumber) -> StoredTable:
-        """Return the table with a number. The object of a number never changes."""
+        """Return the table with a number. The object of a number never changes.
+
+        Raises:
+            CorruptStateError: the object of the table was deleted, or is not a table of the
+                endpoint.
+            InvalidSignatureError: no trusted key has signed the table.
+        """
         control = self._control(config)
         key = (control.place, number)
         data = self._tables.get(key) or control.read(number.name)

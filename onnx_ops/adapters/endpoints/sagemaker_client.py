@@ -250,7 +250,12 @@ class GenerationFence:
         generation: int,
         change: Callable[[EndpointClaim | None], EndpointClaim | None],
     ) -> None:
-        """Replace the claim; repeat this if another writer has replaced it since `read`."""
+        """Replace the claim; repeat this if another writer has replaced it since `read`.
+
+        Raises:
+            ConflictError: a later generation is claimed.
+            ServiceUnavailableError: other writers keep changing the claim.
+        """
         for _ in range(_MAX_RACES):
             self._require_latest(self.claim, generation)
             claim = change(self.claim)

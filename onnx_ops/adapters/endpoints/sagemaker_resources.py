@@ -259,6 +259,9 @@ class EndpointResources:
         """Create an immutable resource.
 
         An existing resource with this name must have the same content.
+
+        Raises:
+            InfrastructureError: an existing resource with this name has other content.
         """
         operation, taken = f"create_{noun}", ("already existing",)
         if self._client.call("sagemaker", operation, ignored_messages=taken, **request) is not None:
@@ -292,7 +295,11 @@ class EndpointResources:
         ]
 
     def _delete(self, noun: str, name: str, arn: str = "") -> None:
-        """Delete a model or config with the endpoint's tag; read its ARN if not given."""
+        """Delete a model or config with the endpoint's tag; read its ARN if not given.
+
+        Raises:
+            RefusedError: the resource does not have the tag of the endpoint.
+        """
         named: dict[str, Any] = {f"{_NAMES[noun]}Name": name}
         if not arn:
             resource = self._client.call(

@@ -189,7 +189,14 @@ class EndpointUpdate:
         return answer is not None
 
     def _advance(self, description: Mapping[str, Any] | None, layout: EndpointLayout) -> None:
-        """Make the next change of an endpoint that is not busy."""
+        """Make the next change of an endpoint that is not busy.
+
+        Raises:
+            AlarmRollbackError: an alarm reverted the update.
+            RefusedError: onnx-ops did not create the endpoint.
+            NotFoundError: an alarm does not exist in CloudWatch.
+            InfrastructureError: the endpoint cannot be started or updated.
+        """
         if not self._requested:
             self._refuse_alarmed(layout, description)
         if description is None:
@@ -325,7 +332,11 @@ class EndpointUpdate:
             )
 
     def _alarm_states(self) -> dict[str, str]:
-        """Return the state of each guarding alarm, and the time of its last change."""
+        """Return the state of each guarding alarm, and the time of its last change.
+
+        Raises:
+            NotFoundError: an alarm does not exist in CloudWatch.
+        """
         if not self._alarms:
             return {}
         with translate_errors(self._client.endpoint):

@@ -76,7 +76,8 @@ def _own_modules(config: Any) -> Iterator[str]:
 def check_keras_inputs(model: Any, names: Collection[str]) -> None:
     """Check that a Keras model takes inputs of these names.
 
-    The single input of a model can have any name.
+    The single input of a model can have any name. The inputs of a subclassed model whose `call`
+    takes a dictionary are not checked.
 
     Raises:
         UserError: the model does not take inputs of these names.

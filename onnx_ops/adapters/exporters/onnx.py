@@ -88,6 +88,10 @@ class OnnxExporter(Exporter):
         """Copy the file, or convert it if the option `convert_opset` is set.
 
         A file with the opset and the IR version of the section is always copied.
+
+        Raises:
+            UserError: the file cannot be used or converted, or is newer than the opset or the IR
+                version of the section.
         """
         source = Path(str(model))
         model_info, section = read_model_info(source), request.section
@@ -146,7 +150,11 @@ class OnnxExporter(Exporter):
 
 
 def convert_opset(source: Path, result: Path, section: Export) -> None:
-    """Write the file at exactly the opset and IR version of the section."""
+    """Write the file at exactly the opset and IR version of the section.
+
+    Raises:
+        UserError: the converter fails.
+    """
     try:
         run_guarded(_run_converter, source, result, section.opset, section.ir_version)
     except ProcessCrashError as crash:

@@ -45,7 +45,11 @@ def name_outputs(answer: object) -> dict[str, Any]:
 
 
 def find_file(folder: Path, name: str) -> Path:
-    """Return the file with that name, else the only file of the folder."""
+    """Return the file with that name, else the only file of the folder.
+
+    Raises:
+        NotFoundError: the folder contains neither this file nor exactly one file.
+    """
     files = (
         [folder / name]
         if (folder / name).is_file()
@@ -63,7 +67,11 @@ def find_file(folder: Path, name: str) -> Path:
 def find_file_with_suffix(
     folder: Path, suffix: str, remedy: str = "The folder must contain exactly one such file."
 ) -> Path:
-    """Return the only file of the folder with that suffix."""
+    """Return the only file of the folder with that suffix.
+
+    Raises:
+        NotFoundError: the folder contains no such file, or several.
+    """
     files = sorted(folder.glob(f"*{suffix}"))
     if len(files) != 1:
         raise NotFoundError(

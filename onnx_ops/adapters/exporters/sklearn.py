@@ -83,6 +83,11 @@ class SklearnExporter(TreeExporter):
 
         Loading runs the code of the pickle. The store has verified the file, or it is the user's
         own `model:`.
+
+        Raises:
+            NotFoundError: the folder contains neither `FILE` nor exactly one file.
+            UserError: the file cannot be unpickled, or the model is a search without a refitted
+                estimator.
         """
         import joblib
 
@@ -170,6 +175,9 @@ class SklearnExporter(TreeExporter):
         For float32, the weights of the estimator are rounded to float32, so the noise of the source
         includes this rounding. For float32, the result is None if the estimator supports only
         float64.
+
+        Raises:
+            ValueError: the estimator refuses the inputs.
         """
         estimator: Any = (
             _round_in_place(copy.deepcopy(model), set()) if precision == "float32" else model

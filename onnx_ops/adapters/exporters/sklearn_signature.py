@@ -85,6 +85,9 @@ def _choose_matrix_layout(
     """Return the layout of a single input.
 
     The layout is the matrix, or its columns if the model selects columns by name.
+
+    Raises:
+        UserError: the input is not a matrix with the columns of the fit.
     """
     ((name, rows),) = request.samples.items()
     if rows.ndim != 2 and _kind(rows) != "U":
@@ -382,6 +385,9 @@ def _ordered(samples: Tensors, names: list[str] | None) -> Tensors:
     """Return the inputs in the order of the columns on which the estimator was fitted.
 
     LightGBM replaces spaces in the names of columns.
+
+    Raises:
+        UserError: the names of the inputs differ from the columns of the fit.
     """
     if names is None:
         return samples

@@ -106,8 +106,9 @@ def _weights(estimator: Any, value: Any) -> Any:
 def route_missing_values(converted: Any, model: object) -> None:
     """Route NaN to the same branches in the export as in the source.
 
-    The converter does not route NaN. The routes are changed only if the source is one ensemble of
-    trees. A tree that was trained without NaN routes NaN with the majority of its training rows.
+    The converter does not route NaN. The routes are changed only if the export contains one tree
+    ensemble, and the source ends in a tree, a forest or a boosting. A tree that was trained without
+    NaN routes NaN with the majority of its training rows.
     """
     ensembles = [node for node in converted.graph.node if node.op_type in ENSEMBLES]
     grown = [estimator.tree_ for estimator in _estimators(model)]

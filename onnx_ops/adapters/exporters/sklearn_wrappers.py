@@ -154,6 +154,9 @@ def _rewrite_isotonic(model: Any) -> tuple[object, tuple[Step, ...]]:
     """Return the identity, and steps for an isotonic regression.
 
     The steps interpolate between the points of the monotonic function.
+
+    Raises:
+        UserError: the regression does not clip values outside its range.
     """
     from sklearn.preprocessing import FunctionTransformer
 

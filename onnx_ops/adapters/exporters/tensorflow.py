@@ -72,7 +72,12 @@ class TensorflowExporter(Exporter):
             )
 
     def load(self, folder: Path) -> object:
-        """Load a `.keras` file or a SavedModel."""
+        """Load a `.keras` file or a SavedModel.
+
+        Raises:
+            NotFoundError: the folder contains no model.
+            UserError: the model cannot be loaded.
+        """
         files = sorted(folder.glob("*.keras"))
         if len(files) != 1 and not (folder / SAVED_MODEL).is_file():
             raise NotFoundError(

@@ -76,6 +76,10 @@ class TorchExporter(TracingExporter):
 
         Loading runs the code of the pickle. The store has verified the file, or it is the user's
         own `model:`.
+
+        Raises:
+            NotFoundError: the folder contains neither `FILE` nor exactly one file.
+            UserError: the module cannot be unpickled.
         """
         torch = importlib.import_module("torch")
         file = find_file(folder, FILE)
@@ -90,7 +94,11 @@ class TorchExporter(TracingExporter):
             ) from error
 
     def export(self, model: object, request: ExportRequest) -> None:
-        """Export the module, and remove metadata that depends on this machine."""
+        """Export the module, and remove metadata that depends on this machine.
+
+        Raises:
+            UserError: the module cannot be exported, or not at the opset of the section.
+        """
         section = request.section
         module = self._module(model, request)
         proto = _export(importlib.import_module("torch"), module, request).model_proto
@@ -307,6 +315,9 @@ def _load_translations(section: Export) -> Mapping[Any, Any] | None:
     """Return the project's ONNX functions by operator of torch.
 
     The result is None if the section does not name a table.
+
+    Raises:
+        UserError: the section does not name a table of functions.
     """
     if not section.translations:
         return None
@@ -510,6 +521,9 @@ def _keras() -> Any:
     """Import Keras with the PyTorch backend.
 
     Keras chooses its backend when it is first imported.
+
+    Raises:
+        UserError: Keras already uses another backend.
     """
     os.environ.setdefault("KERAS_BACKEND", KERAS_BACKEND)
     keras = importlib.import_module("keras")
@@ -565,6 +579,10 @@ class HuggingfaceExporter(TorchExporter):
         """Return the model in a `save_pretrained` folder, without network access.
 
         Python code in the folder is not run.
+
+        Raises:
+            NotFoundError: the folder has no `config.json`.
+            UserError: the installed transformers does not have the architecture.
         """
         transformers = importlib.import_module("transformers")
         if not (folder / TRANSFORMERS_CONFIG).is_file():

@@ -61,7 +61,11 @@ class PythonEnvironments:
         return python
 
     def place(self, wanted: Environment) -> Path:
-        """Return the path of an environment's folder, which can be missing."""
+        """Return the path of an environment's folder, which can be missing.
+
+        Raises:
+            UserError: a requirement is empty, or is an option of the installer.
+        """
         for requirement in wanted.requirements:
             if not requirement.strip() or requirement.lstrip().startswith("-"):
                 remedy = (
@@ -156,7 +160,11 @@ class NpmPackages:
 
 
 def parse_pins(requirements: Sequence[str]) -> Mapping[str, str]:
-    """Return the pinned version of each package."""
+    """Return the pinned version of each package.
+
+    Raises:
+        UserError: a requirement does not name an exact version.
+    """
     versions = {}
     for requirement in requirements:
         match = _PINNED.fullmatch(requirement)
@@ -220,7 +228,11 @@ def make_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]])
 def run_installer(
     command: list[str], environ: Mapping[str, str], folder: Path | None = None
 ) -> str:
-    """Run an installer and return its output."""
+    """Run an installer and return its output.
+
+    Raises:
+        StageError: the installer fails.
+    """
     done = subprocess.run(
         command,
         env=environ,

@@ -95,7 +95,11 @@ class IsolatedExporter(IsolatedTool, TrainingExporter):
             process.stop()
 
     def save(self, model: object, folder: Path) -> None:
-        """Copy a loaded model, or the file or folder of a model that the user supplied."""
+        """Copy a loaded model, or the file or folder of a model that the user supplied.
+
+        Raises:
+            NotFoundError: the file or folder does not exist.
+        """
         source = model.folder if isinstance(model, RemoteModel) else Path(str(model))
         if source.is_dir():
             shutil.copytree(source, folder, dirs_exist_ok=True)

@@ -105,7 +105,11 @@ class IsolatedProcess:
 
     @property
     def folder(self) -> Path:
-        """Folder that both processes can read and write."""
+        """Folder that both processes can read and write.
+
+        Raises:
+            StageError: the process has ended.
+        """
         if not self._end.alive:
             raise StageError(
                 "the process has already ended", where=self._where, remedy="Load the model again."
@@ -237,6 +241,10 @@ def build_interpreter_command(python: Path, entry: str, packages: Collection[str
 
     The command can import this package and `packages`, which are top-level packages or modules of
     this installation.
+
+    Raises:
+        NotFoundError: one of the packages is not installed, or is a namespace package. The returned
+            function raises this error.
     """
     module, _, function = entry.partition(":")
     code = (

@@ -191,7 +191,13 @@ class ObjectLedger(Ledger):
         self._objects.write(f"{entry.endpoint}/{_ADOPTED}", codec.dumps(entry.sequence))
 
     def _create(self, chained: ChainedEntry, grant: str, before: ReleaseState) -> bool:
-        """Sign and store the entry that follows a state; return whether it is signed."""
+        """Sign and store the entry that follows a state; return whether it is signed.
+
+        Raises:
+            LedgerConflictError: another writer appended the entry first.
+            MissingKeyError: the entry grants something, and this process has no valid key.
+            StorageError: the entry cannot be written.
+        """
         entry, signed = chained.entry, encode(chained)
         name = format_name(entry.endpoint, entry.sequence)
         signatures = self._keys.sign(signed, grant, f"ledger {name}", before.keys)
@@ -287,7 +293,11 @@ class ObjectLedger(Ledger):
             self._seen.remember(endpoint, head.state.head, head.digest)
 
     def _iterate_after(self, endpoint: str, after: int) -> Iterator[StoredEntry]:
-        """Yield the entries after a sequence number, and read them one at a time."""
+        """Yield the entries after a sequence number, and read them one at a time.
+
+        Raises:
+            CorruptStateError: an entry is missing or unreadable.
+        """
         last = after
         while True:
             while (data := self._objects.read(format_name(endpoint, last + 1))) is not None:
@@ -344,6 +354,9 @@ class ObjectLedger(Ledger):
 
         The head contains the digest of the last entry, and each entry the digest of the previous
         one.
+
+        Raises:
+            CorruptStateError: an entry is missing, unreadable, or was changed.
         """
         endpoint = head.state.endpoint
         entries: list[LedgerEntry] = []

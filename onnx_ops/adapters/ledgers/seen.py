@@ -86,7 +86,7 @@ class SeenHeads:
         return {seen.sequence: FixedEntry(seen.digest, _format_path(self._folder, endpoint))}
 
     def remember(self, endpoint: str, sequence: int, digest: Digest) -> None:
-        """Record the verified head of a ledger, unless a later head is recorded."""
+        """Record the verified head of a ledger, unless this or a later head is recorded."""
         head = SeenHead(sequence=sequence, digest=digest)
         if self._folder is None or self._is_read_only or self._known.get(endpoint) == head:
             return

@@ -114,7 +114,12 @@ class AzureMonitorMetrics(MetricsSource):
         first: float,
         until: float,
     ) -> list[tuple[str, str, str, list[float]]]:
-        """Return each series: metric, deployment, status, and one value per minute."""
+        """Return each series: metric, deployment, status, and one value per minute.
+
+        Raises:
+            ServiceUnavailableError: Azure Monitor does not answer, refuses the query, or answers in
+                another format.
+        """
         if until <= first:
             return []
         place = read_workspace(config.options, where=config.endpoint)

@@ -71,7 +71,13 @@ class GraphOptimizer(Optimizer):
     quantized = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        """Save the graph after ONNX Runtime's optimizations."""
+        """Save the graph after ONNX Runtime's optimizations.
+
+        Raises:
+            UserError: an excluded node does not exist, or level `all` has targets with several
+                kinds of machines.
+            StageError: ONNX Runtime cannot optimize the graph.
+        """
         level = str(read_options(request.section, self.options).get("level", "extended"))
         source = _checked(request, read_structure(request.source))
         if (
@@ -134,7 +140,13 @@ class ShapeOptimizer(Optimizer):
     quantized = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        """Replace symbolic dimensions by fixed sizes."""
+        """Replace symbolic dimensions by fixed sizes.
+
+        Raises:
+            UserError: `dims` is empty or names an unknown dimension, or an excluded node does not
+                exist.
+            StageError: the shapes cannot be fixed.
+        """
         where = f"variant {request.section.name}, options"
         dims = read_options(request.section, self.options).get("dims", {})
         model = _checked(request, read_model(request.source))
@@ -204,7 +216,12 @@ class _CleanupOptimizer(Optimizer):
         self._timeout = timeout
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        """Run the tool in a forked process, and check its result."""
+        """Run the tool in a forked process, and check its result.
+
+        Raises:
+            UserError: an option is wrong, or an excluded node does not exist.
+            StageError: the tool fails, or changes the inputs or outputs.
+        """
         chosen = tuple(read_options(request.section, self.options).get(self.option, ()))
         where = f"variant {request.section.name}"
         source = read_model(request.source)

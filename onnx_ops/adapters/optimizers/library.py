@@ -31,7 +31,11 @@ CALIBRATION_REMEDY = (
 
 
 def read_options(section: Quantize, kind: type) -> Mapping[str, Any]:
-    """Return the given options after a check against the optimizer's dataclass."""
+    """Return the given options after a check against the optimizer's dataclass.
+
+    Raises:
+        UserError: an option is unknown, or has a wrong type or value.
+    """
     where = f"variant {section.name}, options"
     options: Any = bind_options(section.options, kind, where=where)
     if problem := find_type_conflict(section.options):

@@ -88,7 +88,13 @@ class OliveOptimizer(Optimizer):
         return (config,) if isinstance(config, str) else ()
 
     def inline_files(self, section: Quantize, root: Path) -> Quantize:
-        """Return the section with the used part of the configuration in place of a file."""
+        """Return the section with the used part of the configuration in place of a file.
+
+        Raises:
+            UserError: there is no configuration, it cannot be used, or its file is not in the
+                project.
+            NotFoundError: the file does not exist.
+        """
         where = f"variant {section.name}, options.config"
         config = read_options(section, self.options).get(CONFIG)
         if not config:
@@ -128,7 +134,13 @@ class OliveOptimizer(Optimizer):
         return any(_NARROWING.search(str(entry["type"])) for entry in _passes(config["passes"]))
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        """Run the configured passes in order and check their result."""
+        """Run the configured passes in order and check their result.
+
+        Raises:
+            UserError: the rows that a pass reads are missing or cannot be passed, or Olive
+                quantized an excluded node.
+            StageError: Olive fails, makes no model, or changes the inputs or outputs.
+        """
         section = request.section
         source = read_model(request.source)
         trace_nodes(section.exclude, source, source)
@@ -171,7 +183,12 @@ class OliveOptimizer(Optimizer):
 
 
 def _used(config: Any, where: str) -> Mapping[str, Json]:
-    """Return the part of a configuration that affects a variant."""
+    """Return the part of a configuration that affects a variant.
+
+    Raises:
+        UserError: the configuration has no passes, contains a search, refers to code, or uses a
+            system that is not local. Or a pass has no type, or has alternatives.
+    """
     if (
         not isinstance(config, Mapping)
         or not isinstance(config.get("passes"), Mapping)
@@ -223,6 +240,9 @@ def _passes(passes: Mapping[str, Any]) -> Iterator[Any]:
     """Yield each pass.
 
     A name can refer to one pass or to a list of alternatives, which must have exactly one entry.
+
+    Raises:
+        UserError: a list does not have exactly one entry.
     """
     for name, given in passes.items():
         if isinstance(given, list | tuple) and len(given) != 1:
@@ -309,7 +329,11 @@ def _data(calibration: Tensors, folder: Path) -> dict[str, Any]:
 
 
 def _run(workflow: Mapping[str, Any], variant: str) -> Path:
-    """Run a workflow and return the path of the model that Olive made."""
+    """Run a workflow and return the path of the model that Olive made.
+
+    Raises:
+        StageError: Olive fails, or makes no model.
+    """
     where = f"variant {variant}"
     remedy = (
         "Try the configuration with `olive run`, or name the packages of its passes in "

@@ -186,7 +186,12 @@ class StaticQuantizer(Optimizer):
             _quantize(part, options, partial(_static, ranges=path))
 
     def _choose(self, request: OptimizeRequest) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return the options of a quantization, and the reasons for them."""
+        """Return the options of a quantization, and the reasons for them.
+
+        Raises:
+            UserError: calibration rows are missing, an option is wrong, or the opset of the model
+                is too low for the options.
+        """
         if request.section.calibrate is None or not request.calibration:
             what = f"variant {request.section.name} needs calibration rows"
             raise UserError(what, where="quantize.calibrate", remedy=CALIBRATION_REMEDY)
@@ -273,7 +278,12 @@ def _type(library: Any, name: str) -> Any:
 def _quantize(
     request: OptimizeRequest, options: Mapping[str, Any], library_call: Callable[[_Job], None]
 ) -> tuple[str, ...]:
-    """Write the quantized model; return notes on additional steps."""
+    """Write the quantized model; return notes on additional steps.
+
+    Raises:
+        UserError: nothing was quantized, or an excluded node was quantized.
+        StageError: ONNX Runtime cannot quantize the model.
+    """
     # The module loads NumPy, so it is imported only here.
     from onnx_ops.onnx_graph.channel_balance import balance_channels
 

@@ -202,6 +202,9 @@ class MlflowConnection:
         """Return the HTTP statuses of `count` concurrent requests.
 
         Concurrent requests reach several workers of the server.
+
+        Raises:
+            ServiceUnavailableError: the server does not answer.
         """
         self._import()
         from mlflow.exceptions import MlflowException

@@ -216,7 +216,7 @@ class MlflowWebhooks:
 
     @contextmanager
     def _session(self) -> Iterator[MlflowClient]:
-        """Provide a client and add a remedy for the server's administrator to its errors."""
+        """Provide a client; add known remedies for the server's administrator to errors."""
         try:
             with self._mlflow.session(f"webhook {self._name}") as client:
                 yield client

@@ -57,6 +57,10 @@ def measure_start(
     Returns:
         Nanoseconds to build the session, nanoseconds of the first inference, and peak bytes, as
         in `ports.StartSamples`.
+
+    Raises:
+        MeasurementError: the machine lacks a requirement of the target, or the process fails or
+            exceeds `TIMEOUT_S`.
     """
     check_machine(target)
     loaded = prepare_model_file(model, target)

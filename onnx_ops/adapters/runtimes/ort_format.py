@@ -41,6 +41,11 @@ def prepare_model_file(model: Path, target: Target) -> Path:
     """Return the file that the target loads: the model, or its `.ort` file.
 
     The `.ort` file is made only once in a process.
+
+    Raises:
+        MeasurementError: the model cannot be converted.
+        NotFoundError: a library of custom operators is missing.
+        DigestMismatchError: a library of custom operators differs from the declared library.
     """
     if target.ort_format is None or model.suffix == ".ort":
         return model

@@ -89,6 +89,11 @@ def create_key(path: Path) -> EcdsaSigner:
 
     If the key exists, it is used unchanged. Two processes that start at the same time therefore use
     the same key.
+
+    Raises:
+        InfrastructureError: the files of the key cannot be written.
+        RefusedError: other users can read the existing key.
+        UserError: the existing file does not contain a private key of ECDSA P-256.
     """
     from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat

@@ -49,7 +49,12 @@ def open_signer(text: str) -> Signer:
 
 
 def read_variable(name: str) -> EcdsaSigner:
-    """Return the signer with the PEM key from an environment variable."""
+    """Return the signer with the PEM key from an environment variable.
+
+    Raises:
+        NotFoundError: the variable is not set.
+        UserError: the variable does not contain an ECDSA P-256 key.
+    """
     if not (text := os.environ.get(name)):
         remedy = "Set the variable to the PEM text of the private key."
         raise NotFoundError(f"variable {name} is not set", where="signer", remedy=remedy)
@@ -174,7 +179,12 @@ class KeyVaultSigner(_RemoteSigner):
             raise build_key_error("signing", self._where) from error
 
     def sign(self, data: bytes) -> str:
-        """Return the signature over the SHA-256 of the data, DER in base64."""
+        """Return the signature over the SHA-256 of the data, DER in base64.
+
+        Raises:
+            CorruptStateError: the response of the vault is not a signature.
+            OnnxOpsError: the errors of the vault and of `fetch`.
+        """
         from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 
         digest = (
