@@ -21,7 +21,7 @@ IMAGE_IDS = "image_id"
 """Name of the array that names the image of each row."""
 
 _EMPTY = -1.0
-"""Class of a place without an object."""
+"""Class of an unused place in the objects of a row."""
 
 _LARGEST = 1e15
 """Largest absolute value of a coordinate; larger ones cannot be pixels, and can overflow."""

@@ -41,7 +41,7 @@ from onnx_ops.protocol.server_process import (
 
 
 class CloudEndpoints(EndpointProvider):
-    """Base of the providers whose endpoints run our image in containers of a cloud.
+    """Base of the providers that run the image of onnx-ops in containers of a cloud.
 
     The containers verify signatures with the public keys in the folder `trusted`. Without this
     folder, they load any model.

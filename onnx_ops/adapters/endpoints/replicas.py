@@ -666,7 +666,7 @@ class ReplicaEndpoints(EndpointProvider):
         return require_table(self._read_table(config, number))
 
     def _look(self, config: EndpointConfig, *, with_replicas: bool = True) -> StorePlace:
-        """Read tables and reports concurrently."""
+        """Read the tables and, if `with_replicas`, the reports concurrently."""
         control = self._control(config)
         with ThreadPoolExecutor(_READERS) as pool:
             listed = pool.submit(control.list_objects, FOLDER)
