@@ -40,7 +40,7 @@ _REACH = 3.0
 """Number of standard deviations that a normalized value usually reaches."""
 
 _OUTLIER = 4.0
-"""Smallest size of an outlier channel, as a multiple of the median channel's size."""
+"""Size above which a channel is an outlier, as a multiple of the median size."""
 
 _LARGEST_EXPONENT = 30
 
@@ -132,10 +132,10 @@ def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
 
 
 def _fold_copies(model: onnx.ModelProto) -> None:
-    """Remove each Identity of a constant, so that its readers read the constant.
+    """Remove Identity nodes of initializers; their readers then read the initializer.
 
-    Exporters share equal constants through Identity nodes. An Identity that produces an output of a
-    graph remains.
+    Exporters share equal constants through Identity nodes. An Identity remains if it produces an
+    output of a graph, or if callers can replace the initializer.
     """
     constants = {tensor.name for tensor in model.graph.initializer} - {
         value.name for value in model.graph.input
@@ -194,9 +194,9 @@ def _find_norms(
         )
 
     def find_shifted(add: onnx.NodeProto, index: int) -> tuple[tuple[onnx.NodeProto, int], ...]:
-        """Return the inputs of a Mul, and of the Add that shifts its result.
+        """Return the constant inputs of a Mul, and of the Add that shifts the product.
 
-        The result is empty without such a Mul, or if its result is used elsewhere too.
+        The tuple is empty without such a Mul, or if the product has another reader or is an output.
         """
         inner = add.input[1 - index]
         scale = find_affine(inner)
@@ -242,12 +242,12 @@ def _choose_exponents(
 ) -> npt.NDArray[np.int64]:
     """Return the exponent of each channel's factor; 0 for all but outliers.
 
-    Without its factor, a channel's activations and its weights are about equally far above their
+    After balancing, a channel's activations and its weights are about equally far above their
     medians. The activations are not moved below their median.
 
     Args:
-        size: size of the activations, shape (channels,).
-        column: the largest weight of each channel, shape (channels,).
+        size: usual magnitude of the activations of each channel, shape (channels,).
+        column: the largest absolute weight of each channel, shape (channels,).
     """
     usual, usual_weight = float(np.median(size)), float(np.median(column))
     if not (

@@ -53,7 +53,10 @@ def check_model(path: Path) -> None:
     """Run the checker of the ONNX project, with shape inference.
 
     The checker accepts operators of unknown domains: only a session shows whether a runtime has
-    them. A file in ORT format can only be checked by loading the file.
+    them. For a file in ORT format, only the structure is read: only a session checks the rest.
+
+    Raises:
+        UserError: the checker rejects the file, or the graph has no outputs.
     """
     import onnx
 
@@ -107,9 +110,10 @@ def explain_version_limits(info: ModelInfo, target: Target) -> str:
 
 
 def find_custom_operators(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
-    """Return operators that neither ONNX, runtime nor model defines, with nodes.
+    """Return operators outside the domains of ONNX and ONNX Runtime, with nodes.
 
-    The keys are `domain::type`. A node without a name is identified by its first output.
+    Functions of the model are not included. The keys are `domain::type`. A node without a name is
+    identified by its first output.
     """
     own = {(function.domain, function.name) for function in model.functions}
     operators: dict[str, list[str]] = {}

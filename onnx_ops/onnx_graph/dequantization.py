@@ -50,7 +50,10 @@ _UNREAD = frozenset(
 
 
 def write_with_weights(source: Path, weights: Iterable[QuantizedWeight], path: Path) -> None:
-    """Write the float original with the dequantized values of quantized weights."""
+    """Write the float original with the dequantized values of quantized weights.
+
+    A weight is skipped if its original is not a float32 constant of the main graph.
+    """
     from onnx import numpy_helper
 
     model = read_model(source)
@@ -89,7 +92,8 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
             replace.
 
     Raises:
-        MeasurementError: the rounding of an operator cannot be removed.
+        MeasurementError: the rounding of an operator cannot be removed, or an integer operator
+            cannot be read or has channels last.
     """
     model = read_model(derived)
     refuse_channels_last(model, derived.name)
@@ -163,8 +167,8 @@ def _map_clipping(
 ) -> dict[str, onnx.NodeProto]:
     """Return the ReLU or Clip of the original for values of the quantized model.
 
-    A value can have the name of the clipping operator's output or input. If it has another name,
-    the weight of its layer identifies the operator.
+    A value can have the name of the clipping operator's output or input. For a value with another
+    name, the weight of the layer that computes the value identifies the operator.
 
     Args:
         replaceable: inputs of operators that a range can replace.
@@ -210,7 +214,10 @@ def _ends_alike(
     low: float,
     high: float,
 ) -> bool:
-    """Return whether a range is within that of the operator, up to half a step."""
+    """Return whether a range is within the operator's range, up to half a step.
+
+    Return False if the limits of the operator are not constants.
+    """
     from onnx import numpy_helper
 
     if any(name and name not in stored for name in cutting.input[1:]):
@@ -231,8 +238,8 @@ class _Dequantization:
     """The graph during the rewrite.
 
     `reader` holds its constants, and `makers` the producers of values. `folded` are the clipping
-    operators to restore, by QuantizeLinear output. `levels` are the values whose levels an integer
-    product reads.
+    operators to restore, by QuantizeLinear output. `levels` are the quantized values that integer
+    products read.
     """
 
     reader: StoredWeightReader
@@ -334,9 +341,9 @@ def _rewrite_table(node: onnx.NodeProto, work: _Dequantization) -> onnx.NodeProt
 
 
 def _float_product(node: onnx.NodeProto, work: _Dequantization) -> onnx.NodeProto:
-    """Rewrite an integer product as a float32 product of the same numbers.
+    """Rewrite an integer product as a float32 product of the levels.
 
-    Its scales are applied afterwards.
+    Later nodes apply the scales.
     """
     from onnx import helper, numpy_helper
 
@@ -361,9 +368,9 @@ def _float_product(node: onnx.NodeProto, work: _Dequantization) -> onnx.NodeProt
 
 
 def _widen(model: onnx.ModelProto) -> None:
-    """Convert everything in float16 and bfloat16 to float32.
+    """Convert float16 and bfloat16 constants, inputs, outputs and casts to float32.
 
-    This includes the inputs and outputs of the model.
+    Subgraphs are included, except their constants.
     """
     from onnx import numpy_helper
 

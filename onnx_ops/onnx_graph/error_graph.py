@@ -104,7 +104,7 @@ class ErrorGraph:
         return self._producers.get(name)
 
     def main_input(self, node: onnx.NodeProto) -> str:
-        """Return the first input that is no constant, or else the first input."""
+        """Return the first input that is not a constant, or else the first input."""
         computed = [name for name in node.input if name and name not in self._constants]
         return str(computed[0] if computed else node.input[0])
 
@@ -172,33 +172,33 @@ class ErrorGraph:
         return self.emit("Abs", [self.as_float(name)])
 
     def scale(self, name: str, factor: float) -> str:
-        """Return the value multiplied by a number."""
+        """Return the name of the value multiplied by a number."""
         return name if factor == 1 else self.emit("Mul", [name, self.constant(factor)])
 
     def total(self, first: str, *others: str | None) -> str:
-        """Return the sum of the values that are not None."""
+        """Return the name of the sum of the values that are not None."""
         for name in others:
             if name is not None:
                 first = self.emit("Add", [first, name])
         return first
 
     def expand(self, value: str, like: str) -> str:
-        """Return a value, broadcast to the shape of another one."""
+        """Return the name of a value that is broadcast to the shape of another value."""
         return self.emit("Expand", [value, self.emit("Shape", [like])])
 
     def zeros(self, like: str) -> str:
-        """Return zeros in the shape of another value."""
+        """Return the name of zeros in the shape of another value."""
         return self.expand(self.constant(0.0), like)
 
     def own(self, name: str, units: float = 1.0) -> str:
-        """Return the rounding error u |y| of a value y, multiplied by `units`.
+        """Return the name of the rounding error u |y| of a value y, times `units`.
 
         u is half of `epsilon`.
         """
         return self.scale(self.size(name), units * self.epsilon / 2)
 
     def root(self, *counts: str) -> str:
-        """Return sqrt(n) of a whole number n, or of the quotient of two numbers."""
+        """Return the name of sqrt(n) of a whole number n, or of a quotient of two numbers."""
         numbers = [self.as_float(count) for count in counts]
         return self.emit("Sqrt", [numbers[0] if len(numbers) == 1 else self.emit("Div", numbers)])
 
@@ -221,7 +221,7 @@ class ErrorGraph:
         return self.emit(op_type, [name], axes=axes, keepdims=1)
 
     def largest(self, name: str) -> str:
-        """Return the largest element of a value, of shape (1,)."""
+        """Return the name of the largest element of a value, of shape (1,)."""
         return self.emit(
             "Reshape", [self.reduce("ReduceMax", name, None), self.constant([1], np.int64)]
         )
@@ -244,7 +244,7 @@ def get_attribute(node: onnx.NodeProto, name: str) -> Any:
 
 
 def get_axis(node: onnx.NodeProto, default: int = -1) -> int:
-    """Return the attribute `axis` of a node."""
+    """Return the attribute `axis` of a node, or `default` without this attribute."""
     axis = get_attribute(node, "axis")
     return default if axis is None else int(axis)
 

@@ -4,7 +4,7 @@ Every location of external data is checked before any byte of it is read. ONNX R
 onnx package refuse different locations. ONNX Runtime reads a tensor from the model file, from the
 middle of another tensor, or through a `..` that returns to the folder. The onnx package reads a
 tensor that is shorter than its shape. A location is refused here if it could mislead either
-library. The same model always gives the same bytes.
+library. Writing the same model always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def find_model_file(path: Path) -> Path:
     """Return the path if it is a file, or the only `.onnx` file of a folder.
 
     Raises:
-        NotFoundError: there is no such file, or the folder does not have exactly one.
+        NotFoundError: there is no such file, or the folder does not have exactly one `.onnx` file.
     """
     if path.is_file():
         return path
@@ -308,8 +308,8 @@ def copy_model(source: Path, path: Path) -> None:
 def iterate_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Yield the initializers and tensor attributes of a model.
 
-    Tensors of subgraphs, functions and training graphs are included. An attribute with a tensor is
-    included, whatever type it declares.
+    Tensors of subgraphs, functions and training graphs are included. The tensor of an attribute is
+    included, whatever type the attribute declares.
     """
     for graph in iterate_graphs(model):
         yield from graph.initializer
@@ -412,9 +412,10 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
     """Return the files that hold a model's weights, in order of appearance.
 
     Raises:
-        RefusedError: a name is absolute, or leaves the folder through `..` or a link; a location is
-            missing, duplicate, negative, beyond the file's end, or of another size than its tensor;
-            two locations overlap without being equal; a file is a pointer of Git LFS.
+        RefusedError: a name is missing, empty, absolute or outside the folder, or has `..` or a
+            backslash; a key occurs twice; an offset or a length is not a number of bytes, exceeds
+            the file, or does not fit the tensor; a shape has a negative size; two locations overlap
+            without being equal; a file is a pointer of Git LFS.
         NotFoundError: a file is missing.
     """
     files: dict[Path, None] = {}
@@ -528,7 +529,7 @@ def get_element_type(data_type: int) -> str:
 
 
 def get_element_bits(data_type: int) -> int | None:
-    """Return the number of bits of an element; None for texts and unknown types."""
+    """Return the number of bits of an element; None for strings and unknown types."""
     return _BITS.get(get_element_type(data_type))
 
 

@@ -32,7 +32,7 @@ _SAME_VALUES = frozenset(
     }
     | {"ArrayFeatureExtractor", "Concat", "Gather", "StringNormalizer"}
 )
-"""Operators whose outputs hold values of their first input; for Concat, of all."""
+"""Operators whose outputs hold values of their first input, or of all for Concat."""
 
 _SIZES: Mapping[str, tuple[int, ...]] = {
     "ConstantOfShape": (0,),
@@ -65,7 +65,7 @@ _COMPARISONS: Mapping[str, tuple[int, ...]] = {
 """Offsets from the other operand where a comparison's result changes, by operator."""
 
 _TEXTS = frozenset({"cats_strings", "keys_strings", "pool_strings", "string_vocabulary"})
-"""Attributes that list the texts known to an operator."""
+"""Attributes that list the strings known to an operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class InputBounds:
     Args:
         index: the smallest and largest index, if the input holds indices into tables or of one-hot
             encodings; with several readers, the smallest range.
-        texts: the texts known to the operators that read the input.
+        texts: the strings known to the operators that read the input.
         size: whether the size of a value depends on the input.
         missing: whether an operator that reads the input treats NaN specially.
         tables: the sizes, as numbers or symbols, of the computed tensors that the input holds
@@ -146,7 +146,7 @@ def _selects_from_computed(
 
 
 def _list_texts(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield the texts known to an operator."""
+    """Yield the strings known to an operator."""
     for attribute in node.attribute:
         if attribute.name in _TEXTS:
             yield from (text.decode(errors="replace") for text in attribute.strings)
@@ -272,7 +272,7 @@ def _entries(
 ) -> int | None:
     """Return the number of entries that a node selects from by its input at `place`.
 
-    Return None if the node does not select by this input.
+    Return None if the node does not select by this input, or if the number is unknown.
     """
     from onnx import numpy_helper
 

@@ -37,8 +37,8 @@ class ComputedValue:
     """A value of the main graph, and the node that computes the value.
 
     `node` is the name of the node, or of the value if the node has no name. `scope` is the path of
-    the source's module; it is empty if the file has no scopes, or if the node belongs to the
-    outermost module.
+    the innermost PyTorch module that computes the node. It is empty if the file has no scopes, or
+    if the node belongs to the outermost module.
     """
 
     name: str
@@ -98,9 +98,9 @@ _TABLE = 1024
 def list_quantizable_nodes(path: Path, method: str) -> tuple[str, ...]:
     """Return the nodes that a search quantizes by a method, in graph order.
 
-    Nodes without a name are omitted, since they cannot be excluded. For dynamic quantization,
-    products of two activations are omitted too, and gathers from anything but a float32 matrix of
-    at least `_TABLE` elements.
+    Nodes without a name are omitted, since they cannot be excluded. Nodes whose inputs are all
+    constants are omitted too. For dynamic quantization, the result also lacks products of two
+    activations, and gathers from anything but a float32 matrix of at least `_TABLE` elements.
     """
     model = read_structure(path)
     stored = collect_constants(model)

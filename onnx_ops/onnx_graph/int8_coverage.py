@@ -56,13 +56,16 @@ _KINDS = {
     "TransposeMatMul": "MatMul",
     **{name: name for name in RECURRENT},
 }
-"""Float forms of products, convolutions and recurrent layers, and their operators."""
+"""Operator of each float product, convolution and recurrent layer, by type.
+
+The types include ONNX Runtime's fused forms.
+"""
 
 _AFFIXES = re.compile(r"^fused |(?:_token_\d+|_nchwc|_quant|_MatMul|/\w+Fusion)$")
 """Affixes that quantizers and the runtime add to the name of a rewritten node."""
 
 FUSE = "target file: session: {graph_level: all}"
-"""The setting with which the runtime fuses pairs into operators."""
+"""The setting with which the runtime fuses QuantizeLinear pairs."""
 _UNFUSED_LEVELS = ("disabled", "basic")
 
 _FLOAT, _UINT8, _INT8, _UINT16, _HALF = 1, 2, 3, 4, 10

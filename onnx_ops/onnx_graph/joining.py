@@ -29,11 +29,12 @@ def join_graphs(
     *,
     connect: Sequence[Mapping[str, str]] = (),
 ) -> onnx.ModelProto:
-    """Join ONNX models into one, each of which takes the outputs of the one before it.
+    """Join ONNX models into one model that runs them in sequence.
 
-    An output is connected to the input of its name in the next model. If the next model has one
-    input and the previous model one output, their names can differ. Outputs that no input takes,
-    and inputs that no output gives, are outputs and inputs of the joined model.
+    Each model takes the outputs of the model before it. An output is connected to the input of its
+    name in the next model. If the next model has one input and the previous model one output, their
+    names can differ. Outputs that no input takes, and inputs that no output gives, are outputs and
+    inputs of the joined model.
 
     Args:
         steps: models or files, in the order of their runs.
@@ -172,7 +173,8 @@ def build_image_decoder(
 
     Args:
         letterbox: level (0 to 255) of the border. The image then keeps its proportions, and is at
-            the top left: its sides are rounded products with min(height / rows, width / columns).
+            the top left: its sides are multiplied by min(height / rows, width / columns) and
+            rounded to at least 1.
         size_output: name of a second output, float32 of shape (batch, 2): the height and width of
             each image before resizing. With it, a later graph returns boxes in pixels of the image.
 

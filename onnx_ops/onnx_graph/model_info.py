@@ -130,7 +130,7 @@ def read_encoded_inputs(path: Path) -> dict[str, str]:
 def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:
     """Copy a model with its weights, and set its author, version or metadata.
 
-    `output` can be the path of the model.
+    `output` can be the path of the model. Raise UserError for an invalid version.
 
     Args:
         values: values of `author`, `license`, `version` (a whole number, as in ONNX),

@@ -39,7 +39,10 @@ _WITH_WEIGHTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelKind:
-    """The precision of a model, which determines its judgement, and the reason."""
+    """The precision of a model, which determines how the model is judged.
+
+    `why` states how the precision was derived.
+    """
 
     precision: Precision
     why: str

@@ -16,7 +16,7 @@ WEIGHTS = ".weights"
 """Suffix that is added to the source's name for the file with large constants."""
 
 _INLINE = 64
-"""Maximum bytes of a constant in the source; others are in the weights file."""
+"""Maximum bytes of a constant in the source; larger ones are in the weights file."""
 
 _WIDTH = 100
 
@@ -86,6 +86,9 @@ def write_python_source(path: Path, source: Path) -> tuple[Path, ...]:
     Large constants of the model are written beside the source. External weights are not copied: the
     built model refers to the same files as the original. The source is run, and its model is
     compared with the original, before this function returns.
+
+    Raises:
+        StageError: the source builds another model.
     """
     model, writer = parse_model(path), _Writer()
     body = writer.render(model, 4)

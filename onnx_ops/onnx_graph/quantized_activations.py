@@ -311,7 +311,7 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
 def find_folded_values(path: Path) -> dict[str, str]:
     """Return the output of each ReLU or Clip that a range can replace, by its input.
 
-    No other operator may read that input.
+    The input has no other reader in the main graph, and is not an output.
     """
     graph = share_structure(path).graph
     outputs = {value.name for value in graph.output}
@@ -328,7 +328,7 @@ def find_folded_values(path: Path) -> dict[str, str]:
 def find_bounded_values(path: Path) -> frozenset[str]:
     """Return the outputs of functions with a fixed range, such as Softmax.
 
-    Quantizers use the fixed range for any rows.
+    Quantizers use this range, whatever the calibration rows are.
     """
     return frozenset(
         node.output[0] for node in share_structure(path).graph.node if node.op_type in _BOUNDED
@@ -340,8 +340,9 @@ def read_levels(
 ) -> tuple[float, float, float] | None:
     """Return step, lowest and highest value of a QuantizeLinear.
 
-    Return None if the scale or the zero point is missing, computed or different by channel, or if
-    levels have more than 16 bits.
+    Return None if the scale or the zero point is missing, computed or different by channel. Also
+    return None if the scale is not positive and finite, or if levels are not integers of at most 16
+    bits.
     """
     from onnx import numpy_helper
 

@@ -46,8 +46,9 @@ class QuantizedWeight:
     spacings at its largest value.
 
     `origin` is the original's name, `transposed` whether its axes are swapped there. `spacing` is
-    the distance of neighbouring levels, where a step is larger than this distance. `stretch` is as
-    in `WeightMeasurement`. `rounded` is False for a constant that stayed in float.
+    the distance of neighbouring levels, which can be smaller than a step. It is None for a constant
+    that stayed in float. `stretch` is as in `WeightMeasurement`. `rounded` is False for a constant
+    that stayed in float.
     """
 
     name: str
@@ -65,7 +66,7 @@ class QuantizedWeight:
 class PairedWeights:
     """The rounded weights of a file with their originals.
 
-    `unpaired` are the names of the weights without an original.
+    `unpaired` are the names of the weights without an original, or with an unknown layout.
     """
 
     pairs: tuple[QuantizedWeight, ...]
@@ -76,7 +77,8 @@ def read_quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight
     """Return the rounded weights of `derived` with their originals, by name.
 
     Raises:
-        MeasurementError: a weight has no original, or its storage form is unknown.
+        MeasurementError: a weight has no original, its storage form is unknown, or an integer
+            operator cannot be read.
     """
     paired = pair_quantized_weights(source, derived)
     if paired.unpaired:
@@ -94,8 +96,8 @@ def pair_quantized_weights(source: Path, derived: Path) -> PairedWeights:
     The following constants are read:
 
     - constants behind a DequantizeLinear, with one scale, or one for each channel or block.
-    - constants of integer operators (QLinearConv, MatMulInteger …), of MatMulNBits and of
-      GatherBlockQuantized.
+    - constants of integer operators (QLinearConv, MatMulInteger …), of MatMulNBits, of
+      GatherBlockQuantized and of DynamicQuantizeLSTM.
     - float constants before a QuantizeLinear.
     - float16 and bfloat16 constants that have another type in the source.
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def restore_metadata(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
     """Give a derived model its source's IR version, metadata and opsets.
 
-    Imports of domains that neither model uses are removed.
+    An import is removed if the model does not use its domain, unless the source imports it.
     Inferred shapes are removed, since a later tool that infers other shapes refuses the file. The
     opset of the default domain is unchanged, since the nodes that the tool wrote are of that opset.
     """
@@ -143,7 +143,7 @@ def _lift_graph_constants(graph: onnx.GraphProto) -> None:
 
 
 PRODUCT = "_product"
-"""Suffix of the name of a MatMul result that replaces a Gemm with a bias."""
+"""Suffix of the name of the result of a MatMul that replaces a Gemm with a bias."""
 
 
 def split_gemms(model: onnx.ModelProto, excluded: Collection[str] = ()) -> None:
@@ -312,7 +312,8 @@ def trace_nodes(
     They are matched by name, else by output, else by weights.
 
     Raises:
-        UserError: names are unknown (all are reported together), or preparation removed the node.
+        UserError: names are unknown, or preparation removed named nodes. All such names are
+            reported together.
     """
     wanted = tuple(names)
     known = {node.name: node for node in source.graph.node if node.name}

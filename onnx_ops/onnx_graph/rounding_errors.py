@@ -1,12 +1,12 @@
 """Write copies of a model that also compute how far rounding may move each answer.
 
-The error is a first-order running error analysis in float32 (Higham, Accuracy and Stability of
-Numerical Algorithms, 2002, section 3.3). It begins at the last linear operators before an output.
-Such an operator errs by u (|W| |h| + |b|). The operators after it pass the error on by their
-slopes, and add the errors of their kernels.
+The error comes from a first-order running error analysis in float32 (Higham, Accuracy and Stability
+of Numerical Algorithms, 2002, section 3.3). It begins at the last linear operators before an
+output. Such an operator errs by u (|W| |h| + |b|), where u is the unit roundoff. The operators
+after it pass the error on by their slopes, and add the errors of their kernels.
 
 The usual factor of sqrt(n) for n terms (section 2.8) is left out of products, whose kernels sum in
-blocks. With the factor, ten times the floor hides 1.2 % of the injected faults of
+blocks. With the factor, a limit of ten times the error hides 1.2 % of the injected faults of
 `benchmarks.truth.parity`. Without the factor, 0.5 % are hidden, and every correct export stays
 below a third of the limit. Operators that add one term after the other have the factor.
 """
@@ -60,8 +60,8 @@ class RoundingOutputs:
             last axis.
         segments: the number of the part that each element comes from, if the output is joined from
             several parts.
-        scores: the values that an output of indices or classes ranks along `scores_axis`;
-            `scores_error` is the error of each score.
+        scores: the values whose order along `scores_axis` determines an output of indices or
+            classes; `scores_error` is the error of each score.
         labels: the class of each index, if the output holds classes.
     """
 

@@ -385,7 +385,8 @@ def _estimate_linear_model(graph: ErrorGraph, node: onnx.NodeProto, name: str) -
 def _estimate_trees(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
     """Return the error of a tree ensemble, by target.
 
-    It is eps sqrt(trees) times the sum over all trees of the largest leaf.
+    It is eps sqrt(n) times the sum of the base value and the largest leaf of each of n trees. For
+    an average, the sum is divided by n.
     """
     prefix = "target" if node.op_type == "TreeEnsembleRegressor" else "class"
     weights, targets, trees = (
@@ -417,7 +418,7 @@ def _estimate_trees(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str |
 
 
 def _count_classes(node: onnx.NodeProto, key_of_numbers: str) -> int:
-    """Return the number of classes, which the node lists as numbers or texts."""
+    """Return the number of classes, which the node lists as numbers or strings."""
     return max(
         len(get_attribute(node, key) or ()) for key in (key_of_numbers, "classlabels_strings")
     )

@@ -85,7 +85,7 @@ class StoredWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scales:
-    """Names of a scale and a zero point, and the part of the weight for each entry."""
+    """Names of a scale and a zero point, and the axis and block size of their entries."""
 
     scale: str
     zero_point: str
@@ -116,7 +116,7 @@ class StoredWeightReader:
                     yield weight
 
     def list_unread(self, read: Collection[str]) -> tuple[str, ...]:
-        """Return constants of at most 8 bits that look like weights, without `read`.
+        """Return constants of at most 8 bits that look like weights and are not in `read`.
 
         Their layout is unknown.
         """
@@ -529,7 +529,8 @@ def _measure_stretch(kind: str, levels: Floats, centre: Floats) -> float | None:
     """Return the type's range of levels, divided by the range in use.
 
     The ranges below and above the zero point of each part are compared, and the smallest quotient
-    is returned. A part is a channel, or the whole constant. Return None for other than 8-bit types.
+    is returned. A part is a channel, or the whole constant. Return None for types other than int8
+    and uint8, and if no level differs from the zero point.
     """
     if kind not in ("int8", "uint8") or not levels.size:
         return None

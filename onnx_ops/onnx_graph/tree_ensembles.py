@@ -28,7 +28,7 @@ _LEAF, _AT_MOST, _BELOW = b"LEAF", b"BRANCH_LEQ", b"BRANCH_LT"
 
 
 class _Split(NamedTuple):
-    """A split; the next node is `low` if its feature is at most the threshold.
+    """A split: the next node is `low` if the feature is at most the threshold.
 
     Otherwise, the next node is `high`.
     """
@@ -330,7 +330,7 @@ def _scaling(
 ) -> tuple[Floats, Floats] | None:
     """Return factor and shift of each column between the model's input and `value`.
 
-    Return None if there are other operations between them.
+    Return None if there are other operations between them, or if a factor is 0.
     """
     from onnx import numpy_helper
 

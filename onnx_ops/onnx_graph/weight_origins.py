@@ -212,8 +212,8 @@ class OriginFinder:
     def find_by_name(self, weight: StoredWeight) -> Origin | None:
         """Return the original with the same name as the weight.
 
-        Return None if that constant belongs to another operator of the same kind, and its values
-        are not near.
+        Return None if there is no such constant of matching shape. Also return None if the constant
+        belongs to another operator of the same kind and its values are not near.
         """
         own, use = self._uses.get(weight.name), self._derived_uses.get(weight.tensor)
         named = [

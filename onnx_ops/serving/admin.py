@@ -49,7 +49,7 @@ def read_token(folder: Path) -> str:
     """Return the admin token of a server's folder; create it on first use.
 
     Raises:
-        RefusedError: other users can read the token, or it is empty.
+        RefusedError: other users can access the file of the token, or the token is empty.
     """
     path = folder / TOKEN_FILE
     if not path.exists():
@@ -146,7 +146,7 @@ class AdminApp(HttpApp):
     async def put_state(self, head: RequestHead, body: bytes) -> RawResponse:
         """Publish a state, and respond when it is served or refused.
 
-        The status is 200 when the state is served, and 400 if the body is no state. It is 409 if
+        The status is 200 when the state is served, and 400 if the body is not a state. It is 409 if
         the state is outdated, 503 for a ServiceUnavailableError, and 422 for any other error.
         """
         try:
@@ -167,7 +167,10 @@ class AdminApp(HttpApp):
         return await self._publish(head, table)
 
     def put_lease(self, _head: RequestHead, body: bytes) -> RawResponse:
-        """Set the ends of both leases; return them with the number of lapsed requests."""
+        """Set the ends of the two leases in a `Lease`; return the resulting `Lease`.
+
+        Its `lapsed` counts the requests that lacked a lease.
+        """
         try:
             lease = codec.loads(body, Lease)
         except CorruptStateError as error:

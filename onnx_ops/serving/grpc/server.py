@@ -175,7 +175,8 @@ class InferenceServicer:
     async def stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
         """Yield the responses to a stream of requests, in the order of the requests.
 
-        Several requests are answered at the same time. A failed request does not end its stream.
+        Several requests are answered at the same time. A failed request does not end its stream. A
+        draining server ends the stream with UNAVAILABLE.
         """
         tasks: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_MAX_STREAMED)
 

@@ -349,8 +349,8 @@ class PublicApp(HttpApp):
     def post_feedback(self, head: RequestHead, body: bytes) -> RawResponse:
         """Count feedback; return the number of `counted` and of `unknown` entries.
 
-        The content type must be JSON. Browsers send JSON to another site only with that site's
-        permission, which this server does not grant
+        The content type must be `application/json` or `FEEDBACK_TYPE`. Browsers send such types to
+        another site only with that site's permission, which this server does not grant
         (https://fetch.spec.whatwg.org/#cors-safelisted-request-header).
         """
         if _read_content_type(head) not in (b"application/json", FEEDBACK_TYPE):

@@ -66,7 +66,7 @@ _MIN_COMPRESSED = 1 << 14
 """Size in bytes from which a response is compressed for clients that accept it.
 
 Compression runs on a thread and takes about 0.2 ms. Many clients accept it by default. For smaller
-responses, it would cost more time than it saves.
+responses, compression would cost more time than it saves.
 """
 _UNIQUE_HEADERS = (b"host", b"origin")
 """Headers that can occur at most once.
@@ -350,6 +350,7 @@ class HttpProtocol(TimedConnection):
 
         Raises:
             RequestRejectedError: the head violates a rule of HTTP, a limit, or the `HostPolicy`.
+            httptools.HttpParserInvalidURLError: the URL is invalid.
         """
         # `_packet_bytes` can include bytes after the head, so a large packet is checked by the size
         # of the head alone.

@@ -43,7 +43,8 @@ def read_attributes(head: RequestHead) -> RequestHead:
     visible ASCII.
 
     Raises:
-        UserError: an attribute is unknown or given twice, or the header is too long.
+        UserError: an attribute is unknown, has no value or is given twice, or the header is too
+            long.
     """
     text = head.get(CUSTOM_ATTRIBUTES, b"").decode("latin-1")
     if len(text) > _MAX_BYTES:

@@ -169,7 +169,8 @@ class CellCounter:
     def _count_lost(self, slot: int, cell: int) -> None:
         """Count the request that this worker's predecessor lost, as an error.
 
-        The predecessor was running the request on its event loop when it died.
+        The predecessor was running the request on its event loop when it died. Nothing is counted
+        if the deployment of the request is not watched.
         """
         side = _read_sides(self._header).get(slot)
         blocks = [
@@ -265,7 +266,7 @@ def _reset(memory: CellBlock) -> None:
 
 
 def _take_over(memory: CellBlock) -> None:
-    """Count the unanswered requests of a worker that died as errors.
+    """Count as errors the requests that a worker had not answered when it died.
 
     The death of the worker closed the connections of its clients.
     """

@@ -305,7 +305,7 @@ class TableSnapshot:
         return NotFoundError(f"no model is named {model!r}; this endpoint serves {self.model!r}")
 
     def get_deployment(self, name: str) -> LoadedDeployment:
-        """Return a deployment. Raises ServiceUnavailableError if it could not be loaded."""
+        """Return a deployment. Raises ServiceUnavailableError if it is not loaded."""
         loaded = self.deployments.get(name)
         if loaded is None:
             raise ServiceUnavailableError(
@@ -331,8 +331,8 @@ class TableSnapshot:
         """Return the latency of the leader, which decides where models run.
 
         The leader stays the same while it gets traffic, so it does not change during a rollout.
-        Then the loaded deployment with the most traffic becomes the leader. If several deployments
-        have equal traffic, this is the oldest of them.
+        When the leader has no traffic any more, the loaded deployment with the most traffic becomes
+        the leader. If several deployments have equal traffic, this is the oldest of them.
         """
         weights = self.table.state.split.weights
         serving = {

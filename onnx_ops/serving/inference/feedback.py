@@ -32,7 +32,7 @@ _SUBJECTS = ("token", "request_id", "key", "deployment")
 class _Subject:
     """The deployment and the user's cell that an entry of feedback refers to.
 
-    Feedback on a response under an earlier split is no evidence (`is_judged`). Early feedback is
+    Feedback on a response under an earlier split is not evidence (`is_judged`). Early feedback is
     often more positive than late feedback. A candidate that has just started has only early
     feedback, so it would win against a version with both kinds.
     """
@@ -177,7 +177,7 @@ class FeedbackCounter:
         """Return which deployment answered a user's cell last.
 
         If this server has not answered the cell, the split of the response is unknown. The result
-        is then the deployment that would answer the cell, and the feedback is no evidence. In a
+        is then the deployment that would answer the cell, and the feedback is not evidence. In a
         split with epochs, the result is None.
         """
         snapshot = self._deployments.get_current()

@@ -39,7 +39,7 @@ class ImageReader(TensorReader):
         self._limits = limits
 
     def check_shape(self, given: object) -> tuple[tuple[int, ...], int]:
-        """Validate the shape in a request, which is the number of images."""
+        """Validate the shape in a request, and return it with the number of images."""
         shape, count = super().check_shape(given)
         if not 1 <= count <= self._limits.max_images:
             raise self.error(
@@ -50,7 +50,7 @@ class ImageReader(TensorReader):
     def read_json(
         self, shape: tuple[int, ...], count: int, data: object, *, literals: bool
     ) -> Array:
-        """Return the images of a list of texts in base64."""
+        """Return the images of a list of strings in base64."""
         if isinstance(data, LazyArray):
             data = data.to_lists()
         if not isinstance(data, list) or len(data) != count:

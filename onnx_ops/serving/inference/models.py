@@ -399,7 +399,7 @@ def return_same_bits(first: Any, second: Any) -> bool:
 
 
 def _build_sample(spec: TensorSpec, random: np.random.Generator | None = None) -> Array:
-    """Return a sample input: zeros or random floats, empty texts, or sample images.
+    """Return a sample input: zeros or random floats, empty strings, or sample images.
 
     Every free dimension has size 1.
     """
@@ -548,7 +548,7 @@ class LoadedModel:
         return arrays
 
     def bind(self, request: InferenceRequest, arrays: Sequence[Array]) -> BoundRun | None:
-        """Return a bound run for requests like this one; None if it cannot be bound.
+        """Return a bound run for requests like this one; None if the model cannot be bound.
 
         `arrays` are the outputs of the request. The result is also None if the bound run returns
         other bits.
@@ -604,8 +604,8 @@ class LoadedModel:
         """Run the model on its smallest inputs; return the seconds of the last run.
 
         See `_build_least_feed`. If the model fails, and one of these inputs was guessed, the result
-        is 0. An input is guessed if it has a free size besides the batch, or if it holds texts,
-        images or categories.
+        is 0. An input is guessed if it has a free size besides the batch, or if it holds strings,
+        images or one column of int64.
 
         Raises:
             InfrastructureError: the model fails, and no input was guessed.
@@ -638,7 +638,7 @@ class LoadedModel:
         return time.perf_counter() - started_at
 
     def _build_least_feed(self) -> Tensors:
-        """Return zeros, empty texts or sample images; every free dimension has size 1."""
+        """Return zeros, empty strings or sample images; every free dimension has size 1."""
         return {
             name: _build_sample(self.signature.inputs[name]) for name in self.signature.required
         }

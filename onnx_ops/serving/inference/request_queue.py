@@ -179,7 +179,7 @@ class WorkerThreads:
     def count_queued(self, queue: RequestQueue[Any]) -> int:
         """Return the number of requests ahead of a new one.
 
-        Requests in queues of models that hang are not counted.
+        Requests in another queue are not counted while a batch of that queue is overdue.
         """
         hanging = {batch.queue for batch in self._batches if batch.overdue} - {queue}
         return sum(len(other) for other in self._waiting if other not in hanging)
