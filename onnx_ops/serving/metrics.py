@@ -248,7 +248,7 @@ def count_judged(row: Sequence[int]) -> Mapping[int | str, int]:
 
 
 def count_unjudged(row: Sequence[int]) -> Mapping[int | str, int]:
-    """Return the requests of a slot that are no evidence about its version, by status.
+    """Return the requests of a slot that are not evidence on its version, by status.
 
     Clients have selected the version for these requests, the server had no lease, or every version
     refuses them.
@@ -407,7 +407,10 @@ class SharedMetrics:
             self.get_exemplars(worker).reset(slot)
 
     def get_labels(self, slot: int) -> Mapping[str, str] | None:
-        """Return the labels of a slot's deployment; None if the slot is free."""
+        """Return the labels of a slot's deployment; None if the slot is free.
+
+        The result is also None while the supervisor writes the labels.
+        """
         text = bytes(self._labels[slot * _LABEL_BYTES : (slot + 1) * _LABEL_BYTES]).rstrip(b"\0")
         try:
             return dict(json.loads(text)) if text else None
@@ -561,7 +564,7 @@ _REASONS: Mapping[str, tuple[int, ...]] = {
 """Names of the classes of errors, with the HTTP statuses of each class."""
 
 _LabeledRow: TypeAlias = tuple[str, Sequence[int]]
-"""Labels as text, and the numbers of a row."""
+"""Labels as a string, and the numbers of a row."""
 _FAMILIES = (
     (
         "model_runs_total",
@@ -758,9 +761,9 @@ class MetricsPage:
             yield from _render_family(name, text, "gauge", shares)
 
     def _list_exemplars(self, slot: int) -> list[str]:
-        """Return the last traced request of each shown bucket, as text.
+        """Return the last traced request of each shown bucket, as a string.
 
-        The text is empty for a bucket without a traced request.
+        The string is empty for a bucket without a traced request.
         """
         workers = [self._shared.get_exemplars(worker) for worker in range(self._shared.workers)]
         found = (
@@ -812,7 +815,7 @@ def _render_histogram(
 ) -> Iterator[str]:
     """Yield the lines of a histogram.
 
-    `exemplars` has a text for each shown bucket, by labels.
+    `exemplars` has a string for each shown bucket, by labels.
     """
     name = f"onnx_ops_{name}"
     yield f"# HELP {name} {text}"

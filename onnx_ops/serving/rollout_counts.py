@@ -130,7 +130,8 @@ class RolloutCounts:
         """Begin the next epoch.
 
         The epoch that ends is reported only if a watch is set, and if all deployments were loaded
-        (`is_complete`).
+        (`is_complete`). It is not reported if a change of the table or the watch, or an error, has
+        excluded it.
         """
         if self._table is None or not self.epoch_s:
             return
@@ -216,8 +217,9 @@ class RolloutCounts:
     def _close_epochs(self, reused_by: int | None = None) -> None:
         """Close the ended epochs in their order.
 
-        An epoch is closed when it ended at least `_SETTLE_S` or a quarter of an epoch ago, and has
-        no request in progress. It is also closed when epoch `reused_by` reuses its memory.
+        An epoch is closed if it ended at least the shorter of `_SETTLE_S` and a quarter of an epoch
+        ago, and has no request in progress. It is also closed when epoch `reused_by` reuses its
+        memory.
         """
         settle_s = min(_SETTLE_S, self.epoch_s / 4)
         reused = [

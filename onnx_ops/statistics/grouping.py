@@ -266,7 +266,8 @@ def _encode_row(row: Array) -> bytes:
 def _centre_by_class(signal: Array, label: Array | None) -> Array:
     """Return the signal minus the mean of each row's class.
 
-    Without classes, or with fewer than ten rows per class, the mean of all rows is subtracted.
+    Without classes, or with fewer than ten rows per class on average, the mean of all rows is
+    subtracted.
     """
     if label is not None and label.ndim == 1 and label.dtype.kind in "iubU":
         known, numbers = np.unique(label[: len(signal)], return_inverse=True)

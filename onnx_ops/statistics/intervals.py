@@ -232,7 +232,7 @@ def find_least(is_enough: Callable[[int], bool], above: int = 0) -> int:
 
 
 def advise_sample_size(n: int) -> str:
-    """Return advice on a number of rows that is too small; otherwise an empty text."""
+    """Return advice on a number of rows that is too small; otherwise an empty string."""
     return f"expect INCONCLUSIVE below {FEW_SAMPLES} samples" if n < FEW_SAMPLES else ""
 
 
@@ -306,12 +306,12 @@ def replicate(
 def bca_interval(replicates: Replicates) -> Interval | None:
     """Return the BCa bootstrap interval; None if too many resamples are undefined.
 
-    Efron 1987, Journal of the American Statistical Association 82:171-185, with tails of `_TAIL`
-    times the nominal size. The acceleration is that of the jackknife over parts of the rows, which
-    has the same expectation as the jackknife over single rows. The levels are those of Student's t.
-    Its degrees of freedom are the effective number of parts minus 1 (Satterthwaite 1946, Biometrics
-    Bulletin 2:110-114). For example, if ten rows cause a change, its spread is an estimate from ten
-    values.
+    The result is also None if the statistic of all rows is not finite. Source: Efron 1987, Journal
+    of the American Statistical Association 82:171-185, with tails of `_TAIL` times the nominal
+    size. The acceleration is that of the jackknife over parts of the rows, which has the same
+    expectation as the jackknife over single rows. The levels are those of Student's t. Its degrees
+    of freedom are the effective number of parts minus 1 (Satterthwaite 1946, Biometrics Bulletin
+    2:110-114). For example, if ten rows cause a change, its spread is an estimate from ten values.
     """
     values = replicates.resampled[np.isfinite(replicates.resampled)]
     if values.size < (1 - _UNDEFINED_SHARE) * replicates.resampled.size or not np.isfinite(

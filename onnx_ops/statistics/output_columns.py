@@ -50,8 +50,8 @@ class Rounding:
         floor: error of each element in float32, of the output's shape; None if it is unknown.
         axis: axis of the columns; None makes the whole output one column.
         segments: number of the part that each element comes from, of the output's shape.
-        scores: the values that an output of indices or classes ranks along `scores_axis`;
-            `scores_error` is the error of each score.
+        scores: the values whose order along `scores_axis` determines an output of indices or
+            classes; `scores_error` is the error of each score.
         labels: the class of each index; None if the output holds indices.
     """
 
@@ -162,8 +162,8 @@ class Columns:
 def measure_columns(single: Array, double: Array, rounding: Rounding) -> ColumnNoise | None:
     """Return the columns' measurements on real rows.
 
-    Return None unless both answers are floats of one shape. The measurements are also used for
-    groups of few rows.
+    Return None unless both answers are floats of one shape and are not empty. The measurements are
+    also used for groups of few rows.
 
     Args:
         double: the answer in float64, or `single` again if there is none.
@@ -293,7 +293,7 @@ def is_float(array: Array) -> bool:
 
 
 def is_text(array: Array) -> bool:
-    """Return whether the array holds texts."""
+    """Return whether the array holds strings or objects."""
     return array.dtype.kind in "USO"
 
 

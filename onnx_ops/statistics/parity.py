@@ -175,7 +175,7 @@ def _measure_in_tolerance(
 ) -> ParityMeasurement:
     """Measure an answer in tenths of a fixed tolerance.
 
-    Where the floor of a column is larger than a tenth of the tolerance, it is the unit.
+    Where the floor of a column is larger than a tenth of the tolerance, the floor is the unit.
     """
     rtol = _RTOL.get(kind, _RTOL_DEFAULT)
     atol = rtol * _ATOL_OF_RTOL

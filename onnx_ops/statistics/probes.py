@@ -1,9 +1,9 @@
 """Probes: deterministic groups of inputs that reveal faults of an export.
 
 The domain of an input is the set of values that callers can send. It is learned from real rows, the
-graph, and the declarations of the pipeline. A difference on a group within the domain refuses the
-export. A difference on another group is advisory, for example on NaN where the data has none,
-on rows scaled by 1,000, or on an empty batch.
+graph, and the declarations of the pipeline. The export is refused for a difference on a group
+within the domain. A difference on another group is advisory, for example on NaN where the data has
+none, on rows scaled by 1,000, or on an empty batch.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def learn_domains(
         encoded: inputs whose rows are encoded files.
 
     Raises:
-        ValueError: there is no row, or texts are declared for a numeric input.
+        ValueError: there is no row, or values other than numbers are declared for a numeric input.
     """
     if not min((len(array) for array in samples.values()), default=0):
         raise ValueError("there are no real samples to learn the domain from")
@@ -291,10 +291,10 @@ def make_probe_groups(
     """Return the groups of real rows, and of rows within and outside the domain.
 
     The groups `beyond_range:x10` and the like hold multiples of the floats of real rows, if the
-    input's type can hold them. `beyond_range:texts` holds empty and unseen texts. `missing` has one
-    NaN, and `infinite` one infinity, in each row of each float input. If the domain allows NaN in
-    some places, `missing` has NaN only in these places, and is inside the domain. A group that
-    would only repeat real rows is omitted.
+    types of all float inputs can hold them. `beyond_range:texts` holds empty and unseen texts.
+    `missing` has one NaN, and `infinite` one infinity, in each row of each float input. If the
+    domain allows NaN in some places, `missing` has NaN only in these places, and is inside the
+    domain. A group that would only repeat real rows is omitted.
 
     Args:
         empty: whether to include an empty batch.
@@ -478,7 +478,8 @@ def _insert_values(
 def choose_other_sizes(size: int) -> tuple[int, ...]:
     """Return other sizes of an axis to test.
 
-    They are 1, half the size, the odd size from there, the next odd size, and twice the size.
+    They are 1, half the size, the smallest odd size that is not below the half, the smallest odd
+    size above the size, and twice the size. Half the size is rounded down.
     """
     half, larger = size // 2, size + 1 + size % 2
     return tuple(sorted({1, half, half | 1, larger, 2 * size} - {0, size}))

@@ -77,9 +77,9 @@ def _has_duplicates(indices: Array, axis: int) -> Bools:
 
 
 def is_ranked_by_scores(single: Array, double: Array, rounding: Rounding) -> bool:
-    """Return whether the scores of real rows rank anything.
+    """Return whether the scores of real rows differ enough to determine a ranking.
 
-    If they do, ties of the scores explain a difference. A wrong export may give all classes the
+    If they do, ties of the scores can explain a difference. A wrong export may give all classes the
     same score. If most rows have such scores, the result is True in two cases only. In the first,
     the two answers of the source differ in at least 5 % of rows. In the second, the source has
     practically one answer, and the scores differ between rows.
@@ -102,7 +102,7 @@ def is_ranked_by_scores(single: Array, double: Array, rounding: Rounding) -> boo
 def _read_scores(rounding: Rounding) -> tuple[Floats, Floats] | None:
     """Return the scores, and by how much rounding may change each score.
 
-    Return None if the output ranks nothing.
+    Return None if the output has no scores, or no error for each score.
     """
     scores, errors = rounding.scores, rounding.scores_error
     if scores is None or errors is None or errors.shape != scores.shape or not scores.size:

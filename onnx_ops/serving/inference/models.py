@@ -548,7 +548,7 @@ class LoadedModel:
         return arrays
 
     def bind(self, request: InferenceRequest, arrays: Sequence[Array]) -> BoundRun | None:
-        """Return a bound run for requests like this one; None if the model cannot be bound.
+        """Return a bound run for requests like this one; None if binding is impossible.
 
         `arrays` are the outputs of the request. The result is also None if the bound run returns
         other bits.

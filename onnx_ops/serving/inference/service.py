@@ -66,7 +66,7 @@ _REQUEST_ID = messages.REQUEST_ID_HEADER.encode()
 _TRACE_PARENT = messages.TRACE_PARENT_HEADER.encode()
 _CLIENT_GONE = 499
 MAX_BATCH_ROWS = 1024
-"""Maximum number of rows in one batch.
+"""Maximum number of rows in a batch of several requests.
 
 So a small request never waits for the run of a much larger batch.
 """
@@ -237,7 +237,7 @@ class InferenceService:
     def _fall_back(self, snapshot: TableSnapshot) -> LoadedDeployment:
         """Return the deployment that answers without a lease; count the request as lapsed.
 
-        The split has not routed the request, so the request is no evidence.
+        The split has not routed the request, so the request is not evidence.
         """
         self._process[LAPSED] += 1
         return snapshot.get_deployment(snapshot.router.fallback)
@@ -519,8 +519,9 @@ class InferenceService:
     ) -> None:
         """Mirror and log a request that is answered and counted.
 
-        If the split has routed the request, it is also recorded for feedback, and its response gets
-        the feedback token. Only responses with status 200 are mirrored.
+        Only a request that the split has routed is mirrored, and only if its status is 200. Such a
+        request is also recorded for feedback, whatever its status is. If the table has a feedback
+        key, the response gets the feedback token.
         """
         status = response.status
         if loaded is not None and snapshot is not None:
@@ -627,8 +628,9 @@ def _forget_frames(error: OnnxOpsError) -> OnnxOpsError:
 def group_requests(requests: Mapping[int, InferenceRequest], *, batchable: bool) -> list[list[int]]:
     """Group the positions of requests that can run in one batch.
 
-    The requests of a group have equal outputs, types, and shapes except axis 0. Together they have
-    at most `MAX_BATCH_ROWS` rows. A request whose `rows` is 0 is alone in its group.
+    The requests of a group have equal outputs, types, and shapes except axis 0. Several requests of
+    a group have at most `MAX_BATCH_ROWS` rows together. A request whose `rows` is 0 is alone in its
+    group.
     """
     if not batchable:
         return [[position] for position in requests]

@@ -141,7 +141,8 @@ class ShadowQueue:
     Args:
         connect: opens a non-blocking connection to the shadow process of a slot. It raises OSError
             if there is no such process.
-        limit: maximum number of buffers in one queue. A message has one to three buffers.
+        limit: number of buffers from which a queue accepts no further message. A message has one to
+            three buffers.
     """
 
     def __init__(

@@ -229,11 +229,11 @@ class LargeArray(LazyArray):
 
 
 def _take_large_arrays(body: bytes) -> tuple[bytes, dict[str, LazyArray]]:
-    """Return a body in which a text replaces each large array of numbers.
+    """Return a body in which a string replaces each large array of numbers.
 
-    Also return these arrays by their text. Only the first `_LOOKED_AT` lists of the body are
-    examined. Brackets inside a text of the client are safe. The quotes of the inserted texts would
-    end the client's text, so the body would not be valid JSON.
+    Also return these arrays by the inserted string. Only the first `_LOOKED_AT` lists of the body
+    are examined. Brackets inside a string of the client are safe. The quotes of the inserted string
+    would end the client's string, so the body would not be valid JSON.
     """
     taken: dict[str, LazyArray] = {}
     parts: list[bytes] = []
@@ -389,7 +389,7 @@ class _LazyWalk:
     """Conversion of a simdjson document to Python objects and lazy arrays.
 
     `brackets` counts the lists of the document. `taken` contains the arrays that were replaced by
-    texts in the document. Its keys are these texts.
+    strings in the document. Its keys are these strings.
     """
 
     taken: dict[str, LazyArray]
@@ -625,7 +625,7 @@ class TensorReader:
         return array if array.flags.aligned else array.copy()
 
     def _split_text(self, body: RequestBody, start: int, size: int, count: int) -> list[str]:
-        """Return `count` elements of BYTES as texts in UTF-8."""
+        """Return `count` elements of BYTES as strings, decoded from UTF-8."""
         texts: list[str] = []
         for element in self.split_elements(body, start, size, count):
             try:
@@ -748,7 +748,7 @@ def _is_in_range(flat: Array, dtype: np.dtype[Any]) -> bool:
 
 
 def build_object_array(values: list[Any], shape: tuple[int, ...]) -> Array:
-    """Return an array of Python objects, such as texts."""
+    """Return an array of Python objects, such as strings."""
     array = np.empty(len(values), object)
     array[:] = values
     return array.reshape(shape)

@@ -84,7 +84,7 @@ def listen_unix(path: Path) -> socket.socket:
 def connect_unix(path: Path, *, timeout_s: float) -> socket.socket:
     """Return a connection to a Unix socket.
 
-    With a timeout of 0 it is non-blocking.
+    With a timeout of 0, the connection is non-blocking.
 
     Raises:
         OSError: the connection fails, or is not accepted within the timeout.

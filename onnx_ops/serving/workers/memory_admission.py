@@ -208,7 +208,7 @@ def _measure_workers(pids: Collection[int], before_bytes: int) -> list[int]:
 def find_shortage(memory: ServerMemory, peak_bytes: int) -> str:
     """Return why one more deployment does not fit beside the running deployments.
 
-    The text is empty if the deployment fits.
+    The result is empty if the deployment fits.
 
     Args:
         peak_bytes: peak of the deployment's memory in one worker.

@@ -249,7 +249,7 @@ class Supervisor:
         return replace(self.get_state(), memory=measure_server_memory(self._pool.pids))
 
     def set_lease(self, lease: Lease) -> Lease:
-        """Set the ends of the leases; return them with the number of lapsed requests."""
+        """Set the ends of the leases; return the lease with the number of lapsed requests."""
         self._shared.header[LEASE], self._shared.header[SERVING_LEASE] = (
             lease.until_ns,
             lease.serving_until_ns,
@@ -328,7 +328,7 @@ class Supervisor:
     async def _turn_epochs(self) -> None:
         """Begin an epoch whenever the previous one ends, while the split has epochs.
 
-        After an error, the epoch is no evidence, and the change is repeated after a pause. If this
+        After an error, the epoch is not evidence, and the change is repeated after a pause. If this
         task ended instead, no epoch would close any more, and a rollout would wait forever without
         a stated reason.
         """

@@ -431,7 +431,7 @@ class Worker:
 
 
 def count_parallel_runs(deployment: Deployment, threads: int, workers: int) -> int:
-    """Return how many runs of a deployment a worker executes at the same time.
+    """Return how many runs of a deployment a worker executes at most at the same time.
 
     A run is a request or a batch of requests on one of its threads.
     """

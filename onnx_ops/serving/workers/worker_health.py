@@ -98,7 +98,7 @@ def is_deadlier(
     """Return whether a deployment ends workers far more often than the stable one.
 
     The deaths are compared per request, from `MIN_DEATHS` on. One death and one request are added
-    to those of the stable deployment, so that the ratio is defined without any.
+    to those of the stable deployment, so that the ratio is defined without deaths and requests.
     """
     if deaths < MIN_DEATHS:
         return False

@@ -212,7 +212,7 @@ class WorkerPool:
             await asyncio.wait(exits)
 
     async def _prepare_worker(self, number: int, revision: TableRevision) -> int | None:
-        """Return the id of the process that prepared the revision; None if it died.
+        """Return the id of the process that prepared the revision; None if it has died.
 
         Raises:
             OnnxOpsError: the worker could not prepare the revision.

@@ -87,7 +87,10 @@ def _build(boxes: Any, scores: Any, labels: Any) -> Detections | None:
 
 
 def explain_detections(reference: Any, value: Any) -> str:
-    """Return how the candidate's objects differ from the reference; empty if unclear."""
+    """Return how the candidate's objects differ from the reference.
+
+    The result is empty if they are equal, or if the difference is unclear.
+    """
     ours, theirs = read_detections(reference), read_detections(value)
     if ours is None or theirs is None:
         return ""
@@ -149,7 +152,7 @@ def _match(fewer: Floats, more: Floats) -> set[int] | None:
 
 
 def _overlaps_kept(more: Detections, dropped: Sequence[int], kept: set[int]) -> bool:
-    """Return whether each dropped box overlaps a kept one with at least its score."""
+    """Return whether each dropped box overlaps a kept box whose score is not lower."""
     scores = more.scores
     if not dropped or not kept or scores is None:
         return False
@@ -231,7 +234,7 @@ def _explain_coordinates(ours: Floats, theirs: Floats, size: float) -> str:
 def explain_labels(pairs: Sequence[tuple[Any, Any]]) -> str:
     """Return how labels differ: by a fixed mapping, or without one.
 
-    The text is empty if all labels are equal, or if there is only one label.
+    The result is empty if all labels are equal, or if a single source label has one counterpart.
 
     Args:
         pairs: the source's and the candidate's label of each object or file.

@@ -115,7 +115,8 @@ class ResizeMatch:
 def identify_resize(source: npt.NDArray[Any], result: npt.NDArray[Any]) -> ResizeMatch | None:
     """Return the way and the filter that come closest to a resized picture.
 
-    Return None if the numbers of channels differ, or a picture has over four million values.
+    Return None if an array does not have three axes, if the numbers of channels differ, or if a
+    picture has over four million values.
 
     Args:
         source: the (height, width, channels) picture before the step.

@@ -42,7 +42,7 @@ _FORMS: tuple[tuple[str, Callable[[str], str]], ...] = (
 
 
 def name_text_difference(reference: str, value: str) -> str:
-    """Return the simplification that makes two texts equal; empty if there is none."""
+    """Return the name of the simplification that makes two texts equal; else ""."""
     return next((name for name, simplify in _FORMS if simplify(reference) == simplify(value)), "")
 
 
@@ -83,7 +83,8 @@ def _flatten(array: npt.NDArray[Any]) -> list[int]:
 def _find_padding(ids: Sequence[int], other: Sequence[int]) -> int | None:
     """Return the id that pads one end; None if there is none.
 
-    A single id at an end pads only if it is 0, or if the other sequence ends with several of it.
+    A single id at an end pads only if it is 0, or if the other sequence ends with two or more equal
+    ids of this value.
     """
     for end, step in ((ids[-1], -1), (ids[0], 1)):
         run = 0

@@ -35,7 +35,7 @@ A dispersion from n intervals is multiplied by 1 + 2 / n. For a service level, 2
 parts of the ratio.
 """
 OUTAGE_SHARE = 0.3
-"""Share of an interval's requests that a future outage may fail.
+"""Share of an interval's requests that a future outage can cause to fail.
 
 For a service level, an interval is worth at most 1 / 0.3 independent requests.
 """

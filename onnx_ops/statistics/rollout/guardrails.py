@@ -194,11 +194,11 @@ def count_slower_intervals(
     """Return the numbers of intervals with a slower candidate, and of all intervals.
 
     This weaker rule is for sources that report percentiles of each interval, but do not count
-    requests above a threshold. An interval is a sign against the candidate if its percentile is
-    more than a tenth above the stable version's. For a candidate that is not slower, the
-    probability of a sign is at most one half. The rule needs at least six intervals for one
-    guardrail and eight for three. It assumes that they are independent, and detects no slow-down
-    below a tenth. Percentiles of few requests are biased, so intervals with fewer than
+    requests above a threshold. An interval is a sign against the candidate if the candidate's
+    percentile is more than a tenth above that of the stable version. For a candidate that is not
+    slower, the probability of a sign is at most one half. The rule needs at least six intervals for
+    one guardrail and eight for three. It assumes that they are independent, and detects no
+    slow-down below a tenth. Percentiles of few requests are biased, so intervals with fewer than
     `MIN_SIGN_REQUESTS` of either version are skipped.
     """
     slower = compared = 0
