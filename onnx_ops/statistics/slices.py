@@ -2,8 +2,8 @@
 
 A slice fails if its loss is significantly above the limit. The p-value of a loss lies far out in a
 tail, since it is compared with 5 % divided by the number of slices. There, the normal approximation
-of a share is wrong: with 20 slices of 100 rows at a limit of 10 points, it accuses a slice in 10 %
-of cases. `compute_harm_p_value` therefore sums exact probabilities.
+of a share is wrong: with 20 slices of 100 rows at a limit of 10 points, it falsely accuses a slice
+in 10 % of cases. `compute_harm_p_value` therefore sums exact probabilities.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Slicing:
 
 
 def read_values(array: Array) -> Array:
-    """Return the values of a column as texts; missing values are `MISSING`.
+    """Return the values of a column as strings; missing values are `MISSING`.
 
     Whole numbers are written without decimals.
     """
@@ -99,8 +99,8 @@ def _write_value(value: object) -> str:
 def make_slicing(columns: Mapping[str, Array]) -> Slicing:
     """Return the slices of one column, or of the crossing of several.
 
-    `columns` are the texts of `read_values` by the name of the column. Only combinations that occur
-    are slices. The names are sorted.
+    `columns` are the strings of `read_values` by the name of the column. Only combinations that
+    occur are slices. The names are sorted.
     """
     numbers = np.zeros(len(next(iter(columns.values()))), dtype=np.int64)
     names = [""]

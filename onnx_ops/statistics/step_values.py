@@ -20,8 +20,8 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Form: TypeAlias = Literal["same", "resampled", "decoded"]
 """How a step makes its value.
 
-`same`: each element from the same elements. `resampled`: elements are interpolated, so their number
-changes. `decoded`: the raw file is decoded by a lossy codec.
+`same`: each element is computed from the same elements, so only rounding differs. `resampled`:
+elements are interpolated, so their number changes. `decoded`: a lossy codec decodes the raw file.
 """
 
 LEVELS = 255.0

@@ -89,7 +89,7 @@ def _explain_shortage(missing: str, result: AnalysisResult, state: AnalysisState
 
 
 def is_share_changed(before: tuple[int, int], now: tuple[int, int]) -> bool:
-    """Return whether two intervals had different splits.
+    """Return whether two intervals had different splits; False without requests.
 
     Only requests are compared, not events, so that leaving out an interval keeps the evidence
     valid.

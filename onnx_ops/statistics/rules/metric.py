@@ -86,7 +86,7 @@ class MetricLimit:
 
     @property
     def unit(self) -> str:
-        """Return `1` for shares and changes, or an empty text for the label's unit."""
+        """Return `1` for shares and changes, or an empty string for the label's unit."""
         return "" if self.plain and not self.of_change else "1"
 
     @property
@@ -303,7 +303,7 @@ def _rests_on_few(limit: MetricLimit, entry: Entry) -> bool:
 
 
 def _get_rest(limit: MetricLimit, entry: ScoreComparison) -> float | None:
-    """Return the limited change over the rows without the largest losses."""
+    """Return the change that the limit applies to, without the rows of largest loss."""
     if entry.rest is None:
         return None
     return entry.rest - 1 if limit.kind == "max_increase" else entry.rest

@@ -339,9 +339,11 @@ def judge_size(gate: SizeGate, evidence: Evidence) -> Iterator[GateResult]:
 
 
 def judge_provider(evidence: Evidence) -> Iterator[GateResult]:
-    """Yield a result unless the requested provider was measured on all its nodes.
+    """Yield a result unless evidence shows that the requested provider ran all nodes.
 
-    It is an ERROR if another provider ran, and INCONCLUSIVE if this was not recorded.
+    The result is an ERROR if another provider ran nodes instead, and INCONCLUSIVE if this was not
+    recorded. Nodes that compute shapes are not counted. For the CPU provider, only the list of used
+    providers is checked.
     """
     facts = evidence.runtime
     first = facts.asked[0] if facts and facts.asked else ""

@@ -433,7 +433,7 @@ def _find_trial(
 ) -> tuple[int | None, str]:
     """Return the trial for a role, or the reason why there is none.
 
-    `rival` is True if the fastest trial has a role as well.
+    `rival` is True if the role `fast` is assigned too.
     """
     fastest = state.trials[fast]
     is_faster = any(ratio.high < 1 for ratio in fastest.ratios.values())
