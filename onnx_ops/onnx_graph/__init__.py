@@ -1,4 +1,5 @@
 """Read and rewrite ONNX files.
 
-Functions that read a file raise as `files.read_structure` does, unless documented.
+Functions that read a file also raise the errors of `files.read_structure`, unless their docstring
+excludes them.
 """

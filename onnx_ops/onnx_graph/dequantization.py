@@ -93,7 +93,7 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
 
     Raises:
         MeasurementError: the rounding of an operator cannot be removed, or an integer operator
-            cannot be read or has channels last.
+            cannot be read (see `expand_integer_operators`) or has channels last.
     """
     model = read_model(derived)
     refuse_channels_last(model, derived.name)

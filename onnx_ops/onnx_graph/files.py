@@ -77,7 +77,7 @@ def read_structure(path: Path) -> onnx.ModelProto:
 
     Raises:
         NotFoundError: there is no such file, or its weights are missing.
-        UserError: the file is not ONNX, or too large for a protobuf.
+        UserError: the file is not ONNX, is too large for a protobuf, or is damaged in ORT format.
         RefusedError: its external data is outside the permitted locations, see
             `resolve_external_files`.
     """

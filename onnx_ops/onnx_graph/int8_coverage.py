@@ -164,7 +164,7 @@ def _list_names(source: Path) -> dict[str, str]:
 
 
 def _find_name(node: onnx.NodeProto, names: Mapping[str, str]) -> str:
-    """Return the original name of a node that may have been renamed.
+    """Return the name of a node in the float export.
 
     Quantizers and the runtime rename nodes. If the original name is unknown, the present name of
     the node is returned.

@@ -275,7 +275,8 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     channel are omitted.
 
     Raises:
-        MeasurementError: an integer operator cannot be read, or has channels last.
+        MeasurementError: an integer operator cannot be read (see `expand_integer_operators`), or
+            has channels last.
     """
     model = read_model(path)
     refuse_channels_last(model, path.name)

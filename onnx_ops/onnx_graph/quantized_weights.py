@@ -78,7 +78,7 @@ def read_quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight
 
     Raises:
         MeasurementError: a weight has no original, its storage form is unknown, or an integer
-            operator cannot be read.
+            operator cannot be read (see `expand_integer_operators`).
     """
     paired = pair_quantized_weights(source, derived)
     if paired.unpaired:

@@ -312,8 +312,8 @@ def trace_nodes(
     They are matched by name, else by output, else by weights.
 
     Raises:
-        UserError: names are unknown, or preparation removed named nodes. All such names are
-            reported together.
+        UserError: names are unknown, or preparation removed named nodes. All unknown names, or all
+            removed ones, are reported together.
     """
     wanted = tuple(names)
     known = {node.name: node for node in source.graph.node if node.name}

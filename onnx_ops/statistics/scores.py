@@ -678,7 +678,7 @@ def _score_alone(
 
 
 def _allow_for_bias(ratio: Interval | None, mine: float, theirs: float) -> Interval | None:
-    """Return the interval of a ratio of two values that chance may have raised.
+    """Return the interval of a ratio of two values that chance can raise.
 
     `mine` and `theirs` are the largest shares of the values that are due to chance. The result is
     None if the whole value of the other model can be due to chance.

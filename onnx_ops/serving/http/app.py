@@ -293,7 +293,8 @@ class PublicApp(HttpApp):
 
         Raises:
             NotFoundError: the model, version or deployment does not exist.
-            ServiceUnavailableError: the deployment is not loaded, or is out of service.
+            ServiceUnavailableError: the deployment is not loaded or is out of service, the server
+                has no lease, or no table is published.
         """
         loaded = self.service.choose(model, number, head)
         self.service.check_in_service(loaded)

@@ -70,6 +70,7 @@ class TrustPolicy:
         Raises:
             RefusedError: no trusted key permits the deployment, or the server is bound to another
                 model or target.
+            CorruptStateError: the stored binding cannot be read.
         """
         record = verify_authority(deployment, self._keys)
         bound = self._read_binding()

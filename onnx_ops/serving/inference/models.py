@@ -679,7 +679,8 @@ def load_model(
     Raises:
         OnnxOpsError: `ModelCopies.fetch` raised the error.
         NotFoundError: the files contain no model.
-        UserError: the protocol cannot represent an input or output of the model.
+        UserError: the server does not support an input or output of the model, or the property of
+            its encoded inputs is invalid.
         MissingPackageError: the model decodes images, and Pillow is not installed.
         InfrastructureError: the runtime cannot load or run the model.
     """

@@ -359,7 +359,8 @@ class InferenceService:
 
         Raises:
             NotFoundError: the endpoint has no such model, version or deployment.
-            ServiceUnavailableError: the deployment is not loaded, or the server has no lease.
+            ServiceUnavailableError: the deployment is not loaded, the server has no lease, or this
+                worker has no current table.
         """
         snapshot = self._get_served()
         requested = self._find_requested(
