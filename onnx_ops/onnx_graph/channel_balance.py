@@ -206,7 +206,7 @@ def _find_norms(
     def find_axis(node: onnx.NodeProto, value: str) -> int | None:
         """Return the channel axis of the weights that a node multiplies a value by.
 
-        Return None for other nodes, and for weights that cannot be changed.
+        Return None if the node is not such a product, or if the weights cannot be changed.
         """
         is_product = node.op_type in ("MatMul", "Gemm") and node.input[0] == value
         if not (is_product and is_constant(node.input[1], 2) and len(readers[node.input[1]]) == 1):

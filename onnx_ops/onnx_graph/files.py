@@ -1,8 +1,8 @@
 """Read and write ONNX files and the external weights beside them.
 
 Every location of external data is checked before any byte of it is read. ONNX Runtime 1.31 and the
-onnx package refuse different locations. ONNX Runtime reads a tensor from the model file, from the
-middle of another tensor, or through a `..` that returns to the folder. The onnx package reads a
+onnx package refuse different locations. ONNX Runtime accepts a tensor in the model file, in the
+middle of another tensor, or behind a `..` that returns to the folder. The onnx package accepts a
 tensor that is shorter than its shape. A location is refused here if it could mislead either
 library. Writing the same model always gives the same bytes.
 """
@@ -87,7 +87,8 @@ def read_structure(path: Path) -> onnx.ModelProto:
 def share_structure(path: Path) -> onnx.ModelProto:
     """Return the result of `read_structure`, for callers that do not change it.
 
-    The structures of the last four files of at most 64 MiB are cached until the files change.
+    The structures of the last four files of at most 64 MiB are cached until the files change. A
+    file that changed within the last `_SETTLED_NS` is not cached.
     """
     found = path.stat() if path.is_file() else None
     if (

@@ -163,7 +163,7 @@ def build_image_decoder(
     size_output: str = "",
     opset: int = 18,
 ) -> onnx.ModelProto:
-    """Return a graph that decodes PNG and JPEG files into the input of a net.
+    """Return a graph that decodes PNG and JPEG files into the input of a network.
 
     Its input `name` is uint8 of shape (batch, bytes). Each row is one file, padded with zeros. Its
     output is float32 of shape (batch, 3, height, width): RGB, stretched to the size by linear
@@ -241,7 +241,7 @@ def build_image_decoder(
 def _build_resize(
     height: int, width: int, letterbox: float | None, constants: dict[str, Any]
 ) -> list[onnx.NodeProto]:
-    """Return nodes from `planes` to `fitted`, and `row_size`; add their constants.
+    """Return nodes that compute `fitted` and `row_size` from `planes`; add constants.
 
     The sides of a letterboxed image are computed in float64, as in Python and NumPy.
     """

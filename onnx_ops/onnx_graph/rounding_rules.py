@@ -1,7 +1,7 @@
 """Rules that estimate the error of an operator's output from those of its inputs.
 
-A rule adds nodes to an `ErrorGraph`; u is the roundoff of the floats that the operator computes in,
-eps twice that, E the error of an input, and y the output.
+A rule adds nodes to an `ErrorGraph`. u is the roundoff of the floats that the operator computes in,
+and eps is 2 u. E is the error of an input, and y is the output.
 """
 
 from __future__ import annotations
@@ -237,8 +237,8 @@ def _compute_power_slope(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> 
 def _estimate_softmax(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
     """Return the error of a softmax or its logarithm.
 
-    For a softmax it is y ((1 - y) E + the others' sum of y E). E is the error of x - max x, and of
-    the sum.
+    For a softmax it is y ((1 - y) E + S), where S is the sum of y E over the other elements. E is
+    the error of x - max x, and of the sum.
     """
     axes = [get_axis(node)]
     y = graph.size(name) if node.op_type == "Softmax" else graph.emit("Exp", [graph.as_float(name)])

@@ -156,7 +156,7 @@ class InferenceServicer:
         )
 
     async def get_repository_index(self, message: Any, context: Any) -> Any:
-        """Return the state of each version in the routing table."""
+        """Return the state of each version in the routing table, or of ready ones only."""
         only_ready = message.ready
         models = await self._read_json(
             lambda *_: self._app.get_repository_index(only_ready=only_ready), context

@@ -1,1 +1,1 @@
-"""HTTP of the public listener: limits, fast path, and Starlette app."""
+"""HTTP listeners: limits of connections, the protocol, routes and pages."""

@@ -260,8 +260,8 @@ class PublicApp(HttpApp):
     def get_readiness(self, _head: RequestHead, _body: bytes) -> RawResponse:
         """Return a response which states whether the server is ready for requests.
 
-        Every deployment with traffic must be loaded. If the table is leased, the lease must last
-        for at least `NOTICE_S` seconds.
+        A table must be published, and every deployment with traffic must be loaded. If the table is
+        leased, the lease must last for at least `NOTICE_S` seconds.
         """
         snapshot = self._deployments.get_published()
         ready = snapshot is not None and snapshot.is_ready()
@@ -340,7 +340,7 @@ class PublicApp(HttpApp):
         return self.get_repository_index(only_ready=only_ready)
 
     def get_repository_index(self, *, only_ready: bool) -> RawResponse:
-        """Return the state of each version."""
+        """Return the state of each version, or of ready versions only."""
         snapshot = self._deployments.get_published()
         out_of_service = self._deployments.shared.header[OUT_OF_SERVICE]
         return _build_json(

@@ -49,7 +49,7 @@ _MAX_KNOWN_HOSTS = 64
 class HostPolicy:
     """Allowed Host headers and Origin headers; None allows any value.
 
-    A host without a port is allowed with every port.
+    An entry without a port allows its host with every port.
 
     The policy protects a server on loopback from DNS rebinding. In this attack, a web page makes
     its own host name resolve to 127.0.0.1. The page cannot change the Host header of its requests

@@ -293,7 +293,7 @@ def build_docs_page(signatures: Sequence[ModelSignature], head: RequestHead) -> 
 
 
 def build_example(signature: ModelSignature, host: bytes) -> tuple[str, str]:
-    """Return a curl command that calls the model, and a command that writes its file.
+    """Return a curl command that calls the model, and a command for its input file.
 
     For large inputs, the curl command sends a file that the second command writes. For small
     inputs, the second command is empty. Both commands are empty if JSON cannot represent an input.

@@ -5,7 +5,7 @@ Responses are sent in the order of the requests.
 A request is answered from the parser's callbacks, without a separate task or object. Its head is a
 dictionary, and its body is bytes. Only queued inferences, awaitable responses and compressed
 responses are sent later. Until then, later requests of the connection wait in `_backlog`, and
-further data of the client stays in its socket.
+further data of the client stays in the socket.
 """
 
 from __future__ import annotations

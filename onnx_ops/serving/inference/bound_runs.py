@@ -83,7 +83,7 @@ class BoundRun:
             self._lines = response.lines
 
     def build_response(self) -> RawResponse | None:
-        """Return the response with the current outputs; None for several outputs."""
+        """Return the response with the current outputs; None if no response was learned."""
         return (
             RawResponse(200, self._lines, self._start + self._encode() + self._end)
             if self._lines
@@ -221,7 +221,7 @@ class BoundRuns:
 def _can_be_bound(tensors: Sequence[Array]) -> bool:
     """Return whether tensors can be bound to dedicated memory.
 
-    All of them must be numeric and not empty, and together at most as large as the limit.
+    All of them must be numeric and not empty, and together have at most `_MAX_TENSOR_BYTES`.
     """
     size_bytes = 0
     for tensor in tensors:

@@ -178,7 +178,7 @@ class FeedbackCounter:
 
         If this server has not answered the cell, the split of the response is unknown. The result
         is then the deployment that would answer the cell, and the feedback is not evidence. In a
-        split with epochs, the result is None.
+        split with epochs, the result is None in this case.
         """
         snapshot = self._deployments.get_current()
         cell = snapshot.router.get_cell(key)

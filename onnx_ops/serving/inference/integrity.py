@@ -128,7 +128,7 @@ class ModelCopies:
             NotFoundError: the deployment's folder does not exist.
             DigestMismatchError: the files differ from the manifest, or a library is not among them.
             InfrastructureError: the files cannot be read or copied.
-            ServiceUnavailableError: the disk has no space for the copy.
+            ServiceUnavailableError: the disk has no space for the copy, or is read-only.
         """
         record = None if self._trust is None else self._trust.authorize(deployment)
         copy = self._folder / hex_digits(deployment.manifest)

@@ -261,8 +261,8 @@ class PackedModelCache:
     digests that were recorded when it was made. It is made only if its model returns the same bits
     as the original.
 
-    Only the server's user may write in its folder. A model has no entry if it is smaller than
-    `min_bytes`, or runs on another provider than the CPU.
+    Only the server's user may write in the folder of the cache. A model has no entry if it is
+    smaller than `min_bytes`, or runs on another provider than the CPU.
     """
 
     def __init__(self, folder: Path, min_bytes: int) -> None:

@@ -520,9 +520,9 @@ class InferenceService:
     ) -> None:
         """Mirror and log a request that is answered and counted.
 
-        Only a request that the split has routed is mirrored, and only if its status is 200. Such a
-        request is also recorded for feedback, whatever its status is. If the table has a feedback
-        key, the response gets the feedback token.
+        A request that the split has routed is recorded for feedback. With status 200, it is
+        mirrored to each shadow deployment with the probability that the split sets. If the table
+        has a feedback key, its response gets the feedback token.
         """
         status = response.status
         if loaded is not None and snapshot is not None:
