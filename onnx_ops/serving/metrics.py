@@ -9,7 +9,7 @@ reader sees the old value or the new value of a number.
         deployments out of service; leases
     processes:   one per worker, `PROCESS_NUMBERS` each: its heartbeat, its lapsed requests, and
         what it runs (see `worker_health`)
-    labels:      one text per slot, written by the supervisor
+    labels:      one JSON text per slot, written by the supervisor
     rows:        one per worker and slot, and one per slot for its shadow process, `COLUMNS` numbers
         each
     request ids: which deployment answered a request id, `REQUEST_IDS` per worker (see `feedback`)
@@ -149,7 +149,7 @@ STEPS = 16
 With a step of 4.4 %, a rollout can detect a difference of 20 %.
 """
 BOUNDS_S = tuple(1e-5 * 2 ** (k / STEPS) for k in range(21 * STEPS + STEPS // 2 + 1))
-"""Upper bounds of the latency histograms in seconds: 10 µs to 30 s."""
+"""Upper bounds of the latency histograms in seconds: 10 µs to about 30 s."""
 REQUEST_IDS = 1 << 15
 TOKEN_BUCKETS, BUCKET_TOKENS = 32_749, 8
 """Number of token buckets, and of remembered tokens in each: 2 MiB in total.
@@ -237,7 +237,7 @@ def make_thread_runs() -> MetricsRow:
 def find_bound(latency_s: float) -> int:
     """Return the index of a latency in `BOUNDS_S`, or of the next larger bound.
 
-    For a latency above all bounds, the result is their number.
+    For a latency above all bounds, the result is the number of bounds.
     """
     return bisect_left(BOUNDS_S, latency_s * (1 - _ROUNDING))
 

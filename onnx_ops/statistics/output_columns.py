@@ -241,8 +241,8 @@ def report_columns(
 ) -> ParityMeasurement:
     """Return the measurement of the column with the largest ratio of error to noise.
 
-    On real rows, it lists the columns with the most noise for their scale. Only large errors are
-    detected in these columns.
+    On real rows, the measurement lists the columns with the most noise for their scale. Only large
+    errors are detected in these columns.
     """
     ratios = np.array(
         [compute_ratio(float(e), float(n)) for e, n in zip(errors, noises, strict=True)]

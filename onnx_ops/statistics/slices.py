@@ -2,8 +2,8 @@
 
 A slice fails if its loss is significantly above the limit. The p-value of a loss lies far out in a
 tail, since it is compared with 5 % divided by the number of slices. There, the normal approximation
-of a share is wrong: with 20 slices of 100 rows at a limit of 10 points, it falsely accuses a slice
-in 10 % of cases. `compute_harm_p_value` therefore sums exact probabilities.
+of a share is wrong: with 20 slices of 100 rows at a limit of 10 points, a slice that keeps the
+limit fails in 10 % of cases. `compute_harm_p_value` therefore sums exact probabilities.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_VALUES = 200
 """Maximum number of slices of one column or crossing."""
 
 FAMILY_LEVEL = 0.05
-"""Maximum probability that any slice is accused falsely."""
+"""Maximum probability that any slice fails although it keeps the limit."""
 
 _NEAR = 1.0
 """Standard errors beyond the limit from which the exact p-value is computed.

@@ -301,7 +301,10 @@ def _explain_length(left: Floats, right: Floats) -> str:
 
 
 def _explain_crop(left: Floats, right: Floats) -> str:
-    """Return the shift that makes two pictures about equal where they overlap."""
+    """Return the shift that makes two pictures about equal; empty without one.
+
+    Only the overlap of the shifted pictures is compared.
+    """
     if left.ndim not in (2, 3) or left.size > _LARGEST * 4:
         return ""
     channel = find_channel_axis(left.shape)

@@ -133,9 +133,10 @@ def _explain_special(a: Sequence[int], b: Sequence[int]) -> str:
 
 
 def _is_cut(longer: Sequence[int], shorter: Sequence[int]) -> bool:
-    """Return whether `shorter` was probably cut, instead of lacking a special token.
+    """Return whether `shorter` is probably a truncated copy of `longer`.
 
-    Cut sequences often have a multiple of 8 ids.
+    Otherwise, it probably lacks a special token. Truncated sequences often have a multiple of 8
+    ids.
     """
     return len(shorter) >= 8 and len(shorter) % 8 == 0 and list(longer[: len(shorter)]) == shorter
 

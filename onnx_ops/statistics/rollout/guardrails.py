@@ -90,8 +90,7 @@ def fix_thresholds(
 
     Args:
         bounds_s: upper bounds of the buckets in seconds, ascending.
-        counts: requests in each bucket, followed by the requests above all bounds; one more than
-            bounds.
+        counts: requests in each bucket, followed by the requests above all bounds.
         max_increases: allowed slow-down of the candidate at each percentile, as a fraction, rounded
             to the nearest bound; the `LATENCY_PLACES` may be omitted.
 
@@ -197,8 +196,8 @@ def count_slower_intervals(
     requests above a threshold. An interval is a sign against the candidate if the candidate's
     percentile is more than a tenth above that of the stable version. For a candidate that is not
     slower, the probability of a sign is at most one half. The rule needs at least six intervals for
-    one guardrail and eight for three. It assumes that they are independent, and detects no
-    slow-down below a tenth. Percentiles of few requests are biased, so intervals with fewer than
+    one guardrail and eight for three. The rule assumes that intervals are independent, and detects
+    no slow-down below a tenth. Percentiles of few requests are biased, so intervals with fewer than
     `MIN_SIGN_REQUESTS` of either version are skipped.
     """
     slower = compared = 0

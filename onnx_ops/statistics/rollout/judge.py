@@ -488,7 +488,7 @@ def _get_events(place: str, tally: RequestCounts) -> tuple[int | None, int]:
 
 
 def _describe_failure(observations: Observations, here: Sequence[ObservationInterval]) -> str:
-    """Describe a gross failure or refusals of the candidate; empty without any."""
+    """Describe a gross failure or refusals of the candidate; empty without either."""
     if _is_drawn(observations):
         return _describe_failing_units(observations)
     canary, stable = _sum_versions(here)

@@ -157,7 +157,7 @@ def _select(
 def _limit_weights(table: _Counts) -> _Counts:
     """Return the counts with at most the median number of requests in each generation.
 
-    Otherwise, one server with invented counts could dominate every comparison.
+    Without this limit, one server with invented counts could dominate every comparison.
     """
     requests = table[..., 1]
     counted = (requests > 0).sum(axis=0)

@@ -6,13 +6,13 @@ multiplied. Its validity depends on how requests are assigned to revisions:
 
 - `request`: the proxy draws a revision for each request. The assignment is then the only random
   part, and the law holds for any cause of the events. The design effect is 1. It is not estimated,
-  since an estimate costs power: a canary with .1 -> 1 % errors fails after 418 requests (median of
-  300 rollouts), and after 584 with an estimate (`benchmarks.analysis_truth`). Two conditions
-  remain. The split must not change within an interval, since the odds ratio of two mixed splits is
-  not 1 if the rate of events changes too (Simpson 1951, J. R. Stat. Soc. B 13:238-241). And the
-  counts of both revisions must cover the same time, so they must come from the same target, such as
-  the proxy. Otherwise a burst falls into one interval of the canary and another one of the stable
-  revision.
+  since an estimate costs power: a canary with 1 % of errors, against 0.1 % of the stable revision,
+  fails after 418 requests (median of 300 rollouts), and after 584 with an estimate
+  (`benchmarks.analysis_truth`). Two conditions remain. The split must not change within an
+  interval, since the odds ratio of two mixed splits is not 1 if the rate of events changes too
+  (Simpson 1951, J. R. Stat. Soc. B 13:238-241). And the counts of both revisions must cover the
+  same time, so they must come from the same target, such as the proxy. Otherwise a burst falls into
+  one interval of the canary and another one of the stable revision.
 - `sticky`: a user or a connection stays with one revision. The design effect is estimated from the
   variation between intervals (`design_effect.estimate_dispersion`), which covers bursts and
   retries. Users who differ for the whole rollout are not covered, and no test on such counts can

@@ -283,7 +283,7 @@ def judge_entry(name: str, limit: MetricLimit, entry: Entry) -> GateResult:
 
 
 def _is_uneven(entry: Entry) -> bool:
-    """Return whether so few rows have the error that an unseen row may be as bad."""
+    """Return whether so few rows cause the error that unseen rows can be as bad."""
     return (
         isinstance(entry, ScoreComparison)
         and entry.effective is not None
@@ -292,9 +292,10 @@ def _is_uneven(entry: Entry) -> bool:
 
 
 def _rests_on_few(limit: MetricLimit, entry: Entry) -> bool:
-    """Return whether a few rows account for the losses, and the others miss the limit.
+    """Return whether few rows account for the losses, and the rest fails the limit.
 
-    The losses of both models are considered.
+    The result is also True if the other rows have no loss. The losses of both models are
+    considered.
     """
     if not isinstance(entry, ScoreComparison) or not entry.carrying:
         return False

@@ -253,12 +253,13 @@ def _apply_holm(family: Sequence[tuple[float, str]]) -> tuple[set[str], float]:
 def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, float] | None:
     """Return verdict probabilities of variants with a known true change.
 
-    Their spread is assumed to be that of this measurement. Return None for a result that is not
-    about a change of all rows, or whose change is exact.
+    The estimates of these changes are assumed to have the spread of this measurement. Return None
+    for a result without a p-value or an interval, for a limit of 0, for a result that is not about
+    a change of all rows, and for an exact change.
 
     Returns:
-        Three probabilities: a variant without a change passes as one of `tried`; a variant with a
-            change of twice the limit passes; the latter variant fails.
+        Three probabilities: a variant without a change passes as one of `tried` variants; a variant
+            with a change of twice the limit passes; the latter variant fails.
     """
     if (
         result.p_value is None

@@ -47,7 +47,10 @@ class ProbeNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopSearch:
-    """The step to end the search; `timed_out` is True if time was short for a step."""
+    """The step to end the search.
+
+    `timed_out` is True if the remaining time was too short for the next step.
+    """
 
     reason: str
     timed_out: bool = False
