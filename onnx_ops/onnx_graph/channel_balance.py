@@ -108,7 +108,7 @@ def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
     """Write `source` with the channel exponents of `derived`, and return True.
 
     The exponents are recorded in the metadata of `derived`. Without exponents, write nothing and
-    return False.
+    return False. Errors are those of `read_model`, and the following.
 
     Raises:
         MeasurementError: the exponents are not valid, or do not fit the values of `source`.

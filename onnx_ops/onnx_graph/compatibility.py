@@ -54,6 +54,7 @@ def check_model(path: Path) -> None:
 
     The checker accepts operators of unknown domains: only a session shows whether a runtime has
     them. For a file in ORT format, only the structure is read: only a session checks the rest.
+    Errors are those of `read_structure`, and the following.
 
     Raises:
         UserError: the checker rejects the file, or the graph has no outputs.

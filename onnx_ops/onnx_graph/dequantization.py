@@ -87,6 +87,8 @@ def write_with_fp16_weights(source: Path, path: Path, names: Collection[str] = (
 def write_dequantized(source: Path, derived: Path, path: Path) -> None:
     """Write a quantized model in float32, with the dequantized values of its weights.
 
+    Errors are those of `read_model`, and the following.
+
     Args:
         source: the float original, with the ReLU and Clip that ranges of the quantized model
             replace.

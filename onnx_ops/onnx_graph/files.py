@@ -198,6 +198,10 @@ def parse_model(path: Path) -> onnx.ModelProto:
 
     The locations of the weights are not checked. For a file in ORT format, only the structure is
     read.
+
+    Raises:
+        NotFoundError: there is no such file.
+        UserError: the file is not ONNX, is too large for a protobuf, or is damaged in ORT format.
     """
     import onnx
     from google.protobuf.message import DecodeError

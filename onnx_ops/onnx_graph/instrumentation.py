@@ -143,6 +143,8 @@ def write_with_quantized_node(
 ) -> None:
     """Write a copy in which one operator computes with rounded numbers, in float.
 
+    Errors are those of `read_model`, and the following.
+
     Args:
         ranges: (low, high) of each activation; None computes the ranges in each run, as dynamic
             quantization does.

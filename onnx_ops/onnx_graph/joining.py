@@ -34,7 +34,7 @@ def join_graphs(
     Each model takes the outputs of the model before it. An output is connected to the input of its
     name in the next model. If the next model has one input and the previous model one output, their
     names can differ. Outputs that no input takes, and inputs that no output gives, are outputs and
-    inputs of the joined model.
+    inputs of the joined model. Errors are those of `read_model`, and the following.
 
     Args:
         steps: models or files, in the order of their runs.

@@ -85,7 +85,8 @@ def write_python_source(path: Path, source: Path) -> tuple[Path, ...]:
 
     Large constants of the model are written beside the source. External weights are not copied: the
     built model refers to the same files as the original. The source is run, and its model is
-    compared with the original, before this function returns.
+    compared with the original, before this function returns. Errors are those of `parse_model`, and
+    the following.
 
     Raises:
         StageError: the source builds another model.

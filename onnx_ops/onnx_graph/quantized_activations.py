@@ -272,7 +272,7 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
 
     Integer operators (QLinearConv …) are included as their equivalent pairs:
     `expand_integer_operators`. Pairs whose scales are computed (dynamic quantization) or differ by
-    channel are omitted.
+    channel are omitted. Errors are those of `read_model`, and the following.
 
     Raises:
         MeasurementError: an integer operator cannot be read (see `expand_integer_operators`), or

@@ -59,6 +59,7 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
     """Read the trees of all ensembles of the main graph, in the order of the file.
 
     A split `x < t` is returned with the next smaller threshold, which is equivalent for float32.
+    Errors are those of `read_model`, and the following.
 
     Raises:
         UserError: an ensemble is not well-formed or too large, or a split is not a comparison of a

@@ -48,7 +48,7 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
     """Judge evidence by gates.
 
     If a measurement failed, every gate is an ERROR with the reason of the failure. A value that is
-    not a number is an ERROR, and is not judged further. A gate that does not apply, such as a
+    not finite is an ERROR, and is not judged further. A gate that does not apply, such as a
     comparison with the baseline at the first release, yields no result. A gate that applies but has
     no measurement is INCONCLUSIVE.
     """

@@ -458,7 +458,7 @@ def _mix_rows(array: Array, shape: tuple[int, ...], draw: np.random.Generator) -
 def _insert_values(
     samples: Tensors, rows: Rows, values: Sequence[float], at: Mapping[str, Bools]
 ) -> Tensors:
-    """Put one of the values into each row, at successive allowed places."""
+    """Put a value into each row of each float input, at successive allowed places."""
     inputs = {name: array[rows] for name, array in samples.items()}
     for name, allowed in at.items():
         chosen = inputs[name]

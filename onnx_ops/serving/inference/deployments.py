@@ -98,7 +98,7 @@ class DeployedModel:
         The size of a decompressed body is charged with `charge`.
 
         Raises:
-            UserError: the request does not fit the model.
+            UserError: the body cannot be decompressed, is too large, or does not fit the model.
             ServiceUnavailableError: raised by `charge`.
         """
         if route.coding:

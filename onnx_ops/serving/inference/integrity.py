@@ -129,6 +129,7 @@ class ModelCopies:
             DigestMismatchError: the files differ from the manifest, or a library is not among them.
             InfrastructureError: the files cannot be read or copied.
             ServiceUnavailableError: the disk has no space for the copy, or is read-only.
+            CorruptStateError: the stored binding of the server cannot be read.
         """
         record = None if self._trust is None else self._trust.authorize(deployment)
         copy = self._folder / hex_digits(deployment.manifest)

@@ -56,9 +56,10 @@ BREAKER_SHARE = 0.5
 BREAKER_TIMES = 5
 """Conditions of a gross failure.
 
-There were at least 20 requests, and at least half of them failed. Their share is at least five
-times the stable version's share. In an A/B test, the number of requests is divided by their design
-effect: twenty requests of one user are worth one request.
+There were at least 20 requests, and at least half of them failed. The share of failed requests is
+at least five times the stable version's share, or the stable version had no requests. If requests
+are counted by block of users, as in an A/B test, their number is divided by the design effect:
+twenty requests of one user are worth one request.
 """
 BREAKER_LIMIT = 3.0
 """log10 of the evidence of a gross failure by units.
@@ -71,8 +72,8 @@ REFUSED_REQUESTS = 200
 REFUSED_SHARE = 0.1
 """Conditions of a candidate that refuses too many requests.
 
-There were at least 200 requests, and at least a tenth of them was refused. Their share is at least
-five times the stable version's share.
+There were at least 200 requests, and at least a tenth of them was refused. The share of refused
+requests is at least five times the stable version's share, or the stable version had no requests.
 """
 
 
