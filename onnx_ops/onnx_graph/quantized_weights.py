@@ -96,11 +96,11 @@ def pair_quantized_weights(source: Path, derived: Path) -> PairedWeights:
 
     The following constants are read:
 
-    - constants behind a DequantizeLinear, with one scale, or one for each channel or block. -
-    constants of integer operators (QLinearConv, MatMulInteger …), of MatMulNBits, of
+    - constants behind a DequantizeLinear, with one scale, or one for each channel or block.
+    - constants of integer operators (QLinearConv, MatMulInteger …), of MatMulNBits, of
       GatherBlockQuantized and of DynamicQuantizeLSTM.
-    - float constants before a QuantizeLinear. - float16 and bfloat16 constants that have another
-    type in the source.
+    - float constants before a QuantizeLinear.
+    - float16 and bfloat16 constants that have another type in the source.
 
     `OriginFinder` finds the originals, whatever their names are. Errors are those of `read_model`,
     and the following.

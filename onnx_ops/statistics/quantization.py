@@ -130,6 +130,9 @@ def compute_weight_error(
     """Return the largest |original - dequantized| in quantization steps.
 
     Return `LARGEST` if a weight is not finite, or changes where the step is 0.
+
+    Raises:
+        ValueError: the two weights have different shapes.
     """
     before, after = (
         np.asarray(original, dtype=np.float64),

@@ -155,7 +155,8 @@ def _judge_metric_change(
 ) -> Iterator[GateResult]:
     """Judge the change of a metric on the same rows; it has no interval.
 
-    No result is yielded if a value is missing, or the numbers of rows differ.
+    No result is yielded if a value is missing, or if the numbers of rows differ. A relative limit
+    also needs an old value above 0.
     """
     old, new = _find_value(name, then), _find_value(name, now)
     if old is None or new is None or old[1] != new[1]:

@@ -55,7 +55,7 @@ Only the evidence of units is computed fast.
 _MAX_EVENTS = 1000
 """Events of an interval above which its counts are scaled down.
 
-Fewer observations with the same rates are less evidence, and this many decide anyway.
+Fewer observations with the same rates are less evidence, and this number suffices for a decision.
 """
 _PLACES = 4
 """Maximum number of simulated places of a guardrail; the harm changes these most."""
