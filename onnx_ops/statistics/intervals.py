@@ -137,6 +137,9 @@ def tango_interval(
 
     Returns:
         (estimate, low, high) of candidate minus baseline, between -1 and 1.
+
+    Raises:
+        ValueError: a count is negative, there is less than one row, or the counts exceed the rows.
     """
     if min(only_baseline, only_candidate) < 0 or only_baseline + only_candidate > n or n < 1:
         raise ValueError(f"counts {only_baseline} and {only_candidate} do not fit {n} rows")
@@ -207,6 +210,9 @@ def clopper_pearson(
     """Return (estimate, low, high) of a proportion, from the exact binomial test.
 
     Clopper and Pearson 1934, Biometrika 26:404-413.
+
+    Raises:
+        ValueError: `n` is below 1, or `successes` is not between 0 and `n`.
     """
     if not 0 <= successes <= n or n < 1:
         raise ValueError(f"{successes} of {n} is not a proportion")

@@ -171,6 +171,9 @@ def session_interval(
 
     Returns:
         (estimate, low, high) of log(B / A); the bounds of a single pair are infinite.
+
+    Raises:
+        ValueError: there is no session pair.
     """
     values = _take_medians(log_ratios)
     if not len(values):

@@ -283,7 +283,11 @@ def make_unscored(
 def build_metric_statistic(
     definition: MetricDefinition, label: Array, answers: Array, function: CustomMetric | None = None
 ) -> MetricStatistic:
-    """Build the statistic of one model from arguments like those of `score`."""
+    """Build the statistic of one model from arguments like those of `score`.
+
+    Raises:
+        ValueError: the metric counts rows, or is a custom metric without a function.
+    """
     match definition.method:
         case Resampled(make=make):
             return make(label, answers, definition.options)

@@ -308,7 +308,12 @@ class PublicApp(HttpApp):
     def get_statistics(
         self, model: str | None, number: str | None, _head: RequestHead
     ) -> RawResponse:
-        """Return the statistics of the loaded versions, or of one version."""
+        """Return the statistics of the loaded versions, or of one version.
+
+        Raises:
+            NotFoundError: the model or version does not exist.
+            ServiceUnavailableError: the version is not loaded, or this worker has no current table.
+        """
         snapshot = self._deployments.get_current()
         if model is not None and model != snapshot.model:
             raise snapshot.build_model_error(model)

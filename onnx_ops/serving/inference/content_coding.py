@@ -60,7 +60,10 @@ class InflateBudget:
 
     @contextmanager
     def reserve(self) -> Iterator[Charge]:
-        """Yield a function that charges bytes. The end of the block releases them."""
+        """Yield a function that charges bytes. The end of the block releases them.
+
+        The function raises ServiceUnavailableError if all charged bytes would exceed the limit.
+        """
         charged = 0
 
         def charge(size: int) -> None:

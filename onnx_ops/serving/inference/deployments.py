@@ -176,7 +176,7 @@ class LoadedDeployment(DeployedModel):
         """Decode and run one request on the event loop; return its response.
 
         Raises:
-            OnnxOpsError: the request does not fit the model, or `answer` raised the error.
+            OnnxOpsError: the request does not fit the model, or its run fails (see `answer`).
         """
         if route.invocation or self.bound_runs is None:
             return self.answer(self.decode(route, head, body))
@@ -359,7 +359,7 @@ class TableSnapshot:
             loaded.must_queue = loaded.is_unbounded or must_queue
 
     def is_warm(self) -> bool:
-        """Return whether every deployment with traffic, and the replica, are warmed up.
+        """Return whether all deployments with traffic and the control replica are warm.
 
         Latencies are compared only after the warm-up.
         """

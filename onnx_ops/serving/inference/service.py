@@ -266,7 +266,8 @@ class InferenceService:
 
         If every version with traffic refuses a request, its client is the cause. Otherwise, a
         client could decide a rollout by sending many such requests to one version. Therefore the
-        other versions decode the request too. Without another version, every error is counted.
+        other versions decode the request too. Without another version, every error is evidence. An
+        error that is not a refusal, such as the failure of a run, is always evidence.
         """
         is_refusal = isinstance(error, UserError) and not isinstance(error, InputsRejectedError)
         if not is_refusal or snapshot is None or loaded is None:

@@ -57,8 +57,8 @@ def use_one_arena() -> None:
 class MemoryTrimmer:
     """Trimmer of the memory of a worker.
 
-    The runtime's arena returns memory only at the end of a run. Therefore each model runs once on
-    its smallest inputs.
+    The runtime's arena returns memory only at the end of a run. Therefore a trim runs each model
+    once on its smallest inputs.
     """
 
     def __init__(

@@ -80,8 +80,11 @@ def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> 
         odds_ratios: (m,) positive.
 
     Returns:
-        (..., m): log P(k | odds ratio) - log P(k | 1) for each interval. The value is 0 where
-        only one outcome was possible, as without events or with requests on one side only.
+        (..., m): log P(k | odds ratio) - log P(k | 1) for each interval. The value is 0 where only
+        one outcome was possible, as without events or with requests on one side only.
+
+    Raises:
+        ValueError: a count is negative, or a version has more events than requests.
     """
     counts = np.asarray(table, dtype=np.int64)
     logs = np.log(np.asarray(odds_ratios, dtype=np.float64))
@@ -300,7 +303,11 @@ def bound_error_rate(errors: int, requests: int, effect: float = 1.0) -> float:
 
 
 def compute_clean_requests(rate: float) -> int:
-    """Return the minimum number of error-free requests that show a rate below `rate`."""
+    """Return the minimum number of error-free requests that show a rate below `rate`.
+
+    Raises:
+        ValueError: `rate` is not between 0 and 1 (exclusive).
+    """
     if not 0 < rate < 1:
         raise ValueError(f"rate {rate} is not between 0 and 1")
     return find_least(lambda requests: bool(is_rate_certified(0, requests, rate)))

@@ -96,8 +96,11 @@ def fix_thresholds(
             to the nearest bound; the `LATENCY_PLACES` may be omitted.
 
     Returns:
-        The thresholds of the stable version and of the candidate; None if there were too few
-        requests.
+        The thresholds of the stable version and of the candidate; (None, None) if there were too
+        few requests.
+
+    Raises:
+        ValueError: the number of counts is not the number of bounds plus 1.
     """
     if len(counts) != len(bounds_s) + 1:
         raise ValueError(f"{len(counts)} counts do not fit {len(bounds_s)} bounds")
