@@ -130,11 +130,14 @@ def read_encoded_inputs(path: Path) -> dict[str, str]:
 def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:
     """Copy a model with its weights, and set its author, version or metadata.
 
-    `output` can be the path of the model. Raise UserError for an invalid version.
+    `output` can be the path of the model.
 
     Args:
         values: values of `author`, `license`, `version` (a whole number, as in ONNX),
             `description`, or a metadata key.
+
+    Raises:
+        UserError: `version` is not a whole number of at most 63 bits.
     """
     model = read_structure(path)
     version = values.get("version", str(model.model_version))

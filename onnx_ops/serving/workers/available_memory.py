@@ -45,7 +45,7 @@ def read_available_bytes(root: Path | None = None) -> int | None:
 
 
 def read_limit_bytes(root: Path | None = None) -> int | None:
-    """Return the memory limit of this process's control groups; None without a limit.
+    """Return the smallest limit of this process's control groups; None without one.
 
     Args:
         root: folder below which /proc and /sys are read.
