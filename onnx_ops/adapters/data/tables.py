@@ -296,7 +296,7 @@ def _find_decimal_mark(records: Sequence[Sequence[str]]) -> str:
     with_comma = any(re.fullmatch(r"[+-]?\d+,\d+", cell) for cell in cells)
     with_point = any(re.fullmatch(r"[+-]?\d*\.\d+", cell) for cell in cells)
     thousands = any(re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?", cell) for cell in cells)
-    others = any(re.fullmatch(r"[+-]?\d+,(\d{1,2}|\d{4,})", cell) for cell in cells)
+    others = any(re.fullmatch(r"[+-]?(\d+,(\d{1,2}|\d{4,})|\d{4,},\d+)", cell) for cell in cells)
     return "," if with_comma and not with_point and (others or not thousands) else "."
 
 

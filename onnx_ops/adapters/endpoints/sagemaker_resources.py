@@ -129,7 +129,7 @@ class EndpointResources:
         kept = used | {model for model, manifest in manifests.items() if manifest in needed}
         for name, models in configs.items():
             if name not in live and not kept.issuperset(models):
-                why = "none of its versions is needed"
+                why = "at least one of its models is not needed"
                 yield OrphanedResource(kind="endpoint-config", name=name, why=why, paid=False)
         for model in manifests:
             if model not in kept:

@@ -9,8 +9,8 @@ import { browserHost } from "./browser.mjs";
 import { benchmark, describeError, run, sample, start, under_load } from "./measure.mjs";
 import { facts, nodeHost, openOnce, rewritten } from "./node.mjs";
 
-// A thread reads, so that the process ends with whoever asks, whatever it is busy with. Where it is not busy it closes
-// what it has opened.
+// A separate thread reads the requests. If the input ends, the thread kills this process after 3 s, even if a measurement
+// is running. Until then, an idle process closes its sessions and its browser.
 const LISTEN = `
 const fs = require("node:fs");
 const { parentPort } = require("node:worker_threads");
