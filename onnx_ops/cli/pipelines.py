@@ -352,11 +352,7 @@ def run(
         return
     project, is_silent = open_project(), as_json or quiet
     if len(files) > 1:
-        if hand_over or take_over or html:
-            raise UserError(
-                "--hand-over, --take-over and --html are for one file",
-                remedy="Run each file with its own folder or report.",
-            )
+        _refuse_files_of_one_run(hand_over, take_over, html)
         results = run_files(
             project,
             files,
@@ -374,9 +370,7 @@ def run(
             code = _print_results(results, as_json=as_json)
         raise typer.Exit(code)
 
-    _check_folders(hand_over, take_over, repeated)
-    if html is not None:
-        require_folder("--html", html)
+    _check_folders(hand_over, take_over, html, repeated)
     if take_over is None:
         prepared = projects.prepare(project, files[0], overrides=set_values, until=until)
     else:
@@ -423,16 +417,29 @@ def _get_only_file(files: Sequence[Path], *outputs: Path | None) -> Path:
     return files[0]
 
 
+def _refuse_files_of_one_run(*files: Path | None) -> None:
+    if any(files):
+        raise UserError(
+            "--hand-over, --take-over and --html are for one file",
+            remedy="Run each file with its own folder or report.",
+        )
+
+
 def _check_folders(
-    hand_over: Path | None, take_over: Path | None, no_cache: Sequence[StageKind]
+    hand_over: Path | None,
+    take_over: Path | None,
+    html: Path | None,
+    no_cache: Sequence[StageKind],
 ) -> None:
-    """Raise UserError for unusable values of --hand-over, --take-over and --no-cache.
+    """Raise UserError for unusable values of the options that name files, and of --no-cache.
 
     The folder of --hand-over must be new. With --take-over, stages before the gates are not
     executed, so --no-cache has no meaning.
     """
     from onnx_ops.app.hand_over import require_new_folder
 
+    if html is not None:
+        require_folder("--html", html)
     if hand_over is not None:
         require_new_folder(hand_over)
     if take_over is not None and no_cache:

@@ -417,20 +417,25 @@ def own_key(member: type, members: Sequence[type]) -> str:
     return next(key for key in required(member) if key not in others)
 
 
+def _length_problem(value: Any, limit: MinLen | MaxLen) -> str:
+    """Return whether a string or collection is too short or too long; empty if it is not."""
+    noun, size = ("characters" if isinstance(value, str) else "entries"), len(value)
+    if isinstance(limit, MaxLen):
+        too_long = size > limit.max_length
+        return f"must have at most {limit.max_length} {noun}, got {size}" if too_long else ""
+    if size >= limit.min_length:
+        return ""
+    if limit.min_length == 1:
+        return "must not be empty" if isinstance(value, str) else "needs at least one entry"
+    return f"needs at least {limit.min_length} {noun}"
+
+
 def _limit_problem(value: Any, written: Any, metadata: Iterable[Any]) -> str:
     """Return which limit a value breaks; empty if it breaks none."""
     unit = metadata_of(metadata, Unit)
     for limit in metadata:
-        if isinstance(limit, MinLen) and len(value) < limit.min_length:
-            if isinstance(value, str):
-                return "must not be empty"
-            return "needs at least " + (
-                "one entry" if limit.min_length == 1 else f"{limit.min_length} entries"
-            )
-        if isinstance(limit, MaxLen) and len(value) > limit.max_length:
-            if not isinstance(value, str):
-                return f"must have at most {limit.max_length} entries, got {len(value)}"
-            return f"'{written}' is longer than {limit.max_length} characters"
+        if isinstance(limit, MinLen | MaxLen) and (problem := _length_problem(value, limit)):
+            return problem
         if isinstance(limit, Pattern) and not re.fullmatch(limit.regex, value):
             return f"'{written}' is not {limit.description}"
         if type(limit) in _LIMITS:

@@ -48,16 +48,7 @@ class Reach:
             return ""
         remedy = f"add its folder to allowed_paths in {_SETTINGS}"
         if "://" in text:
-            hide_secrets_of(text)
-            prefixes = (prefix.rstrip("/") for prefix in self.paths if "://" in prefix)
-            if (
-                any(text == prefix or text.startswith(f"{prefix}/") for prefix in prefixes)
-                and ".." not in text
-            ):
-                return ""
-            if ".." in text:
-                remedy = f"write the URL without '..', and {remedy}"
-            return f"'{shorten(show(text))}' is not in the project; {remedy}"
+            return self._explain_url(text, remedy)
         try:
             place = os.path.realpath(root / text)
         except ValueError:  # The path contains a null byte. The data source reports it.
@@ -72,6 +63,16 @@ class Reach:
             else "is not below the project's root"
         )
         return f"'{shorten(text)}' {what}; {remedy}, or move the file into the project"
+
+    def _explain_url(self, text: str, remedy: str) -> str:
+        hide_secrets_of(text)
+        if ".." in text:
+            remedy = f"write the URL without '..', and {remedy}"
+        else:
+            prefixes = (prefix.rstrip("/") for prefix in self.paths if "://" in prefix)
+            if any(text == prefix or text.startswith(f"{prefix}/") for prefix in prefixes):
+                return ""
+        return f"'{shorten(show(text))}' is not in the project; {remedy}"
 
     def explain_package(self, module: str) -> str:
         """Return why functions of a module outside the project are not allowed.

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.reporting.comparison import variant_rows
+from onnx_ops.reporting.comparison import VariantRow, variant_rows
 from onnx_ops.reporting.formatting import Scale, format_figure, scale_for
 from onnx_ops.reporting.metrics import Measured, headline, median_latency, task_metric
 from onnx_ops.reporting.plots import Figure, is_bounded, style_series
@@ -27,16 +27,7 @@ def pareto_figure(
     other.
     """
     here = [e for e in evidence if e.target == target]
-    medians = {
-        row.variant: row.latency
-        for row in variant_rows(decisions, evidence)
-        if row.target == target and row.verdict is not None
-    }
-    points = [
-        (series, e, median)
-        for series, e in enumerate(here)
-        if (median := medians.get(e.variant, median_latency(e.latency))) and e.size_bytes > 0
-    ]
+    points = _list_points(here, variant_rows(decisions, evidence))
     if not points:
         return None
     metric = headline(decisions, here)
@@ -75,6 +66,19 @@ def pareto_figure(
         f"The ring marks the chosen variant. The text beside a variant shows its {metric}.",
         keys=tuple(keys),
     )
+
+
+def _list_points(
+    evidence: Sequence[Evidence], rows: Sequence[VariantRow]
+) -> list[tuple[int, Evidence, Measured]]:
+    """Return number, evidence and median latency of each measured variant."""
+    medians = {(row.variant, row.target): row.latency for row in rows if row.verdict is not None}
+    return [
+        (series, e, median)
+        for series, e in enumerate(evidence)
+        if (median := medians.get((e.variant, e.target), median_latency(e.latency)))
+        and e.size_bytes > 0
+    ]
 
 
 def _choose_sides(points: Sequence[tuple[int, Evidence, Measured]]) -> dict[str, bool]:
