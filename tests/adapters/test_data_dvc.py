@@ -329,7 +329,7 @@ def test_load_with_invalid_committed_dvc_pointer_raises_error_with_its_path(
     assert caught.value.remedy
 
 
-def test_load_with_swapped_md5_in_dvc_pointer_raises_digest_mismatch_error(
+def test_swapped_md5_in_dvc_pointer_is_detected_by_size_or_pinned_md5(
     repository: Repository, reads: DvcSource
 ) -> None:
     known = repository.put(archive(6, rows=40))

@@ -87,7 +87,9 @@ def test_build_azure_name_of_any_deployment_is_valid_and_unique(one: str, other:
 
 
 @given(states())
-def test_read_state_with_missing_or_foreign_records_returns_none(state: EndpointState) -> None:
+def test_read_state_with_missing_record_or_tags_or_wrong_traffic_returns_none(
+    state: EndpointState,
+) -> None:
     plan = plan_traffic(state, generation=1)
     records = dict(plan.deployments)
     lost = next(iter(records))

@@ -57,7 +57,7 @@ def named_and_variadic(x: Any, *rest: Any, **others: Any) -> Any:
         (named_and_variadic, "x", ("x", (), {})),
     ],
 )
-def test_bind_call_passes_each_input_to_parameter_of_its_name(
+def test_bind_call_passes_inputs_by_name_or_single_and_variadic_inputs_by_position(
     function: Callable[..., Any], inputs: str, answer: Any
 ) -> None:
     names = inputs.split()

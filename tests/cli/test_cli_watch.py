@@ -168,7 +168,7 @@ def test_mlflow_webhooks_install_check_and_repair_restore_changed_webhook(
 
 
 @pytest.mark.nightly
-def test_mlflow_webhooks_on_unconfigured_server_name_settings_to_change(
+def test_mlflow_webhooks_error_on_unconfigured_server_contains_required_setting(
     server: str, mlflow: Path, tmp_path: Path
 ) -> None:
     """A server that has lost its key cannot read its webhooks either."""

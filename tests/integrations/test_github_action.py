@@ -227,7 +227,7 @@ def test_publish_of_inconclusive_result_is_neutral_and_keeps_user_comments(runne
     assert runner.github.comments[0] == quoted
 
 
-def test_action_with_read_only_token_writes_only_summary(
+def test_action_with_read_only_token_writes_summary_and_warning(
     runner: Runner, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runner.github.read_only = True

@@ -114,7 +114,7 @@ def test_measure_metrics_of_slice_equals_metrics_of_its_rows(
     assert (measured.metrics, measured.scores) == (alone.counts, alone.scores)
 
 
-def test_measure_metrics_measures_only_metrics_of_gates_in_slices(tmp_path: Path) -> None:
+def test_measure_metrics_of_metric_outside_slice_plan_omits_it_from_slices(tmp_path: Path) -> None:
     request = ScoringRequest(
         runtime=OnnxRuntime(),
         target=TARGET,

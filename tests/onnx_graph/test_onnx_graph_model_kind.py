@@ -40,7 +40,7 @@ def test_read_candidate_kind_of_variant_returns_its_precision(
     )
 
 
-def test_read_candidate_kind_of_same_file_reports_it(perceptron: Path) -> None:
+def test_read_candidate_kind_of_same_file_reports_same_file_as_change(perceptron: Path) -> None:
     found = read_candidate_kind(perceptron, perceptron)
     assert (found.candidate.precision, found.changes, found.is_rounded) == (
         "float32",

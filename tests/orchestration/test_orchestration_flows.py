@@ -151,7 +151,7 @@ def empty_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("champions", {"pipelines", "blocks"}, []),
     ],
 )
-def test_flow_has_name_and_parameters_of_deployments(
+def test_load_flow_returns_expected_name_and_parameters(
     name: str, parameters: set[str], required: list[str]
 ) -> None:
     found = load(name)

@@ -97,7 +97,7 @@ def test_worker_started_during_server_restart_enters_its_pool(
     assert not failures
 
 
-def test_worker_without_server_raises_connect_error(
+def test_worker_start_without_server_until_deadline_raises_connect_error(
     client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import httpx

@@ -743,7 +743,9 @@ def test_judge_invariance_of_batch_dependence_is_advisory(golden: Golden) -> Non
 @pytest.mark.parametrize(
     "change", [{}, {"error": math.nan}, {"ratio": math.nan}, {"changed": math.nan}]
 )
-def test_judge_invariance_of_rounding_passes_and_of_nan_is_error(change: dict[str, Any]) -> None:
+def test_judge_invariance_with_difference_within_limit_passes_and_with_nan_is_error(
+    change: dict[str, Any],
+) -> None:
     (result,) = invariance_results(
         measured_in_batches(10.0), measured_in_batches(**{"ratio": 10.0, **change})
     )

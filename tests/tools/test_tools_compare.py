@@ -222,7 +222,7 @@ def test_tools_on_backend_models_end_in_verdicts_or_typed_errors(
 
 
 @pytest.mark.parametrize("name", TROUBLE)
-def test_compare_of_data_dependent_shapes_with_itself_ends_in_user_error(
+def test_compare_of_same_model_with_data_dependent_shapes_raises_user_error(
     name: str, models: dict[str, Path]
 ) -> None:
     kind, said = TROUBLE[name]

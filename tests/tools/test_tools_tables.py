@@ -72,7 +72,7 @@ def test_load_table_that_changed_after_plan_raises_conflict_error(context: Conte
         load(context, TABLE, later=TABLE + "\n")
 
 
-def test_load_table_makes_one_input_per_column(context: Context) -> None:
+def test_load_table_makes_one_input_per_column_except_label_and_group(context: Context) -> None:
     rows = get_dataset(context.store, load(context, TABLE, group="customer"))
 
     assert list(rows.frame().columns) == ["age", "visits", "city"]
