@@ -33,9 +33,9 @@ from onnx_ops.statistics.differences.resampling import resize as resize_exactly
 ROOT = Path(__file__).parents[2]
 
 
-# The following functions are the steps of the system for shapes. The steps before the model are
-# decode, letterbox and normalize. The steps after the model are boxes, threshold, suppress, place
-# and objects.
+# The following functions make the system for shapes, and alternative and faulty versions of its
+# steps. The steps before the model are decode, letterbox and normalize. The steps after the model
+# are boxes, threshold, suppress, limit and objects.
 
 
 @functools.cache

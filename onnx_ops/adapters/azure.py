@@ -135,7 +135,8 @@ def build_timeouts(api_timeout_s: float) -> dict[str, float]:
 def get_credential(api_timeout_s: float = API_TIMEOUT_S) -> TokenCredential:
     """Return the credential of this process for Azure.
 
-    The credential caches tokens, and makes three attempts to get a token.
+    Credentials that request tokens over HTTP cache them, and make three attempts. Those of
+    command-line tools, such as `az`, start a process for each token.
 
     Raises:
         MissingPackageError: a package of the extra `azure` is not installed.

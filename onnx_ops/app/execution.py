@@ -90,7 +90,7 @@ class StageOutput:
 _PRELOADED = {"scikit-learn": "sklearn", "skl2onnx": "skl2onnx"}
 """Packages that the fork server imports for the stages that need them.
 
-The keys are the names of distributions. These packages start no threads.
+The keys are the names of distributions. These packages start no Python threads.
 """
 
 

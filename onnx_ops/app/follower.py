@@ -301,7 +301,11 @@ class Follower:
         self.renew_lease()
 
     def publish(self) -> None:
-        """Publish the newest table to the server, unless the server has adopted it."""
+        """Publish the newest table to the server, unless the server has adopted it.
+
+        A failure is logged and reported, not raised. The same table is published again after
+        `_RETRY_S`.
+        """
         table, adopted = self._following.newest, self._following.adopted
         if table is None or (adopted is not None and adopted.number >= table.number):
             return

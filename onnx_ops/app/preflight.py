@@ -317,8 +317,8 @@ class Preflight:
     def _export_options(self) -> Iterator[Issue]:
         """Yield issues of the section `export`.
 
-        The method checks that free axes name existing inputs, and that the exporter has the
-        options.
+        The method checks that the exporter has the options. If there are rows for scoring, it also
+        checks the inputs, axes and names in `dynamic`.
         """
         from onnx_ops.adapters.exporters.signature import find_section_problems
         from onnx_ops.domain.row_axes import find_declared_axes

@@ -198,7 +198,12 @@ def keys_retire(
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Retire it even if versions in use lose their decision.")
+        bool,
+        typer.Option(
+            "--force",
+            help="Retire the key even if versions under aliases lose their decision, the registry "
+            "does not answer, or a ledger cannot be changed.",
+        ),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what the command would change.")

@@ -127,8 +127,7 @@ def load_pipeline(
         ]
     problems = document.problems()
     if not beyond:
-        # The check reads the project's files, so it is omitted if the settings do not permit one of
-        # them.
+        # `preflight` reads what the file refers to, so it is omitted if a reference is not allowed.
         issues += preflight(
             draft, targets, None if problems or target_problems or issues else pipeline
         )

@@ -46,7 +46,7 @@ _NAMED_KEYS = (
     "max_detections",
     "sigmas",
 )
-"""Keys that are part of a metric's name where they differ from their defaults."""
+"""Keys that are part of a metric's `label` if they differ from their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

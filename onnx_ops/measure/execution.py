@@ -31,7 +31,8 @@ def require_hardware(runtime: Runtime, target: Target) -> HardwareFingerprint:
         raise MeasurementError(
             f"this machine does not meet the target's requirements: {'; '.join(missing)}",
             where=f"target {target.name}",
-            remedy="Measure this target on a machine that meets its requirements (see `pool`).",
+            remedy="Measure this target on a machine that meets its requirements. The target's key "
+            "`pool` names a Prefect work pool of such machines.",
         )
     return fingerprint
 

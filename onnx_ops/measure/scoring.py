@@ -409,9 +409,12 @@ def _make_comparable(
 
 
 def _convert_values(definition: MetricDefinition, prediction: Prediction) -> Prediction:
-    """Return a prediction whose values are checked and converted for the metric.
+    """Return the prediction, with checked probabilities if the metric reads them.
 
-    Unlike the form of an output, its values are known only after the model ran.
+    Shapes are checked earlier. Values are known only after the model has run.
+
+    Raises:
+        UserError: the scores of a row are not probabilities.
     """
     if definition.reads != "probabilities":
         return prediction

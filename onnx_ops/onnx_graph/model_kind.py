@@ -174,10 +174,17 @@ def _get_narrow_type(name: str, stored: Mapping[str, onnx.TensorProto]) -> str:
 
 
 def _describe_weights(operators: Counter[str], weights: Counter[str]) -> str:
-    total = sum(operators[name] for name in (*_WITH_WEIGHTS, "MatMulNBits"))
-    count = min(weights.total(), total) if total else weights.total()
+    """Return how many of the operators that can have weights have quantized ones."""
+    tables = sum(operators[name] for name in ("Gather", "GatherBlockQuantized"))
+    products = sum(operators[name] for name in (*_WITH_WEIGHTS, "MatMulNBits"))
+    count, total = weights.total(), products + tables
     widths = " and ".join(f"{bits}-bit" for bits in _list_bits(weights))
-    return f"{count} of {max(total, count)} matrix products have {widths} weights"
+    kinds = (
+        "matrix products, convolutions and lookups"
+        if tables
+        else "matrix products and convolutions"
+    )
+    return f"{count} of {total} {kinds} have {widths} weights"
 
 
 def _list_bits(weights: Counter[str]) -> list[int]:

@@ -1,5 +1,6 @@
 """Integration with Prefect.
 
-Each stage is recorded as a task run, whose state shows the verdict of a gate. Results are published
-as artifacts, and releases as events.
+Each stage is recorded as a task run. The state of a gate's task run shows its verdict. Results are
+published as artifacts, and releases as events. Stages with a pool run on workers of Prefect's work
+pools.
 """

@@ -89,7 +89,7 @@ class PrefectPools(Pools):
     """The awaited flow runs as of `_read_at`, or the error of reading them."""
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _client: SyncPrefectClient | None = None
-    """Client of all threads that send requests, open until this process ends.
+    """Client that all threads share to request stages; open until this process ends.
 
     The start of another client would take as long as a short stage.
     """

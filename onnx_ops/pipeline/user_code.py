@@ -38,7 +38,8 @@ _NAME_PATTERN = re.compile(
     # In a pickle, the length of a string precedes the string.
     rb"(?=\x8c(?P<short>.)(?P<a>[^\W\d][\w.]*)"
     rb"|X(?P<long>.{4})(?P<b>[^\W\d][\w.]*)"
-    rb"|c(?P<c>[^\W\d][\w.]*)\n"  # Pickle protocols below 4 write classes on lines.
+    # Pickle protocols below 4 end the name of a class's module with a newline.
+    rb"|c(?P<c>[^\W\d][\w.]*)\n"
     rb'|"(?P<d>[^\W\d][\w.]*)")',  # In JSON, a string is quoted.
     re.DOTALL,
 )

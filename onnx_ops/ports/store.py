@@ -58,7 +58,7 @@ class Store(Protocol):
 
 
 class Signer(Protocol):
-    """A signer of bytes. The key never leaves the signer."""
+    """A signer of bytes. The private key never leaves the signer."""
 
     @property
     def is_local(self) -> bool:

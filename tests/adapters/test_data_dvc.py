@@ -245,7 +245,7 @@ def test_load_of_tampered_dvc_cache_file_raises_digest_mismatch_error(
     assert error.where == str(repository.cached(oid))
     assert md5(archive(7)) in error.why
     assert f"data/train.npz.dvc requires {oid}" in error.why
-    assert "Delete that file" in error.remedy
+    assert "Delete the cache file" in error.remedy
     assert error.exit_code == 5
 
 

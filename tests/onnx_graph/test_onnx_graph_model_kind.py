@@ -25,7 +25,7 @@ from tests.support.pairs import derive
             "weight-only",
             {"bits": 4, "block": 16},
             "weight-only",
-            "3 of 3 matrix products have 4-bit weights",
+            "3 of 3 matrix products and convolutions have 4-bit weights",
         ),
     ],
 )
@@ -101,7 +101,7 @@ def test_read_candidate_kind_of_weight_only_file_names_bits(
     found = read_candidate_kind(path, path).candidate
     assert (found.precision, found.why) == (
         "weight-only",
-        f"1 of 2 matrix products have {bits}-bit weights",
+        f"1 of 2 matrix products and convolutions have {bits}-bit weights",
     )
 
 

@@ -70,7 +70,7 @@ def test_make_probe_groups_gives_each_group_all_inputs_with_their_types() -> Non
 def test_make_range_inputs_reaches_ends_of_range_and_stays_within() -> None:
     made: dict[str, npt.NDArray[Any]] = {**make_range_inputs(SAMPLES, learn_domains(SAMPLES))}
     image = made["image"].astype(np.float64)
-    # No value is below the smallest value of all rows.
+    # The range is wider than that of the rows, but does not extend across zero.
     assert image.min() == 0
     assert 16 < image.max() <= 24 + 1e-3
     assert made["tokens"].min() == TOKENS.min()
@@ -187,7 +187,7 @@ def test_make_probe_groups_of_masks_or_indices_omits_distorted_groups() -> None:
     )
 )
 def test_make_range_inputs_of_any_array_stays_within_domain(array: npt.NDArray[Any]) -> None:
-    # A range that is wider than the largest float has no numbers to draw.
+    # The width of such a range overflows to infinity, so no value can be drawn from it.
     assume(np.abs(array[np.isfinite(array)].astype(np.float64)).max(initial=0.0) < 1e307)
     domain = learn_domains({"x": array})["x"]
     made = make_range_inputs({"x": array}, {"x": domain})["x"]

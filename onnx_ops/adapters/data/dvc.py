@@ -355,7 +355,7 @@ class DvcSource(DataSource):
                 pointer,
                 "DVC cache file",
                 str(cached),
-                "Delete that file, then run `dvc fetch`",
+                "Delete the cache file, then run `dvc fetch`",
             )
             return copy, str(cached)
         answer = self._ask(

@@ -145,9 +145,10 @@ class SageMakerVariants(CloudEndpoints):
 
         The result is None without an endpoint of onnx-ops that can answer, or if a request to AWS
         fails with an InfrastructureError. For an idle endpoint that matches its claim and is not
-        scaled, two requests are made: for its description, and for the claim. The config's name
-        contains the digest of the options and the endpoint's name, so a matching name shows that
-        both are unchanged.
+        scaled, two requests are made: for its description, and for the claim. A claim is the object
+        in the bucket that records the endpoint's latest generation and its state. The config's
+        name contains a digest of the variants and options, without tags, so a matching name shows
+        that these are unchanged.
         """
         client = self._connect(config)
         try:

@@ -71,7 +71,8 @@ def _xgboost(part: Any) -> Iterator[ConversionDefect]:
     others = {
         "survival:cox": "Train with another objective, such as reg:squarederror on "
         "the logarithm of the target.",
-        "reg:logistic": "Train an XGBClassifier with binary:logistic.",
+        "reg:logistic": "For labels 0 and 1, train an XGBClassifier with binary:logistic. For "
+        "other targets, train with reg:squarederror on the logit of the target.",
         "multi:softmax": "Use objective multi:softprob: `predict` returns the same classes.",
     }
     if objective in others:

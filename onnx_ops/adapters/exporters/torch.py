@@ -571,7 +571,7 @@ class HuggingfaceExporter(TorchExporter):
                 where="train.run",
                 why="the files of save_pretrained contain no code, so a class of transformers with "
                 "this name would be loaded",
-                remedy="Set export.framework: torch, which exports any module.",
+                remedy="Set export.framework: torch, which accepts modules of any class.",
             )
         model.save_pretrained(folder)
 

@@ -135,7 +135,7 @@ The version increases when folders of an older release can no longer be used.
 
 NPM_REMEDY = (
     "Install npm (Debian, Ubuntu: `apt-get install nodejs npm`), "
-    "or copy the project's environments to this machine."
+    "or copy `.onnx-ops/environments` from a machine that has these packages."
 )
 
 

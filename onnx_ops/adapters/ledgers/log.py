@@ -386,7 +386,10 @@ def _build_conflict(entry: LedgerEntry) -> LedgerConflictError:
 
 
 class MemoryLedger(Ledger):
-    """A ledger in memory, with the guarantees of a ledger within one process."""
+    """A ledger in memory, for one thread of one process.
+
+    Entries are not signed, and are lost when the process ends.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[str, list[LedgerEntry]] = {}

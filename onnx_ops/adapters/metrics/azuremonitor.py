@@ -49,10 +49,9 @@ _P50, _P99 = "RequestLatency_P50", "RequestLatency_P99"
 class AzureMonitorMetrics(MetricsSource):
     """Counts and percentiles of deployments, without a histogram.
 
-    The source has no options: workspace and name are those of the endpoint. Counts restart every
-    day (UTC), which is their origin.
-    `MetricsReading.at` is the end of the last minute whose numbers no longer change, about three
-    minutes ago.
+    The source has no options: workspace and name are those of the endpoint. Counts restart at 00:00
+    UTC; `MetricsReading.origin` is the start of that day. `MetricsReading.at` is the end of the
+    last minute whose numbers no longer change, three to four minutes ago.
     """
 
     def __init__(self, options: Mapping[str, Json], clock: Clock | None = None) -> None:

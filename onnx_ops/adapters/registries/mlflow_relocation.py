@@ -71,7 +71,8 @@ def _change(
             "the project was moved",
             where=str(database),
             why=str(error),
-            remedy="Make the database and its folder writable, and try again.",
+            remedy="Stop other processes that use the database, make the database and its folder "
+            "writable, and try again.",
         ) from error
     _log.info(
         "the artifact locations are now below %s; before, they were below %s",

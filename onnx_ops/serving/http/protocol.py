@@ -238,7 +238,7 @@ class HttpProtocol(TimedConnection):
             self.stage = READING
             self.since = self._limits.now
         if self._place is _IN_HEAD:
-            # The bytes of earlier requests in the same data are not counted.
+            # The bytes up to the last blank line belong to earlier requests, and are not counted.
             self._head_bytes += len(data) - (data.rfind(b"\r\n\r\n") + 1)
             if self._head_bytes > _MAX_HEAD_BYTES:
                 self._reject_error(_build_head_error())

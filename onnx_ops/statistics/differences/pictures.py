@@ -320,8 +320,15 @@ def _explain_crop(left: Floats, right: Floats) -> str:
         best = min(best, (residual, down, across))
     if best[0] > _EXPLAINED * before:
         return ""
-    down, across = best[1:]
-    return f"crop: the candidate's crop begins {-down} rows and {-across} columns later"
+    shifts = [
+        f"{abs(shift)} {noun}{'s' if abs(shift) != 1 else ''} {later if shift > 0 else earlier}"
+        for shift, noun, later, earlier in (
+            (best[1], "row", "lower", "higher"),
+            (best[2], "column", "further right", "further left"),
+        )
+        if shift
+    ]
+    return f"crop: the candidate's crop begins {' and '.join(shifts)}"
 
 
 def _list_shifts(left: Floats, right: Floats, reach: int) -> Iterator[tuple[int, int]]:

@@ -70,9 +70,9 @@ _LEAST = 1e-12
 
 
 def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> Array:
-    """Return the log probability of the events under each odds ratio.
+    """Return the log likelihood ratio of each odds ratio to an odds ratio of 1.
 
-    The log probabilities of independent intervals add.
+    The log likelihood ratios of independent intervals add.
 
     Args:
         table: (..., 4) whole numbers: the candidate's events and requests, the stable version's
@@ -80,7 +80,8 @@ def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> 
         odds_ratios: (m,) positive.
 
     Returns:
-        (..., m): log P(k | odds ratio) - log P(k | 1) for each interval. The value is 0 where only
+        (..., m): log P(k | odds ratio) - log P(k | 1) for each interval, where k is the number of
+        events on the candidate. The value is 0 where only
         one outcome was possible, as without events or with requests on one side only.
 
     Raises:

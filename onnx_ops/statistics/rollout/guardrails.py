@@ -161,7 +161,7 @@ def evaluate_cold_start(
         # This is the exact sign test of the hypothesis that half of the loads take at most `max`.
         above, n = sum(each > rail.max for each in candidate_s), len(candidate_s)
         p = float(sum(math.comb(n, k) for k in range(above, n + 1)) / 2**n)
-        rule = f"candidate {_range(candidate_s)}, at most {rail.max:g} s"
+        rule = f"candidate {_range(candidate_s)}, a median of at most {rail.max:g} s is allowed"
     else:
         allowed = (
             DEFAULT_SLOWDOWN if rail.max_latency_increase is None else rail.max_latency_increase

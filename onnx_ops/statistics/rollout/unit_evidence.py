@@ -128,9 +128,11 @@ def sum_log_factors(
 
 
 def measure_unit_evidence(splits: Sequence[GenerationUnits], place: str, tolerated: float) -> float:
-    """Return log10 evidence over all splits that the candidate makes units too bad.
+    """Return log10 of the evidence that the candidate makes units too bad.
 
-    Units are too bad if they are worse than tolerated.
+    The null hypothesis is that no unit is more than `tolerated` times as bad as under the stable
+    version. Splits that give a version no traffic, or lack this place, are skipped. If no other
+    split remains, the result is 0.
     """
     used = [split for split in splits if place in split.units and 0 < split.percent < 100]
     if not used:

@@ -262,7 +262,7 @@ def judge_entry(name: str, limit: MetricLimit, entry: Entry) -> GateResult:
         return replace(
             blank,
             verdict=Verdict.INCONCLUSIVE,
-            reason=f"{name} has no interval that fits {limit.text}",
+            reason=f"{name} was measured without the interval that the limit needs: {limit.text}",
         )
     verdict = limit.verdict(interval.low, interval.high)
     if verdict is Verdict.PASS and (

@@ -186,7 +186,7 @@ def test_large_bodies_in_pieces_with_small_requests_between_are_answered(
     sent = b"".join(requests)
     with worker.connect() as client:
         start = 0
-        # After 50 small pieces, the rest of a message arrives as one piece.
+        # Each block of 500,000 bytes is sent as up to 50 small pieces, then its rest as one piece.
         while start < len(sent):
             size = piece if start % 500_000 < 50 * piece else 500_000 - start % 500_000
             client.sendall(sent[start : start + size])
