@@ -77,7 +77,11 @@ def test_rate_distance_of_different_values_exceeds_tolerance(reference: Any, val
         (PICTURE, FLOATS, "the candidate divides by 255"),
         (FLOATS, (FLOATS - [0.4, 0.5, 0.6]) / [0.2, 0.3, 0.4], "mean or standard deviation"),
         (PICTURE, PICTURE.mean(axis=2), "grey"),
-        (PICTURE[4:52, 4:44], PICTURE[7:55, 6:46], "crop: "),
+        (
+            PICTURE[4:52, 4:44],
+            PICTURE[7:55, 6:46],
+            "crop begins 3 rows lower and 2 columns further right",
+        ),
         (np.array([5, 6, 7, 0, 0]), np.array([0, 0, 5, 6, 7]), "pads on the right"),
         (np.array([1, 5, 6, 2, 0]), np.array([5, 6, 0, 0, 0]), "special tokens"),
         (np.arange(1, 30), np.arange(1, 20), "truncation: the candidate cuts to 19"),
