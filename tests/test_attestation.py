@@ -172,9 +172,9 @@ def statement_of(**changes: Any) -> Envelope:
         (statement_of(predicate={"model": "digits"}), "not a DecisionRecord"),
         (
             statement_of(subject=[{"name": "manifest.json", "digest": {"sha256": "0" * 64}}]),
-            "does not match its predicate",
+            "does not match the predicate",
         ),
-        (statement_of(subject=[]), "does not match its predicate"),
+        (statement_of(subject=[]), "does not match the predicate"),
         (Envelope(payload="é", payloadType=PAYLOAD_TYPE, signatures=()), "not base64"),
     ],
 )

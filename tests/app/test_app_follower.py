@@ -229,7 +229,7 @@ def test_is_list_due_while_lease_is_needed_returns_true_earlier(following: Follo
 def test_check_options_with_overlapping_locations_raises_user_error(
     control: str, reports: str
 ) -> None:
-    with pytest.raises(UserError, match="in the same location"):
+    with pytest.raises(UserError, match="of tables and reports are the same"):
         check_options(
             {"follow": control, "reports": reports},
             ServerOptions(endpoint="digits", trusted_keys="keys"),

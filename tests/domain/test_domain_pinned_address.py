@@ -47,8 +47,8 @@ def test_parse_pinned_address_of_hub_returns_repository_commit_and_path() -> Non
         ("hf://o/n/model.onnx", "hf://o/n@COMMIT/model.onnx"),
         ("hf://o/n@main/model.onnx", "revision 'main' can change"),
         ("hf://datasets/o/n@v1", "hf://datasets/o/n@COMMIT"),
-        (f"hf://o/n@{COMMIT}/../x", "not one of the Hugging Face hub"),
-        ("hf://o", "not one of the Hugging Face hub"),
+        (f"hf://o/n@{COMMIT}/../x", "the address of the Hugging Face hub is not valid"),
+        ("hf://o", "the address of the Hugging Face hub is not valid"),
     ],
 )
 def test_find_pin_problem_of_wrong_address_names_cause_or_remedy(place: str, problem: str) -> None:

@@ -66,7 +66,7 @@ def test_read_model_info_with_hidden_external_data_raises_refused_error(
     model = read_structure(perceptron)
     PLACES[place](model).CopyFrom(external(("location", "../secret"), size=1))
     perceptron.write_bytes(model.SerializeToString())
-    with pytest.raises(RefusedError, match="outside the model's folder"):
+    with pytest.raises(RefusedError, match="inside the model's folder"):
         read_model_info(perceptron)
 
 
@@ -145,7 +145,7 @@ WRONG_PLACES = {
     "more than 64 bits": ([external(W, ("offset", "9" * 30))], "not a number"),
     "too short": ([external(W, ("length", "4"))], "its shape needs 8"),
     "too long": ([external(W, ("length", "16"))], "its shape needs 8"),
-    "negative shape": ([external(W, size=-2)], "shape is negative"),
+    "negative shape": ([external(W, size=-2)], "shape has a negative size"),
     "two files": ([external(W, ("location", "../secret"))], "twice"),
     "no file": ([external(("offset", "0"))], "without the name of a file"),
     "nothing at all": ([external()], "without the name of a file"),

@@ -224,7 +224,7 @@ def test_target_block_with_code_or_invalid_target_raises_validation_error(
 
     with pytest.raises(ValidationError, match=expected):
         TargetDefinitions(targets={"t": target})
-    with pytest.raises(ValidationError, match="not the name of a target"):
+    with pytest.raises(ValidationError, match="not a valid target name"):
         TargetDefinitions(targets={"../t": {}})
 
 

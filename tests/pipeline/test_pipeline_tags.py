@@ -93,7 +93,7 @@ def test_tags_of_file_and_function_join_columns(context: Context) -> None:
     [
         ("short", "has 1 value, and the scored data set has 3 rows"),
         ("failing", "slice_code:failing failed"),
-        ("listing", "must return a mapping"),
+        ("listing", "a mapping whose keys are strings is required"),
     ],
 )
 def test_tags_of_wrong_function_raise_user_error(

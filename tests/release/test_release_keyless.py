@@ -77,7 +77,7 @@ def test_abort_and_pause_without_key_stop_rollout(trial: Site) -> None:
         (lambda c: send_command(c, ENDPOINT, OperatorCommand.ADVANCE), "orders to advance"),
         (lambda c: bind_endpoint(c, config_of(ENDPOINT), AT_ONCE), "binds"),
         (lambda c: delete_endpoint(c, ENDPOINT, reason="old"), "deletes"),
-        (lambda c: roll_back(c, ENDPOINT, to="3"), "was not stable, or is rejected"),
+        (lambda c: roll_back(c, ENDPOINT, to="3"), "does more than return traffic"),
     ],
 )
 def test_signed_operation_without_key_raises_missing_key_error_and_writes_nothing(

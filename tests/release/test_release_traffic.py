@@ -51,7 +51,7 @@ def test_measure_traffic_without_requests_raises_user_error() -> None:
 
 
 def test_measure_traffic_without_new_reading_raises_service_unavailable_error() -> None:
-    with pytest.raises(ServiceUnavailableError, match="no counts of this time"):
+    with pytest.raises(ServiceUnavailableError, match="no counts of the measured time"):
         measure_traffic(serving("a").context, "digits", 20.0, sleep=lambda _: None)
 
 
