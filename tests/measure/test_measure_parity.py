@@ -183,7 +183,7 @@ def test_locate_divergence_without_node_explains_why(
 ) -> None:
     path, worst = faulty(source, tmp_path, "head.weight", "sign")
     golden("reasons", source.located(path, worst, None).note)
-    assert source.located(path, worst, lambda *_: ({}, None)).note.startswith("no value")
+    assert source.located(path, worst, lambda *_: ({}, None)).note.startswith("no diverging value")
     assert (
         "without the runtime's optimizations"
         in source.located(source.path, worst, source.tracer).note

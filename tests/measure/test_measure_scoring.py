@@ -445,7 +445,7 @@ class TestReading:
     def test_read_classes_of_string_output_returns_labels(self) -> None:
         reading = read_prediction(ACCURACY, {"label": np.array(["a", "b"], dtype=object)})
         assert read_classes(np.array(["a", "c"]), reading, ACCURACY).tolist() == ["a", "b"]
-        with pytest.raises(UserError, match="the labels are int64"):
+        with pytest.raises(UserError, match="the labels are of type int64"):
             read_classes(np.array([0, 1]), reading, ACCURACY)
 
     @pytest.mark.parametrize(
