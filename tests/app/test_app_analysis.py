@@ -227,7 +227,7 @@ def test_observe_with_stale_counts_reports_missing_scrape(site: AnalysisSite) ->
     assert site.serve_traffic(5, **SAME).verdict.verdict == "pass"
     site.clock.advance(400)
     result = site.observe()
-    assert "no scrape of the last 400 s" in result.verdict.reason
+    assert "the last counts from Prometheus are 400 s old" in result.verdict.reason
 
 
 def test_observe_of_unknown_analysis_raises_not_found_error(site: AnalysisSite) -> None:

@@ -186,7 +186,7 @@ def test_update_deployment_with_other_model_or_target_raises_mlflow_exception(
     ):
         with pytest.raises(MlflowException, match=expected):
             client.update_deployment("fixed", f"models:/{MODEL}/1", config=config)
-    with pytest.raises(MlflowException, match="its verdict"):
+    with pytest.raises(MlflowException, match="the verdict"):
         client.update_deployment("fixed", f"models:/{MODEL}/3")
     with pytest.raises(MlflowException, match=f"serves {MODEL}, not another"):
         client.update_deployment("fixed", "models:/another/1")

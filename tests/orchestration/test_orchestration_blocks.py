@@ -266,9 +266,9 @@ def test_environment_of_unknown_block_raises_user_error(saved: None, tmp_path: P
 
     from onnx_ops.orchestration.environment import environment
 
-    with pytest.raises(UserError, match="no such block"):
+    with pytest.raises(UserError, match="the block does not exist"):
         environment(("onnx-ops-registry/nobody",), tmp_path)
-    with pytest.raises(UserError, match="no such block"):
+    with pytest.raises(UserError, match="the block does not exist"):
         environment(("nothing",), tmp_path)
     Secret(value="x").save("some", overwrite=True)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="is not a block of onnx-ops"):

@@ -183,7 +183,7 @@ def test_prefect_notifier_sends_message_through_block(block: WebhookSink, tmp_pa
 def test_prefect_notifier_with_unknown_block_raises_user_error(
     prefect_server: None, tmp_path: Any
 ) -> None:
-    with pytest.raises(UserError, match="no such block"):
+    with pytest.raises(UserError, match="the block does not exist"):
         PrefectNotifier({"block": "custom-webhook/missing"}, tmp_path).check()
     for name in ("slack", "slack/", "slack-webhook/ops/x"):
         with pytest.raises(UserError, match="is not a block, TYPE/NAME"):
