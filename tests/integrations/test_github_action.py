@@ -340,7 +340,7 @@ def test_changed_since_without_repository_or_commit_raises_user_error(
 ) -> None:
     with pytest.raises(UserError, match="is not in a git repository"):
         changed_since(tmp_path, "main")
-    with pytest.raises(UserError, match="knows no commit 'nope'"):
+    with pytest.raises(UserError, match="found no commit 'nope'"):
         changed_since(runner.root, "nope")
 
 
