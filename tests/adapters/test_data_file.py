@@ -348,7 +348,7 @@ def test_load_npz_with_encrypted_member_raises_user_error(tmp_path: Path) -> Non
 def test_load_npz_with_non_array_member_raises_user_error(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "d.npz", "w") as file:
         file.writestr("notes.txt", "hello")
-    with pytest.raises(UserError, match=r"entry notes\.txt is not an array"):
+    with pytest.raises(UserError, match=r"the entry notes\.txt of the archive is not an array"):
         FileSource().load(section("d.npz"), tmp_path)
 
 

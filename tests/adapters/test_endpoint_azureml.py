@@ -114,7 +114,7 @@ def test_azureml_apply_of_model_without_trusted_signature_raises_infrastructure_
 ) -> None:
     create_key(tmp_path / "keys" / "signing.pem")
     provider = AzureEndpoints(world.folder, tmp_path / "keys", policy=POLICY)
-    with pytest.raises(InfrastructureError, match="names the files of this version"):
+    with pytest.raises(InfrastructureError, match="Promote a version whose gates passed"):
         provider.apply(world.config, world.state(blue=100), generation=1)
 
 

@@ -284,7 +284,7 @@ def test_sklearn_export_with_unsuitable_model_or_data_raises_user_error(tmp_path
         (sk("cluster.DBSCAN").fit(rows), {"x": rows}, SECTION, neither),
         (object(), {"x": rows}, SECTION, neither),
         (None, {"x": rows}, SECTION, neither),
-        (estimator, {"x": rows, "y": rows}, SECTION, "one input"),
+        (estimator, {"x": rows, "y": rows}, SECTION, "Name one array"),
         (estimator, {"x": rows[:, 0]}, SECTION, "matrix"),
         (
             estimator,

@@ -467,7 +467,7 @@ def test_weight_only_quantizer_of_branches_quantizes_and_counts_products(
     notes = WeightOnlyQuantizer().optimize(
         replace(perceptron, section=Quantize(name="w8", method="weight-only"))
     )
-    assert notes[0].startswith("weights of 2 of 3 matrix products")
+    assert notes[0].endswith("stored the weights of 2 of 3 matrix products in blocks")
     assert notes[1].endswith(": outer")
     for x in (row, -row):
         before, after = (run(path, {"x": x})["y"] for path in (perceptron.source, perceptron.path))

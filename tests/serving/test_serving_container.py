@@ -108,7 +108,7 @@ def test_container_with_plain_model_serves_it(container: Container, tmp_path: Pa
             [],
             {"ONNX_OPS_MODEL_DIR": "/unrouted"},
             2,
-            "there is neither deployment.json nor model.onnx in the folder or up to 3 levels below",
+            "there is neither deployment.json nor model.onnx",
         ),
         (
             [],

@@ -188,7 +188,7 @@ def test_read_invocation_of_csv_reads_names_from_first_line() -> None:
         (b"a,b,c\n1,2,x\n", "'x' of FP32 contains 'x'"),
         (b"a,b,c\n1,2,nan\n", "'x' of FP32 contains 'nan'"),
         (b"a,b,c\n1,2,1_0\n", "contains '1_0'"),
-        (b"a,b,c\n1,2,1e300\n", "too large for FP32"),
+        (b"a,b,c\n1,2,1e300\n", "outside the range of FP32"),
         (b'a,b,c\n1,2,"3\n', "not CSV"),
         (b"\xff,b,c\n1,2,3\n", "not CSV"),
     ],
