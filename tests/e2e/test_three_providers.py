@@ -294,6 +294,6 @@ def audited(lines: list[Any], first: str, good: str, bad: str) -> None:
     ]
     assert (moves[-1]["actor"], moves[-1]["why"]) == ("night", "twos are wrong")
     evidence = [line["why"] for line in lines if line["kind"] == "metrics-recorded"]
-    assert all(f"{good} 0 of " in line for line in evidence), (
+    assert all(f"{good}: 0 of " in line for line in evidence), (
         "what was counted stands before what rests on it"
     )
