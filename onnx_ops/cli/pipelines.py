@@ -400,10 +400,11 @@ def run(
     summary = summarize(prepared.pipeline, result, project.context)
     if hand_over is not None:
         projects.write_evaluation(project, prepared, result, hand_over)
+    _print_run(project, summary, result.errors, against, details=details, as_json=as_json)
     if html is not None:
+        # The results are already printed, so a disk without space hides no verdict.
         with writing("the report", f"--html {html}"):
             html.write_text(render_report(summary, project, os.environ, against), encoding="utf-8")
-    _print_run(project, summary, result.errors, against, details=details, as_json=as_json)
     raise typer.Exit(summary.exit_code)
 
 
