@@ -170,7 +170,7 @@ def run(
         ValueError: `until` or `no_cache` names an unknown kind of stage.
     """
     from onnx_ops.cli.pipelines import run as command
-    from onnx_ops.domain.pipeline import StageKind
+    from onnx_ops.domain.plan import StageKind
 
     if "until" in options:
         options["until"] = StageKind(options["until"])

@@ -20,7 +20,7 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, 
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Gate, LatencyGate, MetricGate, ParityGate, SizeGate, TargetGate
 from onnx_ops.domain.ledger import EntryBody, LedgerEntry, ReleaseState
-from onnx_ops.domain.pipeline import Stage, StageKind, StageOutcome
+from onnx_ops.domain.plan import Stage, StageKind, StageOutcome
 from onnx_ops.domain.release import Choice, Lineage, Registration, VersionRecord
 from onnx_ops.domain.rollout import Action, Roles
 from onnx_ops.domain.rollout_policy import RolloutPolicy

@@ -17,7 +17,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime_session import fingerprint_target
-from onnx_ops.domain.evidence import RuntimeFacts
+from onnx_ops.domain.execution import RuntimeFacts
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.ports import (

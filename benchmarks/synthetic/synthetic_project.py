@@ -12,7 +12,7 @@ import numpy as np
 from synthetic_plugins import CLASSES, FEATURES
 
 from onnx_ops.app.project import PreparedPipeline
-from onnx_ops.domain.pipeline import Plan
+from onnx_ops.domain.plan import Plan
 
 ROWS = 64
 

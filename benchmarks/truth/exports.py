@@ -29,8 +29,9 @@ from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.decision import Verdict
+from onnx_ops.domain.execution import SOURCE_TIME_S
 from onnx_ops.domain.gate import ParityGate
-from onnx_ops.domain.pipeline import SOURCE_TIME_S, Export
+from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, OnnxOpsError, UserError
 from onnx_ops.measure.parity import measure_parity

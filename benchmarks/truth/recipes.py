@@ -26,7 +26,7 @@ from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.adapters.optimizers.library import BatchReader, suppress_output
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.measure.quantization import AS_WRITTEN
+from onnx_ops.domain.target import AS_WRITTEN
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.onnx_graph.instrumentation import write_with_outputs
 from onnx_ops.onnx_graph.model_info import read_model_info

@@ -12,8 +12,6 @@ import hashlib
 import importlib
 import re
 import shutil
-import ssl
-import tarfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -152,6 +150,8 @@ def _download_file(address: WebAddress, folder: Path) -> None:
         ServiceUnavailableError: the download fails.
         UserError: the archive cannot be unpacked.
     """
+    import ssl
+
     import httpx
 
     digest = hashlib.sha256()
@@ -189,6 +189,8 @@ def _unpack(archive: Path, address: WebAddress) -> None:
     Raises:
         UserError: the file is not an archive, or contains a path outside its folder.
     """
+    import tarfile
+
     try:
         # The filter refuses links and paths that lead out of the folder. Zip files have no links,
         # and their absolute paths and paths with `..` are left out.

@@ -19,7 +19,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_js
 from onnx_ops.domain.decision import Decision, RecheckResult, Verdict
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Gate
-from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import MeasurementError, NotFoundError, OnnxOpsError, UserError

@@ -25,7 +25,6 @@ from onnx_ops.adapters.runtimes.hardware import read_conditions
 from onnx_ops.adapters.store import ContentStore, ModelFolders
 from onnx_ops.config.folders import list_source_folders
 from onnx_ops.config.settings import Settings, load_settings
-from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.execution import Environment
 from onnx_ops.errors import InfrastructureError, UserError, describe_error
 from onnx_ops.ports import (
@@ -47,7 +46,8 @@ if TYPE_CHECKING:
     from onnx_ops.app.handler import StageHandler
     from onnx_ops.app.running_stages import RunningStages
     from onnx_ops.config.targets import TargetFiles
-    from onnx_ops.domain.pipeline import Plan, StageKind
+    from onnx_ops.domain.endpoint import EndpointConfig
+    from onnx_ops.domain.plan import Plan, StageKind
 
 T = TypeVar("T")
 

@@ -9,7 +9,8 @@ from typing import Any
 from onnx_ops.app.handler import RELEASE, StageHandler, binding
 from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.ledger import ReleaseState
-from onnx_ops.domain.pipeline import Deploy, Plan, Stage, StageKind, StageOutcome
+from onnx_ops.domain.pipeline import Deploy
+from onnx_ops.domain.plan import Plan, Stage, StageKind, StageOutcome
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.pipeline.run import collect_inputs

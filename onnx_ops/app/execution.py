@@ -19,7 +19,7 @@ from onnx_ops.app.running_stages import RunningStages, machine_lock
 from onnx_ops.app.stage_request import build_request
 from onnx_ops.config.settings import Settings, to_environ
 from onnx_ops.domain.artifact import Digest, Manifest, hex_digits
-from onnx_ops.domain.pipeline import Plan, Stage, StageKind
+from onnx_ops.domain.plan import Plan, Stage, StageKind
 from onnx_ops.errors import StageError, describe_exit, from_document
 from onnx_ops.pipeline.stage_settings import get_pool
 from onnx_ops.pipeline.stages import execute

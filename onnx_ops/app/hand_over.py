@@ -20,7 +20,8 @@ from onnx_ops.app.handler import StageHandler, read_choice, was_compared
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json, hex_digits, is_digest
 from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.pipeline import PLACEABLE, Pipeline, Plan, Stage, StageKind, StageOutcome
+from onnx_ops.domain.pipeline import Pipeline
+from onnx_ops.domain.plan import PLACEABLE, Plan, Stage, StageKind, StageOutcome
 from onnx_ops.errors import CorruptStateError, RefusedError, StageError, UserError
 from onnx_ops.measure.files import MODEL
 from onnx_ops.pipeline import RunResult

@@ -19,7 +19,8 @@ from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.ledger import ReleaseState
-from onnx_ops.domain.pipeline import Deploy, Stage, StageKind
+from onnx_ops.domain.pipeline import Deploy
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.domain.quantization import SEARCH_FILE, SearchRecord
 from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.domain.rollout import format_alias

@@ -14,7 +14,7 @@ from onnx_ops import plugins
 from onnx_ops.app.context import Project
 from onnx_ops.app.stage_request import parse_request, record_failure
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.pipeline import MEASURED, PLACEABLE, Stage
+from onnx_ops.domain.plan import MEASURED, PLACEABLE, Stage
 from onnx_ops.errors import ConflictError, CorruptStateError, OnnxOpsError, RefusedError
 from onnx_ops.pipeline.stage_settings import REVISIONS, is_isolated
 from onnx_ops.ports import Observer

@@ -12,7 +12,9 @@ from onnx_ops import codec
 from onnx_ops.app.stage_request import build_request, load_failure
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_json, hex_digits
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.pipeline import MEASURED, TRANSLATIONS, Stage, StageKind
+from onnx_ops.domain.pipeline import TRANSLATIONS
+from onnx_ops.domain.plan import MEASURED, Stage, StageKind
+from onnx_ops.domain.pool import PlacedStage
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import ConflictError, MeasurementError
@@ -20,7 +22,7 @@ from onnx_ops.measure.files import HARDWARE
 from onnx_ops.pipeline.stage_settings import get_pool
 from onnx_ops.pipeline.stages.champion import HINT, attach_champion, read_champion
 from onnx_ops.pipeline.user_code import CODE, collect_user_code, find_code_file
-from onnx_ops.ports import Context, PlacedStage, Pools, Store
+from onnx_ops.ports import Context, Pools, Store
 
 _LIBRARIES = "custom_ops"
 _CHAMPION = "champion"

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from onnx_ops.app.results import Summary
     from onnx_ops.config.document import Issue
     from onnx_ops.config.rules import Draft
-    from onnx_ops.domain.pipeline import Deploy, Pipeline, Plan, Stage, StageKind
+    from onnx_ops.domain.pipeline import Deploy, Pipeline
+    from onnx_ops.domain.plan import Plan, Stage, StageKind
     from onnx_ops.domain.release import BaseRelease
     from onnx_ops.domain.target import Target
     from onnx_ops.pipeline import Handler, RunResult
@@ -172,7 +173,7 @@ def _list_endpoint_findings(project: Project, pipeline: Pipeline, planned: Plan)
     from onnx_ops.app.handler import binding
     from onnx_ops.app.server_memory import find_memory_shortages
     from onnx_ops.config.document import Issue
-    from onnx_ops.domain.pipeline import StageKind
+    from onnx_ops.domain.plan import StageKind
     from onnx_ops.release.promote import find_refused_change
 
     seen: set[str] = set()
@@ -199,7 +200,7 @@ def _list_endpoint_findings(project: Project, pipeline: Pipeline, planned: Plan)
 def _list_refused(project: Project, planned: Plan) -> Iterator[UserError]:
     """Yield the changes of existing endpoints that a run would refuse."""
     from onnx_ops.app.handler import binding
-    from onnx_ops.domain.pipeline import StageKind
+    from onnx_ops.domain.plan import StageKind
     from onnx_ops.release.promote import find_refused_change
 
     for stage in planned.stages:
@@ -212,7 +213,7 @@ def _list_refused(project: Project, planned: Plan) -> Iterator[UserError]:
 def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
     """Return the location in the pipeline file that declares a stage."""
     from onnx_ops.app.handler import binding
-    from onnx_ops.domain.pipeline import StageKind
+    from onnx_ops.domain.plan import StageKind
 
     match stage.kind:
         case StageKind.DATA:
@@ -406,7 +407,7 @@ def _list_packages(project: Project, stage: Stage) -> Iterator[str]:
     """
     from onnx_ops.adapters.data.tables import find_table_suffix
     from onnx_ops.app.handler import RELEASE, binding
-    from onnx_ops.domain.pipeline import StageKind
+    from onnx_ops.domain.plan import StageKind
     from onnx_ops.pipeline.stage_settings import get_pool
 
     settings: Mapping[str, Any] = stage.settings
@@ -466,7 +467,7 @@ def execute(
     """
     from onnx_ops.app.handler import binding
     from onnx_ops.app.results import find_base, read_base_branch, record_commit, summarize
-    from onnx_ops.domain.pipeline import StageKind
+    from onnx_ops.domain.plan import StageKind
     from onnx_ops.pipeline import InlineExecutor, run
     from onnx_ops.pipeline.stage_settings import get_pool
     from onnx_ops.release.promote import abandon_dropped, require_no_orphans
@@ -517,7 +518,7 @@ def _add_release_hints(project: Project, plan: Plan, base: BaseRelease | None) -
     it is compared.
     """
     from onnx_ops.app.results import read_provenance
-    from onnx_ops.domain.pipeline import StageKind
+    from onnx_ops.domain.plan import StageKind
     from onnx_ops.pipeline.stages.register import BASE, PROVENANCE
 
     provenance = read_provenance(project.settings.root, project.context.clock.now(), os.environ)
@@ -535,7 +536,7 @@ def _add_release_hints(project: Project, plan: Plan, base: BaseRelease | None) -
 
 def _has_deployed(result: RunResult) -> bool:
     """Return whether all deploy stages of a run are done or cached."""
-    from onnx_ops.domain.pipeline import StageKind, StageStatus
+    from onnx_ops.domain.plan import StageKind, StageStatus
 
     served = (StageStatus.DONE, StageStatus.CACHED)
     deploys = [stage for stage in result.plan.stages if stage.kind is StageKind.DEPLOY]

@@ -16,8 +16,9 @@ from onnx_ops import codec
 from onnx_ops.app.context import Project, ask_git, resolve_commit
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.decision import Decision, GateResult, TargetObjective, Verdict
-from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.pipeline import EXPORT, Pipeline, Stage, StageKind, StageOutcome, StageStatus
+from onnx_ops.domain.evidence import EXPORT, Evidence
+from onnx_ops.domain.pipeline import Pipeline
+from onnx_ops.domain.plan import Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import BaseRelease, Choice, Provenance, Registration
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.pipeline import RunResult

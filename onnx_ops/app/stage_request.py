@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
-from onnx_ops.domain.pipeline import Stage
+from onnx_ops.domain.plan import Stage
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import OnnxOpsError, from_document
 from onnx_ops.ports import Store

@@ -20,6 +20,7 @@ from onnx_ops.attestation import KeyRole, TrustedKeys
 from onnx_ops.cli.endpoints import describe_pending
 from onnx_ops.config.folders import PIPELINES, find_config_folder, find_pipelines
 from onnx_ops.domain.artifact import Digest, short_digest
+from onnx_ops.domain.pool import WorkerStatus
 from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import (
     ConfigError,
@@ -29,7 +30,6 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
     UserError,
 )
-from onnx_ops.ports import WorkerStatus
 from onnx_ops.release.journal import list_bound_endpoints, read_readable_state
 from onnx_ops.release.status import read_statuses
 

@@ -40,8 +40,9 @@ from onnx_ops.errors import OnnxOpsError, UserError
 if TYPE_CHECKING:
     from onnx_ops.domain.endpoint import EndpointServer, EndpointState
     from onnx_ops.domain.ledger import PendingRollback
+    from onnx_ops.domain.pool import PoolStatus
     from onnx_ops.domain.release import ListedVersion
-    from onnx_ops.ports import Context, PoolStatus
+    from onnx_ops.ports import Context
     from onnx_ops.release.prune import OrphanSurvey, PrunePlan
     from onnx_ops.release.status import EndpointStatus, HistoryLine
 

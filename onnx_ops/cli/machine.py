@@ -17,7 +17,7 @@ from onnx_ops.cli.common import KEEP, AsJson, Markup, markup, open_project, prin
 from onnx_ops.cli.progress import working
 from onnx_ops.config.binding import bind_options
 from onnx_ops.config.server_options import format_flags, list_options
-from onnx_ops.domain.pipeline import PLACEABLE, StageKind
+from onnx_ops.domain.plan import PLACEABLE, StageKind
 from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import UserError
 from onnx_ops.plugins import EXTRAS, require

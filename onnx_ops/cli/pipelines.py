@@ -32,8 +32,8 @@ from onnx_ops.cli.common import (
     writing,
 )
 from onnx_ops.cli.dry_runs import DryRunOutcome, build_dry_run_document, print_changes
-from onnx_ops.cli.progress import RunProgress
-from onnx_ops.domain.pipeline import StageKind, StageOutcome, StageStatus
+from onnx_ops.cli.run_progress import RunProgress
+from onnx_ops.domain.plan import StageKind, StageOutcome, StageStatus
 from onnx_ops.errors import ConfigError, OnnxOpsError, Problem, UserError, config_error
 
 if TYPE_CHECKING:

@@ -230,12 +230,12 @@ def _print_document(result: QuantizedFile, model: Path, out: Path) -> None:
 
 
 def _parse_calibration(method: str, samples: int) -> Calibrate:
+    from onnx_ops.config.binding import REFUSED
     from onnx_ops.domain.pipeline import Calibrate
-    from onnx_ops.domain.quantization import DISTRIBUTION
 
     known = get_args(get_type_hints(Calibrate)["method"])
     if method not in known:
-        why = DISTRIBUTION if method == "distribution" else f"there are {', '.join(known)}"
+        why = REFUSED.get(method, f"there are {', '.join(known)}")
         raise UserError(
             f"no calibration method is called {method!r}", where="--calibration-method", why=why
         )

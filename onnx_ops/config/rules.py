@@ -15,19 +15,19 @@ from onnx_ops.config.binding import Binding
 from onnx_ops.config.document import Document, Issue, Loc
 from onnx_ops.config.messages import did_you_mean, quote_names, shorten
 from onnx_ops.domain.decision import Objective
+from onnx_ops.domain.evidence import EXPORT
 from onnx_ops.domain.gate import (
     ACCURACY,
     Gate,
     SlicesGate,
     TaskMetricGate,
 )
+from onnx_ops.domain.input_values import InputValues
 from onnx_ops.domain.pipeline import (
-    EXPORT,
     Benchmark,
     DataSection,
     Deploy,
     Export,
-    InputValues,
     Quantize,
     Register,
     SklearnData,

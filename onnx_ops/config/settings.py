@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from onnx_ops.config.binding import bind_options
 from onnx_ops.config.reach import Reach
-from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.domain.plan import StageKind
 from onnx_ops.domain.quantities import Bytes, Json, Notation
 from onnx_ops.errors import UserError
 from onnx_ops.printable import hide_secrets_of

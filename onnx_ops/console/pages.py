@@ -19,11 +19,11 @@ from onnx_ops.console.shared_reads import SharedReads
 from onnx_ops.console.snapshot import EndpointReading, Snapshot, SnapshotReader
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.ledger import LedgerEntry
+from onnx_ops.domain.pool import PoolStatus
 from onnx_ops.domain.release import ListedVersion, VersionRecord
 from onnx_ops.domain.rollout import ActionKind, OperatorCommand
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, OnnxOpsError
-from onnx_ops.ports import PoolStatus
 from onnx_ops.printable import show
 from onnx_ops.release.audit import ReevaluatedDecision, reevaluate
 from onnx_ops.release.entry_log import EntryLog, read_entry_log

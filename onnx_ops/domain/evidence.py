@@ -8,8 +8,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.execution import RuntimeFacts
 from onnx_ops.domain.quantities import OMIT_DEFAULT
 from onnx_ops.domain.target import HardwareFingerprint
+
+EXPORT = "fp32"
+"""Name of the variant that the export stage makes."""
 
 NanPolicy = Literal["refused", "answered", "passed on", ""]
 """Treatment of NaN by the source model.
@@ -455,26 +459,6 @@ class ColdStartMeasurement:
     load_s: tuple[float, ...]
     first_s: tuple[float, ...]
     peak_bytes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuntimeFacts:
-    """The providers that were requested and used, and the nodes that each one ran.
-
-    `shape_nodes` counts nodes that only compute shapes and that do not run on the first provider. A
-    runtime places these nodes on the CPU, where shapes are stored. `clock_resolution_ns` is the
-    measured shortest step of the clock that times runs; None if it was not measured, as in older
-    evidence.
-    """
-
-    runtime: str
-    version: str
-    asked: tuple[str, ...]
-    used: tuple[str, ...]
-    nodes: Mapping[str, int]
-    shape_nodes: Mapping[str, int] = field(default_factory=dict, metadata=OMIT_DEFAULT)
-    build: str = ""
-    clock_resolution_ns: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, doc
 
-from onnx_ops.domain.quantities import Bytes, Json, Notation, Seconds
+from onnx_ops.domain.quantities import OMIT_DEFAULT, Bytes, Json, Notation, Seconds
 
 CPU = "CPUExecutionProvider"
 
@@ -20,6 +20,9 @@ INLINE_S = 250e-6
 
 For such a model, passing a request to a thread would take as long as the run.
 """
+
+SOURCE_TIME_S = 10.0
+"""Default time limit in seconds for running a source model."""
 
 GraphLevel = Literal["disabled", "basic", "extended", "all"]
 
@@ -130,3 +133,23 @@ PROVIDER_PACKAGES: Mapping[str, str] = {
     ),
 }
 """How to install each execution provider, as a remedy in messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeFacts:
+    """The providers that were requested and used, and the nodes that each one ran.
+
+    `shape_nodes` counts nodes that only compute shapes and that do not run on the first provider. A
+    runtime places these nodes on the CPU, where shapes are stored. `clock_resolution_ns` is the
+    measured shortest step of the clock that times runs; None if it was not measured, as in older
+    evidence.
+    """
+
+    runtime: str
+    version: str
+    asked: tuple[str, ...]
+    used: tuple[str, ...]
+    nodes: Mapping[str, int]
+    shape_nodes: Mapping[str, int] = field(default_factory=dict, metadata=OMIT_DEFAULT)
+    build: str = ""
+    clock_resolution_ns: float | None = None

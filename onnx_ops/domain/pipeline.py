@@ -1,19 +1,19 @@
-"""The pipeline file: its sections, and the plan of stages."""
+"""The pipeline file and its sections."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Annotated, Literal, TypeAlias
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen, doc
 
-from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.endpoint import MetricsConfig
-from onnx_ops.domain.execution import Environment
+from onnx_ops.domain.evidence import EXPORT
+from onnx_ops.domain.execution import SOURCE_TIME_S, Environment
 from onnx_ops.domain.gate import FEWEST_SLICE_ROWS, Gate, ParityGate
+from onnx_ops.domain.input_values import InputValues
 from onnx_ops.domain.quantities import (
     COMPUTED,
     OMIT_DEFAULT,
@@ -28,25 +28,6 @@ from onnx_ops.domain.quantities import (
 from onnx_ops.domain.quantization import AUTO, ROLES, Budget, Role, TuningData
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.domain.system_comparison import DeployedStep, Tolerances
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputValues:
-    """Values of one input. Default: derived from the rows of `validate.samples`."""
-
-    min: Annotated[float | None, doc("Smallest number that callers send.")] = None
-    max: Annotated[float | None, doc("Largest number that callers send.")] = None
-    values: Annotated[
-        tuple[int | float | str, ...] | None,
-        MinLen(1),
-        doc("All numbers or texts that callers send: categories."),
-    ] = None
-    missing: Annotated[bool | None, doc("Whether callers send NaN for a missing number.")] = None
-
-
-EXPORT = "fp32"
-"""Name of the variant that the export stage makes."""
-
 
 GROUP = (
     "Name of the array that identifies groups of rows (patient, customer, session); "
@@ -228,9 +209,6 @@ class Samples:
     limit: Annotated[int, Ge(1), doc("Maximum number of rows.")] = 512
 
 
-SOURCE_TIME_S = 10.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validate(PlacedAttempts):
     """Section `validate`: how the export is compared with its source."""
@@ -397,10 +375,6 @@ class Slices(Attempts):
     ] = ""
 
 
-CROSSING = "*"
-"""Sign between the columns of a crossing."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register(Attempts):
     """Section `register`: the registered model that gets the versions."""
@@ -485,120 +459,3 @@ class Pipeline:
     def variants(self) -> tuple[str, ...]:
         """Return the names of all variants, the export first."""
         return (EXPORT, *(name for entry in self.quantize for name in entry.variant_names()))
-
-
-class StageKind(StrEnum):
-    """Kinds of stages."""
-
-    DATA = "data"
-    TAGS = "tags"
-    TRAIN = "train"
-    EXPORT = "export"
-    VALIDATE = "validate"
-    SYSTEM = "system"
-    SEARCH = "search"
-    CALIBRATE = "calibrate"
-    QUANTIZE = "quantize"
-    SCORE = "score"
-    BENCHMARK = "benchmark"
-    GATE = "gate"
-    REGISTER = "register"
-    PROMOTE = "promote"
-    DEPLOY = "deploy"
-
-
-PLACEABLE = (
-    StageKind.TRAIN,
-    StageKind.EXPORT,
-    StageKind.VALIDATE,
-    StageKind.SEARCH,
-    StageKind.CALIBRATE,
-    StageKind.QUANTIZE,
-    StageKind.SCORE,
-    StageKind.BENCHMARK,
-)
-"""Stages that can run on another machine.
-
-Keys and credentials of the other stages stay on this machine.
-"""
-
-MEASURED = (StageKind.SCORE, StageKind.BENCHMARK)
-"""Stages whose result depends on the machine; the result names the machine."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """One stage of a plan, applied to one variant and target where it fans out.
-
-    `settings` is everything in the pipeline that affects the result. `tools` are the versions of
-    the packages that affect it. `needs` names the stages whose manifests are the inputs of this
-    stage; it cannot run without them. `tolerates` names further stages for which this stage waits;
-    it uses their manifests if they succeeded. `hints` affect how the stage runs, not its result,
-    and are not part of the key. `own_process` requests a separate process.
-    """
-
-    id: str
-    kind: StageKind
-    settings: Mapping[str, Json]
-    needs: tuple[str, ...] = ()
-    tolerates: tuple[str, ...] = ()
-    tools: Mapping[str, str] = field(default_factory=dict)
-    variant: str | None = None
-    target: str | None = None
-    retries: int = 0
-    timeout: float | None = None
-    memory: int | None = None
-    own_process: bool = False
-    hints: Mapping[str, Json] = field(default_factory=dict)
-
-    def key(self, inputs: Mapping[str, Manifest]) -> Digest:
-        """Return the digest that names the result of the stage.
-
-        The digest covers the stage's kind, variant, target, settings and tools, and the content of
-        its inputs.
-        """
-        return digest_json(
-            {
-                "kind": self.kind.value,
-                "variant": self.variant,
-                "target": self.target,
-                "settings": self.settings,
-                "tools": dict(self.tools),
-                "inputs": {name: manifest.digest() for name, manifest in inputs.items()},
-            }
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Stages in an order in which every stage comes after those it needs."""
-
-    pipeline: str
-    stages: tuple[Stage, ...]
-
-    def __getitem__(self, stage_id: str) -> Stage:
-        for stage in self.stages:
-            if stage.id == stage_id:
-                return stage
-        raise KeyError(stage_id)
-
-
-class StageStatus(StrEnum):
-    """The result of a stage in a run."""
-
-    CACHED = "cached"
-    DONE = "done"
-    FAILED = "failed"
-    SKIPPED = "skipped"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageOutcome:
-    """The outcome of one stage in one run. `reason` explains a failure or a skip."""
-
-    stage: str
-    status: StageStatus
-    key: Digest | None = None
-    manifest: Manifest | None = None
-    seconds: float = 0.0
-    reason: str = ""

@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from annotated_types import Ge, Gt, Le, doc
 
+from onnx_ops.domain.arithmetic import Arithmetic
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import Interval
-from onnx_ops.domain.execution import CPU
 from onnx_ops.domain.quantities import OMIT_DEFAULT, Bytes, Count, Fraction, Json, Seconds
-from onnx_ops.domain.target import HardwareFingerprint, Target
 
 AUTO = "auto"
 """The method that searches for a recipe."""
@@ -179,42 +178,6 @@ class SearchRecord:
     timed_out: bool = field(default=False, metadata=OMIT_DEFAULT)
 
 
-_CPUS = frozenset({CPU, "cpu"})
-WASM = "wasm"
-"""WebAssembly.
-
-8-bit numbers are widened to 16 bits before they are multiplied, so that no sum saturates.
-"""
-
-
-DISTRIBUTION = (
-    "'distribution' derives ranges for 8-bit floats; with int8, models silently give wrong answers "
-    "(a CNN agreed with fp32 on 10 % of the rows); choose minmax, entropy or percentile"
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arithmetic:
-    """The low-precision arithmetic of a target.
-
-    `saturates`: whether sums of two products of uint8 and int8 are cut to 16 bits, so that large
-    weights give wrong sums. `fp16`: whether half precision is computed as such, not converted to
-    float32 and back. `wide`: whether registers have 512 bits. The layout of convolutions in a graph
-    that is saved at level `all` depends on it.
-    """
-
-    family: Literal["x86", "arm", "accelerator", "other"]
-    saturates: bool = False
-    fp16: bool = False
-    wide: bool = False
-
-    @property
-    def words(self) -> str:
-        """A short description of the arithmetic for notes and messages."""
-        words = {"arm": "ARM", "accelerator": "an accelerator", "other": "a CPU of another kind"}
-        return words.get(self.family, f"x86 {'without' if self.saturates else 'with'} VNNI")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticRecipe:
     """Types of static quantization. `notes` give the reason for each."""
@@ -224,28 +187,6 @@ class StaticRecipe:
     reduce_range: bool
     symmetric: bool
     notes: tuple[str, ...]
-
-
-def detect_arithmetic(hardware: HardwareFingerprint, target: Target) -> Arithmetic:
-    """Return the arithmetic from the machine's flags and the target's first provider."""
-    flags = set(hardware.cpu_flags)
-    provider = target.providers[0].name
-    if provider == WASM:
-        return Arithmetic(family="other")
-    if provider not in _CPUS:
-        return Arithmetic(family="accelerator", fp16=True)
-    machine = hardware.machine.lower()
-    if machine in ("x86_64", "amd64", "i686"):
-        vnni = flags & {"avx512_vnni", "avx_vnni"}
-        return Arithmetic(
-            family="x86",
-            saturates=not vnni,
-            fp16="avx512_fp16" in flags,
-            wide={"avx512f", "avx512bw"} <= flags,
-        )
-    if machine in ("aarch64", "arm64"):
-        return Arithmetic(family="arm", fp16="asimdhp" in flags)
-    return Arithmetic(family="other")
 
 
 def choose_static_recipe(

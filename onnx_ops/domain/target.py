@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Literal, TypeAlias, get_args
 
 from annotated_types import Ge, MinLen, doc
@@ -303,3 +303,12 @@ class Target:
             "dedicated": self.dedicated,
         }
         return digest_json({**required, **{key: value for key, value in optional.items() if value}})
+
+
+AS_WRITTEN = Target(
+    name="as-written",
+    description="One CPU thread, the unmodified graph of the file.",
+    session=SessionSettings(graph_level="disabled"),
+)
+
+SIMPLIFIED = replace(AS_WRITTEN, name="simplified", session=SessionSettings(graph_level="basic"))

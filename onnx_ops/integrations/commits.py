@@ -35,7 +35,8 @@ from onnx_ops.app.results import (
 )
 from onnx_ops.config.settings import Settings
 from onnx_ops.domain.decision import Verdict, combine_verdicts
-from onnx_ops.domain.pipeline import Pipeline, StageKind
+from onnx_ops.domain.pipeline import Pipeline
+from onnx_ops.domain.plan import StageKind
 from onnx_ops.errors import (
     CorruptStateError,
     InfrastructureError,

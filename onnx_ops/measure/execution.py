@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from onnx_ops.domain.arithmetic import detect_arithmetic
 from onnx_ops.domain.evidence import Advice, Int8Coverage
-from onnx_ops.domain.quantization import detect_arithmetic
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.onnx_graph.compatibility import explain_version_limits

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import ModelInfo
-from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import UserError
 from onnx_ops.measure.reference_outputs import ReferenceOutputs
 from onnx_ops.statistics.probes import LENGTHS
+
+if TYPE_CHECKING:
+    from onnx_ops.domain.pipeline import Export
 
 
 def check_free_axes(section: Export, model_info: ModelInfo, reference: ReferenceOutputs) -> None:

@@ -26,6 +26,7 @@ from onnx_ops.statistics.parity import (
     find_first_divergence,
     find_worst_row,
     is_divergent,
+    make_mismatch,
     measure_batch_invariance,
     measure_noise,
     measure_output,
@@ -242,13 +243,6 @@ def _measure_against_source(
         bounds=bounds,
         rounding=rounding,
         made_up=group.name == RANGE,
-    )
-
-
-def make_mismatch(output: str, group: str, text: str) -> ParityMeasurement:
-    """Return the measurement of a difference without a number, such as another shape."""
-    return ParityMeasurement(
-        output=output, group=group, rows=0, error=0.0, noise=0.0, ratio=0.0, mismatch=text
     )
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from onnx_ops.domain.evidence import ActivationMeasurement, WeightMeasurement
-from onnx_ops.domain.execution import SessionSettings
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import AS_WRITTEN, SIMPLIFIED
 from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.answers import read_values, split_batches, temporary_copy
 from onnx_ops.measure.files import slice_rows
@@ -40,14 +39,6 @@ from onnx_ops.onnx_graph.quantized_weights import (
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.statistics.output_columns import LARGEST, compute_ratio
 from onnx_ops.statistics.quantization import ActivationStatistics, compute_weight_error
-
-AS_WRITTEN = Target(
-    name="as-written",
-    description="One CPU thread, the unmodified graph of the file.",
-    session=SessionSettings(graph_level="disabled"),
-)
-
-SIMPLIFIED = replace(AS_WRITTEN, name="simplified", session=SessionSettings(graph_level="basic"))
 
 ACTIVATION_ROWS, ROWS_AT_ONCE = 256, 16
 PAIRS_AT_ONCE = 16

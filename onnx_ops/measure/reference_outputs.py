@@ -13,7 +13,8 @@ import numpy as np
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import NanPolicy, SourceLimits
-from onnx_ops.domain.pipeline import SOURCE_TIME_S, InputValues
+from onnx_ops.domain.execution import SOURCE_TIME_S
+from onnx_ops.domain.input_values import InputValues
 from onnx_ops.domain.row_axes import find_row_axes, find_sized_axes, move_axis_first
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.measure.files import load_arrays, pack_arrays, slice_rows

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Manifest, ModelInfo, TensorSpec
-from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.execution import RuntimeFacts
 from onnx_ops.domain.row_axes import find_output_axes, find_row_axes, is_free
 from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
 from onnx_ops.errors import UserError
@@ -33,6 +32,9 @@ from onnx_ops.ports.runtime import (
     StartSamples,
     StartSchedule,
 )
+
+if TYPE_CHECKING:
+    from onnx_ops.domain.pipeline import Export
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from onnx_ops.domain.evidence import PairedCounts, ScoreComparison, SliceMeasurement
+from onnx_ops.domain.evidence import EXPORT, PairedCounts, ScoreComparison, SliceMeasurement
 from onnx_ops.domain.gate import RMSE, MetricDefinition
-from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.target import Target
 from onnx_ops.domain.task_metrics import CountedRows, MeanLoss
 from onnx_ops.errors import MeasurementError, OnnxOpsError, UserError

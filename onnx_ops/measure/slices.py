@@ -14,7 +14,6 @@ import numpy as np
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.evidence import PairedCounts, ScoreComparison, SliceMeasurement
-from onnx_ops.domain.pipeline import CROSSING
 from onnx_ops.errors import UserError, suggest
 from onnx_ops.measure.files import load_arrays, pack_arrays, put_document
 from onnx_ops.metric_formulas import Array
@@ -22,6 +21,9 @@ from onnx_ops.ports import Store
 from onnx_ops.statistics.slices import MOST_VALUES, Slicing, make_slicing, read_values
 
 _SLICES, _NAMES = "slices.npz", "slices.json"
+
+_CROSSING = "*"
+"""Sign between the columns of a crossing."""
 
 SliceEntries = tuple[Iterable[PairedCounts], Iterable[ScoreComparison]]
 """Counts and scores of one metric on some rows."""
@@ -66,8 +68,8 @@ def join_measurements(
 def split_columns(by: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return the columns of each entry of `by`: one, or several of a crossing."""
     return {
-        entry: tuple(part.strip() for part in entry.split(CROSSING))
-        if CROSSING in entry
+        entry: tuple(part.strip() for part in entry.split(_CROSSING))
+        if _CROSSING in entry
         else (entry,)
         for entry in by
     }

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.evidence import (
+    EXPORT,
     ColdStartMeasurement,
     LatencyComparison,
     LatencySamples,
@@ -26,7 +27,6 @@ from onnx_ops.domain.evidence import (
 )
 from onnx_ops.domain.execution import INLINE_S
 from onnx_ops.domain.gate import MeasurementRequest
-from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.timing import (

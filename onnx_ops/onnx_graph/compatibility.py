@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import CUSTOM_OPS, ModelInfo, digest_file, hex_digits
 from onnx_ops.domain.execution import CPU
-from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import DigestMismatchError, NotFoundError, RefusedError, UserError, quoted
 from onnx_ops.onnx_graph.files import (
@@ -24,6 +23,8 @@ from onnx_ops.onnx_graph.ort_format import is_ort_format
 
 if TYPE_CHECKING:
     import onnx
+
+    from onnx_ops.domain.pipeline import Export
 
 RUNTIME_DOMAINS = frozenset(
     {

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onnx_ops.domain.arithmetic import Arithmetic
 from onnx_ops.domain.evidence import Advice, FloatOperator, Int8Coverage
-from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.onnx_graph.files import (
     collect_constants,

@@ -20,7 +20,7 @@ from prefect.logging import get_logger
 
 from onnx_ops.app.results import Summary, locate_report
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome
+from onnx_ops.domain.plan import Plan, Stage, StageOutcome
 from onnx_ops.orchestration.events import TIMEOUT_S
 from onnx_ops.pipeline.run import DaemonThreadPool
 from onnx_ops.ports import Observer

@@ -25,7 +25,8 @@ from onnx_ops.domain.notification import (
     build_event,
     format_model_id,
 )
-from onnx_ops.domain.pipeline import Pipeline, StageStatus
+from onnx_ops.domain.pipeline import Pipeline
+from onnx_ops.domain.plan import StageStatus
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.release import Registration
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError

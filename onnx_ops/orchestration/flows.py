@@ -18,7 +18,7 @@ from onnx_ops.app.affected import Affected, affected, changed_since
 from onnx_ops.app.context import Project
 from onnx_ops.app.project import execute, prepare
 from onnx_ops.app.results import Summary, evidence_of, summarize
-from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.domain.plan import StageKind
 from onnx_ops.domain.release import Choice
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.orchestration.artifacts import publish_pictures, publish_progress, publish_tables

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from onnx_ops import codec
+from onnx_ops.domain.pool import WorkerStatus
 from onnx_ops.errors import CorruptStateError
 from onnx_ops.orchestration.prefect_client import PAGE_SIZE
-from onnx_ops.ports import WorkerStatus
 
 if TYPE_CHECKING:
     from prefect import State

@@ -45,7 +45,8 @@ from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.app.context import Project
 from onnx_ops.app.fork_server import FORK_SERVER
 from onnx_ops.app.placed_stage import answer
-from onnx_ops.domain.pipeline import PLACEABLE, Stage, StageKind
+from onnx_ops.domain.plan import PLACEABLE, Stage, StageKind
+from onnx_ops.domain.pool import WorkerStatus
 from onnx_ops.errors import OnnxOpsError, describe_exit
 from onnx_ops.orchestration.environment import project_of
 from onnx_ops.orchestration.pool_records import (
@@ -61,7 +62,7 @@ from onnx_ops.orchestration.pool_records import (
 )
 from onnx_ops.orchestration.prefect_client import is_unavailable, retry_soon, server_time
 from onnx_ops.orchestration.tasks import failed
-from onnx_ops.ports import Observer, WorkerStatus
+from onnx_ops.ports import Observer
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

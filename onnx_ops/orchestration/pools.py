@@ -15,7 +15,8 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
-from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.domain.plan import StageKind
+from onnx_ops.domain.pool import EndedRun, PlacedRun, PlacedStage, PoolStatus, WorkerStatus
 from onnx_ops.errors import MeasurementError, ServiceUnavailableError, StageError, UserError
 from onnx_ops.orchestration.pool_records import (
     CLAIMED,
@@ -33,7 +34,7 @@ from onnx_ops.orchestration.pool_records import (
     read_announcements,
 )
 from onnx_ops.orchestration.prefect_client import PAGE_SIZE, is_unavailable, retry_soon, server_time
-from onnx_ops.ports import EndedRun, PlacedRun, PlacedStage, Pools, PoolStatus, WorkerStatus
+from onnx_ops.ports import Pools
 
 if TYPE_CHECKING:
     from prefect import State

@@ -14,7 +14,7 @@ from prefect.states import Completed, Failed
 
 from onnx_ops.domain.artifact import Manifest, short_digest
 from onnx_ops.domain.decision import Decision, Verdict
-from onnx_ops.domain.pipeline import Stage, StageOutcome, StageStatus
+from onnx_ops.domain.plan import Stage, StageOutcome, StageStatus
 from onnx_ops.errors import InfrastructureError, OnnxOpsError
 from onnx_ops.ports import Work
 

@@ -10,6 +10,7 @@ from functools import partial
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.decision import TargetObjective
+from onnx_ops.domain.evidence import EXPORT
 from onnx_ops.domain.gate import (
     ACCURACY,
     Gate,
@@ -19,18 +20,8 @@ from onnx_ops.domain.gate import (
     derive_measurement_request,
     select_gates,
 )
-from onnx_ops.domain.pipeline import (
-    EXPORT,
-    PLACEABLE,
-    DataSection,
-    FileData,
-    Pipeline,
-    Plan,
-    Quantize,
-    Slices,
-    Stage,
-    StageKind,
-)
+from onnx_ops.domain.pipeline import DataSection, FileData, Pipeline, Quantize, Slices
+from onnx_ops.domain.plan import PLACEABLE, Plan, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import AUTO
 from onnx_ops.domain.target import Target

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from onnx_ops import plugins
+from onnx_ops.domain.arithmetic import Arithmetic, detect_arithmetic
 from onnx_ops.domain.artifact import Digest, digest_file, digest_json
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.domain.pinned_address import is_pinned_address
 from onnx_ops.domain.pipeline import DataSection, Quantize, SystemComparison
-from onnx_ops.domain.quantization import Arithmetic, detect_arithmetic
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.pipeline.stage_settings import REQUIREMENTS
 from onnx_ops.pipeline.stages.data import get_source_name

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.decision import Decision
-from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
+from onnx_ops.domain.plan import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, StorageError
 from onnx_ops.pipeline.stage_settings import get_pool
 from onnx_ops.ports import Clock, Executor, Observer, Work

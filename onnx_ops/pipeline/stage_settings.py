@@ -7,17 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from onnx_ops import codec
+from onnx_ops.domain.evidence import EXPORT
 from onnx_ops.domain.execution import Environment
-from onnx_ops.domain.pipeline import (
-    EXPORT,
-    PLACEABLE,
-    Attempts,
-    Pipeline,
-    PlacedAttempts,
-    Plan,
-    Stage,
-    StageKind,
-)
+from onnx_ops.domain.pipeline import Attempts, Pipeline, PlacedAttempts
+from onnx_ops.domain.plan import PLACEABLE, Plan, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.ports import Context, Exporter

@@ -26,15 +26,10 @@ from onnx_ops.ports.release import Notifier as Notifier
 from onnx_ops.ports.release import Registry as Registry
 from onnx_ops.ports.run import Clock as Clock
 from onnx_ops.ports.run import Context as Context
-from onnx_ops.ports.run import EndedRun as EndedRun
 from onnx_ops.ports.run import Executor as Executor
 from onnx_ops.ports.run import Observer as Observer
-from onnx_ops.ports.run import PlacedRun as PlacedRun
-from onnx_ops.ports.run import PlacedStage as PlacedStage
 from onnx_ops.ports.run import Pools as Pools
-from onnx_ops.ports.run import PoolStatus as PoolStatus
 from onnx_ops.ports.run import Work as Work
-from onnx_ops.ports.run import WorkerStatus as WorkerStatus
 from onnx_ops.ports.runtime import LoadSamples as LoadSamples
 from onnx_ops.ports.runtime import LoadSchedule as LoadSchedule
 from onnx_ops.ports.runtime import PairedBenchmarkSamples as PairedBenchmarkSamples

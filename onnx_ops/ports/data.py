@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.pipeline import DataSection
 from onnx_ops.domain.row_axes import count_common_rows
 from onnx_ops.errors import MissingPackageError, UserError
 from onnx_ops.ports.plugin import Plugin
@@ -18,6 +17,8 @@ from onnx_ops.ports.plugin import Plugin
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from onnx_ops.domain.pipeline import DataSection
 
     Array = npt.NDArray[np.generic]
 else:

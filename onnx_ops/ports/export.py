@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from onnx_ops.domain.pipeline import Export
-from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.target import CustomOps
 from onnx_ops.ports.data import Array, Dataset, Tensors
 from onnx_ops.ports.plugin import Plugin
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from onnx_ops.domain.pipeline import Export
+    from onnx_ops.domain.quantities import Json
+    from onnx_ops.domain.target import CustomOps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx_ops.domain.evidence import RuntimeFacts
+from onnx_ops.domain.execution import RuntimeFacts
 from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.ports.data import Array, Tensors

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.evidence import (
+    EXPORT,
     Evidence,
     Interval,
     LatencyComparison,
@@ -15,7 +16,6 @@ from onnx_ops.domain.evidence import (
     PairedRatios,
     ScoreComparison,
 )
-from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.release import BaseRelease, Choice
 from onnx_ops.reporting.formatting import NOTHING, format_figure, format_interval, number, scale_for
 from onnx_ops.reporting.metrics import (

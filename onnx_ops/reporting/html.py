@@ -11,6 +11,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, digest_bytes, short_digest
 from onnx_ops.domain.decision import Decision, GateResult, Verdict, combine_verdicts
 from onnx_ops.domain.evidence import (
+    EXPORT,
     Evidence,
     LatencyComparison,
     LatencySamples,
@@ -18,7 +19,6 @@ from onnx_ops.domain.evidence import (
     RuntimeFacts,
 )
 from onnx_ops.domain.gate import GATES
-from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.quantization import SearchRecord
 from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, flatten_origins
 from onnx_ops.domain.system_comparison import SystemExample

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from onnx_ops.domain.decision import Decision, GateResult, RankingMetrics, Verdict
 from onnx_ops.domain.evidence import (
+    EXPORT,
     ActivationMeasurement,
     ColdStartMeasurement,
     Evidence,
@@ -27,7 +28,6 @@ from onnx_ops.domain.evidence import (
     throughput_metric_name,
 )
 from onnx_ops.domain.gate import ACCURACY, Gate, TaskMetricGate, find_gate_kind
-from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.statistics.intervals import change_interval
 from onnx_ops.statistics.latency import Comparison, QuantileComparison, compare, compare_quantile
 from onnx_ops.statistics.rules.common import join_lines, judge_gate

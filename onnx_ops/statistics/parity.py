@@ -239,6 +239,13 @@ def _classify_numbers(array: Floats) -> npt.NDArray[np.int8]:
     return np.select([np.isnan(array), np.isinf(array)], [2, np.sign(array)], 0).astype(np.int8)
 
 
+def make_mismatch(output: str, group: str, text: str) -> ParityMeasurement:
+    """Return the measurement of a difference without a number, such as another shape."""
+    return ParityMeasurement(
+        output=output, group=group, rows=0, error=0.0, noise=0.0, ratio=0.0, mismatch=text
+    )
+
+
 def is_divergent(measurement: ParityMeasurement, factor: float = DIVERGENCE_FACTOR) -> bool:
     """Return whether a value differs from the source by more than rounding explains."""
     return bool(measurement.mismatch) or not measurement.ratio <= factor

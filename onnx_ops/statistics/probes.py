@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.domain.pipeline import InputValues
+from onnx_ops.domain.input_values import InputValues
 from onnx_ops.ports.data import Array, Tensors
 
 Floats = npt.NDArray[np.float64]

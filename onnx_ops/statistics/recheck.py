@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from onnx_ops.domain.decision import GateResult, Verdict
-from onnx_ops.domain.evidence import Evidence, Interval, PairedCounts, ScoreComparison
+from onnx_ops.domain.evidence import EXPORT, Evidence, Interval, PairedCounts, ScoreComparison
 from onnx_ops.domain.gate import Gate, LatencyGate, MetricGate
-from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.statistics.judge import compute_ranking_metrics, judge
 from onnx_ops.statistics.latency import compare_latency_quantile
 from onnx_ops.statistics.rules.common import as_ms

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.arithmetic import detect_arithmetic
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Calibrate, Quantize
-from onnx_ops.domain.quantization import detect_arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.compatibility import check_model

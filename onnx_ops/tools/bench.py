@@ -17,7 +17,8 @@ import numpy as np
 
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.decision import Decision, Verdict
-from onnx_ops.domain.evidence import Advice, Evidence, RuntimeFacts, throughput_metric_name
+from onnx_ops.domain.evidence import Advice, Evidence, throughput_metric_name
+from onnx_ops.domain.execution import RuntimeFacts
 from onnx_ops.domain.gate import (
     ColdStartGate,
     Gate,

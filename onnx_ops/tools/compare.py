@@ -18,7 +18,7 @@ import numpy as np
 from onnx_ops.domain.decision import Verdict, combine_verdicts
 from onnx_ops.domain.evidence import Advice, Int8Coverage, ParityMeasurement, TreeStructure
 from onnx_ops.domain.gate import ParityGate
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import AS_WRITTEN, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.answers import (
     GroupAnswers,
@@ -33,8 +33,6 @@ from onnx_ops.measure.execution import (
     require_hardware,
     require_versions,
 )
-from onnx_ops.measure.parity import make_mismatch
-from onnx_ops.measure.quantization import AS_WRITTEN
 from onnx_ops.measure.rounding import measure_roundings
 from onnx_ops.measure.row_layout import arrange_runtime
 from onnx_ops.onnx_graph.compatibility import (
@@ -55,7 +53,7 @@ from onnx_ops.statistics.output_columns import (
     compute_ratio,
     measure_columns,
 )
-from onnx_ops.statistics.parity import measure_output
+from onnx_ops.statistics.parity import make_mismatch, measure_output
 from onnx_ops.statistics.probes import MIN_NOISE_ROWS, REAL
 from onnx_ops.statistics.tree_parity import compare_trees
 from onnx_ops.tools.model_inputs import find_fixed_sizes, shared_inputs

@@ -2,13 +2,15 @@
 
 A float candidate must compute the same function as its baseline. A rounded candidate is judged by
 each weight and activation, by the function without rounding, and by the effect of rounding on the
-task.
+task. The modules for rounded candidates and for task metrics are imported at first use, since the
+judgement of most pairs would take less time than their import.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
@@ -40,8 +42,6 @@ from onnx_ops.tools.judgement import (
     add_cause,
     make_parity_result,
 )
-from onnx_ops.tools.rounding_judgement import judge_rounding, judge_within_noise
-from onnx_ops.tools.task_judgement import judge_task
 
 _METRIC_NAMES = {"ratio": "latency", **PROCESS_FIGURES}
 
@@ -66,11 +66,11 @@ def judge_candidate(request: JudgeRequest) -> Judgement:
     except MeasurementError as error:
         targets = tuple(_make_unmeasured(request, target, (), error) for target in request.targets)
         return _make_judgement(request, targets, notes)
-    rounding = (
-        tuple(judge_rounding(request, notes))
-        if request.kind.is_rounded and request.only != "latency" and not request.retrained
-        else ()
-    )
+    rounding: Sequence[GateResult] = ()
+    if request.kind.is_rounded and request.only != "latency" and not request.retrained:
+        from onnx_ops.tools.rounding_judgement import judge_rounding
+
+        rounding = tuple(judge_rounding(request, notes))
     targets = tuple(_judge_target(request, target, rounding, notes) for target in request.targets)
     return _make_judgement(request, targets, notes)
 
@@ -233,7 +233,7 @@ def _judge_answers(
     execution of the candidate was not inspected.
     """
     if request.retrained:
-        return judge_task(request, runtime, target), None
+        return _judge_task(request, runtime, target), None
     results: list[GateResult] = []
     advice: tuple[Advice, ...] | None = None
     if request.kind.is_rounded:
@@ -248,17 +248,34 @@ def _judge_answers(
             r for r in judge((ParityGate(),), evidence).results if r.metric == INT8_COVERAGE.metric
         ]
         if request.kind.candidate.precision == "float16":
-            results.append(judge_within_noise(request, runtime, target, "float16"))
+            results.append(_judge_within_noise(request, runtime, target, "float16"))
     elif request.kind.baseline.precision != "float32":
-        results.append(judge_within_noise(request, runtime, target, "baseline"))
+        results.append(_judge_within_noise(request, runtime, target, "baseline"))
     else:
         for name, parity in _compare_settings(request, runtime, target):
             notes |= dict.fromkeys(parity.notes)
             results.append(make_parity_result(parity, f"outputs, {name}" if name else "outputs"))
             advice = advice or parity.advice
     saturation = explain_saturation(runtime, request.candidate, target, "B")
-    results += [add_cause(result, saturation) for result in judge_task(request, runtime, target)]
+    results += [add_cause(result, saturation) for result in _judge_task(request, runtime, target)]
     return results, advice
+
+
+def _judge_within_noise(
+    request: JudgeRequest, runtime: Runtime, target: Target, rounded: Literal["float16", "baseline"]
+) -> GateResult:
+    from onnx_ops.tools.rounding_judgement import judge_within_noise
+
+    return judge_within_noise(request, runtime, target, rounded)
+
+
+def _judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list[GateResult]:
+    """Judge the task metric, or the share of answers that a rounded candidate changes."""
+    if not (request.has_metric or request.kind.is_rounded):
+        return []
+    from onnx_ops.tools.task_judgement import judge_task
+
+    return judge_task(request, runtime, target)
 
 
 def _compare_settings(

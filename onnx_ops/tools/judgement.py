@@ -71,6 +71,13 @@ class JudgeRequest:
     report: Reporter = lambda _: None
 
     @property
+    def has_metric(self) -> bool:
+        """Whether the task metric can be computed: it needs a data set, and usually labels."""
+        return self.dataset is not None and (
+            self.dataset.label is not None or self.metric.definition().label_free
+        )
+
+    @property
     def exact(self) -> Runtime:
         """Return the runtime that computes the reference answers."""
         return self.runtime(REFERENCE.runtime)

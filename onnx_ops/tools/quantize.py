@@ -15,14 +15,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from onnx_ops import codec
+from onnx_ops.domain.arithmetic import Arithmetic, detect_arithmetic
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, digest_file, digest_json
 from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.domain.pipeline import Quantize
-from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, Budget, detect_arithmetic
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.quantization import SEARCH_FILE, Budget
+from onnx_ops.domain.target import SIMPLIFIED, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.execution import ExecutionReport, inspect_execution, require_versions
-from onnx_ops.measure.quantization import ROWS_AT_ONCE, SIMPLIFIED
+from onnx_ops.measure.quantization import ROWS_AT_ONCE
 from onnx_ops.measure.row_layout import arrange_context, arrange_runtime, read_layout
 from onnx_ops.measure.timing import compute_log_ratios
 from onnx_ops.measure.variants.answer_distance import describe_far_answers

@@ -25,7 +25,6 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.answers import GroupAnswers, explain_rejection, run_groups
 from onnx_ops.measure.execution import explain_saturation
-from onnx_ops.measure.parity import make_mismatch
 from onnx_ops.measure.quantization import (
     choose_source_form,
     measure_activations,
@@ -44,7 +43,7 @@ from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.output_columns import WHOLE, Rounding
-from onnx_ops.statistics.parity import measure_output
+from onnx_ops.statistics.parity import make_mismatch, measure_output
 from onnx_ops.statistics.rules.parity import is_compensating
 from onnx_ops.statistics.rules.parity_rules import CLIPPING, EXPORT_OUTPUTS, SATURATION, WEIGHTS
 from onnx_ops.tools.bench import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_ops.domain.pipeline import InputValues
+from onnx_ops.domain.input_values import InputValues
 from onnx_ops.domain.row_axes import find_output_axes
 from onnx_ops.measure.answers import cut_batches
 from onnx_ops.measure.row_layout import RowLayout

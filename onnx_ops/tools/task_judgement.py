@@ -29,16 +29,12 @@ from onnx_ops.tools.judgement import JudgeRequest
 def judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list[GateResult]:
     """Judge the task metric; without labels, judge how many answers change.
 
-    Some metrics need no labels, and are judged without them. For other metrics without labels, a
-    candidate that is not rounded gets no result. The result of a rounded candidate is then
-    INCONCLUSIVE, unless the answers to rows of a data set change little enough.
+    Some metrics need no labels, and are judged without them. For other metrics without labels, the
+    result is INCONCLUSIVE, unless the answers to rows of a data set change little enough.
     """
     dataset, gate, runtime = request.dataset, request.metric, request.arrange(runtime)
-    label_free = gate.definition().label_free
-    if dataset is not None and (dataset.label is not None or label_free):
+    if dataset is not None and request.has_metric:
         return _judge_metric(request, runtime, target, dataset, gate, request.slices)
-    if not request.kind.is_rounded:
-        return []
     rows = dataset.inputs if dataset is not None else request.settings[0].samples.rows
     agreement = _judge_agreement(request, runtime, target, rows) if rows else None
     if agreement is not None and dataset is not None and agreement.verdict is Verdict.PASS:

@@ -19,8 +19,8 @@ from onnx_ops.adapters.optimizers import low_precision
 from onnx_ops.adapters.optimizers.graph_passes import GraphOptimizer, ShapeOptimizer
 from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer, WeightOnlyQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
+from onnx_ops.domain.arithmetic import Arithmetic
 from onnx_ops.domain.pipeline import Calibrate, Quantize
-from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.errors import StageError, TooLargeError, UserError
 from onnx_ops.onnx_graph.files import read_model, read_structure, write_model
 from onnx_ops.onnx_graph.model_info import read_model_info

@@ -16,8 +16,8 @@ from onnx_ops.adapters.optimizers.olive import OliveOptimizer
 from onnx_ops.app.affected import affected
 from onnx_ops.app.context import open_project
 from onnx_ops.app.project import prepare
+from onnx_ops.domain.arithmetic import Arithmetic
 from onnx_ops.domain.pipeline import Calibrate, Quantize
-from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.errors import (
     ConfigError,
     NotFoundError,

@@ -19,9 +19,9 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_ops.adapters.optimizers import onnxruntime as adapter
 from onnx_ops.adapters.optimizers.library import BATCH, BatchReader
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
+from onnx_ops.domain.arithmetic import Arithmetic
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Calibrate, Quantize
-from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.errors import StageError, UserError
 from onnx_ops.onnx_graph.files import read_model, read_structure, write_model
 from onnx_ops.onnx_graph.model_info import read_model_info, write_lineage

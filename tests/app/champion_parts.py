@@ -15,7 +15,7 @@ from onnx_ops import codec
 from onnx_ops.app.champions import save_benchmark
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.ports import Context
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import CHAMPION, MODEL, TARGET, publish_file

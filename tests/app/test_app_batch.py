@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from onnx_ops.app.context import Project, open_project
 from onnx_ops.app.project import run_files, worst_exit_code
 from onnx_ops.cli.main import app
-from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.domain.plan import StageKind
 from tests.support.processes import is_alive, until
 
 TRAINING = """

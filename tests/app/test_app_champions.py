@@ -12,7 +12,7 @@ from onnx_ops.app.champions import list_champions, measure_again
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.decision import RecheckResult, Verdict, compute_recheck_exit_code
 from onnx_ops.domain.notification import NotificationKind, build_event, build_recheck_notification
-from onnx_ops.domain.pipeline import Stage
+from onnx_ops.domain.plan import Stage
 from onnx_ops.errors import MeasurementError, UserError
 from tests.app.champion_parts import AS_IT_WAS, SLOWER, ChampionScene
 from tests.release.release_parts import MODEL, TARGET

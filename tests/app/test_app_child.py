@@ -28,7 +28,8 @@ from onnx_ops.app.execution import StageExecutor, run_in_subprocess
 from onnx_ops.app.running_stages import machine_lock
 from onnx_ops.config.settings import Settings, load_settings, to_environ
 from onnx_ops.domain.artifact import Digest, digest_bytes, digest_file
-from onnx_ops.domain.pipeline import FileData, Stage, StageKind
+from onnx_ops.domain.pipeline import FileData
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import (
     NotFoundError,
@@ -223,7 +224,7 @@ PARENT = """
 import sys
 from pathlib import Path
 from onnx_ops import codec
-from onnx_ops.domain.pipeline import Stage
+from onnx_ops.domain.plan import Stage
 from onnx_ops.config.settings import load_settings
 from onnx_ops.app.execution import run_in_subprocess
 

@@ -18,8 +18,9 @@ from onnx_ops.app.execution import StageExecutor
 from onnx_ops.app.running_stages import RunningStages
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
-from onnx_ops.domain.pipeline import Stage, StageKind
-from onnx_ops.ports import EndedRun, PlacedStage, Pools
+from onnx_ops.domain.plan import Stage, StageKind
+from onnx_ops.domain.pool import EndedRun, PlacedStage
+from onnx_ops.ports import Pools
 from onnx_ops.scratch import Durations
 
 KEY = digest_bytes(b"key")

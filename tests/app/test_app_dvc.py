@@ -14,7 +14,7 @@ import pytest
 from onnx_ops.app.affected import affected
 from onnx_ops.app.context import open_project
 from onnx_ops.app.project import execute, prepare
-from onnx_ops.domain.pipeline import StageStatus
+from onnx_ops.domain.plan import StageStatus
 from onnx_ops.onnx_graph.model_info import read_lineage
 from onnx_ops.pipeline import RunResult
 from tests.adapters.dvc_parts import ENVIRONMENTS, Repository, archive, configure, md5

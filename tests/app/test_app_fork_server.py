@@ -17,7 +17,7 @@ from onnx_ops.app.execution import run_in_subprocess
 from onnx_ops.app.fork_server import FORK_SERVER
 from onnx_ops.config.settings import Settings, load_settings
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.errors import StageError, UserError
 from tests.support.processes import is_alive, until
 
@@ -122,7 +122,7 @@ from onnx_ops import codec
 from onnx_ops.app.execution import run_in_subprocess
 from onnx_ops.app.fork_server import FORK_SERVER
 from onnx_ops.config.settings import load_settings
-from onnx_ops.domain.pipeline import Stage
+from onnx_ops.domain.plan import Stage
 from onnx_ops.errors import UserError
 
 FORK_SERVER.start()

@@ -14,7 +14,8 @@ import pytest
 from onnx_ops.app.context import open_project
 from onnx_ops.app.project import execute, prepare
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.pipeline import EXPORT, StageKind, StageStatus
+from onnx_ops.domain.evidence import EXPORT
+from onnx_ops.domain.plan import StageKind, StageStatus
 from onnx_ops.errors import MissingPackageError
 from tests.support.checkout import copy_parts
 from tests.support.extras import hide

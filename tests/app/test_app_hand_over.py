@@ -20,7 +20,7 @@ from onnx_ops.app.project import execute, prepare, prepare_release, write_evalua
 from onnx_ops.app.results import Summary, summarize
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.pipeline import StageKind, StageStatus
+from onnx_ops.domain.plan import StageKind, StageStatus
 from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import CorruptStateError, OnnxOpsError, RefusedError, UserError
 from tests.integrations.commit_parts import pipeline_text

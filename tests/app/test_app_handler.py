@@ -19,7 +19,8 @@ from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, short_digest
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import ChampionFacts
-from onnx_ops.domain.pipeline import Benchmark, Deploy, Export, Pipeline, Plan, Stage, StageKind
+from onnx_ops.domain.pipeline import Benchmark, Deploy, Export, Pipeline
+from onnx_ops.domain.plan import Plan, Stage, StageKind
 from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, VariantRecord
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state, format_alias
 from onnx_ops.domain.rollout_policy import RolloutPolicy

@@ -21,7 +21,7 @@ from onnx_ops.app.results import (
 )
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.pipeline import StageOutcome, StageStatus
+from onnx_ops.domain.plan import StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice
 from onnx_ops.errors import ServiceUnavailableError
 from tests.release import effect_operations

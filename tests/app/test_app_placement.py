@@ -17,12 +17,13 @@ from onnx_ops.app.placed_stage import answer as answer_request
 from onnx_ops.app.placement import ask
 from onnx_ops.app.stage_request import build_request
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_bytes, digest_file
-from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.plan import Stage, StageKind
+from onnx_ops.domain.pool import EndedRun, PlacedStage, PoolStatus
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import ConflictError, MeasurementError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.pipeline import collect_user_code
 from onnx_ops.pipeline.stage_settings import REVISIONS
-from onnx_ops.ports import EndedRun, Observer, PlacedStage, Pools, PoolStatus
+from onnx_ops.ports import Observer, Pools
 from tests.support.evidence import make_evidence
 
 KEY = digest_bytes(b"key")

@@ -29,7 +29,7 @@ from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.gate import ParityGate
-from onnx_ops.domain.pipeline import StageKind, StageStatus
+from onnx_ops.domain.plan import StageKind, StageStatus
 from tests.support.checkout import copy_parts
 from tests.support.suite import Sweep
 

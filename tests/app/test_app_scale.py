@@ -23,7 +23,7 @@ from onnx_ops.app.context import Project, open_project
 from onnx_ops.app.project import execute, prepare
 from onnx_ops.app.results import summarize
 from onnx_ops.config import yaml_reader
-from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.domain.plan import StageKind
 
 PLUGINS = Path(__file__).resolve().parents[2] / "benchmarks" / "synthetic"
 VARIANTS, TARGETS = 2, 2

@@ -18,7 +18,7 @@ from onnx_ops.app.project import execute, prepare
 from onnx_ops.app.results import Summary, summarize
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.pipeline import Stage, StageKind, StageOutcome, StageStatus
+from onnx_ops.domain.plan import Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.quantization import SEARCH_FILE, SearchRecord
 from onnx_ops.pipeline import RunResult
 from onnx_ops.ports import Observer

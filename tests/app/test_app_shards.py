@@ -19,7 +19,7 @@ from onnx_ops.app.context import Project, open_project
 from onnx_ops.app.project import execute, prepare
 from onnx_ops.app.stage_request import parse_request
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.domain.plan import StageKind
 from onnx_ops.measure.files import RANGES
 from onnx_ops.pipeline import RunResult
 from tests.support.checkout import copy_parts

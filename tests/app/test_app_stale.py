@@ -19,7 +19,7 @@ from onnx_ops import plugins
 from onnx_ops.app.context import Project, open_project
 from onnx_ops.app.project import prepare
 from onnx_ops.domain.artifact import Digest, Manifest
-from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.pipeline import InlineExecutor
 from onnx_ops.pipeline import run as run_plan
 from onnx_ops.pipeline.stages import execute as perform_stage

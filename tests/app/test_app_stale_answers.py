@@ -16,7 +16,7 @@ import pytest
 from onnx_ops.app.context import Project, open_project
 from onnx_ops.app.project import execute, prepare
 from onnx_ops.domain.artifact import MODEL_FILE
-from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.domain.plan import StageKind
 from onnx_ops.measure.files import MODEL, checkout_files
 from tests.support.must import must
 

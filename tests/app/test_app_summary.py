@@ -6,7 +6,7 @@ import pytest
 
 from onnx_ops.app.results import _exit_code
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.pipeline import Plan, Stage, StageKind
+from onnx_ops.domain.plan import Plan, Stage, StageKind
 from onnx_ops.domain.release import Choice
 from onnx_ops.errors import (
     MeasurementError,

@@ -18,7 +18,7 @@ from onnx_ops.app.project import PreparedPipeline, check, execute, prepare
 from onnx_ops.app.results import Summary, summarize
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import SystemResult
-from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.domain.plan import StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import ConfigError, UserError
 from onnx_ops.pipeline.stages.register import read_example

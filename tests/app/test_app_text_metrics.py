@@ -11,7 +11,7 @@ from onnx_ops import codec
 from onnx_ops.app.context import Project, open_project
 from onnx_ops.app.project import execute, prepare
 from onnx_ops.domain.evidence import Evidence, ScoreComparison
-from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.domain.plan import StageKind
 from onnx_ops.testing.models import FEATURES, write_perceptron
 from tests.support.checkout import copy_parts
 from tests.support.must import must

@@ -19,7 +19,7 @@ from onnx_ops.app.execution import StageExecutor
 from onnx_ops.app.running_stages import MeasurementLock, hold_key_lock
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import Manifest, digest_bytes, hex_digits
-from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.plan import Stage, StageKind
 
 TIMEOUT_S = 30.0
 KEY = digest_bytes(b"key")

@@ -21,10 +21,11 @@ from onnx_ops.app.running_stages import RunningStages
 from onnx_ops.cli import common
 from onnx_ops.cli.diagnosis import diagnose
 from onnx_ops.cli.tables import PlannedStage, plan_table
-from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.domain.plan import StageKind
+from onnx_ops.domain.pool import PlacedRun, PoolStatus, WorkerStatus
 from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.errors import ServiceUnavailableError, UserError
-from onnx_ops.ports import PlacedRun, Pools, PoolStatus, WorkerStatus
+from onnx_ops.ports import Pools
 from onnx_ops.testing.models import rows, write_perceptron
 from tests.support.command import run_command
 from tests.support.golden import Golden

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from onnx_ops.cli.progress import RunProgress, StepProgress, read_durations, working
+from onnx_ops.cli.progress import StepProgress, read_durations, working
+from onnx_ops.cli.run_progress import RunProgress
 from onnx_ops.cli.tools import show_progress
-from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
+from onnx_ops.domain.plan import Plan, Stage, StageKind, StageOutcome, StageStatus
 
 
 @pytest.fixture

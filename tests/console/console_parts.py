@@ -17,9 +17,9 @@ from onnx_ops.config.settings import load_settings
 from onnx_ops.console.server import ConsoleServer
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.decision import Decision
+from onnx_ops.domain.pool import PlacedRun, PoolStatus
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.ports import Context
-from onnx_ops.ports.run import PlacedRun, PoolStatus
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import decision_record
 

@@ -6,12 +6,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from onnx_ops.domain.arithmetic import Arithmetic, detect_arithmetic
 from onnx_ops.domain.execution import Provider
 from onnx_ops.domain.quantization import (
-    Arithmetic,
     choose_reduce_range,
     choose_static_recipe,
-    detect_arithmetic,
     find_type_conflict,
 )
 from onnx_ops.domain.target import HardwareFingerprint, Target

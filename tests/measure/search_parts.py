@@ -14,9 +14,10 @@ import onnx
 
 from onnx_ops.app.context import build_context
 from onnx_ops.config.settings import load_settings
+from onnx_ops.domain.arithmetic import Arithmetic
 from onnx_ops.domain.gate import ACCURACY
 from onnx_ops.domain.pipeline import Calibrate, Quantize
-from onnx_ops.domain.quantization import Arithmetic, Budget
+from onnx_ops.domain.quantization import Budget
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.variants.trials import SearchContext
 from onnx_ops.ports import (

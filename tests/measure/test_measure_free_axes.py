@@ -20,7 +20,8 @@ from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import Manifest, ModelInfo, TensorSpec, digest_bytes
 from onnx_ops.domain.evidence import SourceLimits
-from onnx_ops.domain.pipeline import Export, Stage, StageKind
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.measure.files import TRAINED, put_dataset, put_folder

@@ -27,7 +27,8 @@ from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import BatchInvariance, Divergence, ParityMeasurement
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.gate import ParityGate
-from onnx_ops.domain.pipeline import Export, SklearnData, Stage, StageKind
+from onnx_ops.domain.pipeline import Export, SklearnData
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageError
 from onnx_ops.measure import parity

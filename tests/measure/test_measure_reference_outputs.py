@@ -22,7 +22,8 @@ from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import NAN_PROPERTY, ParityMeasurement, SourceLimits, TreeStructure
 from onnx_ops.domain.gate import ParityGate
-from onnx_ops.domain.pipeline import Export, Stage, StageKind
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.measure.files import TRAINED, put_dataset, put_folder

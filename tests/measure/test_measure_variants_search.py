@@ -19,8 +19,9 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.adapters.files import FileJournal
+from onnx_ops.domain.arithmetic import Arithmetic
 from onnx_ops.domain.artifact import digest_file
-from onnx_ops.domain.quantization import Arithmetic, Budget, SearchRecord
+from onnx_ops.domain.quantization import Budget, SearchRecord
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageError, UserError
 from onnx_ops.measure.variants.search import Reporter, SearchResult, search

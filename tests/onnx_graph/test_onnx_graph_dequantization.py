@@ -11,8 +11,8 @@ import pytest
 from onnx import helper, numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.target import AS_WRITTEN
 from onnx_ops.errors import MeasurementError
-from onnx_ops.measure.quantization import AS_WRITTEN
 from onnx_ops.onnx_graph.dequantization import write_dequantized, write_with_weights
 from onnx_ops.onnx_graph.quantized_weights import read_quantized_weights
 from onnx_ops.testing.models import rows, write_perceptron

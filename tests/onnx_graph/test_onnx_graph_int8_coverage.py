@@ -16,10 +16,10 @@ import pytest
 from onnx_ops.adapters.optimizers.low_precision import WeightOnlyQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.arithmetic import Arithmetic, detect_arithmetic
 from onnx_ops.domain.evidence import Advice, FloatOperator, Int8Coverage
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.pipeline import Calibrate, Quantize
-from onnx_ops.domain.quantization import Arithmetic, detect_arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.execution import inspect_execution
 from onnx_ops.onnx_graph.files import read_model, write_model

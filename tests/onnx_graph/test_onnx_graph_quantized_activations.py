@@ -16,8 +16,8 @@ from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
 from onnx_ops.adapters.optimizers.library import BatchReader
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.target import AS_WRITTEN
 from onnx_ops.errors import MeasurementError
-from onnx_ops.measure.quantization import AS_WRITTEN
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.quantized_activations import (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from onnx_ops.domain.notification import Notification, NotificationKind, build_test_notification
-from onnx_ops.domain.pipeline import StageOutcome, StageStatus
+from onnx_ops.domain.plan import StageOutcome, StageStatus
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.orchestration.events import (
     NAME,

@@ -16,7 +16,7 @@ import pytest
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
-from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageStatus
+from onnx_ops.domain.plan import Plan, Stage, StageKind, StageStatus
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.pipeline import RunResult, run
 from onnx_ops.ports import Observer

@@ -19,7 +19,7 @@ from onnx_ops.app.results import Summary
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.ledger import ActionOutcome, Intent
-from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
+from onnx_ops.domain.plan import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
 from onnx_ops.domain.rollout_policy import RolloutPolicy

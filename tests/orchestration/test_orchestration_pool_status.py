@@ -19,9 +19,9 @@ from unittest import mock
 import pytest
 
 from onnx_ops import plugins
-from onnx_ops.domain.pipeline import PLACEABLE, StageKind
+from onnx_ops.domain.plan import PLACEABLE, StageKind
+from onnx_ops.domain.pool import PlacedStage, PoolStatus, WorkerStatus
 from onnx_ops.errors import ServiceUnavailableError, StageError
-from onnx_ops.ports import PlacedStage, PoolStatus, WorkerStatus
 from tests.support.processes import until
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from onnx_ops.domain.arithmetic import Arithmetic
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_json
 from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.execution import Environment
@@ -23,12 +24,9 @@ from onnx_ops.domain.pipeline import (
     Quantize,
     Register,
     SklearnData,
-    Stage,
-    StageKind,
-    StageOutcome,
     Train,
 )
-from onnx_ops.domain.quantization import Arithmetic
+from onnx_ops.domain.plan import Stage, StageKind, StageOutcome
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError

@@ -11,8 +11,9 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.app.context import open_project
+from onnx_ops.domain.evidence import EXPORT
 from onnx_ops.domain.gate import ACCURACY, MetricDefinition
-from onnx_ops.domain.pipeline import EXPORT, Stage, StageKind
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.measure.scoring import ScoringRequest, add_default_metric

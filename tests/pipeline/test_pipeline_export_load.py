@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.placement import guard_runtime
 from onnx_ops.domain.artifact import Manifest, digest_bytes
-from onnx_ops.domain.pipeline import Stage
+from onnx_ops.domain.plan import Stage
 from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.files import MODEL, put_document, put_folder
 from onnx_ops.onnx_graph.model_info import read_model_info

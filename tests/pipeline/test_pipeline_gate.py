@@ -15,7 +15,7 @@ from onnx_ops.domain.decision import DecisionRecord
 from onnx_ops.domain.evidence import BatchInvariance, SchedulingMeasurement, ScoreComparison
 from onnx_ops.domain.execution import Execution, SessionSettings
 from onnx_ops.domain.gate import MetricGate, ParityGate
-from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.errors import UserError
 from onnx_ops.measure.files import put_document
 from onnx_ops.pipeline.stages.gate import execute

@@ -16,7 +16,8 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.adapters.data.file import FileSource
 from onnx_ops.domain.artifact import Manifest, ModelInfo, digest_bytes
-from onnx_ops.domain.pipeline import DataSection, FileData, Pipeline, PluginData, Stage, StageKind
+from onnx_ops.domain.pipeline import DataSection, FileData, Pipeline, PluginData
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.errors import UserError
 from onnx_ops.measure.files import FEATURES, arrange_features, get_dataset, put_dataset
 from onnx_ops.pipeline.planning import plan

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from onnx_ops import codec, plugins
+from onnx_ops.domain.arithmetic import Arithmetic
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.execution import SessionSettings
@@ -26,14 +27,13 @@ from onnx_ops.domain.pipeline import (
     Export,
     FileData,
     Pipeline,
-    Plan,
     Quantize,
     Register,
     Samples,
-    StageKind,
     Validate,
 )
-from onnx_ops.domain.quantization import Arithmetic, Budget, TuningData
+from onnx_ops.domain.plan import Plan, StageKind
+from onnx_ops.domain.quantization import Budget, TuningData
 from onnx_ops.pipeline import InlineExecutor, plan, run
 from onnx_ops.ports import Observer
 from onnx_ops.testing.fakes import FakeClock

@@ -26,7 +26,7 @@ from onnx_ops.domain.evidence import (
     ThroughputMeasurement,
 )
 from onnx_ops.domain.gate import ParityGate
-from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.domain.release import Lineage, Registration
 from onnx_ops.measure.files import VALUES, pack_arrays, put_document
 from onnx_ops.measure.reference_outputs import ReferenceGroup, put_reference

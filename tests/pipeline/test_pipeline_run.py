@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_json
 from onnx_ops.domain.gate import SizeGate
-from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
+from onnx_ops.domain.plan import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.errors import (
     ConflictError,
     CorruptStateError,

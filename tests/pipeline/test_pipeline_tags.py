@@ -12,7 +12,8 @@ from onnx_ops import codec
 from onnx_ops.adapters.data.file import FileSource
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.gate import SlicesGate
-from onnx_ops.domain.pipeline import FileData, Slices, Stage, StageKind
+from onnx_ops.domain.pipeline import FileData, Slices
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.errors import ConflictError, UserError
 from onnx_ops.measure.slices import get_slicings
 from onnx_ops.pipeline.planning import plan

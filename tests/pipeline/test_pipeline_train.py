@@ -10,7 +10,7 @@ import pytest
 
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MissingPackageError, NotFoundError, OnnxOpsError, StageError, UserError
 from onnx_ops.pipeline.stages.train import execute

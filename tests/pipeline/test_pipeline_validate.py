@@ -11,7 +11,7 @@ from onnx_ops import codec
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.evidence import ParityMeasurement
-from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.measure.parity import REFERENCE_TARGET, measure_parity
 from onnx_ops.measure.reference_outputs import ReferenceGroup, put_reference
 from onnx_ops.pipeline.stages.validate import execute

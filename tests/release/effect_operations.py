@@ -19,7 +19,7 @@ from onnx_ops.app.project import execute, prepare
 from onnx_ops.app.results import summarize
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.ledger import EndpointDeleted
-from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.domain.plan import StageKind
 from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.release.journal import list_bound_endpoints
 from onnx_ops.release.promote import delete_endpoint

@@ -12,7 +12,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from onnx_ops.domain.pipeline import InputValues
+from onnx_ops.domain.input_values import InputValues
 from onnx_ops.statistics.probes import (
     InputDomain,
     ProbeGroup,

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.domain.decision import GateResult, Verdict, combine_verdicts
-from onnx_ops.domain.evidence import Evidence, Interval, RuntimeFacts, ScoreComparison
+from onnx_ops.domain.evidence import Evidence, Interval, ScoreComparison
+from onnx_ops.domain.execution import RuntimeFacts
 from onnx_ops.domain.gate import LatencyGate, MetricGate
 from onnx_ops.statistics.recheck import judge_recheck, list_environment_changes
 from tests.statistics.test_statistics_judge import FP32, GATES, INT8, against, counts, parity, timed

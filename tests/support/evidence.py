@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.evidence import Evidence, RuntimeFacts
+from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.execution import RuntimeFacts
 from onnx_ops.domain.target import HardwareFingerprint
 
 DIGEST = Digest("sha256:" + "0" * 64)

@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import pytest
 
-from onnx_ops.domain.quantization import Arithmetic, detect_arithmetic
+from onnx_ops.domain.arithmetic import Arithmetic, detect_arithmetic
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from tests.support.processes import ROOT
 

@@ -15,7 +15,8 @@ from onnx_ops.adapters.data.file import FileSource
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import Manifest, ModelInfo, digest_bytes
-from onnx_ops.domain.pipeline import Export, FileData, Stage, StageKind
+from onnx_ops.domain.pipeline import Export, FileData
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.errors import ConflictError, UserError
 from onnx_ops.measure.files import get_dataset
 from onnx_ops.pipeline.stages import data, export, train

@@ -21,7 +21,7 @@ from onnx_ops.adapters.runtimes.onnxruntime_session import (
     fingerprint_target,
 )
 from onnx_ops.adapters.runtimes.ort_format import write_package
-from onnx_ops.domain.evidence import RuntimeFacts
+from onnx_ops.domain.execution import RuntimeFacts
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.files import list_shape_nodes, share_structure

@@ -24,7 +24,7 @@ from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.ort_format import prepare_model_file
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.evidence import RuntimeFacts
+from onnx_ops.domain.execution import RuntimeFacts
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.ports import Runtime

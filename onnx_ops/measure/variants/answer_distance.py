@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from onnx_ops.domain.target import SIMPLIFIED
 from onnx_ops.measure.answers import split_batches
-from onnx_ops.measure.quantization import ROWS_AT_ONCE, SIMPLIFIED
+from onnx_ops.measure.quantization import ROWS_AT_ONCE
 from onnx_ops.metric_formulas import cosine_rows
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.ports.data import Array

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
+from onnx_ops.domain.arithmetic import Arithmetic
 from onnx_ops.domain.artifact import MODEL_FILE, digest_file
-from onnx_ops.domain.evidence import Interval
+from onnx_ops.domain.evidence import EXPORT, Interval
 from onnx_ops.domain.gate import MetricDefinition
-from onnx_ops.domain.pipeline import EXPORT, Quantize
-from onnx_ops.domain.quantization import Arithmetic, Budget, Recipe, Sensitivity, Trial
+from onnx_ops.domain.pipeline import Quantize
+from onnx_ops.domain.quantization import Budget, Recipe, Sensitivity, Trial
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.measure.answers import read_answers, read_values, split_batches, temporary_copy

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable, Mapping
 
 from onnx_ops.domain.artifact import Digest, Manifest
-from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.ports import Context
 
 Execute = Callable[[Stage, Digest, Mapping[str, Manifest], Context], Manifest]

@@ -10,6 +10,7 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.domain.artifact import CUSTOM_OPS, MODEL_FILE, Digest, Manifest, digest_json
 from onnx_ops.domain.evidence import (
+    EXPORT,
     ActivationMeasurement,
     ChampionFacts,
     Divergence,
@@ -22,7 +23,7 @@ from onnx_ops.domain.evidence import (
     WeightMeasurement,
 )
 from onnx_ops.domain.gate import ACCURACY, MeasurementRequest, MetricDefinition
-from onnx_ops.domain.pipeline import EXPORT, Stage
+from onnx_ops.domain.plan import Stage
 from onnx_ops.domain.release import Lineage
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import UserError

@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.pipeline import Stage
+from onnx_ops.domain.plan import Stage
 from onnx_ops.domain.rollout import format_alias
 from onnx_ops.ports import Context
 from onnx_ops.release.registry_sync import fetch_files

@@ -9,7 +9,8 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest
-from onnx_ops.domain.pipeline import DataSection, FileData, PluginData, SklearnData, Stage
+from onnx_ops.domain.pipeline import DataSection, FileData, PluginData, SklearnData
+from onnx_ops.domain.plan import Stage
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.row_axes import count_common_rows
 from onnx_ops.domain.table_cells import find_text_among_numbers

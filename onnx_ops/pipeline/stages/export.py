@@ -10,7 +10,9 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.evidence import NAN_PROPERTY
-from onnx_ops.domain.pipeline import Export, InputValues, Stage
+from onnx_ops.domain.input_values import InputValues
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.plan import Stage
 from onnx_ops.domain.release import Lineage, flatten_origins
 from onnx_ops.domain.row_axes import find_declared_axes, find_row_axes
 from onnx_ops.errors import MeasurementError

@@ -13,10 +13,10 @@ from onnx_ops import codec
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.decision import DecisionRecord, Verdict, combine_verdicts
-from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.evidence import EXPORT, Evidence
 from onnx_ops.domain.execution import Execution
 from onnx_ops.domain.gate import Gate, TaskMetricGate
-from onnx_ops.domain.pipeline import EXPORT, Stage
+from onnx_ops.domain.plan import Stage
 from onnx_ops.errors import UserError
 from onnx_ops.measure.files import put_document
 from onnx_ops.ports import Context

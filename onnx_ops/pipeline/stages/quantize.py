@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
+from onnx_ops.domain.arithmetic import Arithmetic
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
-from onnx_ops.domain.pipeline import Quantize, Stage, StageKind
-from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, SearchRecord, Trial
+from onnx_ops.domain.pipeline import Quantize
+from onnx_ops.domain.plan import Stage, StageKind
+from onnx_ops.domain.quantization import SEARCH_FILE, SearchRecord, Trial
+from onnx_ops.domain.target import AS_WRITTEN
 from onnx_ops.measure.files import (
     MODEL,
     RANGES,
@@ -22,12 +25,7 @@ from onnx_ops.measure.files import (
     put_document,
     put_folder,
 )
-from onnx_ops.measure.quantization import (
-    ACTIVATION_ROWS,
-    AS_WRITTEN,
-    measure_activations,
-    measure_weights,
-)
+from onnx_ops.measure.quantization import ACTIVATION_ROWS, measure_activations, measure_weights
 from onnx_ops.measure.row_layout import arrange_runtime, get_layout
 from onnx_ops.measure.variants.answer_distance import describe_far_answers
 from onnx_ops.measure.variants.search import describe_recipe

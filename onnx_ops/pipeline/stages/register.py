@@ -19,7 +19,7 @@ from onnx_ops.domain.decision import (
     Verdict,
 )
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.pipeline import Stage
+from onnx_ops.domain.plan import Stage
 from onnx_ops.domain.quantization import SEARCH_FILE, SearchRecord
 from onnx_ops.domain.release import (
     BaseRelease,

@@ -13,7 +13,7 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.gate import MetricDefinition
-from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import UserError, from_document
 from onnx_ops.measure.execution import require_hardware

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from onnx_ops import codec
+from onnx_ops.domain.arithmetic import Arithmetic
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.gate import MetricDefinition
-from onnx_ops.domain.pipeline import Quantize, Stage
-from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, Budget
+from onnx_ops.domain.pipeline import Quantize
+from onnx_ops.domain.plan import Stage
+from onnx_ops.domain.quantization import SEARCH_FILE, Budget
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.files import MODEL, checkout_files, get_dataset, put_document, put_folder
 from onnx_ops.measure.row_layout import arrange_context, get_layout

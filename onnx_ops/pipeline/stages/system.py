@@ -11,7 +11,8 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.execution import Environment
-from onnx_ops.domain.pipeline import Stage, SystemComparison
+from onnx_ops.domain.pipeline import SystemComparison
+from onnx_ops.domain.plan import Stage
 from onnx_ops.domain.system_comparison import DeployedStep
 from onnx_ops.errors import UserError
 from onnx_ops.measure.files import MODEL, TRAINED, checkout_files, put_document

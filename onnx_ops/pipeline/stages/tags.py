@@ -12,7 +12,8 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest
-from onnx_ops.domain.pipeline import DataSection, FileData, Stage
+from onnx_ops.domain.pipeline import DataSection, FileData
+from onnx_ops.domain.plan import Stage
 from onnx_ops.errors import ConflictError, UserError
 from onnx_ops.measure.slices import make_slicings, put_slicings
 from onnx_ops.measure.user_functions import call_function, importable, load_function

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.domain.artifact import Digest, Manifest
-from onnx_ops.domain.pipeline import Stage
+from onnx_ops.domain.plan import Stage
 from onnx_ops.errors import UserError, describe_error
 from onnx_ops.measure.files import (
     FEATURES,

@@ -11,7 +11,8 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.evidence import Divergence, TreeStructure
-from onnx_ops.domain.pipeline import Export, Stage
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.plan import Stage
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.files import MODEL, TRAINED, checkout_files, put_document
 from onnx_ops.measure.input_use import find_unused_inputs
@@ -20,7 +21,6 @@ from onnx_ops.measure.parity import (
     FailedExport,
     find_worst,
     locate_divergence,
-    make_mismatch,
     measure_parity,
 )
 from onnx_ops.measure.reference_outputs import get_reference
@@ -31,6 +31,7 @@ from onnx_ops.onnx_graph.tree_ensembles import has_trees, read_trees
 from onnx_ops.pipeline.stage_settings import get_exporter, read_reference_operators
 from onnx_ops.ports import Context, Exporter, Tensors, Tracer, TracingExporter, TreeExporter
 from onnx_ops.scratch import Scratch
+from onnx_ops.statistics.parity import make_mismatch
 from onnx_ops.statistics.tree_parity import compare_trees
 
 

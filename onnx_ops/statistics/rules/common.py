@@ -6,9 +6,8 @@ import functools
 from collections.abc import Iterator
 
 from onnx_ops.domain.decision import GateResult, Verdict
-from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.evidence import EXPORT, Evidence
 from onnx_ops.domain.gate import Gate
-from onnx_ops.domain.pipeline import EXPORT
 
 
 @functools.singledispatch

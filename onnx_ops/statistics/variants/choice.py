@@ -17,8 +17,7 @@ from onnx_ops.domain.decision import (
     Verdict,
     combine_verdicts,
 )
-from onnx_ops.domain.evidence import Interval, SchedulingMeasurement
-from onnx_ops.domain.pipeline import EXPORT
+from onnx_ops.domain.evidence import EXPORT, Interval, SchedulingMeasurement
 from onnx_ops.domain.release import Choice
 
 LATENCY = TargetObjective()

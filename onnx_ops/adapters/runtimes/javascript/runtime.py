@@ -21,8 +21,7 @@ from onnx_ops.adapters.isolation.process import IsolatedProcess, ProcessLimits, 
 from onnx_ops.adapters.runtimes.cold_start import collect_starts
 from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.adapters.runtimes.ort_format import prepare_model_file, write_package
-from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.execution import Environment
+from onnx_ops.domain.execution import Environment, RuntimeFacts
 from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.onnx_graph.files import list_external_names
