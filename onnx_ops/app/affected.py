@@ -27,8 +27,9 @@ from onnx_ops.pipeline.stages.data import get_source_name
 class Affected:
     """Affected pipeline file, and the changed paths on which it depends.
 
-    The file is relative to the project's root. `problem` is the reason why the file cannot be read.
-    Its dependencies are then unknown, so the pipeline is affected by every change.
+    The file is relative to the project's root. `problem` is the error that occurred when the file
+    was checked or its dependencies were listed. The dependencies are then unknown, so the pipeline
+    is affected by every change.
     """
 
     file: str

@@ -59,8 +59,12 @@ T = TypeVar("T")
 _ATTEMPTS = 8
 """Number of attempts to record, if other instances record at the same time."""
 _LOCKS = 64
+"""Number of locks; all rollouts whose keys have the same remainder share a lock."""
 FRESH_S = 300.0
-"""Smallest limit of the age of counts in seconds; older counts are inconclusive."""
+"""Maximum age of counts in seconds, unless three times `recording_s` is longer.
+
+With older counts from Prometheus, the verdict is `inconclusive`.
+"""
 STORE_S = 5.0
 """Longest time of a request to an object store, in seconds."""
 OPEN_S = 120.0
@@ -87,8 +91,9 @@ class AnalysisAnswer:
 class ClientCounts:
     """Counts of both revisions that a client sends.
 
-    They are those of one interval if `interval` is its id. Otherwise they are counted since
-    `origin`, and `at` is their time in seconds since the epoch.
+    If `interval` is not empty, it is the id of the interval of the counts. Otherwise the counts
+    grow since a start that `origin` identifies. `at` is their time in seconds since the epoch;
+    None is the time of the request. `digest` is that of the sent document.
     """
 
     stable: RequestCounts
@@ -240,9 +245,10 @@ class AnalysisService:
         return self._repeat(key, forget)
 
     def delete_old(self, should_stop: Callable[[], bool] = lambda: False) -> int:
-        """Delete rollouts without counts for `keep`; return the number of ended attempts.
+        """Delete rollouts that are older than `keep`; return the number of ended attempts.
 
-        Faults are logged; the next call continues.
+        The age is that of the last entry, and must also exceed the rollout's `max_duration`. Faults
+        are logged; the next call continues.
         """
         keep_s = self._config.keep
         why = f"the rollout was deleted, {keep_s / DAY:g} days after its last counts"
@@ -341,7 +347,7 @@ class AnalysisService:
         return state
 
     def _answer(self, state: AnalysisState, *, is_ready: bool = False) -> AnalysisAnswer:
-        """Return the recorded verdict, or why it does not hold any more."""
+        """Return the recorded verdict, or `inconclusive` if it does not hold any more."""
         now = self._clock.now()
         verdict = state.verdict
         if verdict is None:

@@ -130,7 +130,8 @@ class AnalysisRoutes:
     def _handle_argo(self, request: AnalysisRequest, parts: list[str]) -> AnalysisReply:
         """Return a measurement for the web metric of Argo Rollouts.
 
-        The revisions and the step are in the query, or in the body of a POST or PUT.
+        The revisions and the step are in the query, or in the body of a POST or PUT. The query
+        takes precedence.
         """
         if len(parts) != 2:
             raise NotFoundError("no such address")

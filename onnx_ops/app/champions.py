@@ -108,7 +108,7 @@ def measure_again(
     """Measure a champion; repeat the measurement if the champion fails.
 
     A champion can fail one measurement by chance. No result of its pipeline and no release is
-    changed.
+    changed. If the measurement raises an error, the result has the verdict ERROR.
     """
     basis = champion.basis
     if isinstance(basis, OnnxOpsError):

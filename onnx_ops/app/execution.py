@@ -80,7 +80,7 @@ class StageOutput:
         return f" The output of the stage is in {self.file}." if self._written else ""
 
     def remove_old(self) -> None:
-        """Remove the oldest output files in this folder beyond a fixed number."""
+        """Remove all but the newest `_MOST_OUTPUT_FILES` output files in this folder."""
         with contextlib.suppress(OSError):
             files = sorted(self.file.parent.glob("*.log"), key=lambda path: path.stat().st_mtime)
             for old in files[:-_MOST_OUTPUT_FILES]:

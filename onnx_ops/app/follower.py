@@ -82,7 +82,7 @@ from onnx_ops.scratch import write_durably
 _log = logging.getLogger(__name__)
 
 POLL_S, LEASED_POLL_S, LOCAL_POLL_S = 2.0, 1.0, 0.25
-"""Seconds between two reads of the hint, which names the newest table.
+"""Seconds between two reads of the head, the object that names the newest table.
 
 The values apply by default, while a lease is needed, and for a store in a local folder, in this
 order.
@@ -98,9 +98,12 @@ _RETRY_S = 10.0
 _STORE_S = 5.0
 """Time limit of one request to the store in seconds; the loops repeat requests."""
 _CHECK_S = 0.2
+"""Seconds between two checks for a table to publish."""
 _SERVER_CHECK_S = 0.5
 _PUBLISH_S = 300.0
+"""Time limit in seconds for publishing a table, within which the server loads its models."""
 _ADMIN_S = 5.0
+"""Time limit of other requests to the admin API, in seconds."""
 NAME_FILE = "replica"
 """File in the folder of a replica with its name, unless the name is given."""
 _MODELS = "models"
@@ -109,7 +112,11 @@ _PACKAGES = ("onnx-ops", "onnxruntime")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowerOptions:
-    """Options of a replica: its locations of tables and reports, and its identity."""
+    """Options of a replica.
+
+    `control` is the location of the tables and models, and `reports` that of the reports. `address`
+    is the URL for clients; `image` is the image of the container.
+    """
 
     control: str
     reports: str
@@ -149,9 +156,9 @@ class Following:
     def see_beat(self, beat: int, now: float) -> None:
         """Record the beat, a number that changes with each analysis of the rollout.
 
-        If the store did not answer for a while, a rollback may have been requested that is not yet
-        in a table. After such a gap, the candidate therefore gets no traffic until the beat has
-        changed.
+        If the store did not answer for `LEASE_S`, a rollback may have been requested that is not
+        yet in a table. After such a gap, the candidate therefore gets no traffic until a later call
+        has another beat.
         """
         if now - self._heard_at > LEASE_S:
             self._is_confirmed = False
@@ -180,10 +187,10 @@ class Following:
     def compute_lease_end(self, now: float) -> float:
         """Return the time until which the adopted table's candidate may get traffic, or 0.
 
-        After a time without answers of the store, the result is 0 or in the past. It stays so until
+        If the store did not answer for `LEASE_S`, the result is 0 or in the past. It stays so until
         the replica has listed the tables and written a report, and the beat has changed. The result
-        is also 0 if the beat is older than the table's `judge_timeout_s`. A newer table that moves
-        traffic ends the lease before this table is adopted.
+        is also 0 if the beat is older than the table's `judge_timeout_s`, unless that is 0. A newer
+        table that moves traffic ends the lease before the newer table is adopted.
         """
         # This call must precede `_is_current`. The docstring of `_compute_end` explains why.
         end = self._compute_end()
@@ -194,9 +201,9 @@ class Following:
     def renew_serving_end(self) -> float:
         """Return the time until which a server with a leased table may answer requests.
 
-        While the newest table is not adopted yet, the time stays unchanged, so the server does not
-        refuse requests. The time is not extended either: after a gap in the connection to the
-        store, the adopted table may have been rolled back.
+        While a newest table with other traffic is not adopted yet, the time stays unchanged, so
+        that the server answers requests until then. The time is not extended: after a gap in the
+        connection to the store, the adopted table may have been rolled back.
         """
         end = self._compute_end()
         if self._is_current():
@@ -279,7 +286,7 @@ class Follower:
         self._is_ending = True
 
     def poll(self) -> None:
-        """Read the hint, list the tables if that is due, and renew the lease."""
+        """Read the head, list the tables if that is due, and renew the lease."""
         now = read_boot_clock()
         head = self._read_head()
         if head is not None:
@@ -303,8 +310,8 @@ class Follower:
     def publish(self) -> None:
         """Publish the newest table to the server, unless the server has adopted it.
 
-        A failure is logged and reported, not raised. The same table is published again after
-        `_RETRY_S`.
+        An `OnnxOpsError` is logged and reported, not raised. The same table is published again
+        after `_RETRY_S`.
         """
         table, adopted = self._following.newest, self._following.adopted
         if table is None or (adopted is not None and adopted.number >= table.number):
@@ -344,7 +351,10 @@ class Follower:
             self._lease, self._lapsed = end, codec.loads(answer, Lease).lapsed
 
     def report(self) -> None:
-        """Write the status, the counts, and the epochs closed since the last report."""
+        """Write the status, the counts, and the epochs closed since the last report.
+
+        Without an adopted table, only the status and, once, empty counts are written.
+        """
         began = read_boot_clock()
         self._write_status(self._build_status())
         self._following.reported_at = began
@@ -388,8 +398,8 @@ class Follower:
     def end(self) -> None:
         """Stop the loops and the server, and write the last report.
 
-        Requests in flight are answered. The end is announced before the stop: a platform may kill a
-        process that has not ended within ten seconds.
+        Requests in flight are answered. The end is announced while the server stops: a platform may
+        kill a process that has not ended within ten seconds.
         """
         self._stop.set()
         self._report_due.set()
@@ -407,7 +417,7 @@ class Follower:
             _log.error("the last report could not be written: %s", error)
 
     def announce_end(self) -> None:
-        """Write the last counts as the final counts of this replica.
+        """Write the last counts, if there are any, as the final counts of this replica.
 
         The analysis then does not attribute the end of the server to the model.
         """
@@ -529,7 +539,7 @@ class Follower:
         self._reports.write(self._source.status_name, codec.dumps(status))
 
     def _record_uptime(self, *, ends: int = 0) -> None:
-        """Add the time since the last call to the server's uptime; add its ends.
+        """Add the time since the last call, and unexpected ends, to the server's uptime.
 
         Uptime and ends belong to the generation of the adopted table, or of the newest table if no
         table is adopted.
@@ -715,7 +725,8 @@ def read_release_keys(folder: Path, trusted: str) -> TrustedKeys:
     A path in the setting is relative to the server's folder.
 
     Raises:
-        UserError: the setting is neither a path nor a key.
+        UserError: the setting is neither an existing path nor a key, or a file does not hold a
+            public key of ECDSA P-256.
         RefusedError: there is no key for releases.
     """
     path = folder / trusted

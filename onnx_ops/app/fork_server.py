@@ -1,8 +1,9 @@
 """A process that has imported the modules of stages, and forks for each stage.
 
 A stage therefore starts in milliseconds. Python's own fork server is not used: it imports the main
-module in every child, and every forked process starts another one. This fork server forks a monitor
-for each request. The monitor forks the stage's process, and reports its process id and exit code.
+module in every child, and every forked process starts another fork server. This fork server forks a
+monitor for each request. The monitor forks the stage's process, and reports its process id and exit
+code.
 """
 
 from __future__ import annotations
@@ -219,7 +220,10 @@ def serve() -> None:
 
 
 def _import_packages() -> None:
-    """Import the packages that most stages and this run need, if they are installed."""
+    """Import the packages that most stages and this run need, and the modules of stages.
+
+    Missing packages are ignored.
+    """
     for name in ("onnx", "onnxruntime", *filter(None, os.environ.pop(_PACKAGES, "").split(","))):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

@@ -77,7 +77,7 @@ def write_evaluation(
 ) -> None:
     """Write a run's stages before its gates into a folder.
 
-    Unless the store is `shared`, the folder also gets the content of the stages' results.
+    Unless the store is `shared`, the folder also gets the results that a release reads.
 
     Raises:
         UserError: the folder has content, or is a file.
@@ -320,7 +320,7 @@ class ReleaseHandler:
         return self.handler.execute(stage, key, inputs)
 
     def decision(self, manifest: Manifest) -> Decision | None:
-        """Return the decision in the result of a gate stage."""
+        """Return the decision in the result of a gate stage; None for other results."""
         return self.handler.decision(manifest)
 
     def _get_outcome(self, stage: str) -> StageOutcome:

@@ -195,7 +195,7 @@ class StageHandler:
             return manifest
 
     def decision(self, manifest: Manifest) -> Decision | None:
-        """Return the decision in the result of a gate stage."""
+        """Return the decision in the result of a gate stage; None for other results."""
         if "decision.json" not in manifest:
             return None
         return codec.loads(self.context.store.read(manifest["decision.json"]), Decision)

@@ -34,7 +34,7 @@ def answer(
         observer: receives the progress.
 
     Returns:
-        The error of the stage, if it failed.
+        The error of the stage; None if it succeeded.
 
     Raises:
         ConflictError: the stores, the packages or the revisions of the stage differ.

@@ -68,7 +68,10 @@ class Preflight:
     _sets: dict[str, _Rows] = field(default_factory=dict)
 
     def findings(self) -> list[Issue]:
-        """Return all problems with the data, files and options of the pipeline file."""
+        """Return all problems with the data, files and options of the pipeline file.
+
+        The call also adds observations to `notes`, and missing distributions to `absent`.
+        """
         findings = [finding for name in self.draft.data for finding in self._open(name)]
         findings += [*self._files(), *self._imports(), *self._metric_packages()]
         findings += self._system()
@@ -88,7 +91,7 @@ class Preflight:
 
     @property
     def _scored(self) -> _Rows | None:
-        """Return the rows for the validation; None if they are not available locally."""
+        """Return the rows for the validation; None if they were not read or have problems."""
         return self._sets.get(self.draft.scored)
 
     def _open(self, name: str) -> Iterator[Issue]:
@@ -103,8 +106,7 @@ class Preflight:
                 section, self.context.root
             )
         except MissingPackageError:
-            return
-        # The check of this machine's packages reports the missing package.
+            return  # The check of this machine's packages reports the missing package.
         except OnnxOpsError as error:
             yield _describe_source_error(loc, section, error, self.context.root)
             return
@@ -259,8 +261,8 @@ class Preflight:
     def _read_model(self) -> tuple[ModelInfo | None, list[str]]:
         """Return the description of the project's existing ONNX file, and its problems.
 
-        The description is None if the file does not exist or cannot be read. The problems are the
-        reasons why onnx-ops refuses the file.
+        The description is None without a local ONNX file, or if the file cannot be read. The
+        problems are the reasons why onnx-ops refuses the file.
         """
         from onnx_ops.onnx_graph.compatibility import (
             list_user_model_notes,
@@ -367,7 +369,7 @@ class Preflight:
     def _labels(self, model: ModelInfo | None) -> Iterator[Issue]:
         """Yield issues of labels with which a gate's metric cannot be computed.
 
-        If the model is an existing ONNX file, its outputs are checked too.
+        If the model is an existing ONNX file, and all rows were read, its outputs are checked too.
         """
         from onnx_ops.measure.scoring import find_label_problem
 
@@ -387,7 +389,8 @@ class Preflight:
     def _slices(self) -> Iterator[Issue]:
         """Yield issues of columns that cannot be slices of the scored rows.
 
-        Columns that a function computes are unknown, since no code of the project is run.
+        A file of tags that cannot be read is an issue too. Columns that a function computes are
+        unknown, since no code of the project is run.
         """
         from onnx_ops.measure.slices import find_slice_problem, split_columns
 
@@ -399,8 +402,7 @@ class Preflight:
                     FileData(file=slices.tags), self.context.root
                 )
             except MissingPackageError:
-                return
-            # The check of this machine's packages reports the missing package.
+                return  # The check of this machine's packages reports the missing package.
             except OnnxOpsError as error:
                 yield _describe_tags_error(slices.tags, error, self.context.root)
                 return
@@ -415,7 +417,7 @@ class Preflight:
                 yield Issue(("slices", "by", index), problem.without_place())
 
     def _note_small_slices(self) -> None:
-        """Add a note if slices with the fewest judged rows cannot pass."""
+        """Add a note for each gate on slices whose smallest judged slices cannot pass."""
         slices = self.draft.slices
         for loc, gate in self.draft.gates:
             if slices is None or not isinstance(gate, SlicesGate):

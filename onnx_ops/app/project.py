@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class PreparedPipeline:
     """Checked pipeline, its targets and its plan.
 
-    `overridden` states whether values differ from those of the file. `evaluation` contains the
+    `overridden` states whether values of the file were overridden. `evaluation` contains the
     results of the stages before the gates if another job ran these stages.
     """
 
@@ -66,12 +66,13 @@ def check(
     """Check a pipeline file.
 
     With `static`, only the file and the project's source code are checked, not data and models.
-    With `machine`, the packages and credentials that a whole run needs here are checked too.
+    With `machine`, the packages, hardware and credentials that a whole run needs here are checked
+    too, and changes of existing endpoints.
 
     Raises:
         UserError: the file cannot be read.
         ConfigError: the file has problems; the error holds all of them.
-        NotReadyError: the file has no problems, but a package or a credential is missing.
+        NotReadyError: the only problems are those of this machine, such as a missing package.
     """
 
     from onnx_ops.config.loader import load_pipeline
@@ -127,9 +128,10 @@ def check(
 def _machine_findings(
     project: Project, pipeline: Pipeline, targets: Mapping[str, Target], reported: Collection[str]
 ) -> list[Issue]:
-    """Return issues of requirements of a complete run that this machine does not meet.
+    """Return issues of what a complete run needs and this machine lacks.
 
-    Packages in `reported` are left out.
+    Packages in `reported` are left out. If the stages cannot be planned, the error is the only
+    issue. Changes of existing endpoints that a run would refuse are issues too.
     """
     from onnx_ops.app.target_status import find_unmeasurable
     from onnx_ops.config.document import Issue
@@ -198,7 +200,7 @@ def _list_endpoint_findings(project: Project, pipeline: Pipeline, planned: Plan)
 
 
 def _list_refused(project: Project, planned: Plan) -> Iterator[UserError]:
-    """Yield the changes of existing endpoints that a run would refuse."""
+    """Yield the error of each change of an existing endpoint that a run would refuse."""
     from onnx_ops.app.handler import binding
     from onnx_ops.domain.plan import StageKind
     from onnx_ops.release.promote import find_refused_change
@@ -327,9 +329,10 @@ def prepare_release(
 
     Raises:
         ConfigError: the file has problems.
-        UserError: there is no evaluation in the folder.
+        UserError: the file cannot be read, or there is no evaluation in the folder.
         CorruptStateError: a file of the evaluation is damaged.
-        RefusedError: the evaluation belongs to another commit or pipeline file.
+        RefusedError: the evaluation belongs to another commit or pipeline file, or a measurement is
+            that of another variant, target or file.
     """
     from onnx_ops.app.context import resolve_commit
     from onnx_ops.app.hand_over import adopt, read_evaluation
@@ -362,6 +365,9 @@ def write_evaluation(
     """Write the stages of a run before its gates, for a release on another machine.
 
     `prepare_release` reads them there.
+
+    Raises:
+        UserError: the folder has content, or is a file.
     """
     from onnx_ops.app import hand_over
     from onnx_ops.app.context import resolve_commit
@@ -385,9 +391,9 @@ def require_packages(project: Project, plan: Plan) -> None:
 
 
 def _missing_packages(project: Project, plan: Plan) -> list[tuple[Stage, list[str]]]:
-    """Return the stages that need packages which are not installed.
+    """Return the packages that are not installed, with the stages that need them.
 
-    Each package is listed with the first stage that needs it.
+    Each package is listed only with the first stage that needs it.
     """
     seen: set[str] = set()
     needed = []
@@ -452,18 +458,22 @@ def execute(
 ) -> RunResult:
     """Run a plan, and compare the release with `base` in the report.
 
-    Up to `jobs` stages run concurrently. Without overrides, and if no file differs from the commit,
-    the measurements are recorded under the commit. An error of this recording is ignored; later
-    comparisons then report that no measurements are recorded.
+    Up to `jobs` stages run concurrently. Without overrides, and if no tracked file differs from the
+    commit, the measurements are recorded under the commit. An error of this recording is ignored;
+    later comparisons then report that no measurements are recorded.
 
     Args:
+        no_cache: kinds of stages whose cached results are ignored.
         actor: user recorded in the audit log of the releases (default: the user of this process).
+        abandon: reason, recorded in the ledger, for leaving endpoints running that the file no
+            longer names or has moved.
         base: release to compare with; by default that of the pull request's target branch.
 
     Raises:
         MissingPackageError: a package that a stage needs is not installed; nothing was done.
         RefusedError: an endpoint would continue to run without a pipeline, and `abandon` is empty.
         UserError: an existing endpoint cannot be changed as the file declares.
+        StorageError: the disk is full, or a file or folder cannot be used.
     """
     from onnx_ops.app.handler import binding
     from onnx_ops.app.results import find_base, read_base_branch, record_commit, summarize
@@ -599,6 +609,10 @@ def run_files(
 
     Results are yielded in the order of the files. After an invalid or failed file, the other files
     still run. Yielded results and finished plans are not kept in memory.
+
+    Args:
+        observe: returns an observer for each run.
+        base: tag, commit or branch whose recorded results are compared with those of each run.
     """
     from onnx_ops.app.results import find_base, summarize
     from onnx_ops.pipeline import ordered_map

@@ -57,7 +57,9 @@ CHECKS = (
 """Names of the checks, in the order in which they run."""
 _REMEDY = "Check the variables, mounts and permissions of the container."
 _CLOCK_S = 2.0
+"""Largest accepted difference between the clocks of the machine and the store, in seconds."""
 _STORE_S = 10.0
+"""Time limit of one request to the store in seconds."""
 _MIB = 1 << 20
 
 _Finding = tuple[bool, str, str]
@@ -178,7 +180,7 @@ class _Container:
         return abs(now - written) <= _CLOCK_S, found, remedy
 
     def check_memory(self) -> _Finding:
-        """Compare the available memory with that of a second version."""
+        """Compare the available memory with the memory that a second version needs."""
         limit, available = read_limit_bytes(self._root), read_available_bytes(self._root)
         shown = "no limit" if limit is None else f"limit {_format(limit)}"
         if available is not None:
@@ -195,7 +197,7 @@ class _Container:
         return available is None or need.fits(available), found, remedy
 
     def check_replica(self) -> _Finding:
-        """Check that the follower reports, and that the server has the newest table."""
+        """Check that the replica reports, has loaded its table, and refuses no newer one."""
         name, status = self._find_name(), self._read_status()
         if not name or status is None:
             return False, "has not reported", "Read the log of the container."

@@ -309,7 +309,10 @@ def _find_framework(path: Path, chosen: str) -> tuple[str, str]:
 
 
 def _find_data(root: Path) -> dict[str, str]:
-    """Return files whose names contain `train` or `test`, by these names."""
+    """Return a file with rows for each of the names `train` and `test`.
+
+    The name of the file contains this name. A name without such a file is left out.
+    """
     found = {}
     for name in ("train", "test"):
         paths = [

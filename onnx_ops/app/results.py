@@ -182,7 +182,7 @@ def _root(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> StageOutcome:
 def _exit_code(result: RunResult, choices: tuple[Choice, ...]) -> int:
     """Return the exit code of a run.
 
-    If every target has a chosen variant, only errors of release stages determine the code.
+    If every judged target has a chosen variant, only errors of release stages determine the code.
     Otherwise wrong input takes precedence over verdicts.
     """
     missing = [c.verdict for c in choices if c.variant is None]
@@ -268,7 +268,7 @@ def record_commit(root: Path, store: Store, summary: Summary) -> None:
     """Record choices and evidence of a run under the checked-out commit.
 
     Later comparisons use the record. Nothing is recorded without choices, outside a repository, or
-    if files differ from the commit.
+    if tracked files differ from the commit.
     """
     commit = resolve_commit(root, "HEAD")
     if not summary.choices or not commit or _is_changed(root):
@@ -320,8 +320,9 @@ def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = ""
     """Return the record of the commit at which this branch diverged from its base.
 
     If that commit has no record, the last recorded commit before it is used; at most `_COMMITS`
-    commits are searched. The base is a tag, a commit or a branch, which can exist only at `origin`.
-    `name` is the base's display name.
+    commits are searched. The checked-out commit is skipped unless tracked files differ from it.
+    Without a record, the result has the reason in `why`. The base is a tag, a commit or a branch,
+    which can exist only at `origin`. `name` is the base's display name.
     """
     name = name or base
     try:

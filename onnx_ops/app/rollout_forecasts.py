@@ -70,8 +70,9 @@ def forecast_named(project: Project, name: str, request: ForecastRequest) -> lis
 def forecast_offline(project: Project, pipeline: Pipeline) -> list[EndpointForecast]:
     """Return the forecast of each endpoint's analyzed rollout, without network access.
 
-    The traffic is that of the endpoint's last rollout, if this machine has its ledger. Otherwise,
-    the result is the shortest duration at any traffic, and `origin` is empty.
+    Rollouts with a single step are left out. The traffic is that of the endpoint's last rollout, if
+    this machine has its ledger. Otherwise, the result is the shortest duration at any traffic, and
+    `origin` is empty.
     """
     results = []
     for entry in pipeline.deploy:

@@ -1,4 +1,4 @@
-"""JSON documents for another process: the request to execute a stage, an error."""
+"""JSON documents for another process: the request to execute a stage, and its error."""
 
 from __future__ import annotations
 
