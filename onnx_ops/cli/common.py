@@ -457,7 +457,7 @@ def steps_to_document(
 def exit_after_steps(
     reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str, OnnxOpsError] | None = None
 ) -> None:
-    """Exit with the code of the worst error.
+    """Exit with the highest exit code of the errors.
 
     Without errors, exit with 5 if a step was refused, or else with 4 if the registry did not
     answer. Otherwise, return.
@@ -522,7 +522,7 @@ def console() -> Console:
     """Return a console on standard output.
 
     If standard output is not a terminal, the width is `_UNWRAPPED`, since programs read whole
-    lines.
+    lines. Output for a Python caller is colored as on a terminal.
     """
     coloured = True if collected_output.get() is not None else None
     return SafeConsole(
@@ -575,7 +575,10 @@ def print_text(
 
 
 def render_error(out: Console, error: OnnxOpsError, head: str = "error") -> None:
-    """Print an error: the event and its place, then the cause, then the remedy."""
+    """Print an error: the event and its place, then the cause, then the remedy.
+
+    For a `ConfigError`, its problems are printed instead.
+    """
     if isinstance(error, ConfigError):
         for problem in error.problems:
             print_text("{}", problem, out=out)

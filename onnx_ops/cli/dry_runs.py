@@ -37,7 +37,7 @@ DryRunOption = Annotated[
 class DryRunOutcome:
     """How a command would end, apart from its changes.
 
-    `notes` are sentences about what stays as it is.
+    `notes` are further sentences, for example about an endpoint that stays unchanged.
     """
 
     reports: Mapping[str, Sequence[StepReport]] = field(default_factory=dict)

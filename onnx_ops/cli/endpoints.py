@@ -450,7 +450,8 @@ def _describe_differing_servers(servers: Sequence[EndpointServer]) -> Iterator[s
 def describe_pending(pending: PendingRollback, now: float) -> str:
     """Return a description of a pending rollback.
 
-    It has the target version, the requester, the age in seconds, the reason and failed attempts.
+    It has the version to restore, the requester, the age in seconds, the reason and failed
+    attempts.
     """
     stable = pending.action.roles.stable
     to = stable.name if stable is not None else "nothing"

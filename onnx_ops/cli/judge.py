@@ -316,8 +316,10 @@ def _check_models(
 ) -> str:
     """Return the model that is to replace the baseline; empty with `--system`.
 
+    `of_pairs` and `of_systems` are the options that apply only without and only with `--system`.
+
     Raises:
-        UserError: a model is missing or superfluous, or an option is for the other use.
+        UserError: a model is missing or superfluous, or an option does not apply.
     """
     others = of_systems if system is None else of_pairs
     name = next((name for name, value in others.items() if value), None)
@@ -345,7 +347,8 @@ def _restore_given_files(
 ) -> Judgement:
     """Return the judgement with the digests and sizes of the user's files.
 
-    The models that were judged can be copies of these files with casts.
+    The models that were judged can be copies of these files with casts. Notes on the casts are
+    added.
     """
     from onnx_ops.domain.artifact import digest_file
     from onnx_ops.onnx_graph.model_info import read_model_info

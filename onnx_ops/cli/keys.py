@@ -279,7 +279,7 @@ def _withdraw_from_ledgers(
 ) -> None:
     """Stop accepting new entries by a key in all ledgers.
 
-    With `force`, report the ledgers that fail and continue.
+    With `force`, report the ledgers that fail. Otherwise, raise the error of the first.
     """
     from onnx_ops.release.adoption import withdraw_key
 

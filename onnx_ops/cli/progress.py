@@ -107,7 +107,7 @@ class StepProgress:
             self.finish(name)
 
     def finish(self, name: str) -> None:
-        """End one step, or remove it from the plan."""
+        """End one step, or mark a step that does not run as done."""
         with self._lock:
             if name in self._begun:
                 self._durations.add(self._prefix + name, time.monotonic() - self._begun.pop(name))

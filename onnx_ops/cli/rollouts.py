@@ -181,7 +181,8 @@ def _command(
 ) -> None:
     from onnx_ops.release.rollback import send_command
 
-    # If the registry is unavailable, the command fails here, before it is recorded.
+    # Without MLflow, or with an invalid tracking URI, the command fails here, before it is
+    # recorded.
     context.registry()
     send_command(context, endpoint, command, reason=reason, actor=actor)
 
@@ -513,7 +514,7 @@ def _preview_rollback(
 def _ask_reason(context: Context, names: Sequence[str]) -> str:
     """Prompt for the reason of a rollback; return an empty string without a terminal.
 
-    There is no prompt if no named endpoint exists.
+    The prompt appears only if a named endpoint exists.
     """
     if not sys.stdin.isatty() or set(names).isdisjoint(context.ledger.endpoints()):
         return ""

@@ -98,7 +98,8 @@ def _load_system(options: SystemOptions, model: Path) -> System:
     read_model_info(model)
     predict = _load(options.source, "--system")
     if takes_model(predict):
-        # No training output is known here; the stage `system` passes the trained model.
+        # The stage `system` passes the trained model, which is unknown here. The function therefore
+        # gets the path of the candidate.
         predict = partial(predict, model=model)
     before = tuple(_load_step(text, "--before") for text in options.before or ())
     after = tuple(_load_step(text, "--after") for text in options.after or ())

@@ -116,7 +116,7 @@ def _print_total(stages: Sequence[PlannedStage]) -> None:
 def gate_report(rows: Sequence[ResultRow]) -> None:
     """Print every gate of every variant and target.
 
-    The reason of each gate that did not pass is printed too.
+    The reason of each gate that did not pass is printed too, and the slices of gates on slices.
     """
     cells: list[Sequence[str] | str] = []
     last = ("", "")
@@ -194,7 +194,7 @@ def _target_report(
 ) -> int:
     """Print the choice, the key metrics and the failures of a target.
 
-    Return the number of gate results.
+    Return the number of gate results; 0 if nothing was measured.
     """
     from onnx_ops.reporting.metrics import sampled_rows
 
@@ -443,7 +443,7 @@ def _release_lines(summary: Summary, registration: Registration, project: Projec
 def _print_endpoint(state: ReleaseState, model: str, project: Project) -> None:
     """Print the version, the URL and the rollout of an endpoint.
 
-    Nothing is printed if the endpoint does not serve yet.
+    Nothing is printed if the endpoint has no stable version or no address.
     """
     config, stable = state.config, state.roles.stable
     if config is None:

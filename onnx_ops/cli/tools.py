@@ -224,7 +224,7 @@ def parse_sizes(dims: list[str]) -> dict[str, int]:
 
 
 def parse_values(texts: list[str], option: str = "--fix") -> dict[str, Any]:
-    """Return values of inputs by name, from `NAME=VALUE` texts.
+    """Return values of inputs or parameters by name, from `NAME=VALUE` texts.
 
     A value is a number, a boolean, a text or a list.
     """
