@@ -1,8 +1,9 @@
 """The service of analyses: it reads counts, records them, and returns verdicts.
 
 A verdict is returned only after the counts that it depends on are recorded. If the service cannot
-read or record counts of Prometheus, the verdict is `inconclusive` with the reason, unless a verdict
-`fail` is recorded and can be read. Any number of instances can share the recorded state.
+read or record counts of Prometheus, the verdict is `inconclusive` with the reason. A verdict `fail`
+that is recorded and can be read takes precedence. Any number of instances can share the recorded
+state.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ _CHECK_S = 0.2
 """Seconds between two checks for a table to publish."""
 _SERVER_CHECK_S = 0.5
 _PUBLISH_S = 300.0
-"""Time limit in seconds for publishing a table, within which the server loads its models."""
+"""Time limit for publishing a table, including the load of its models, in seconds."""
 _ADMIN_S = 5.0
 """Time limit of other requests to the admin API, in seconds."""
 NAME_FILE = "replica"

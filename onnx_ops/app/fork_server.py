@@ -220,7 +220,7 @@ def serve() -> None:
 
 
 def _import_packages() -> None:
-    """Import the packages that most stages and this run need, and the modules of stages.
+    """Import the stages' modules, and packages that most stages or this run need.
 
     Missing packages are ignored.
     """

@@ -57,7 +57,7 @@ CHECKS = (
 """Names of the checks, in the order in which they run."""
 _REMEDY = "Check the variables, mounts and permissions of the container."
 _CLOCK_S = 2.0
-"""Largest accepted difference between the clocks of the machine and the store, in seconds."""
+"""Maximum difference between the clocks of machine and store, in seconds."""
 _STORE_S = 10.0
 """Time limit of one request to the store in seconds."""
 _MIB = 1 << 20

@@ -1,4 +1,4 @@
-"""JSON documents for another process: the request to execute a stage, and its error."""
+"""JSON documents for another process: a request to execute a stage, or its error."""
 
 from __future__ import annotations
 

@@ -432,7 +432,7 @@ def _check_folders(
     html: Path | None,
     no_cache: Sequence[StageKind],
 ) -> None:
-    """Raise UserError for unusable values of the options that name files, and of --no-cache.
+    """Raise UserError for unusable options that name files, or an unusable --no-cache.
 
     The folder of --hand-over must be new. With --take-over, stages before the gates are not
     executed, so --no-cache has no meaning.

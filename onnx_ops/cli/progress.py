@@ -151,8 +151,8 @@ class StepProgress:
         """Return the estimated remaining seconds, from the last durations of the steps.
 
         The result is None if a duration is unknown, or if the sum of the durations is below two
-        seconds. The estimate is the duration of the longest chain of dependent steps, or the sum of
-        all steps divided by `jobs` if that is longer.
+        seconds. The estimate is the longer of two durations: that of the longest chain of dependent
+        steps, and the sum of all steps divided by `jobs`.
         """
         names = dict.fromkeys([*begun, *(name for name in self._steps if name not in self._done)])
         known: dict[str, float] = {}

@@ -192,9 +192,9 @@ def load_rows(
 ) -> tuple[Mapping[str, ndarray], SampleRows]:
     """Return the arrays of a file of rows, and its first `limit` rows for a model.
 
-    The rows are checked against the inputs of the model. If the file has one array besides
-    `labels`, and the model has one input besides those in `fix`, the array is that of this input.
-    Its name does not matter, but it must have the same number of axes.
+    The rows are checked against the inputs of the model. With one array besides `labels`, and one
+    input besides those in `fix`, the array is used for the input. Their names can differ, but they
+    must have the same number of axes.
     """
     from onnx_ops.domain.pipeline import FileData
     from onnx_ops.tools.supplied_rows import check_samples
