@@ -265,6 +265,11 @@ KEY_FOLDERS: tuple[tuple[str, tuple[KeyRole, ...]], ...] = (
 """Folders below the folder of trusted keys, and the roles of the keys in each."""
 
 
+def is_encoded_keys(text: str) -> bool:
+    """Return whether a setting of trusted keys holds keys in base64, and not a path."""
+    return text.startswith(_ENCODED)
+
+
 class TrustedKeys:
     """The trusted public keys of one role.
 
@@ -288,9 +293,14 @@ class TrustedKeys:
         self._parsed: tuple[object, dict[Digest, EllipticCurvePublicKey]] | None = None
 
     @classmethod
-    def of(cls, text: str) -> TrustedKeys:
-        """Return the keys of a setting: a path, or keys as `encoded` returns them."""
-        return cls((), encoded=text) if text.startswith(_ENCODED) else cls(Path(text))
+    def of(cls, text: str, folder: Path = Path(), *, role: KeyRole = "gate") -> TrustedKeys:
+        """Return the keys of a setting: a path, or keys as `encoded` returns them.
+
+        A relative path is relative to `folder`.
+        """
+        if is_encoded_keys(text):
+            return cls((), encoded=text, role=role)
+        return cls(folder / text, role=role)
 
     def encoded(self) -> str:
         """Return the keys in base64 of DER, separated by commas.

@@ -32,7 +32,7 @@ from onnx_ops.adapters.endpoints.local_server import LocalServer
 from onnx_ops.adapters.files import LocalObjects, ObjectStore, open_objects
 from onnx_ops.adapters.replica_files import download_model
 from onnx_ops.adapters.store import ModelFolders
-from onnx_ops.attestation import TrustedKeys
+from onnx_ops.attestation import TrustedKeys, is_encoded_keys
 from onnx_ops.config.binding import bind_options
 from onnx_ops.config.server_options import list_options
 from onnx_ops.domain.endpoint import Deployment
@@ -666,8 +666,8 @@ def main(arguments: Sequence[str]) -> int:
         check_options(own, options)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = folder.resolve()
-        if not Path(options.trusted_keys).is_absolute() and Path(options.trusted_keys).exists():
-            options = replace(options, trusted_keys=os.path.relpath(options.trusted_keys, folder))
+        if not is_encoded_keys(options.trusted_keys):
+            options = replace(options, trusted_keys=_place_keys(options.trusted_keys, folder))
         replica = FollowerOptions(
             control=own["follow"],
             reports=own["reports"],
@@ -689,6 +689,15 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     return 0
+
+
+def _place_keys(path: str, folder: Path) -> str:
+    """Return the path of the keys as the server reads it: relative to the server's folder.
+
+    A relative path without a file or folder in the working folder is returned unchanged.
+    """
+    is_here = not Path(path).is_absolute() and Path(path).exists()
+    return os.path.relpath(path, folder) if is_here else path
 
 
 def check_options(own: Mapping[str, str], options: ServerOptions) -> None:
@@ -725,16 +734,10 @@ def read_release_keys(folder: Path, trusted: str) -> TrustedKeys:
     A path in the setting is relative to the server's folder.
 
     Raises:
-        UserError: the setting is neither an existing path nor a key, or a file does not hold a
-            public key of ECDSA P-256.
+        UserError: a key in the setting, or a file, is not a public key of ECDSA P-256.
         RefusedError: there is no key for releases.
     """
-    path = folder / trusted
-    keys = (
-        TrustedKeys(path, role="release")
-        if path.exists()
-        else TrustedKeys((), encoded=trusted, role="release")
-    )
+    keys = TrustedKeys.of(trusted, folder, role="release")
     if not keys.keys():
         raise RefusedError(
             "there is no public key for releases",

@@ -252,9 +252,10 @@ def _require_own_evidence(
 
     The evidence must describe the stage's variant, files and target.
     """
-    evidence = codec.loads(
-        store.read(manifests[stage.id]["evidence.json"]), Evidence, where=stage.id
-    )
+    digest = manifests[stage.id].files.get("evidence.json")
+    if digest is None:
+        raise RefusedError("the result of the benchmark has no evidence", where=stage.id)
+    evidence = codec.loads(store.read(digest), Evidence, where=stage.id)
     variant = stage.variant or ""
     model = manifests.get(variant_id(variant), Manifest(files={})).subset(MODEL)
     wanted = (pipeline, variant, stage.target, stage.settings["target"], model.digest())

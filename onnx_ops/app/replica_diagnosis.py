@@ -212,10 +212,7 @@ class _Container:
         return True, f"{name} reports and serves {table}", ""
 
     def _read_keys(self, role: KeyRole) -> TrustedKeys:
-        path = Path(self._keys)
-        if self._keys and path.is_dir():
-            return TrustedKeys(path, role=role)
-        return TrustedKeys.of(self._keys) if self._keys else TrustedKeys(())
+        return TrustedKeys.of(self._keys, role=role) if self._keys else TrustedKeys(())
 
     def _find_name(self) -> str:
         if given := self._environment.get("ONNX_OPS_REPLICA"):

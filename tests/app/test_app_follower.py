@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.app.follower import (
     LIST_S,
     RENEW_S,
@@ -20,6 +21,7 @@ from onnx_ops.app.follower import (
     read_release_keys,
     require_known,
 )
+from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.protocol.replica_tables import LEASE_S, ReplicaTable, TableNumber, plan_tables
@@ -273,3 +275,12 @@ def test_read_release_keys_without_valid_key_raises_user_or_refused_error(
     (tmp_path / "empty").mkdir()
     with pytest.raises((UserError, RefusedError)):
         read_release_keys(tmp_path, trusted)
+
+
+def test_read_release_keys_of_many_encoded_keys_returns_all(tmp_path: Path) -> None:
+    signers = [create_key(tmp_path / f"{number}" / "signing.pem") for number in range(4)]
+    folders = [TrustedKeys(tmp_path / f"{number}") for number in range(4)]
+    # A name of a file is at most 255 bytes long; the keys together are longer.
+    trusted = ",".join(folder.encoded() for folder in folders)
+    keys = read_release_keys(tmp_path, trusted)
+    assert set(keys.keys()) == {signer.key for signer in signers}

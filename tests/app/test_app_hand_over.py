@@ -239,6 +239,14 @@ FORGED: dict[str, tuple[type[OnnxOpsError], Change]] = {
         RefusedError,
         lambda at, it: _forge_evidence(at, it, pipeline="other"),
     ),
+    "a benchmark without evidence": (
+        RefusedError,
+        lambda _, it: _find(it, "benchmark/fp32@cpu-1t")["manifest"]["files"].pop("evidence.json"),
+    ),
+    "a benchmark without settings": (
+        RefusedError,
+        lambda _, it: it["stages"][-1]["settings"].clear(),
+    ),
     "an unknown field": (CorruptStateError, lambda _, it: it.update(signed=True)),
 }
 
