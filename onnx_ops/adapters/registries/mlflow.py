@@ -80,7 +80,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,199}")
 _MODEL_SOURCE = re.compile(r"models:/(m-[A-Za-z0-9]+)")
 _PAGE = 1000
 _RUN_TAG_LIMIT = 5000
-"""Maximum number of characters in the value of a run's tag."""
+"""Number of characters after which the value of a run's tag is cut."""
 _EXISTS = "RESOURCE_ALREADY_EXISTS"
 _GONE = ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND", "INVALID_STATE")
 """Error codes for a run or model that was already deleted."""
@@ -93,8 +93,16 @@ class MlflowRegistry:
     Args:
         tracking_uri: a tracking server's URL, or the URL of the database behind one.
         artifact_root: location of files if the database is used directly (a folder or `s3://…`).
-            The default is a folder beside the SQLite database. A tracking server has its own.
+            The default is the folder `mlartifacts` beside a SQLite database. Other databases need
+            a value. For a tracking server, which has its own location, the value is ignored.
         public_url: address of MLflow's web pages, if it differs from `tracking_uri`.
+
+    Raises:
+        UserError: the URI is not supported, or a database needs `artifact_root`.
+        MissingPackageError: MLflow is not installed.
+        ServiceUnavailableError: the locations in the SQLite database cannot be changed now.
+
+    Except `mirror` and `where`, all methods also raise the errors of `MlflowConnection.session`.
     """
 
     def __init__(
@@ -129,6 +137,12 @@ class MlflowRegistry:
 
         After a crash, the next call completes the versions. The content of an existing version does
         not change, but the publication replaces its decisions, evidence and description.
+
+        Raises:
+            UserError: a name, a file name or a decision is not valid, or the experiment was deleted
+                in MLflow.
+            RefusedError: a model's weights are not all among the files.
+            DigestMismatchError: the files do not match the manifest.
         """
         model, about = _valid_name(publication.model), publication.about
         for record in publication.variants:
@@ -156,7 +170,11 @@ class MlflowRegistry:
             return publisher.publish()
 
     def version(self, model: str, version: str) -> VersionRecord:
-        """Return a version that onnx-ops registered; raise NotFoundError without one."""
+        """Return the record of a version.
+
+        Raises:
+            NotFoundError: the version does not exist, or onnx-ops did not register it.
+        """
         entry = self._version(model, version)
         tags = {str(key): str(value) for key, value in entry.tags.items()}
         record = read_record(model, str(entry.version), tags)
@@ -249,7 +267,7 @@ class MlflowRegistry:
     def all_aliases(self) -> Mapping[str, Mapping[str, str]]:
         """Return the aliases of every model with their versions.
 
-        One request reads 1,000 models.
+        One request reads at most 1,000 models.
         """
         with self._mlflow.session("all models") as client:
             models = read_pages(
@@ -293,12 +311,12 @@ class MlflowRegistry:
     def fetch(self, record: VersionRecord, folder: Path) -> Manifest:
         """Download the version's model files into an empty folder; return their manifest.
 
-        The caller compares the digest of the manifest with the signed digest.
+        The caller must compare the digest of the manifest with the signed digest.
 
         Raises:
             NotFoundError: the version does not exist, or onnx-ops did not register its files.
             DigestMismatchError: the MLmodel or the list of files was changed, or a file is missing.
-            RefusedError: MLflow does not write to the artifact location of the version.
+            RefusedError: onnx-ops does not download from the artifact location of the version.
             ServiceUnavailableError: MLflow or its artifact storage does not answer.
         """
         where = f"{record.model} version {record.version}"
@@ -331,7 +349,8 @@ class MlflowRegistry:
         The caller must verify the signed digest of the document.
 
         Raises:
-            NotFoundError: the version has no such document.
+            NotFoundError: the version, its run or the document does not exist.
+            RefusedError: onnx-ops does not download from the artifact location of the run.
             ServiceUnavailableError: MLflow or its artifact storage does not answer.
         """
         where = f"{record.model} version {record.version}"

@@ -56,7 +56,7 @@ _ARTIFACT_SCHEMES = frozenset(
         "mlflow-artifacts",
     )
 )
-"""Schemes of the storage to which MLflow can write a version.
+"""Schemes of artifact locations from which onnx-ops downloads.
 
 Other schemes, such as `http`, could make onnx-ops send requests to any host.
 """
@@ -85,9 +85,14 @@ _default_uri_lock = threading.Lock()
 
 
 class MlflowConnection:
-    """An MLflow tracking server (`http://…`), or the database behind one.
+    """Connection to an MLflow tracking server, or directly to its database.
 
-    The database is given by a URL of SQLAlchemy.
+    `uri` is the address of the server (`http://…` or `https://…`), or SQLAlchemy's URL of the
+    database.
+
+    Raises:
+        UserError: the scheme of the URI is not supported.
+        MissingPackageError: MLflow is not installed.
     """
 
     def __init__(self, uri: str) -> None:
@@ -130,11 +135,12 @@ class MlflowConnection:
         """Provide a client for a few calls, and convert its errors to errors of onnx-ops.
 
         Raises:
-            ServiceUnavailableError: MLflow does not answer, or cannot process the request now.
+            ServiceUnavailableError: MLflow does not answer, does not accept the credentials, or
+                cannot process the request now. Or the block raises an OSError.
             NotFoundError: there is no such resource.
             RefusedError: the user does not have the permission.
-            UserError: a name or value is invalid.
-            MissingPackageError: the driver of the database is not installed.
+            UserError: a name or value is invalid, or the resource already exists.
+            MissingPackageError: a driver of the database or the artifact storage is not installed.
         """
         # MLflow retries failed requests for a long time. So a short request, or a connection to the
         # database, first checks that the server answers.
@@ -201,7 +207,7 @@ class MlflowConnection:
     def statuses(self, path: str, count: int) -> list[int]:
         """Return the HTTP statuses of `count` concurrent requests.
 
-        Concurrent requests reach several workers of the server.
+        Concurrent requests can reach different workers of the server.
 
         Raises:
             ServiceUnavailableError: the server does not answer.
@@ -303,14 +309,15 @@ def suppress_codes(*codes: str) -> Iterator[None]:
 class ArtifactDownload:
     """Files of one LoggedModel or run; other clients can change them.
 
-    Requests raise ServiceUnavailableError if the storage does not answer.
+    Requests raise ServiceUnavailableError if the storage does not answer. Other errors are
+    converted by `MlflowConnection.session`, which must be active.
     """
 
     def __init__(self, connection: MlflowConnection, location: str, where: str) -> None:
         """Prepare downloads from a location.
 
         Raises:
-            RefusedError: MLflow does not write to locations with this scheme.
+            RefusedError: onnx-ops does not download from locations with this scheme.
             ServiceUnavailableError: the client of the storage cannot be created.
         """
         if _get_scheme(location) not in _ARTIFACT_SCHEMES:

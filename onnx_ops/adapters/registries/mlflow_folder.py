@@ -52,8 +52,8 @@ def validate_record(record: VariantRecord) -> None:
     """Validate names, weights and digests of a variant before anything is sent.
 
     Raises:
-        UserError: a file name is not safe, or is reserved by MLflow; or there is not exactly one
-            ONNX file.
+        UserError: a file name is not safe, or is reserved by MLflow or onnx-ops; or there is not
+            exactly one ONNX file, or it cannot be parsed.
         RefusedError: the model's weights are not all among the files.
         DigestMismatchError: the manifest does not match the files.
     """

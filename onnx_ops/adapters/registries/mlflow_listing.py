@@ -46,6 +46,8 @@ WHERE v.name = ? AND v.current_stage != 'Deleted_Internal'{where_workspace}
 def list_version_tags(uri: str, database: Path | None, model: str) -> list[VersionTags] | None:
     """Return the versions of a model with their tags; None if MLflow must read them.
 
+    The oldest version is first. From a database, only versions with tags are returned.
+
     Args:
         uri: address of the tracking server or database.
         database: path of a SQLite database; None for other databases and servers.

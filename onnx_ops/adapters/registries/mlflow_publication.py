@@ -83,7 +83,11 @@ class ReleasePublisher:
         self._common = {key: value for key, value in self._common.items() if value}
 
     def publish(self) -> dict[str, str]:
-        """Complete all variants; return the version of each variant."""
+        """Create or update the version of each variant; return the version numbers.
+
+        Raises:
+            UserError: a signed decision is too long for a tag of MLflow.
+        """
         lineage = self._publication.lineage
         query = f"tags.{RELEASE} = '{lineage.release}' and tags.`{_KIND}` = "
         order = ["attributes.start_time ASC"]
@@ -241,10 +245,11 @@ class ReleasePublisher:
             self._client.set_model_version_tag(name, version, key, value)
 
     def _models(self, *conditions: str) -> Iterator[LoggedModel]:
-        """Yield this release's models of any status.
+        """Yield this release's models of any status that meet `conditions`.
 
-        The query does not contain the status. MLflow 3.17 compares its integer column with the text
-        of the query, which PostgreSQL refuses.
+        The conditions are in the syntax of MLflow's `search_logged_models`. The query does not
+        contain the status. MLflow 3.17 compares its integer column with the text of the query,
+        which PostgreSQL refuses.
         """
         query = " and ".join(
             [f"tags.{RELEASE} = '{self._publication.lineage.release}'", *conditions]

@@ -98,6 +98,10 @@ class MlflowWebhooks:
     """Manager of the project's webhook in MLflow, which is identified by its name.
 
     Projects that share an MLflow server need different names.
+
+    Raises:
+        UserError: the URI is that of a database, or its scheme is not supported.
+        MissingPackageError: MLflow is not installed.
     """
 
     def __init__(self, tracking_uri: str, name: str = "onnx-ops") -> None:
