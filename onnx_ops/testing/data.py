@@ -15,7 +15,7 @@ from onnx_ops.ports.data import DataSource
 class DataSourceSuite:
     """Conformance of a data source.
 
-    Subclass it, and define the fixtures `source`, `section` and `root`.
+    Subclass it, and define the fixtures `source`, `section` and `root` (the project's folder).
     """
 
     def test_load_returns_named_arrays_of_equal_length(

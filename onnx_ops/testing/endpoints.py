@@ -71,8 +71,9 @@ class Killed(BaseException):
 def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
     """Disturb requests of `http.client` from number `at` on.
 
-    `http.client` is the base of urllib, requests, boto3 and azure-core. The context manager yields
-    a list with one entry for each request. With `error`, the service cannot be reached. Otherwise,
+    `http.client` is the base of urllib, requests, boto3 and azure-core. Numbers begin at 0. The
+    context manager yields a list with one entry for each request. With `error`, the service cannot
+    be reached. With `none`, nothing is disturbed. Otherwise,
     the first disturbed request takes effect. Then its answer and all later requests are lost
     (`lost answer`), or the client is killed (`kill`).
     """
@@ -117,15 +118,16 @@ class EndpointProviderSuite:
     def disturbed(self, fault: Disturbance, at: int = 0) -> AbstractContextManager[Sized]:
         """Disturb the provider's requests to its service from number `at` on.
 
-        Yield the requests made.
+        Numbers begin at 0. Yield the requests that were sent.
         """
         return disturbed_http(fault, at)
 
     @pytest.fixture
     def chosen(self) -> Callable[[Iterable[int]], Sequence[int]]:
-        """Choose the requests of a rollback at which a disturbance starts, by default all.
+        """Return a function that chooses where disturbances of a rollback start.
 
-        Each repetition of the rollback is disturbed from one of these requests on.
+        The function gets the numbers of the rollback's requests, and by default returns all of
+        them. Each repetition of the rollback is disturbed from a different chosen request on.
         """
         return list
 
@@ -142,7 +144,10 @@ class EndpointProviderSuite:
         return blue, green
 
     def scale(self, address: str, *, user: str | None = None) -> float:
-        """Return the factor that the answering model computes."""
+        """Return the factor by which the answering model multiplies its input.
+
+        `user` is the key of the user who sends the request.
+        """
         headers = {"content-type": "application/json"}
         if user is not None:
             headers["x-user-key"] = user
@@ -154,9 +159,9 @@ class EndpointProviderSuite:
     def serves(
         self, provider: EndpointProvider, config: EndpointConfig, one: Deployment, y: float
     ) -> EndpointState:
-        """Check that this deployment serves, and return the endpoint's state.
+        """Check that deployment `one` serves, and return the endpoint's state.
 
-        The deployment must have all traffic and answer `y`.
+        The deployment must have all traffic, and multiply its input by `y`.
         """
         observed, address = provider.observe(config), provider.address(config)
         assert observed is not None

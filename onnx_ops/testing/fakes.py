@@ -159,12 +159,12 @@ def _get_signer(signer: FakeSigner) -> FakeSigner:
 
 
 class FakeProvider(EndpointProvider):
-    """In-memory endpoints that apply effects in the order of their generations.
+    """In-memory endpoints that apply states in the order of their generations.
 
     While `down`, `observe` returns None, and methods that change endpoints or list orphaned
-    resources raise an error. `applied` lists every change of every endpoint. `left` lists orphaned
-    resources by endpoint, each named by its manifest. `confirmed` lists the endpoints whose
-    rollouts were confirmed.
+    resources raise an error. `applied` lists each state that changed an endpoint. `left` lists
+    orphaned resources by endpoint, each named by its manifest. `confirmed` lists the endpoints
+    whose rollouts were confirmed.
     """
 
     def __init__(self) -> None:
@@ -285,9 +285,9 @@ class FakeProvider(EndpointProvider):
             raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
 
     def interfere(self, endpoint: str, state: EndpointState | None) -> None:
-        """Replace or lose the endpoint without an entry in the ledger.
+        """Replace the endpoint's state without an entry in the ledger.
 
-        The endpoint's generation does not change.
+        With None, the endpoint is removed. Its generation does not change.
         """
         self._states.pop(endpoint, None)
         if state is not None:
@@ -299,7 +299,7 @@ class FakeMetrics(MetricsSource):
 
     While `down`, the counts cannot be read. Readings have the time of `clock`. Requests since the
     last reading belong to the present generation of the endpoint. If two deployments are read,
-    these requests form a closed epoch.
+    these requests form a closed epoch, unless there are none.
     """
 
     def __init__(self, generations: Mapping[str, int]) -> None:

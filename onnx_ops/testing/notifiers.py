@@ -44,7 +44,10 @@ ROLLED_BACK = Notification(
 
 
 class NotifierSuite:
-    """Conformance of a Notifier."""
+    """Conformance of a Notifier.
+
+    `secret` is the notifier's credential, which must not be in errors and logs.
+    """
 
     secret: ClassVar[str]
 
@@ -142,7 +145,10 @@ class NotifierSuite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedRequest:
-    """A request. Header names are lower case."""
+    """A request. Header names are lower case.
+
+    `document` is the JSON value of the body; None without a body.
+    """
 
     method: str
     path: str
