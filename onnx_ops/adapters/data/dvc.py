@@ -93,10 +93,11 @@ class DvcOptions:
     `path` is a file that DVC tracks, relative to `repo`. `repo` is a folder below the project's
     root, or a URL.
 
-    `rev` is a tag, branch or commit; empty for the checkout. `remote` names the DVC remote; if it
-    is empty, the remote of the pointer or else the repository's default is used. `md5` is the
-    required MD5 of the pointer, if given. `requirements` are the packages of DVC's environment. If
-    they are empty, the source's default packages and the package for the remote are installed.
+    `rev` is a tag, branch or commit; empty for the commit of the checkout, or for the default
+    branch of a URL. `remote` names the DVC remote; if it is empty, the remote of the pointer or
+    else the repository's default is used. `md5` is the required MD5 of the pointer, if given.
+    `requirements` are the packages of DVC's environment. If they are empty, the source's default
+    packages and the package for the remote are installed.
     """
 
     path: str
@@ -213,13 +214,16 @@ class DvcSource(DataSource):
         """Read the file from DVC's cache or remote, after checking it against its MD5.
 
         Raises:
-            NotFoundError: DVC does not track the file, or has no copy of it.
-            RefusedError: the pointer has no MD5.
+            NotFoundError: the repository or the revision does not exist, DVC does not track the
+                file, or DVC has no copy of it.
+            RefusedError: the pointer has no MD5 or is not the only one, or an option is not
+                permitted.
             DigestMismatchError: the pointer is not valid, differs from the pinned MD5 or the
                 checkout, or does not match the data.
             InfrastructureError: DVC fails, its cache cannot be read, or the repository or the
                 remote cannot be reached.
-            UserError: the options or the file are not valid.
+            UserError: the options, the remote or the file are not valid.
+            MissingPackageError: DVC or the format of the file needs a package that is missing.
         """
         tracked = self._find(section, root)
         pointer = tracked.pointer
@@ -309,7 +313,10 @@ class DvcSource(DataSource):
         return pointer
 
     def _check_checkout(self, tracked: _TrackedFile, top: Path) -> None:
-        """Raise DigestMismatchError if an uncommitted change alters MD5 or size."""
+        """Raise DigestMismatchError if an uncommitted change alters the pointer.
+
+        Only the MD5 and the size in the pointer are compared.
+        """
         file, path = tracked.pointer.file, tracked.path
         if (
             not (top / file).is_file()
@@ -344,6 +351,8 @@ class DvcSource(DataSource):
 
         Raises:
             NotFoundError: neither the cache nor the remote has the object.
+            UserError: the remote does not exist, or does not store objects by MD5.
+            MissingPackageError: DVC needs another package for the remote.
             DigestMismatchError: the object does not match its MD5.
             InfrastructureError: DVC fails, or the cache or the remote cannot be read.
         """

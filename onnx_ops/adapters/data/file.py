@@ -26,6 +26,7 @@ _SMALL_BYTES = 16 << 20
 """Files up to this size are read completely when their first rows are requested."""
 
 _HEAD_BYTES = 8 << 20
+"""Size to which the first rows of larger files are limited."""
 
 _SAMPLED_IMAGES = 32
 """Number of images of a folder that are read when its first rows are requested."""
@@ -39,10 +40,10 @@ _POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class FileSource(DataSource):
-    """Data sets of `file: PATH`, a path below the project's root or a pinned address.
+    """Data sets of `file: PATH`, a path relative to the project's root or a pinned address.
 
-    The path of a folder is accepted if it holds images, or test data of an ONNX model. No pickled
-    data is loaded.
+    A folder is accepted if it holds images, or test data of an ONNX model. No pickled data is
+    loaded.
     """
 
     state: Path = Path(".onnx-ops")

@@ -59,7 +59,7 @@ _MISSING = (
     ),
     *("NULL", "NaN", "n/a", "nan", "null", "None", "none", "?", "-", "--", ".", " ", "  ", "   "),
 )
-"""Cells that mean a missing value in a column of numbers.
+"""Cells that mean a missing value in a column of numbers or booleans.
 
 In a column of text, they are texts.
 """
@@ -96,9 +96,10 @@ def read_table(
 ) -> Mapping[str, Array]:
     """Read the columns of a table by name; `most_bytes` limits the rows.
 
-    Whole numbers are int64, fractions are float32, and booleans are bool. Dates and identifiers are
-    text, and categories have the type of their values. Identifiers are whole numbers with a leading
-    zero or beyond int64, or beyond 53 bits in a column with a missing value.
+    Each array has the shape (rows, 1). Whole numbers are int64, fractions are float32, and booleans
+    are bool. Dates and identifiers are text, and categories have the type of their values.
+    Identifiers are whole numbers with a leading zero or beyond int64, or beyond 53 bits in a column
+    with a missing value.
 
     A missing value is NaN, which makes a column of numbers or booleans float32. In a column of
     text, it is the empty text. Texts are `np.str_`, or Python objects where a fixed width would
