@@ -50,9 +50,9 @@ def _name_missing_converter() -> Iterator[None]:
 
 @contextmanager
 def _write_whole_numbers() -> Iterator[None]:
-    """Write the booleans of attributes as integers while converters run.
+    """Write booleans in lists of attributes as integers while converters run.
 
-    Some converters pass booleans as attributes, which protobuf 7 refuses.
+    Some converters pass lists of booleans as attributes, which protobuf 7 refuses.
     """
     container: Any = importlib.import_module("skl2onnx.common._container")
     make_node = container.make_node

@@ -434,7 +434,10 @@ def _check_analyzer(part: Any) -> None:
 
 
 def _round_in_place(thing: Any, visited: set[int]) -> Any:
-    """Convert float64 arrays to float32, wherever an estimator stores them."""
+    """Convert float64 arrays in the attributes of an estimator and its parts to float32.
+
+    Objects without `get_params`, such as compiled trees, stay unchanged.
+    """
     import numpy as np
 
     if isinstance(thing, np.ndarray):

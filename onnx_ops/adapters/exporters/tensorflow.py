@@ -75,7 +75,7 @@ class TensorflowExporter(Exporter):
         """Load a `.keras` file or a SavedModel.
 
         Raises:
-            NotFoundError: the folder contains no model.
+            NotFoundError: the folder contains neither a SavedModel nor exactly one `.keras` file.
             UserError: the model cannot be loaded.
         """
         files = sorted(folder.glob("*.keras"))

@@ -165,6 +165,9 @@ class TorchExporter(TracingExporter):
 
         The result is None for float64 if the module runs only in float32, for example because it
         creates float32 tensors.
+
+        Raises:
+            ValueError: the module refuses the inputs.
         """
         torch: Any = importlib.import_module("torch")
         module: Any = model
@@ -317,7 +320,7 @@ def _load_translations(section: Export) -> Mapping[Any, Any] | None:
     The result is None if the section does not name a table.
 
     Raises:
-        UserError: the section does not name a table of functions.
+        UserError: the section names an object that is not a table of functions.
     """
     if not section.translations:
         return None
@@ -582,7 +585,8 @@ class HuggingfaceExporter(TorchExporter):
 
         Raises:
             NotFoundError: the folder has no `config.json`.
-            UserError: the installed transformers does not have the architecture.
+            UserError: `config.json` does not name exactly one architecture of the installed
+                transformers.
         """
         transformers = importlib.import_module("transformers")
         if not (folder / TRANSFORMERS_CONFIG).is_file():
@@ -618,7 +622,7 @@ class HuggingfaceExporter(TorchExporter):
         return {name: value for name, value in answer.items() if isinstance(value, torch.Tensor)}
 
     def _module(self, model: Any, request: ExportRequest) -> Any:
-        """Return the module after a check that `forward` names every input.
+        """Return the wrapped module after a check that `forward` names every input.
 
         The check is necessary, since `forward` ignores other inputs in its `**kwargs`.
         """
