@@ -74,8 +74,8 @@ class GraphOptimizer(Optimizer):
         """Save the graph after ONNX Runtime's optimizations.
 
         Raises:
-            UserError: an excluded node does not exist, or level `all` has targets with several
-                kinds of machines.
+            UserError: an option is wrong, an excluded node does not exist, or level `all` has
+                targets with several kinds of machines.
             StageError: ONNX Runtime cannot optimize the graph.
         """
         level = str(read_options(request.section, self.options).get("level", "extended"))
@@ -143,8 +143,8 @@ class ShapeOptimizer(Optimizer):
         """Replace symbolic dimensions by fixed sizes.
 
         Raises:
-            UserError: `dims` is empty or names an unknown dimension, or an excluded node does not
-                exist.
+            UserError: `dims` is missing, wrong or names an unknown dimension, or an excluded node
+                does not exist.
             StageError: the shapes cannot be fixed.
         """
         where = f"variant {request.section.name}, options"
@@ -220,6 +220,7 @@ class _CleanupOptimizer(Optimizer):
 
         Raises:
             UserError: an option is wrong, or an excluded node does not exist.
+            MissingPackageError: the tool is not installed.
             StageError: the tool fails, or changes the inputs or outputs.
         """
         chosen = tuple(read_options(request.section, self.options).get(self.option, ()))

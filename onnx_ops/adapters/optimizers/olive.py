@@ -35,7 +35,7 @@ The pipeline defines the sources, destinations and evaluation of models instead.
 _CODE = ("user_script", "script_dir", "model_script")
 _ROWS = "calibration"
 _NARROWING = re.compile("quant|float16|mixedprecision|nbits|rtn|gptq|awq|bnb", re.IGNORECASE)
-"""Pattern of the names of passes that change a model's computation by design.
+"""Pattern of the types of passes that change a model's computation by design.
 
 Other passes get strict parity checks.
 """
@@ -46,6 +46,8 @@ _EXCLUDING = (
     "OnnxQuantization",
     "OnnxBlockWiseRtnQuantization",
 )
+"""Types of passes that get the excluded nodes in their option `nodes_to_exclude`."""
+
 _GEMM_SUFFIX = "_MatMul"
 """Suffix that ONNX Runtime's quantizers add to the name of a rewritten Gemm.
 
@@ -129,7 +131,7 @@ class OliveOptimizer(Optimizer):
         return replace(section, options={**section.options, CONFIG: _used(config, where)})
 
     def quantizes(self, section: Quantize) -> bool:
-        """Return whether the name of a pass shows that it changes the computation."""
+        """Return whether the type of a pass shows that it changes the computation."""
         config: Any = section.options[CONFIG]
         return any(_NARROWING.search(str(entry["type"])) for entry in _passes(config["passes"]))
 
@@ -137,8 +139,8 @@ class OliveOptimizer(Optimizer):
         """Run the configured passes in order and check their result.
 
         Raises:
-            UserError: the rows that a pass reads are missing or cannot be passed, or Olive
-                quantized an excluded node.
+            UserError: the rows that a pass reads are missing or cannot be passed, or an excluded
+                node does not exist or was quantized.
             StageError: Olive fails, makes no model, or changes the inputs or outputs.
         """
         section = request.section

@@ -239,7 +239,10 @@ def _dynamic(job: _Job) -> None:
 
 
 def _static(job: _Job, ranges: Path | None = None) -> None:
-    """Quantize with the ranges in file `ranges`; write the file if it is missing."""
+    """Quantize with the ranges in file `ranges`; write the file if it is missing.
+
+    With None, the ranges are computed and not stored.
+    """
     library = importlib.import_module("onnxruntime.quantization")
     section, rows = job.request.section, job.request.calibration
     method = section.calibrate.method if section.calibrate else "minmax"
@@ -281,7 +284,7 @@ def _quantize(
     """Write the quantized model; return notes on additional steps.
 
     Raises:
-        UserError: nothing was quantized, or an excluded node was quantized.
+        UserError: nothing was quantized, or an excluded node does not exist or was quantized.
         StageError: ONNX Runtime cannot quantize the model.
     """
     # The module loads NumPy, so it is imported only here.
