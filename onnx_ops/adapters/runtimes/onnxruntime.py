@@ -60,7 +60,7 @@ class OnnxRuntime(Runtime):
         return fingerprint_target(target)
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
-        """Build a session and report its providers and which nodes they run."""
+        """Build a session; return its providers and how many nodes each of them runs."""
         ort = importlib.import_module("onnxruntime")
         session = build_session(model, target, record_assignment=True)
         of_shapes = (

@@ -191,7 +191,8 @@ def convert_runtime_errors(model: Path) -> Iterator[None]:
 def _write_optimized(options: Any, model: Path, target: Path) -> None:
     """Make the runtime write its optimized graph to a file.
 
-    Large weights are written to a second file in the same folder.
+    The weights of a large model, and external weights, are written to a second file in the same
+    folder.
     """
     options.optimized_model_filepath = str(target)
     # External weights are named relative to the model's folder. The new model has another folder,

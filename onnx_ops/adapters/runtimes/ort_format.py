@@ -81,7 +81,10 @@ def prepare_model_file(model: Path, target: Target) -> Path:
 
 
 def write_package(model: Path, target: Target, folder: Path) -> None:
-    """Copy the files for a device to a folder: `MODEL`, `OPERATORS`, `USABILITY`."""
+    """Copy the files for a device to a folder: `MODEL`, `OPERATORS`, `USABILITY`.
+
+    The target must have an `ort_format`. Raises the errors of `prepare_model_file`.
+    """
     source = prepare_model_file(model, target).parent
     for name in (MODEL, OPERATORS, USABILITY):
         shutil.copyfile(source / name, folder / name)

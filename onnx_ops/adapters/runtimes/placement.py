@@ -151,7 +151,7 @@ class GuardedRuntime(OnnxRuntime):
         self._facts: dict[tuple[str, int, Digest], RuntimeFacts] = {}
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
-        """Build a session in a forked process; report its providers and their nodes.
+        """Return the facts of a session that is built in a forked process.
 
         The facts of an unchanged file are cached, since a verdict requests them several times.
         """
@@ -228,9 +228,10 @@ class GuardedRuntime(OnnxRuntime):
 def guard_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
     """Return a runtime that runs each model in a forked process first.
 
-    A crash there ends only the forked process, which has at most `timeout` seconds. For the calls
-    that run in this process afterwards, see `GuardedRuntime`. A runtime of another type than ONNX
-    Runtime in this process is returned unchanged.
+    A crash there ends only the forked process. This process has at most `timeout` seconds, by
+    default `DEFAULT_TIMEOUT_S`. For the calls that run in the calling process afterwards, see
+    `GuardedRuntime`. A runtime of another type than ONNX Runtime in this process is returned
+    unchanged.
     """
     guarded = GuardedRuntime(timeout or DEFAULT_TIMEOUT_S)
     if isinstance(runtime, TargetedRuntime) and type(runtime.here) is OnnxRuntime:

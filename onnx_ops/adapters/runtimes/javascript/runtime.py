@@ -83,7 +83,7 @@ class NodeRuntime(Runtime):
         )
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
-        """Build a session and report its providers and which nodes they run."""
+        """Build a session; return its providers and how many nodes each of them runs."""
         document = self._ask("facts", target, model=_model(model))
         providers = [provider.name for provider in target.providers]
         return codec.from_json(
