@@ -1,17 +1,18 @@
 """Logs of analyzed rollouts, as objects in a folder or an object store.
 
-Each entry is one object, which is created only if its name is free. If two instances append at the
-same time, one of them fails, reads the entry of the other, and decides again. An instance that is
-killed leaves either a whole entry or none. A checkpoint contains the state after all entries up to
-a number, so a reader reads only the later entries.
+Each entry is one object, which is created only if its name is free. If two instances of the
+analysis server append at the same time, one instance fails, reads the entry of the other instance,
+and decides again. An instance that is killed leaves either a whole entry or none. A checkpoint
+contains the state after all entries up to a number, so a reader reads only the later entries.
 
 A rollout is deleted in three steps, each of which can be repeated by any instance:
 
-1. An entry `RolloutForgotten` ends the attempt. Nothing before it has an effect any more.
+1. An entry `RolloutForgotten` ends the attempt. Earlier entries have no effect any more.
 2. A checkpoint with that entry is written, and the entries before that entry are deleted. The
    numbers continue: an instance with an earlier state finds that entry by its number.
-3. Much later, that entry and the checkpoint are deleted too. By then, no instance has a state of
-   the ended attempt in memory, so all instances start again at number 1.
+3. When that entry is older than `keep`, at least a day, it and the checkpoint are deleted too. By
+   then, no instance has a state of the ended attempt in memory, so all instances start again at
+   number 1.
 """
 
 from __future__ import annotations
@@ -48,8 +49,10 @@ MAX_CACHED = 512
 CACHED_S = DAY / 2
 """Longest age of a state in memory, in seconds.
 
-Entries are deleted only if the last entry is older than a day. So the entries after a state that is
-younger than half a day still exist, even if the clocks of two machines differ by hours.
+Entries of an attempt that `delete_old` ends are deleted only if the last entry is older than a day.
+So the entries after a state that is younger than half a day still exist, even if the clocks of two
+machines differ by hours. This does not hold for an attempt that a client has ended: its entries can
+be deleted within hours.
 """
 _NAME = re.compile(r"\d{8}\.json")
 
@@ -147,12 +150,16 @@ class AnalysisLog:
         return changed
 
     def list_states(self) -> Iterator[AnalysisState]:
-        """Yield the states of all rollouts, by analysis."""
+        """Yield the states of all rollouts, grouped by analysis.
+
+        Raises:
+            CorruptStateError: an entry is missing, unreadable, or of another rollout.
+        """
         for key in self.list_keys():
             yield self.read(key)
 
     def list_keys(self, *, skip_corrupt: bool = False) -> Iterator[RolloutKey]:
-        """Yield the keys of all rollouts, by analysis.
+        """Yield the keys of all rollouts, grouped by analysis.
 
         Raises:
             CorruptStateError: the object that names the key of a rollout is unreadable. With
@@ -188,6 +195,7 @@ class AnalysisLog:
 
         An attempt is ended with the reason `why` if its last entry is older than `keep_s` and than
         the attempt's `max_duration`. A call after another `keep_s` deletes the remaining objects.
+        Entries before the end of an attempt that a client has ended are deleted immediately.
 
         Raises:
             ConflictError: another instance appended an entry.

@@ -97,7 +97,7 @@ _IDENTITY_SETTINGS = (
 class AwsAccess:
     """Region, profile and timeout of requests to AWS.
 
-    boto3 determines an empty region and an empty profile.
+    If `region` or `profile` is empty, boto3 determines it.
     """
 
     region: str = ""
@@ -106,7 +106,11 @@ class AwsAccess:
 
 
 def read_access(*options: Mapping[str, Json], where: str = "") -> AwsAccess:
-    """Return `AwsAccess` from mappings of options; later mappings take precedence."""
+    """Return `AwsAccess` from mappings of options; later mappings take precedence.
+
+    Raises:
+        UserError: an option is not valid.
+    """
     names = [f.name for f in fields(AwsAccess)]
     given = {name: each[name] for each in options for name in names if name in each}
     return bind_options(given, AwsAccess, where=where)
@@ -267,7 +271,8 @@ def get_error_message(error: Any) -> str:
 def build_variant_name(deployment: str) -> str:
     """Return the variant name of a deployment.
 
-    If SageMaker allows the deployment's name, this name is returned.
+    If SageMaker allows the deployment's name, this name is returned. Otherwise, the result consists
+    of the allowed characters of this name and a part of its digest.
     """
     if _NAME.fullmatch(deployment):
         return deployment

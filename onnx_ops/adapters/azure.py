@@ -90,7 +90,11 @@ class Workspace:
 
 
 def read_workspace(options: Mapping[str, Json], *, where: str = "") -> Workspace:
-    """Return the workspace that an endpoint's options name."""
+    """Return the workspace that an endpoint's options name.
+
+    Raises:
+        UserError: an option is missing or not valid.
+    """
     given = {f.name: options[f.name] for f in fields(Workspace) if f.name in options}
     return bind_options(
         given,

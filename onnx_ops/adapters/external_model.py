@@ -33,7 +33,7 @@ _VERSION_OF_A_FILE = (
     "checksum",
     "sha",
 )
-"""Attributes that change with a file's content; each file system has some of them."""
+"""Attributes that show a change of a file's content; each file system has some of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +50,12 @@ class UserSuppliedModels:
     def digest(self, place: str) -> Digest:
         """Return a digest that changes with the model, without downloading remote models.
 
+        If `place` is one file, other files with its external data do not affect the digest.
+
         Raises:
             NotFoundError: the model does not exist.
+            UserError: the address or the URI of a version is not valid, or its scheme is unknown.
+            RefusedError: MLflow does not permit the request.
             ServiceUnavailableError: the server of the model does not answer.
             MissingPackageError: fsspec requires another package for this kind of URL.
         """
@@ -82,7 +86,7 @@ class UserSuppliedModels:
         """Return the model as a local path.
 
         The content of a pinned address is downloaded into the cache, and another remote model into
-        `scratch`. Raises the same errors as `digest`.
+        the new folder `scratch`. Raises the errors of `digest` and of `PinnedFiles.fetch`.
         """
         if place.startswith(REGISTERED):
             scratch.mkdir(parents=True)

@@ -81,8 +81,9 @@ def read_private(path: Path, what: str, *, remedy: str = "") -> str:
     `what` describes the content in messages, as in "the webhook secret".
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        RefusedError: users other than the owner can read the file. `remedy` is the error's remedy.
+        OSError: the file does not exist (FileNotFoundError) or cannot be read.
+        RefusedError: users other than the owner have access to the file. `remedy` is the error's
+            remedy.
     """
     with path.open("rb") as stream:
         mode = os.fstat(stream.fileno()).st_mode & 0o777
@@ -178,6 +179,9 @@ class ObjectStore(ABC):
     """Objects by name, in a folder or an object store.
 
     `place` is the location of the objects for display, without a password.
+
+    Methods raise StorageError if a local folder cannot be used, and ServiceUnavailableError if an
+    object store cannot be used.
     """
 
     place: str
@@ -229,6 +233,10 @@ def open_objects(
             the caller must repeat requests. With None, the client of the store repeats requests,
             which can take a minute.
         options: options of the file system of fsspec, such as `profile` of s3fs.
+
+    Raises:
+        UserError: the file system cannot be opened with this URL.
+        MissingPackageError: the file system requires a package that is not installed.
     """
     if "://" not in url or url.startswith("file://"):
         return LocalObjects(Path(urlsplit(url).path if url.startswith("file://") else url))

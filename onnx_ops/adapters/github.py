@@ -38,6 +38,7 @@ class GitHubRepository:
         Raises:
             ServiceUnavailableError: GitHub does not answer, or not with a list.
             RefusedError: GitHub refuses the request.
+            UserError: the address in GITHUB_API_URL is not valid, or does not use https.
         """
         joined = "&" if "?" in path else "?"
         for page in range(1, 11):

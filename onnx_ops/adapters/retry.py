@@ -28,7 +28,7 @@ def retry(call: Callable[[], T], is_transient: Callable[[Exception], bool], atte
 def attempts(
     timeout_s: float, pause_s: float, *, longest_s: float = 0.0, at_least: int = 1
 ) -> Iterator[int]:
-    """Yield the number of each attempt within a time limit, with pauses in between.
+    """Yield the number of each attempt, from 0, within a time limit; pause after each.
 
     Each pause is 1.5 times the previous pause, up to `longest_s` (0: all pauses are `pause_s`). The
     first `at_least` attempts are made even if the time limit has passed.

@@ -85,10 +85,11 @@ class ServerMetrics(MetricsSource):
     ) -> MetricsReading:
         """Return the counts of all servers by generation.
 
-        With two deployments, the reading also contains the closed epochs and the open epoch.
+        A generation whose table lacks one of `deployments` is left out. With two deployments, the
+        reading also contains the closed epochs and the open epoch.
 
         Raises:
-            ServiceUnavailableError: a response is not that of an endpoint server.
+            ServiceUnavailableError: the counts cannot be read, or are not valid.
         """
         watched = _Watch.from_thresholds(deployments)
         limits_s = {

@@ -45,9 +45,9 @@ One pipeline has fewer blobs.
 class ContentStore:
     """Store of blobs (content by digest) and records (files of a stage by its key).
 
-    A remote store is read through a local cache of a limited size. Names are not trusted: content
-    is hashed before it is returned. A record contains its own digest, so a partial or changed
-    record is detected and ignored.
+    A remote store is read through a local cache of a limited size. Names are not trusted: a file is
+    hashed before its first use, and again if it changed. A record contains its own digest, so a
+    partial or changed record is detected and ignored.
     """
 
     def __init__(self, objects: ObjectStore, cache: Path, cache_bytes: int = 50 * 10**9) -> None:
@@ -139,7 +139,7 @@ class ContentStore:
                 yield manifest
 
     def contents(self) -> tuple[StoredObject, ...]:
-        """Return all blobs, and the unfinished files of killed writers.
+        """Return all blobs, and the unfinished files of current and killed writers.
 
         Records are not included.
         """
