@@ -24,7 +24,7 @@ _EMPTY = -1.0
 """Class of an unused place in the objects of a row."""
 
 _LARGEST = 1e15
-"""Largest absolute value of a coordinate; larger ones cannot be pixels, and can overflow."""
+"""Largest absolute value of a number; larger numbers are not pixels, and can overflow."""
 
 _OUTSIDE = 1.0
 """Pixels by which a box can exceed its image, since coordinates were rounded."""
@@ -93,6 +93,10 @@ def _load(path: Path, where: str) -> dict[str, Any]:
 
 
 def _get(entry: Mapping[str, Any], key: str, place: str, where: str) -> Any:
+    """Return the id under a key, an integer or a string.
+
+    `place` names the entry in errors.
+    """
     if not isinstance(entry.get(key), int | str):
         what = f"{place} has no {key!r} that is an integer or a string: {str(dict(entry))[:80]}"
         raise UserError(what, where=where)
@@ -121,7 +125,7 @@ def _read_number(entry: Mapping[str, Any], key: str, place: str, where: str) -> 
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a value is a number that float64 represents exactly enough for pixels."""
+    """Return whether a value is a finite number of at most `_LARGEST`."""
     return isinstance(value, int | float) and abs(value) <= _LARGEST
 
 
@@ -154,6 +158,8 @@ def _complete_points(
     values: Sequence[float], points: int, place: str, where: str
 ) -> Sequence[float]:
     """Return the values of the keypoints; zeros if the object has none.
+
+    `points` is the largest number of values that an annotation of the file has.
 
     Raises:
         UserError: the number of values does not fit the keypoints of the file.
@@ -230,7 +236,10 @@ def _list_rows(images: Mapping[Any, Any], arrays: Mapping[str, Array], where: st
 
 
 def _stack(rows: Sequence[Sequence[Sequence[float]]], points: int) -> Mapping[str, Array]:
-    """Return the arrays of objects, with at least one place in each row."""
+    """Return the arrays of objects, with at least one place in each row.
+
+    `rows` contains the values of each row's objects, with `points` values of keypoints each.
+    """
     import numpy as np
 
     places = max(1, *(len(row) for row in rows)) if rows else 1

@@ -398,7 +398,10 @@ class DvcSource(DataSource):
     def _ask(
         self, options: DvcOptions, packages: tuple[str, ...], do: str, **arguments: object
     ) -> Any:
-        """Send one request to DVC in a new process of its environment."""
+        """Send one request to DVC in a new process of its environment.
+
+        `do` is a method of `DvcWorker`. `packages` are added to the default packages.
+        """
         requirements = options.requirements or (*self.requirements, *packages)
         environments = PythonEnvironments(folder=self.environments.resolve(), base=(), uv=find_uv())
         command = build_interpreter_command(
@@ -511,7 +514,7 @@ def _wrong_pointer(pointer: DvcPointer, why: str) -> DigestMismatchError:
 def _check_object(copy: Path, pointer: DvcPointer, what: str, place: str, remedy: str) -> None:
     """Raise DigestMismatchError if the MD5 of a copy differs from its file name.
 
-    The copy is deleted in this case.
+    The copy is deleted in this case. `what`, `place` and `remedy` are parts of the error.
     """
     wanted = copy.name.removesuffix(_FOLDER_SUFFIX)
     with copy.open("rb") as stream:

@@ -29,10 +29,10 @@ class DvcWorker:
     """Methods with which the calling process uses DVC."""
 
     def find(self, repo: str, rev: str, path: str, remote: str) -> list[dict[str, Any]]:
-        """Return the outputs that are or contain `path`, relative to git's top folder.
+        """Return the outputs that are or contain `path`.
 
-        An empty `rev` reads the working tree. `remote` is the remote to use; if it is empty, the
-        remote of the pointer or the default is used.
+        All paths are relative to git's top folder. An empty `rev` reads the working tree. `remote`
+        is the remote to use; if it is empty, the remote of the pointer or the default is used.
         """
         from dvc.exceptions import OutputNotFoundError
 
@@ -69,6 +69,8 @@ class DvcWorker:
         self, repo: str, rev: str, remote: str, md5: str, legacy: bool, copy: str
     ) -> dict[str, Any]:
         """Copy an object from the remote; return its location and whether it exists.
+
+        `copy` is the path of the copy. With `legacy`, the layout is that of DVC 1 and 2.
 
         Raises:
             UserError: the remote does not exist, or does not store objects by MD5.

@@ -40,7 +40,7 @@ _POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class FileSource(DataSource):
-    """Data sets of `file: PATH`, a path relative to the project's root or a pinned address.
+    """Data sets of `file: PATH`, a path in the project or a pinned address.
 
     A folder is accepted if it holds images, or test data of an ONNX model. No pickled data is
     loaded.

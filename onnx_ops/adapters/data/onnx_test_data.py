@@ -21,9 +21,9 @@ def has_test_data(folder: Path) -> bool:
 def read_test_data(folder: Path, *, where: str, label: str | None = None) -> Mapping[str, Array]:
     """Return the inputs of all sets, joined on axis 0.
 
-    A tensor has the name in its file. If the file has no name for it, the tensor has the name of
-    the model's input or output at the same position, or else the stem of the file's name. With
-    `label`, the expected output of this name is returned too.
+    A tensor has the name in its file. If this name is empty, the name is that of the model's input
+    or output at the same position. Without such an input or output, it is the stem of the file's
+    name. With `label`, the expected output of this name is returned too.
 
     Raises:
         UserError: a tensor cannot be read, the tensors of the sets cannot be joined, or the label

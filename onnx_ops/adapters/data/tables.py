@@ -39,6 +39,7 @@ The dialect is the encoding, the separator and the decimal mark.
 """
 
 _HEAD_RECORDS = 50
+"""Number of records at the start of a file that determine its separator and decimal mark."""
 
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 
@@ -311,7 +312,8 @@ def _parse_csv(
 ) -> Any:
     """Return the table of a CSV file with pyarrow's types.
 
-    The columns `texts` stay text.
+    `source` is the path or the content of the file, which has `size` bytes. With `most_bytes`, only
+    the first rows are read. The columns `texts` stay text.
     """
     arrow_csv = importlib.import_module("pyarrow.csv")
     read = arrow_csv.read_csv if most_bytes is None else arrow_csv.open_csv
