@@ -191,6 +191,8 @@ def _advise_names(names: Collection[str], needed: Sequence[str]) -> str:
 def check_order(inputs: Collection[str], *, ordered: bool, owner: str, why: str) -> None:
     """Check that the order of the inputs is declared if there are several.
 
+    `owner` and `why` are parts of the error.
+
     Raises:
         UserError: the order is not declared.
     """

@@ -434,9 +434,10 @@ def _check_analyzer(part: Any) -> None:
 
 
 def _round_in_place(thing: Any, visited: set[int]) -> Any:
-    """Convert float64 arrays in the attributes of an estimator and its parts to float32.
+    """Convert the float64 arrays of an estimator and its parts to float32.
 
-    Objects without `get_params`, such as compiled trees, stay unchanged.
+    Objects without `get_params`, such as compiled trees, stay unchanged. `visited` contains the ids
+    of the estimators that were converted before.
     """
     import numpy as np
 

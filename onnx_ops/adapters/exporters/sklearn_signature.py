@@ -320,7 +320,10 @@ def _declare_inputs(samples: Tensors) -> dict[str, Any]:
 def _join_columns(
     layout: InputLayout, declared: Mapping[str, Any], inner: Sequence[str]
 ) -> list[Any]:
-    """Return nodes that join the inputs into the converter's matrix."""
+    """Return nodes that join the inputs into the converter's matrix.
+
+    `declared` has the data's inputs by name. `inner` is the name of the matrix.
+    """
     from onnx import helper
 
     ((_, kind, _),) = layout.types
@@ -338,7 +341,8 @@ def _connect_each(
 ) -> list[Any]:
     """Connect each input to its column of the converter; return added nodes.
 
-    The nodes cast or reshape inputs where necessary.
+    The nodes cast or reshape inputs where necessary. `declared` has the data's inputs by name.
+    `inner` are the names of the converter's inputs.
     """
     from onnx import TensorProto, helper
 

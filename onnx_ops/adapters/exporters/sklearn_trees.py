@@ -92,8 +92,8 @@ def _tree(estimator: Any, factor: float, *, column: int | None = None, width: in
 def _weights(estimator: Any, value: Any) -> Any:
     """Return weights of shape (nodes, outputs).
 
-    For a classifier, the weights are the shares of classes in the node's rows. Of two classes, only
-    the second class is returned.
+    `value` has the shape (nodes, outputs, classes). For a classifier, the weights are the shares of
+    classes in the node's rows. Of two classes, only the second class is returned.
     """
     from sklearn.base import is_classifier
 

@@ -344,7 +344,11 @@ def _traced(
 ) -> dict[str, Array]:
     """Run the program; return the values with these names.
 
-    Other values are released when no further node uses them.
+    Other values are released when no further node uses them. With `dtype`, floating-point inputs
+    and weights are converted to this type.
+
+    Raises:
+        ValueError: the program refuses the inputs or the type.
     """
     values: dict[str, Array] = {}
 

@@ -37,6 +37,7 @@ def find_fixed_axes(
     Exceptions of the module are ignored, since the failed export has raised the same exceptions.
 
     Args:
+        positional, keyword: arguments of the module's call.
         dynamic_shapes: names of free axes as `torch.onnx.export` takes them.
         free: the same names by the names of the inputs, in the order of the arguments.
     """
