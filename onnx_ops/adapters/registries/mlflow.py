@@ -139,8 +139,8 @@ class MlflowRegistry:
         not change, but the publication replaces its decisions, evidence and description.
 
         Raises:
-            UserError: a name, a file name or a decision is not valid, or the experiment was deleted
-                in MLflow.
+            UserError: a name is not valid, a variant does not have exactly one ONNX file, a signed
+                decision is too long, or the experiment was deleted in MLflow.
             RefusedError: a model's weights are not all among the files.
             DigestMismatchError: the files do not match the manifest.
         """

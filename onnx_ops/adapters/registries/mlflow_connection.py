@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _PROBE_S = 5
+"""Time limit in seconds of a request that checks whether the server answers."""
+
 _MODEL_URI = re.compile(r"models:/(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[^/@]+))")
 _ARTIFACT_REMEDY = "Check who can change artifacts in MLflow, and register the release again"
 

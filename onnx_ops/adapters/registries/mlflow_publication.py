@@ -46,6 +46,8 @@ DESCRIPTION_LIMIT = 5000
 
 _KIND = "onnx_ops.kind"
 _BATCH = 100
+"""Number of parameters or metrics in one request: MLflow's limit for parameters."""
+
 _CONFLICT_ATTEMPTS = 5
 
 T = TypeVar("T")
@@ -295,6 +297,7 @@ class ReleasePublisher:
         """Log the run's data sets, and the metrics of both the run and the model.
 
         Without the model's id, MLflow would attach the metrics only to the first model of a run.
+        `timestamp` is that of the metrics, in milliseconds since the Unix epoch.
         """
         from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
         from mlflow.exceptions import MlflowException

@@ -33,9 +33,9 @@ _LOCATIONS = (
 def relocate_artifacts(database: Path, root: Path) -> tuple[str, ...]:
     """Change all locations in a database to the current root; return the former roots.
 
-    A former root is the parent folder of an experiment's location that ends with the experiment's
-    name, if the current root has a folder with this name. A file that is not a database of MLflow
-    is not changed; MLflow raises an error when it opens this file.
+    A location of an experiment ends with the experiment's name. Its parent folder is a former root
+    if the current root has a folder with this name. A file that is not a database of MLflow is not
+    changed; MLflow raises an error when it opens this file.
 
     Raises:
         ServiceUnavailableError: the database cannot be changed now.

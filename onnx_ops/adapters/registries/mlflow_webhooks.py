@@ -56,7 +56,7 @@ _RECEIVER_HINTS = (
     ("certificate", "Use a certificate that MLflow's server trusts."),
     ("timed out", "Permit connections from MLflow's server to the receiver."),
 )
-"""Remedies for a receiver that MLflow's server cannot reach, by a part of MLflow's message.
+"""Remedies for a receiver that MLflow's server cannot reach, by a part of its message.
 
 Errors of this machine's connection to MLflow's server have the same texts.
 """
