@@ -1,8 +1,8 @@
 """Logs of analyzed rollouts, as objects in a folder or an object store.
 
-Each entry is one object, which is created only if its name is free. If two instances of the
-analysis server append at the same time, one instance fails, reads the entry of the other instance,
-and decides again. An instance that is killed leaves either a whole entry or none. A checkpoint
+Each entry is one object, which is created only if its name is free. Several instances of the
+analysis server can append at the same time. Only one of them succeeds; the others read its entry
+and decide again. An instance that is killed leaves either a whole entry or none. A checkpoint
 contains the state after all entries up to a number, so a reader reads only the later entries.
 
 A rollout is deleted in three steps, each of which can be repeated by any instance:
@@ -49,10 +49,9 @@ MAX_CACHED = 512
 CACHED_S = DAY / 2
 """Longest age of a state in memory, in seconds.
 
-Entries of an attempt that `delete_old` ends are deleted only if the last entry is older than a day.
-So the entries after a state that is younger than half a day still exist, even if the clocks of two
-machines differ by hours. This does not hold for an attempt that a client has ended: its entries can
-be deleted within hours.
+The entries of an old attempt are deleted only if its last entry is older than a day. So the entries
+after a state younger than half a day still exist, even if the clocks of two machines differ by
+hours. This does not hold for an attempt that a client ends: its entries can be deleted earlier.
 """
 _NAME = re.compile(r"\d{8}\.json")
 

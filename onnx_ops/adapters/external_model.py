@@ -33,7 +33,7 @@ _VERSION_OF_A_FILE = (
     "checksum",
     "sha",
 )
-"""Attributes that show a change of a file's content; each file system has some of them."""
+"""Attributes that show a change of a file; each file system has some of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Requests to JSON services with a deadline; errors and logs contain no secret."""
+"""JSON requests with a deadline, whose errors and logs do not show the address."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def request_json(
 ) -> Any:
     """Send JSON; return the answer's JSON value, or its text if it is not JSON.
 
-    Errors show only `host`, since the address can be a secret.
+    Errors show `host` in place of the address, which can be a secret. They also show the status and
+    the start of an answer that reports an error.
 
     Args:
         max_bytes: largest size of an answer in bytes.

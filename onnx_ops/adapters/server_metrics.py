@@ -461,7 +461,9 @@ def count_slower(
 ) -> int | None:
     """Return the number of requests slower than a bound of a cumulative histogram.
 
-    The result is None if `latency_s` is not a bound. `tolerance` is relative.
+    The result is None if `latency_s` is not a bound. `below` maps each bound in seconds to the
+    number of requests up to the bound, and `timed` is the number of all timed requests. `tolerance`
+    is relative.
     """
     counts = (
         count for bound, count in below.items() if math.isclose(bound, latency_s, rel_tol=tolerance)

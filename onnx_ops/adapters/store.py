@@ -38,7 +38,7 @@ READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 _MAX_VERIFIED = 8192
 """Number of verified blobs to remember, so that they are not hashed again.
 
-One pipeline has fewer blobs.
+A pipeline usually has fewer blobs.
 """
 
 

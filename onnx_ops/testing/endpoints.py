@@ -111,14 +111,14 @@ class EndpointProviderSuite:
     """Conformance of an endpoint provider.
 
     Subclass it, and define the fixtures `provider` and `config`. Override `scale` for another
-    protocol, `deployments` for models that are not loaded from folders, and `disturbed` for a
-    service that is not reached through `http.client`.
+    protocol, and `deployments` for models that are not loaded from folders. Override `disturbed`
+    for a service that is not reached through `http.client`.
     """
 
     def disturbed(self, fault: Disturbance, at: int = 0) -> AbstractContextManager[Sized]:
         """Disturb the provider's requests to its service from number `at` on.
 
-        Numbers begin at 0. Yield the requests that were sent.
+        Numbers begin at 0. Yield a collection with one entry for each request.
         """
         return disturbed_http(fault, at)
 

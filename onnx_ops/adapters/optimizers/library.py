@@ -119,7 +119,10 @@ def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
 def build_no_effect_error(
     section: Quantize, source: Any, op_types: frozenset[str], what: str = "nothing was quantized"
 ) -> UserError:
-    """Build the error for a variant in which nothing was quantized."""
+    """Build the error for a variant in which nothing was quantized.
+
+    `op_types` are the types of operators that the quantizer changes.
+    """
     where = f"variant {section.name}"
     if any(node.op_type in _QUANTIZED for node in iterate_nodes(source)):
         why, remedy = (

@@ -368,7 +368,10 @@ def read_program_version(names: Sequence[str]) -> str:
 
 
 def diagnose_programs(check: str, needs: Sequence[Sequence[str]]) -> Iterator[Diagnosis]:
-    """Report which programs are installed; a missing program is not a fault."""
+    """Report which programs are installed; a missing program is not a fault.
+
+    `check` names the diagnosis. `needs` lists the possible names of each program.
+    """
     missing = [names[0] for names in needs if find_program(names) is None]
     if missing:
         remedy = " ".join(_REMEDIES[name] for name in missing)
