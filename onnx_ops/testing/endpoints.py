@@ -73,9 +73,9 @@ def disturbed_http(fault: Disturbance, at: int = 0) -> Iterator[Sized]:
 
     `http.client` is the base of urllib, requests, boto3 and azure-core. Numbers begin at 0. The
     context manager yields a list with one entry for each request. With `error`, the service cannot
-    be reached. With `none`, nothing is disturbed. Otherwise,
-    the first disturbed request takes effect. Then its answer and all later requests are lost
-    (`lost answer`), or the client is killed (`kill`).
+    be reached. With `none`, nothing is disturbed. Otherwise, the first disturbed request takes
+    effect. Then its answer and all later requests are lost (`lost answer`), or the client is killed
+    (`kill`).
     """
     client, own, hosts = http.client.HTTPConnection, threading.get_ident(), list[str]()
     send, receive = client.endheaders, client.getresponse

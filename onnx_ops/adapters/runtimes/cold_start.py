@@ -38,7 +38,10 @@ TIMEOUT_S = 600.0
 def collect_starts(
     models: Sequence[Path], schedule: StartSchedule, measure: Callable[[Path], tuple[int, int, int]]
 ) -> StartSamples:
-    """Measure one cold start of each model in every round, in random order."""
+    """Measure one cold start of each model in every round, in random order.
+
+    `measure` returns the same values as `measure_start`.
+    """
     import numpy as np
 
     order = np.random.default_rng(schedule.seed)

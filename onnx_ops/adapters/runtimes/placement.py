@@ -228,10 +228,9 @@ class GuardedRuntime(OnnxRuntime):
 def guard_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
     """Return a runtime that runs each model in a forked process first.
 
-    A crash there ends only the forked process. This process has at most `timeout` seconds, by
-    default `DEFAULT_TIMEOUT_S`. For the calls that run in the calling process afterwards, see
-    `GuardedRuntime`. A runtime of another type than ONNX Runtime in this process is returned
-    unchanged.
+    A crash there ends only the forked process, which has at most `timeout` seconds (by default
+    `DEFAULT_TIMEOUT_S`). For the calls that run in this process afterwards, see `GuardedRuntime`. A
+    runtime of another type than ONNX Runtime in this process is returned unchanged.
     """
     guarded = GuardedRuntime(timeout or DEFAULT_TIMEOUT_S)
     if isinstance(runtime, TargetedRuntime) and type(runtime.here) is OnnxRuntime:
