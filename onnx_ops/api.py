@@ -101,6 +101,7 @@ def judge(
     Raises:
         UserError: a file or an option is wrong.
         MissingPackageError: a package that the judgement needs is not installed.
+        ServiceUnavailableError: the server of a model does not answer.
     """
     from onnx_ops.cli.judge import judge as command
     from onnx_ops.scratch import Scratch
@@ -167,6 +168,7 @@ def run(
         ConfigError: the only file is invalid; the error lists all of its problems.
         UserError: the only file cannot be read, or an option is wrong.
         MissingPackageError: a package that a stage of the only file needs is not installed.
+        RefusedError: an endpoint would continue to run without a pipeline, and `abandon` is empty.
         ValueError: `until` or `no_cache` names an unknown kind of stage.
     """
     from onnx_ops.cli.pipelines import run as command
@@ -184,7 +186,8 @@ def run(
 def status(*endpoints: str, model: str = "", target: str = "") -> Result:
     """Return one document per endpoint with what it serves; `onnx-ops status`.
 
-    This function does not read MLflow.
+    Without names, all endpoints are shown. `model` and `target` select among the endpoints. This
+    function does not read MLflow.
 
     Raises:
         NotFoundError: there is no such endpoint.
@@ -205,14 +208,15 @@ def promote(
 ) -> Result:
     """Make a version the challenger of a target; `onnx-ops promote`.
 
-    The rollout starts on every endpoint that serves the target. The reconciler continues the
-    rollout. If no endpoint serves the target, the version becomes the champion immediately.
+    The rollout starts on every endpoint that serves the model on the target. The reconciler
+    continues the rollout. Without such an endpoint, the version becomes the champion immediately.
 
     Args:
         model: Registered model.
         version: Version of the model.
         target: Name of the target, e.g. cpu-1t.
-        reason: Recorded in the ledger; required for an override.
+        reason: Required for an override, and recorded with it in the ledger. Without an override,
+            recorded in the registry if the version becomes the challenger.
         actor: User recorded in the audit log; user@host by default.
         override: Override failed gates or a previous rollback.
 
@@ -221,7 +225,9 @@ def promote(
             this machine can sign an override.
         NotFoundError: the version does not exist.
         UserError: the override has no reason.
-        InfrastructureError: the registry or an endpoint failed or did not answer.
+        ConflictError: another process is changing an endpoint.
+        InfrastructureError: the registry or an endpoint failed or did not answer, or no key on this
+            machine can sign the ledger entry of an override.
     """
     from onnx_ops.cli.releases import promote as command
 
@@ -258,13 +264,15 @@ def rollback(
         model: Registered model.
         target: Name of a target.
         actor: User recorded in the audit log; user@host by default.
-        force: Allow a target version that was itself rolled back before.
+        force: Allow rolling back to a version that was itself rolled back before.
 
     Raises:
-        RefusedError: the target version was itself rolled back before.
+        RefusedError: the version to roll back to was itself rolled back before, and `force` is not
+            set; or the endpoint is being deleted.
         StillPendingError: the rollback could not be completed, and is repeated in the background.
         NotFoundError: there is no such endpoint, or no version to roll back to.
-        UserError: both endpoints and a model are given, or neither of them.
+        UserError: endpoints are given together with a model or target, or neither endpoints nor a
+            model is given.
     """
     from onnx_ops.cli.rollouts import rollback as command
 
@@ -287,7 +295,8 @@ def _call(
 ) -> Result:
     """Call a command as the command line would, and collect its output.
 
-    With `changes`, the worst error of the command is raised, with the terminal output as a note.
+    With `changes`, the command's error with the highest exit code is raised, with the terminal
+    output as a note.
     """
     import typer
 

@@ -51,7 +51,7 @@ _UNSIGNED = (
     "`onnx-ops promote MODEL/VERSION --target TARGET --override --reason …`."
 )
 _ENCODED = "MFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAE"
-"""Base64 prefix of every ECDSA P-256 public key in DER."""
+"""Base64 prefix of an ECDSA P-256 public key in DER with an uncompressed point."""
 _SUBJECT = "manifest.json"
 """Name of the subject of a statement.
 
@@ -96,6 +96,7 @@ def verify_bytes(
     Raises:
         InvalidSignatureError: no trusted key has signed the payload; the error is about the first
             signature.
+        UserError: the file of a trusted key does not hold a public key of ECDSA P-256.
     """
     signed, refused = _pre_authentication(payload_type, payload), None
     for signature in signatures:
@@ -148,6 +149,7 @@ def verify_envelope(
     Raises:
         InvalidSignatureError: no trusted key has signed the envelope, or it does not contain a
             valid record of this kind.
+        UserError: the file of a trusted key does not hold a public key of ECDSA P-256.
     """
     try:
         record = read_envelope(envelope, kind, where=where).record
@@ -185,6 +187,7 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
             of the decision is not PASS. The same error is raised if the record does not match the
             deployment: model, variant, release, files, evidence, batching, threads or execution
             settings. An override must also match the version.
+        UserError: the file of a trusted key does not hold a public key of ECDSA P-256.
     """
     where = f"{deployment.model}/{deployment.version}"
     if deployment.authority is None:
@@ -262,7 +265,10 @@ KEY_FOLDERS: tuple[tuple[str, tuple[KeyRole, ...]], ...] = (
     ("gate", ("gate",)),
     ("release", ("release",)),
 )
-"""Folders below the folder of trusted keys, and the roles of the keys in each."""
+"""Subfolders of the folder of trusted keys, and the roles of their keys.
+
+The empty name is the folder itself.
+"""
 
 
 def is_encoded_keys(text: str) -> bool:

@@ -83,7 +83,7 @@ def dumps(value: object) -> bytes:
     """Return the value as canonical JSON.
 
     Raises:
-        ValueError: the value contains NaN or an infinity.
+        ValueError: the value contains NaN, an infinity, or a string that UTF-8 cannot encode.
     """
     return canonical_json(to_json(value))
 

@@ -38,7 +38,7 @@ from onnx_ops.printable import show
 
 
 class OnnxOpsError(Exception):
-    """Base class of all errors that onnx-ops raises on purpose.
+    """Base class of all errors that onnx-ops reports to the user.
 
     Args:
         what: what went wrong, in one sentence.
@@ -89,7 +89,8 @@ class UserError(OnnxOpsError):
 class Problem:
     """One problem of one file.
 
-    `line` and `column` count from 1; they are 0 if the position is unknown.
+    `line` and `column` count from 1; they are 0 if the position is unknown. `path` names the key,
+    such as `train.with.seed`, or is empty.
 
     `environment` marks a problem of this machine: the file is valid, and a package or credential is
     missing.

@@ -1,7 +1,8 @@
 """Formulas of metrics of retrieval: one ranking of items for each query.
 
 Grades and scores have shape (queries, items). An item with a negative grade does not exist: queries
-can have different numbers of items. An item is relevant if its grade is above 0.
+can have different numbers of items. An item is relevant if its grade is above 0. Each query must
+have a relevant item.
 """
 
 from __future__ import annotations

@@ -27,8 +27,10 @@ CONFIDENCE = 0.90
 """Confidence of two-sided intervals: each bound has a one-sided error rate of 5 %."""
 
 FEW_SAMPLES = 500
+"""Number of rows below which `advise_sample_size` gives advice."""
 
 _EDGE = 1e-12
+"""Tolerance of the ends of `tango_interval`, and distance of the search from its limits."""
 
 RESAMPLES = 2000
 """Number of resamples.
@@ -79,7 +81,11 @@ of a rejected distance is then halved `_HALVINGS` times.
 
 
 def change_interval(counts: PairedCounts) -> Interval:
-    """Return the interval of the candidate's share of right rows minus the baseline's."""
+    """Return the interval of the candidate's share of right rows minus the baseline's.
+
+    Raises:
+        ValueError: the counts are impossible, and the models are not marked as equal.
+    """
     if counts.equal:
         return Interval.point(0.0)
     n, lost, won = count_independent(counts)
@@ -96,7 +102,11 @@ def change_p_value(counts: PairedCounts, bound: float) -> float:
 
 
 def value_interval(counts: PairedCounts) -> Interval:
-    """Return the interval of the candidate's share of right rows."""
+    """Return the interval of the candidate's share of right rows.
+
+    Raises:
+        ValueError: there is no row, or the counts exceed the rows.
+    """
     right, n = count_independent_right(counts)
     estimate, low, high = clopper_pearson(right, n)
     return Interval(estimate=estimate, low=low, high=high)
@@ -115,7 +125,10 @@ def count_independent_right(counts: PairedCounts) -> tuple[float, float]:
 
 
 def count_independent(counts: PairedCounts) -> tuple[float, float, float]:
-    """Return (rows, lost, won) of an independent sample with as much evidence."""
+    """Return (rows, lost, won) of an independent sample with as much evidence.
+
+    Lost rows are right only with the baseline, won rows only with the candidate.
+    """
     effect = min(counts.change_effect, max(1, counts.n))
     return counts.n / effect, counts.only_baseline / effect, counts.only_candidate / effect
 

@@ -66,8 +66,10 @@ pairs allow an estimate of the correlation.
 """
 
 _TREND_ALPHA = 0.01
+"""Two-sided error rate of the test of a trend."""
 
 _EXACT_UP_TO = 50
+"""Number of values up to which the signed-rank distribution is exact."""
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -76,8 +78,10 @@ PARTS = 20
 """Maximum number of points of each model's curve of run time over probe time."""
 
 FEWEST_PER_PART = 10
+"""Minimum number of runs for one of these points."""
 
 _TICK_NS = 1.0
+"""Minimum run time before its logarithm is taken, in nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,7 +327,7 @@ def should_continue(
 ) -> bool:
     """Return whether to measure up to the next look.
 
-    Return True before the next look. At a look, return True if looks remain, and a limit is
+    Return True between two looks. At a look, return True if looks remain, and a limit is
     undecided or the host is too biased to decide it. After a full run, the pairs up to the last
     look must also be able to decide (see `_may_decide`).
 
@@ -385,7 +389,10 @@ def get_next_look(pairs: int) -> int:
 def compare_latency_quantile(
     samples_ns: npt.ArrayLike, q: float, limit_s: float
 ) -> QuantileComparison:
-    """Compare a quantile of run times in nanoseconds with a limit in seconds."""
+    """Compare a quantile of run times in nanoseconds with a limit in seconds.
+
+    The estimate and the bounds of the result are in seconds.
+    """
     return compare_quantile(np.asarray(samples_ns, dtype=np.float64) / 1e9, q, limit_s)
 
 

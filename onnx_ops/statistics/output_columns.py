@@ -88,7 +88,8 @@ class Columns:
     def of(cls, array: Array, rounding: Rounding) -> Columns:
         """Return the columns of an output; one column if the axis is missing or axis 0.
 
-        Segments are ignored if each column lies within one segment, or their shape differs.
+        Segments are ignored if each column lies within one segment, if their shape differs, or if
+        the output has fewer than two axes.
         """
         axis, segments = rounding.axis, rounding.segments
         has_columns = axis is not None and array.ndim > 1 and 0 < axis % array.ndim < array.ndim

@@ -63,10 +63,10 @@ def measure_output(
     - gap = max |single - double| over the columns whose largest answers have the same decimal
       exponent.
 
-    Only values that are finite in all three answers are compared. The kind of a
-    value is finite, infinite (with its sign) or NaN. A value is a mismatch if its kind differs from
-    that in every answer of the source. eps is that of float32, or of the output if it is coarser.
-    Without a floor, the term 2 eps max |double| is that of the whole output.
+    Only values that are finite in all three answers are compared. The kind of a value is finite,
+    infinite (with its sign) or NaN. A value is a mismatch if its kind differs from that in every
+    answer of the source. eps is that of float32, or of the output if it is coarser. Without a
+    floor, the term 2 eps max |double| is that of the whole output.
 
     With one answer only, the noise is the larger of the floor and (rtol |answer| + atol max
     |answer|) / 10. Here rtol is 1e-3 (float16 5e-3, bfloat16 3e-2) and atol is rtol / 100. The
@@ -80,6 +80,7 @@ def measure_output(
 
     Args:
         onnx: the export's answer; axis 0 is the batch.
+        single, double: the source's answers in float32 and float64; None for a missing answer.
         epsilon: spacing of the floats that the export computes in, if coarser than that of its
             outputs.
         rounding: the columns and the floor of the output.
@@ -363,6 +364,9 @@ def measure_noise(single: Tensors | None, double: Tensors | None) -> dict[str, f
 
     The result is empty if one of the two answers is missing. The noise is that of parity: max(max
     |single - double|, 2 eps max |double|).
+
+    Raises:
+        MeasurementError: the two answers have different shapes.
     """
     if single is None or double is None:
         return {}

@@ -1,9 +1,9 @@
 """Probes: deterministic groups of inputs that reveal faults of an export.
 
 The domain of an input is the set of values that callers can send. It is learned from real rows, the
-graph, and the declarations of the pipeline. The export is refused for a difference on a group
-within the domain. A difference on another group is advisory, for example on NaN where the data has
-none, on rows scaled by 1,000, or on an empty batch.
+graph, and the declarations of the pipeline. Unless the parity gate sets another rule, the export is
+refused for a difference on a group within the domain. A difference on another group is advisory,
+for example on NaN where the data has none, on rows scaled by 1,000, or on an empty batch.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def make_probe_groups(
     types of all float inputs can hold them. `beyond_range:texts` holds empty and unseen texts.
     `missing` has one NaN, and `infinite` one infinity, in each row of each float input. If the
     domain allows NaN in some places, `missing` has NaN only in these places, and is inside the
-    domain. A group that would only repeat real rows is omitted.
+    domain. Groups for types that no input has are omitted.
 
     Args:
         empty: whether to include an empty batch.
@@ -442,7 +442,7 @@ def _draw_numbers(chosen: Array, domain: InputDomain, draw: np.random.Generator)
         spikes[row, place] = ends
     made[third : 2 * third] = spikes.reshape(made[third : 2 * third].shape)
     # The last third of the rows covers the whole range of an integer input. So every index is
-    # tested if there are enough rows.
+    # tested if the range has at most as many numbers as these rows.
     if chosen.dtype.kind in "iu":
         swept = made[2 * third :].shape
         count, width = int(np.prod(swept)), high - low + 1

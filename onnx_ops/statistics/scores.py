@@ -117,6 +117,10 @@ def score(
         function: the function of a custom metric.
         group: group number of each row, if rows depend on each other.
         alike: models whose outputs are known to equal the candidate's on every row.
+
+    Returns:
+        The candidate's entry, if there are labels, then an entry for each model that the candidate
+        can be compared with. An entry has a reason in place of a missing score.
     """
     if label is None:
         return _score_without_labels(

@@ -285,8 +285,8 @@ def _find_distinct(stacked: Array) -> Array:
 def compare_trees(trees: Sequence[Tree], source_trees: Sequence[Tree]) -> TreeStructure:
     """Compare the trees of an export with those of its source, by position.
 
-    Features and thresholds must be equal; weights of leaves must be equal within the rounding of
-    float32. If two trees differ in shape, their splits are compared as multisets.
+    Features and thresholds must be equal; weights of leaves can differ by `_CLOSE`. If two trees
+    differ in shape, their splits are compared as multisets.
     """
     texts: list[str] = []
     changed = 0

@@ -81,8 +81,8 @@ def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> 
 
     Returns:
         (..., m): log P(k | odds ratio) - log P(k | 1) for each interval, where k is the number of
-        events on the candidate. The value is 0 where only
-        one outcome was possible, as without events or with requests on one side only.
+        events on the candidate. The value is 0 where only one outcome was possible, as without
+        events or with requests on one side only.
 
     Raises:
         ValueError: a count is negative, or a version has more events than requests.
@@ -192,8 +192,8 @@ def bound_odds_ratio(table: npt.ArrayLike, effect: float = 1.0) -> tuple[float, 
     """Return 95 % bounds of the odds ratio that are jointly valid at all times.
 
     They enclose the odds ratios that a mixture over all ratios does not exclude by 20:1, widened to
-    the next points of the grid. A bound of 0.01 represents all smaller ratios, and 100
-    represents all larger ratios.
+    the next points of the grid. A bound of 0.01 represents all smaller ratios, and 100 represents
+    all larger ratios.
     """
     summed = _summed(table, _CONFIDENCE_GRID) / effect
     included = np.flatnonzero(log_mean_exp(summed) - summed < math.log(1 / RISK))

@@ -32,10 +32,11 @@ from onnx_ops.statistics.rollout.forecast_harm import HarmSearch
 from onnx_ops.statistics.rollout.forecast_waits import ROLLOUTS, WaitSimulation, find_quantile
 
 LEAST_HARM = 0.01
+"""Minimum share of errors of the default harm."""
 HARM_TIMES = 3.0
 """Factor on the tolerated odds of an error for the default harm.
 
-The default harm is at least 1 % of requests.
+For a shadow trial, it is the factor on the tolerated share of differing answers.
 """
 HARM_SLOWER = 1.1
 """Factor on the tolerated ratio of latencies for the default harm."""
@@ -45,7 +46,7 @@ def choose_harms(policy: RolloutPolicy, traffic: Traffic) -> tuple[Harm, ...]:
     """Return the harms that are searched for by default.
 
     They are what the guardrails and the shadow trial of the policy tolerate, times `HARM_TIMES` or
-    `HARM_SLOWER`. A cold start has no default harm.
+    `HARM_SLOWER`. A harm by errors is at least `LEAST_HARM`. A cold start has no default harm.
     """
     harms = []
     for rail in policy.guardrails:
@@ -116,8 +117,8 @@ def forecast_rest(counted: int, needed: int, elapsed_s: float) -> Duration | Non
     """Forecast how long a step still waits for requests, from those it has counted.
 
     The counts are assumed to be a Poisson process. The ratio of the remaining to the elapsed time
-    then has a beta prime distribution. The result is None if nothing was counted or nothing is
-    missing.
+    then has a beta prime distribution. The result is None if nothing was counted, nothing is
+    missing or no time has passed.
     """
     if counted <= 0 or needed <= counted or elapsed_s <= 0:
         return None

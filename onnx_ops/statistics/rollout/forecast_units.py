@@ -29,8 +29,11 @@ CELLS = 16_000
 _HEAD = 256
 """Number of users with most requests that are modelled one by one."""
 _GROUPS = 32
+"""Number of groups of the other users; the users of a group are equally active."""
 _STRATA = 33
+"""Number of quantiles that represent the bad requests of a user in an epoch."""
 _GOLDEN = 0.6180339887498949
+"""Golden ratio minus 1; the fractional parts of its multiples are spread evenly."""
 _LARGE = 20.0
 """Mean above which a Poisson quantile is that of a normal distribution."""
 

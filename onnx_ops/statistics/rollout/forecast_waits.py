@@ -33,6 +33,7 @@ ROLLOUTS = 200
 LOOKS = 40
 """Maximum number of times at which evidence is evaluated, in a geometric sequence."""
 _LEVEL_ROLLOUTS = 96
+"""Number of simulated rollouts for a service level."""
 _UNKNOWN_SHARE = 0.25
 """Share of simulated rollouts with an uneven rate, and share with bunched errors.
 
@@ -46,6 +47,7 @@ _SKEWS = 0.05, 0.35, 0.65, 0.95
 """Exponents of Zipf's law by which users send requests."""
 _MAX_INTERVALS = 4000
 _MERGED_REQUESTS = 2.0
+"""Number of expected requests below which simulated intervals are merged."""
 _LEVEL_BEYOND = 4.0
 """Multiple of the shortest time up to which a service level is searched for.
 
@@ -104,7 +106,10 @@ class WaitSimulation:
         return self._delays[index]
 
     def begin_after(self, index: int, ends: Array) -> None:
-        """Set where in an epoch the next step begins, from the ends of a step."""
+        """Set where in an epoch the next step begins, from the ends of a step.
+
+        Nothing changes if the step does not end in every rollout.
+        """
         if index + 1 < len(self.steps) and np.isfinite(ends).all():
             begun = 1 - self.offsets[index] + ends / self.policy.epoch
             self.offsets[index + 1] = 1 - np.mod(begun, 1.0)
@@ -348,7 +353,7 @@ def _draw_bunches(
 
 
 def space_looks(first: int, last: int, count: int = LOOKS) -> npt.NDArray[np.int64]:
-    """Return ascending whole numbers that form a geometric sequence."""
+    """Return at most `count` whole numbers from `first` to `last`, about geometric."""
     return np.unique(np.round(np.geomspace(max(1, first), max(first, last), count)).astype(int))
 
 

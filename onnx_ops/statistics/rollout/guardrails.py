@@ -39,6 +39,7 @@ MIN_SIGN_INTERVALS = 10
 """Minimum number of intervals of a step for a guardrail on percentiles."""
 
 _CHANCES = np.array([0.6, 0.7, 0.8, 0.9, 0.99])
+"""Probabilities of a sign that `compute_sign_evidence` tests for, with equal weights."""
 
 MISMATCH_LIMIT = 3.0
 """log10 of the evidence of a wrong traffic split that pauses a rollout.
@@ -194,7 +195,7 @@ def _range(loads_s: Sequence[float]) -> str:
 def count_slower_intervals(
     intervals: Sequence[ObservationInterval], name: GuardrailName
 ) -> tuple[int, int]:
-    """Return the numbers of intervals with a slower candidate, and of all intervals.
+    """Return the numbers of intervals with a slower candidate, and of compared ones.
 
     This weaker rule is for sources that report percentiles of each interval, but do not count
     requests above a threshold. An interval is a sign against the candidate if the candidate's

@@ -176,8 +176,8 @@ def _add_evidence(
 def count_events(place: str, intervals: Sequence[ObservationInterval]) -> list[Row]:
     """Return events and requests of both versions by interval.
 
-    `place` is a guardrail, or a place of a guardrail. Intervals without counts of its events are
-    left out.
+    `place` is one of `Guardrail.places`: `errors`, or requests above a threshold of latency.
+    Intervals without counts of these events are left out.
     """
     rows = []
     for interval in intervals:
@@ -271,7 +271,10 @@ def _evaluate_percentiles(
     step: PlannedStep,
     limit: float,
 ) -> GuardrailResult:
-    """Evaluate a guardrail for a source that only reports percentiles."""
+    """Evaluate a guardrail for a source that only reports percentiles.
+
+    A guardrail that is not in `MIN_SIGN_REQUESTS` stays unmeasured.
+    """
     if rail.name not in guardrails.MIN_SIGN_REQUESTS:
         return GuardrailResult(name=rail.name, limit=limit, required=1)
     slower, compared = guardrails.count_slower_intervals(observations.intervals, rail.name)

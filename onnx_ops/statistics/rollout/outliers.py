@@ -41,6 +41,7 @@ If more servers differ, there is no common share to compare with.
 """
 
 _PLACES: tuple[Literal["errors", "slow"], ...] = ("errors", "slow")
+"""Kinds of bad requests: errors, and requests above the threshold of the 99th percentile."""
 _MAX_REQUESTS = 1 << 40
 """Maximum count of one server.
 

@@ -51,7 +51,7 @@ _EDGES = np.array(BADNESS_EDGES)
 
 
 def choose_centers(place: str) -> tuple[float, ...]:
-    """Return the centers m of a place.
+    """Return the centers m for a place, one of `Guardrail.places`.
 
     They are 0 and, for latency, the stable version's share of slow requests. Units near the center
     hardly change the evidence, so that common events add little noise (half of all requests exceed

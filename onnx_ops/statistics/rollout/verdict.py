@@ -21,9 +21,9 @@ multiplied. Its validity depends on how requests are assigned to revisions:
 If the setting is `request` but users stay with one revision, the error rate is not guaranteed: a
 user with many failures looks like a fault of the user's revision.
 
-An interval with another split than the last one is recognized by its margins alone. The choice does
-not depend on events, so the evidence of the other intervals stays valid. The first interval of a
-step is only the reference.
+An interval of a metrics source is left out if its split differs from that of the previous interval
+(`is_share_changed`). The comparison uses the numbers of requests, not of events, so the evidence of
+the other intervals stays valid. The first interval of a step only shows the split.
 """
 
 from __future__ import annotations

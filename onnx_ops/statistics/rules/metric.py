@@ -236,7 +236,10 @@ def judge_missing_change(
 
 
 def judge_entry(name: str, limit: MetricLimit, entry: Entry) -> GateResult:
-    """Judge one measurement by its own interval."""
+    """Judge one measurement by its own interval.
+
+    A PASS that rests on few rows becomes INCONCLUSIVE.
+    """
     blank = GateResult(
         gate="metric",
         metric=name,

@@ -233,9 +233,10 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
 def _is_rounded(weight: WeightMeasurement, gate: ParityGate) -> bool:
     """Return whether a weight was rounded, or moved to compensate rounding errors.
 
-    GPTQ moves weights further than plain rounding does. No fault brings a layer's answers closer to
-    the float export's than plain rounding does. A bias that brings them closer was corrected,
-    however far it moved: a bias is added to every row in the same way.
+    GPTQ moves weights further than plain rounding does. Faults do not bring a layer's answers
+    notably closer to the float export's than plain rounding does (`COMPENSATED`). A bias that
+    brings them closer was corrected, however far it moved: a bias is added to every row in the same
+    way.
     """
     steps, error = NEARLY_ROUNDED
     is_near = (

@@ -1,6 +1,6 @@
 """The table of the parity gate's rules: name, limit, unit, and whether advisory.
 
-The measurements that the rules judge are elsewhere.
+`rules.parity` judges the measurements by these rules.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ParityRule:
     ) -> GateResult:
         """Return a result that passes if the estimate is at most the bound.
 
-        `passes` overrides this comparison if it is given.
+        Without an estimate or a bound, the result is a FAIL. `passes` overrides this rule.
         """
         bound = self.bound(gate)
         if passes is None:
