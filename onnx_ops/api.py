@@ -87,12 +87,13 @@ def judge(
             are generated.
         labels: Name of the labels' array in `data`. If `data` holds arrays, also the labels
             themselves, one per row.
-        metric: accuracy, f1, auc, mae, rmse, cosine … or `package.module:function`.
+        metric: accuracy, f1, auc, mae, rmse, cosine … or `package.module:function`. By default, the
+            kind of labels determines it.
         max_drop: Largest permitted loss of the metric: points, or a share of the baseline's error.
         max_regression: Largest permitted slowdown. By default, 5 % of latency and throughput, 20 %
             of the cold start, and 10 % of the memory.
         targets: Names of targets to measure on.
-        batch: Rows of one request.
+        batch: Numbers of rows of one request; each is measured.
         fix: Values of inputs that are the same in every run, such as `{"sr": 16000}`.
         quiet: Show no progress.
         options: Further options of the command, such as `dims`, `cold_start`, `only`, `rows`,
@@ -138,8 +139,9 @@ def judge(
 def check(*files: str | Path, overrides: Sequence[str] = ()) -> Result:
     """Validate pipeline files without running them; `onnx-ops check`.
 
-    Problems in the files raise no exception: the document lists the problems. The exit code is then
-    2, or 4 if all problems are packages or credentials that this machine lacks.
+    Problems in the files raise no exception: the document lists the problems. If the only file
+    cannot be read, the document describes this error. The exit code is then 2, or 4 if all problems
+    are packages or credentials that this machine lacks.
     """
     from onnx_ops.cli.pipelines import check as command
     from onnx_ops.errors import UserError
@@ -162,7 +164,7 @@ def run(
         files: Pipeline files.
         overrides: Values to replace, such as `train.with.seed=3`.
         quiet: Show no progress.
-        options: Further options of the command: `until`, `no_cache`, `jobs`, `abandon`.
+        options: Further options of the command, such as `until`, `no_cache`, `jobs`, `abandon`.
 
     Raises:
         ConfigError: the only file is invalid; the error lists all of its problems.
@@ -227,7 +229,7 @@ def promote(
         UserError: the override has no reason.
         ConflictError: another process is changing an endpoint.
         InfrastructureError: the registry or an endpoint failed or did not answer, or no key on this
-            machine can sign the ledger entry of an override.
+            machine can sign a ledger entry.
     """
     from onnx_ops.cli.releases import promote as command
 
@@ -260,11 +262,13 @@ def rollback(
             those on `target` if it is set. Unless `to` is set, only those that serve the latest
             release are selected.
         reason: Recorded in the ledger.
-        to: Version to roll back to; the previous one by default.
+        to: Version to roll back to. By default, the stable version during a rollout, and otherwise
+            the previous version.
         model: Registered model.
         target: Name of a target.
         actor: User recorded in the audit log; user@host by default.
-        force: Allow rolling back to a version that was itself rolled back before.
+        force: Allow rolling back to a version that was itself rolled back before, and rolling back
+            further after a rollback.
 
     Raises:
         RefusedError: the version to roll back to was itself rolled back before, and `force` is not

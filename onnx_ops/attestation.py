@@ -401,7 +401,10 @@ def compute_key_digest(key: EllipticCurvePublicKey) -> Digest:
 
 
 def build_key_error(kind: str, where: str) -> UserError:
-    """Return the error of a file or text that is not an ECDSA P-256 key."""
+    """Return the error of a file or text that is not an ECDSA P-256 key.
+
+    `kind` is the required kind of key: public, private or signing.
+    """
     return UserError(
         f"this is not an ECDSA P-256 {kind} key",
         where=where,

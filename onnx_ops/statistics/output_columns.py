@@ -161,10 +161,10 @@ class Columns:
 
 
 def measure_columns(single: Array, double: Array, rounding: Rounding) -> ColumnNoise | None:
-    """Return the columns' measurements on real rows.
+    """Return the largest answer and difference of each column, on real rows.
 
-    Return None unless both answers are floats of one shape and are not empty. The measurements are
-    also used for groups of few rows.
+    Return None unless both answers are floats of one shape and are not empty. The result is also
+    used for groups of few rows.
 
     Args:
         double: the answer in float64, or `single` again if there is none.

@@ -442,7 +442,7 @@ def _draw_numbers(chosen: Array, domain: InputDomain, draw: np.random.Generator)
         spikes[row, place] = ends
     made[third : 2 * third] = spikes.reshape(made[third : 2 * third].shape)
     # The last third of the rows covers the whole range of an integer input. So every index is
-    # tested if the range has at most as many numbers as these rows.
+    # tested if the range has no more numbers than these rows have elements.
     if chosen.dtype.kind in "iu":
         swept = made[2 * third :].shape
         count, width = int(np.prod(swept)), high - low + 1

@@ -61,7 +61,10 @@ WARM_UP_REQUESTS = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedWait:
-    """A requirement of a step, and its time in each simulated rollout."""
+    """A requirement of a step, and its time in each simulated rollout.
+
+    `needed` and `per_s` are as in `StepWait`.
+    """
 
     kind: WaitKind
     needed: float

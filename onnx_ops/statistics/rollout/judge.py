@@ -34,7 +34,7 @@ from onnx_ops.statistics.rollout.unit_evidence import measure_unit_evidence, to_
 
 Row = tuple[int, int, int, int]
 MAX_POINTS = 60
-"""Maximum number of points of a plot."""
+"""Maximum number of evenly spaced points of a plot; the last observation is added."""
 
 
 def analyze(
@@ -174,7 +174,7 @@ def _add_evidence(
 
 
 def count_events(place: str, intervals: Sequence[ObservationInterval]) -> list[Row]:
-    """Return events and requests of both versions by interval.
+    """Return events and requests of candidate and stable version, by interval.
 
     `place` is one of `Guardrail.places`: `errors`, or requests above a threshold of latency.
     Intervals without counts of these events are left out.
@@ -193,7 +193,7 @@ def trace_guardrails(
 ) -> tuple[EvidencePath, ...]:
     """Return each guardrail's evidence after successive observations, oldest first.
 
-    At most about `MAX_POINTS` observations are evaluated, for a plot.
+    At most `MAX_POINTS` evenly spaced observations and the last one are evaluated, for a plot.
     """
     step, last = max(1, math.ceil(len(history) / MAX_POINTS)), len(history) - 1
     points = [
@@ -359,7 +359,10 @@ def _count_units(observations: Observations, step: PlannedStep, place: str) -> t
 
 
 def _count_users(observations: Observations, place: str) -> float:
-    """Return the effective number of users of the version that has fewer of them."""
+    """Return the effective number of users of the version that has fewer of them.
+
+    The result is 0 if a version has no results.
+    """
     blocks = observations.sum_blocks(place)
     return min(map(design_effect.count_effective_users, blocks)) if len(blocks) > 1 else 0.0
 

@@ -1,9 +1,9 @@
 """Rule of the gate on slices: no slice loses more than a limit.
 
 A slice fails if its p-value, corrected for all judged slices, is at most 5 %. It also fails if the
-answers of the model are not finite. The gate passes if
-each judged slice keeps the limit with its own interval. This needs no correction: if one slice
-breaks the limit, the gate passes only if this slice passes (Berger 1982, Technometrics 24:295-300).
+answers of the model are not finite. The gate passes if each judged slice keeps the limit with its
+own interval. This needs no correction: if one slice breaks the limit, the gate passes only if this
+slice passes (Berger 1982, Technometrics 24:295-300).
 """
 
 from __future__ import annotations
