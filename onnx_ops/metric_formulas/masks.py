@@ -34,8 +34,8 @@ def make_overlap_statistic(
     Args:
         label: class of each pixel, of shape (rows, height, width).
         answers: predicted classes, of the same shape.
-        overlap: `iou` is hits / (labelled + predicted - hits), `dice` is 2 * hits / (labelled +
-            predicted), where hits are the pixels whose prediction is the label.
+        overlap: `iou` is hits / (labelled + predicted - hits), and `dice` is 2 * hits / (labelled +
+            predicted). Hits are the pixels whose prediction is the label.
         average: `binary` is the overlap of the class `positive`, by default 1. `macro`, the
             default, is the mean over classes that occur in labels or answers. `weighted` is their
             mean weighted by their numbers of labelled pixels. `micro` is computed from the counts

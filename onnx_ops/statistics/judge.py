@@ -1,6 +1,6 @@
 """Judgement of evidence by gates.
 
-It is a pure function from gates and evidence to a decision with reasons.
+`judge` is a pure function from gates and evidence to a decision with reasons.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _compare_with_export(evidence: Evidence) -> Iterator[Comparison]:
 def _list_system_results(evidence: Evidence) -> Iterator[GateResult]:
     """Yield the steps of the comparison with the project's own code as gate results.
 
-    They apply to every variant: the steps around the model are the same.
+    The results apply to every variant: the steps around the model are the same.
     """
     for one in evidence.system:
         verdict = Verdict(one.verdict)

@@ -354,9 +354,9 @@ def should_continue(
 def _may_decide(log_ratios: Sequence[Sequence[float]], tolerance: float) -> bool:
     """Return whether the pairs up to the last look may decide a limit.
 
-    They may decide it if the present estimate needs at most twice as many pairs, since the number
-    of pairs needed is uncertain by a factor of two. They may also decide it if the models can still
-    be equally fast, since lasting noise can move the estimate by the whole limit.
+    The result is True if the present estimate needs at most twice as many pairs, since this number
+    is uncertain by a factor of two. It is also True if the models can still be equally fast, since
+    lasting noise can move the estimate by the whole limit.
     """
     needed = estimate_pairs_needed(log_ratios, tolerance)
     if needed is not None and needed <= 2 * LOOKS[-1]:
@@ -402,7 +402,7 @@ def compare_quantile(
     """Compare quantile `q` of independent samples with an upper limit.
 
     The test is the binomial test of the number of samples above the limit, and the bounds are order
-    statistics (Conover, Practical Nonparametric Statistics, 3rd ed., §3.2). They assume no
+    statistics (Conover, Practical Nonparametric Statistics, 3rd ed., §3.2). Both assume no
     distribution. Samples that are too few to pass (below 299 for the 99th percentile at 95 %, below
     5 for the median) are INCONCLUSIVE.
 

@@ -91,8 +91,8 @@ def _judge_latency(
     """Judge the change of the time ratio to the export, and of the median run time.
 
     The ratio is measured in pairs at both times, so that the speed of the host cancels out. The
-    median depends on other load on a shared machine. Its result is advisory unless the machine was
-    dedicated both times.
+    median depends on other load on a shared machine. The result for the median is advisory unless
+    the machine was dedicated both times.
     """
     yield from _judge_ratio_growth(limit, gates, then, now)
     if then.latency is None or now.latency is None:

@@ -63,7 +63,8 @@ _ONLY_CHANCE = (
 _IN_ORDER = frozenset({"detections", "keypoints", "masks"})
 """Kinds of answers whose rows are not sorted.
 
-Their order decides between equal scores, or sorting is expensive.
+The order of rows decides between equal scores of detections and keypoints. Masks are expensive to
+sort.
 """
 
 FEW_ROWS = 20

@@ -1,10 +1,10 @@
 """Parity of models whose answers jump: tree ensembles and rankings.
 
 Trees are compared node by node. The answers of trees and rankings are compared with a jitter
-envelope. A correct export of a scaler with trees differs from its source in some rows, because a
-feature that is rounded differently falls on the other side of a split. The inputs of the row's
-jittered copies differ by a few times the rounding of float32. The row is explained if the source's
-answers to the copies enclose the export's answer.
+envelope. A correct export of a scaler with trees differs from its source in some rows: a feature
+that is rounded differently falls on the other side of a split. Jittered copies of a row have inputs
+that differ by a few times the rounding of float32. The row is explained if the source's answers to
+the copies enclose the export's answer.
 """
 
 from __future__ import annotations

@@ -213,8 +213,8 @@ def _is_close(ours: Floats, theirs: Floats, size: float) -> bool:
 def _explain_coordinates(ours: Floats, theirs: Floats, size: float) -> str:
     """Return the scale and offset that make coordinates equal, if there are any.
 
-    They differ in this way if only one side maps the boxes of a letterbox back. Without such a
-    scale and offset, the result only states that the coordinates differ.
+    Coordinates differ in this way if only one side maps the boxes of a letterbox back. Without such
+    a scale and offset, the result only states that the coordinates differ.
     """
     lines = []
     for columns in ((0, 2), (1, 3)):

@@ -79,9 +79,9 @@ def count_effective_users(blocks: UserBlocks) -> float:
 def compute_split_effect(blocks: Sequence[UserBlocks]) -> float:
     """Return the design effect of the traffic split between two versions, at least 1.
 
-    The first version has the share p of all N requests. The effect is the sum of (a - p n)^2 over
-    blocks of users, divided by p (1 - p) N, where a block has n requests and the first version got
-    a of them. Each request without a key is a unit.
+    The first version has the share p of all N requests. A block of users has n requests, of which
+    the first version got a. The effect is the sum of (a - p n)^2 over blocks, divided by
+    p (1 - p) N. Each request without a key is a unit.
 
     Args:
         blocks: one element for each of the two versions.
@@ -107,8 +107,8 @@ def estimate_dispersion(table: npt.ArrayLike) -> Array:
     """Estimate the design effect of counts without users, at least 1.
 
     The candidate's events of an interval are compared with the odds ratio of all other intervals,
-    since an odds ratio that includes the interval fits its events too well. This detects bursts and
-    retries, but not users who differ for the whole rollout.
+    since an odds ratio that includes the interval fits its events too well. The comparison detects
+    bursts and retries, but not users who differ for the whole rollout.
 
     Args:
         table: (..., intervals, 4): the candidate's events and requests, the stable version's events

@@ -17,10 +17,10 @@ design effect of the counts (see `design_effect`), which is 1 where each request
 independently.
 
 Evidence does not depend on the order of intervals. Merging intervals changes it, since their rates
-are then assumed to be equal. It stays valid under two conditions: the split did not change between
-them, and the merge did not depend on counts of events. More events on the candidate never lower the
-evidence: given the margins, k grows by at most one with x (Efron 1965, Ann. Math. Stat.
-36:272-279).
+are then assumed to be equal. Evidence of merged intervals is valid under two conditions: the split
+did not change between them, and the merge did not depend on counts of events. More events on the
+candidate never lower the evidence: given the margins, k grows by at most one with x (Efron 1965,
+Ann. Math. Stat. 36:272-279).
 
 For an error rate s, the e-process against "the rate is s or more" is a mixture of likelihood ratios
 of smaller rates to s. The rates that it does not exclude are a confidence sequence (Howard, Ramdas,

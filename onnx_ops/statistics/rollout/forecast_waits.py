@@ -5,8 +5,9 @@ quantiles of a Gamma distribution, the law of the n-th event of a Poisson proces
 `forecast_units`). Requirements that count the same requests are drawn with the same quantile, so
 that they agree in each simulated rollout. The rate is a Gamma number if it was measured from few
 requests (Poisson counts with Jeffreys' prior). Only a service level has no closed form: intervals
-are drawn, and judged by `is_rate_certified` with the design effect of the judge. Its time depends
-much on properties of the traffic that are not measured, so simulated rollouts differ in them.
+are drawn, and judged by `is_rate_certified` with the design effect of the judge. The time of a
+service level depends much on properties of the traffic that are not measured, so simulated rollouts
+differ in these properties.
 """
 
 from __future__ import annotations

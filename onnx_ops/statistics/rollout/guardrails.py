@@ -232,10 +232,10 @@ def evaluate_ends(
 
     Return None if no server ended. Both versions end with their server, so that the traffic split
     gives no evidence. If ends are a Poisson process of one rate, the number of all ends that fall
-    into this rollout is binomial. Its probability is the rollout's share of the time. The evidence
-    is the likelihood ratio of this law, averaged over `GRID`. It is evaluated after each end; a
-    higher limit compensates for this. In simulations, at most 0.1 % of rollouts reach the limit,
-    for any rate and any time before.
+    into this rollout is binomial. The probability of one end is the rollout's share of the time.
+    The evidence is the likelihood ratio of this law, averaged over `GRID`. It is evaluated after
+    each end; a higher limit compensates for this. In simulations, at most 0.1 % of rollouts reach
+    the limit, for any rate and any time before.
     """
     ends_before, ends_now = (sum(each.ends for each in part) for part in (before, now))
     if not ends_now:

@@ -12,7 +12,7 @@ multiplied. Its validity depends on how requests are assigned to revisions:
   interval, since the odds ratio of two mixed splits is not 1 if the rate of events changes too
   (Simpson 1951, J. R. Stat. Soc. B 13:238-241). And the counts of both revisions must cover the
   same time, so they must come from the same target, such as the proxy. Otherwise a burst falls into
-  one interval of the canary and another one of the stable revision.
+  one interval of the canary and a different interval of the stable revision.
 - `sticky`: a user or a connection stays with one revision. The design effect is estimated from the
   variation between intervals (`design_effect.estimate_dispersion`), which covers bursts and
   retries. Users who differ for the whole rollout are not covered, and no test on such counts can

@@ -54,9 +54,9 @@ It limits errors that real rows do not show, from inputs that are 0 in all rows.
 NEARLY_ROUNDED = (0.65, 1.15)
 """Maximum steps and relative squared error of a weight that is treated as rounded.
 
-The squared error is relative to that of plain rounding. Such a weight has a scale that was chosen
-by another criterion, as in k-quants. A level that is off by one is up to 1.5 steps away; planted
-faults gave a relative error of 1.3 and more.
+The squared error is relative to that of plain rounding. A weight within both limits has a scale
+that was chosen by another criterion, as in k-quants. A level that is off by one is up to 1.5 steps
+away; planted faults gave a relative error of 1.3 and more.
 """
 
 SATURATION_WARNING = 0.03

@@ -47,7 +47,7 @@ _AS_FAST = 0.9
 class _Candidate:
     """A passing variant; a smaller `key` is better.
 
-    Its size decides ties, then its `place`, the order in the pipeline file.
+    The size of the variant decides ties, then its `place`, the order in the pipeline file.
     """
 
     decision: Decision
@@ -253,8 +253,8 @@ def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, fl
     """Return verdict probabilities of variants with a known true change.
 
     The estimates of these changes are assumed to have the spread of this measurement. Return None
-    for a result without a p-value or an interval, for a limit of 0, for a result that is not about
-    a change of all rows, and for an exact change.
+    for a result without a p-value or an interval, and for a limit of 0. Return None too for a
+    result that is not about a change of all rows, and for an exact change.
 
     Returns:
         Three probabilities: a variant without a change passes as one of `tried` variants; a variant
