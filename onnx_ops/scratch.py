@@ -31,8 +31,11 @@ PRIVATE = 0o600
 _REMEMBERED = 2000
 """Maximum number of steps in the file of durations."""
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+"""Flags to open a folder, but not a link to a folder."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk or quota."""
 _CLOSED = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS)
+"""Error numbers of denied access, a read-only file system, or a file in place of a folder."""
 _FREE = (
     "Free some disk space and run the command again; completed stages are cached. "
     "See `onnx-ops docs runbooks/disk-full`."

@@ -52,9 +52,11 @@ _ALIKE_ROWS, _ALIKE_COLUMNS = 1000, 32
 """Maximum number of successive rows to compare, and of values of each input."""
 
 _PERMUTATIONS = 399
+"""Number of permutations of the rows; the smallest p-value is therefore 1 / 400."""
 _ROWS = 20_000
 """Maximum number of rows that are searched for groups."""
 _WINDOWS = (2, 4, 8, 16, 32, 64)
+"""Lengths of the windows of successive rows whose sums are compared."""
 _COLUMNS = 8
 _ID = re.compile(
     r"(^|[_\W])(id|ids|uid|uuid|key|patient|subject|person|user|customer|client|account|session|visit|group|household|"

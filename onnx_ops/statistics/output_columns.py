@@ -40,6 +40,7 @@ worst cases. Without this maximum, a model with large terms that cancel would pa
 """
 
 _SHOWN_COLUMNS = 16
+"""Maximum number of columns that a measurement lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,9 @@ Rows are only a sample of what callers send.
 """
 
 _MOST_CATEGORIES = 64
+"""Maximum number of distinct values of a column that can hold categories."""
 _MOST_PLACES = 1 << 16
+"""Maximum number of columns of a table that has a range for each column."""
 
 Rows = npt.NDArray[np.intp]
 
@@ -59,6 +61,7 @@ Axes = Mapping[str, Sequence[tuple[str, int]]]
 """Positions (input, axis) of each free axis by symbol, without the batch axis 0."""
 
 _GROUP_BYTES = 1 << 26
+"""Maximum size of a group of `make_sized_inputs` in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from onnx_ops.ports.data import Array
 from onnx_ops.statistics.output_columns import LARGEST
 
 _LEVELS = 255
+"""Number of steps between the levels of 8 bits."""
 
 TINY = 1e-30
 """Magnitude below which values are ignored in comparisons with a range."""

@@ -26,7 +26,9 @@ _EXPLAINED = 0.2
 For a combination of changes, the weighted share can be twice as large.
 """
 _SHIFTS = 24
+"""Maximum number of rows or columns of a shift that is searched for."""
 _SCALES = {255.0: "255", 256.0: "256", 127.5: "127.5", 32768.0: "32768", 32767.0: "32767"}
+"""Usual divisors of pixels and sound samples, with their texts."""
 
 _LAYOUTS = {
     (2, 0, 1): "layout: the source has channels first (CHW), the candidate last (HWC)",

@@ -48,7 +48,7 @@ _SKEWS = 0.05, 0.35, 0.65, 0.95
 """Exponents of Zipf's law by which users send requests."""
 _MAX_INTERVALS = 4000
 _MERGED_REQUESTS = 2.0
-"""Number of expected requests below which simulated intervals are merged."""
+"""Expected requests up to which intervals are merged, in steps of over `_MAX_INTERVALS`."""
 _LEVEL_BEYOND = 4.0
 """Multiple of the shortest time up to which a service level is searched for.
 
@@ -195,7 +195,7 @@ class WaitSimulation:
             yield self._wait_for_units(index)
         elif self.policy.guardrails:
             # The first reading does not end an interval: it only marks where the first interval
-            # begins.
+            # begins. The last interval ends at the look, and can be shorter than `INTERVAL_S`.
             begun = self.cadence.look_s * self.offsets[index] + self.cadence.lag_s
             times = begun + (design_effect.MIN_INTERVALS - 1) * INTERVAL_S
             yield SimulatedWait("intervals", design_effect.MIN_INTERVALS, times, 1 / INTERVAL_S)

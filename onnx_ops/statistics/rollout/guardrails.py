@@ -34,7 +34,9 @@ With fewer requests, the 99th percentile depends on one or two of them.
 """
 
 SLOWER_MARGIN = 1.1
+"""Ratio of percentiles above which an interval is a sign against the candidate."""
 MIN_SIGN_REQUESTS: Mapping[GuardrailName, int] = {"latency_p50": 20, "latency_p99": 200}
+"""Minimum number of requests of each version in a compared interval."""
 MIN_SIGN_INTERVALS = 10
 """Minimum number of intervals of a step for a guardrail on percentiles."""
 

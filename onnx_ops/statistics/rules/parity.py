@@ -63,6 +63,7 @@ SATURATION_WARNING = 0.03
 """Share of saturated values above which the reason of a PASS advises more rows."""
 
 _NAMED = 3
+"""Maximum number of differences, nodes or inputs that a reason names."""
 
 _RARE = 0.01
 """Share of differing rows whose detection the advice on a slow source describes."""
