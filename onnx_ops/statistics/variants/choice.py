@@ -73,6 +73,7 @@ class _Candidate:
 def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> Choice:
     """Choose the passing variant to serve on one target, by the objective.
 
+    The correction for several variants applies first. If no variant passes, the result names none.
     If latency or cost is preferred, a passing fp32 is chosen unless a variant beats it with
     confidence. Variants whose intervals overlap with that of the best variant are tied with it.
     Among tied variants, the one with the fewest bytes is chosen, then the first in the pipeline

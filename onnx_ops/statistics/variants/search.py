@@ -1,7 +1,7 @@
 """The search for variants: next step, Pareto front, node contributions.
 
-The next step depends only on the budget and on earlier trials, so that an interrupted search can
-resume from its journal. The module imports no numerical library.
+The next step depends only on the recipes, the budget and earlier steps, so that an interrupted
+search can resume from its journal. The module imports no numerical library.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _build_whole(recipe: Recipe) -> BuildTrial:
 def _rank_failing_recipes(state: SearchState) -> list[tuple[Recipe, Trial]]:
     """Return recipes that lose too much accuracy, the fastest first.
 
-    Only recipes with nodes that can stay in float are returned.
+    Only measured recipes with nodes that can stay in float are returned.
     """
     wholes = [(recipe, state.find(recipe.name, ())) for recipe in state.recipes if recipe.nodes]
     failing = [
@@ -213,7 +213,10 @@ def _list_repairs(state: SearchState, recipe: Recipe) -> Iterator[BuildTrial | P
 
 
 def rank_nodes(state: SearchState, recipe: Recipe) -> tuple[str, ...]:
-    """Return nodes by descending error when only this node is quantized."""
+    """Return the measured nodes by descending error when only this node is quantized.
+
+    Nodes whose measurement failed come first.
+    """
     errors = {
         s.node: math.inf if s.error is None else s.error
         for s in state.sensitivities
