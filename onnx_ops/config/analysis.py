@@ -129,7 +129,8 @@ def load_analysis_config(path: Path) -> AnalysisServiceConfig:
 
     Raises:
         NotFoundError, UserError: there is no such file, or the file cannot be read.
-        ConfigError: the file has problems; the error holds all of them with their positions.
+        ConfigError: the file has problems; the error holds their positions. The rules of analyses
+            are checked only if each value is valid.
     """
     document: Document = read_document(path)
     binding = bind_document(document, AnalysisServiceConfig)
@@ -143,7 +144,7 @@ def load_analysis_config(path: Path) -> AnalysisServiceConfig:
 
 
 def bind_policy(given: Mapping[str, Json], defaults: AnalysisPolicy) -> AnalysisPolicy:
-    """Return the policy that a client sends; missing keys are those of the analysis.
+    """Return the policy that a client sends; missing keys are those of `defaults`.
 
     Raises:
         UserError: the policy has problems.

@@ -2,8 +2,9 @@
 
 One binder serves sections of files, and options of plugins and of the endpoint server. A dataclass
 declares its fields by annotations: types, limits (`annotated_types`), units and notations
-(`domain.quantities`). The binder reports every problem with its location. It imports no validation
-library: the endpoint server and the rollback command use the binder too, and must start fast.
+(`domain.quantities`). The binder collects the problems of all fields, with their locations. It
+imports no validation library: the endpoint server and the rollback command use the binder too, and
+must start fast.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ REFUSED: Mapping[str, str] = {
 class Binding:
     """The result of binding: the value, every issue, and the dataclasses by location.
 
-    The value is None if there are issues. In `objects`, an invalid part of a dataclass is replaced
-    by its default. A dataclass with an invalid or missing part that has no default is left out.
+    The value is None if there are issues, or if a required part of it is BROKEN. In `objects`, an
+    invalid part of a dataclass is replaced by its default. A dataclass with an invalid or missing
+    part that has no default is left out.
     """
 
     value: Any = None
@@ -71,7 +73,7 @@ class Binding:
 
 
 class OptionsError(UserError):
-    """Invalid options of a plugin.
+    """Invalid options that `bind_options` or `refuse_options` found.
 
     `issues` has the location of each problem in the options.
     """
@@ -101,13 +103,12 @@ def bind_options(
     remedy: str = "",
     rules: Callable[[T], Iterable[tuple[str, str]]] = lambda _: (),
 ) -> T:
-    """Return the options of a plugin as its dataclass.
+    """Return a mapping of options as the dataclass `kind`.
 
-    `rules` yields problems of options that are valid individually but not together, each with the
-    option concerned.
+    If each option fits its type, `rules` yields further problems, each with the option concerned.
 
     Raises:
-        OptionsError: The options have problems; the error holds all of them.
+        OptionsError: The options have problems: those of types, or else those that `rules` yields.
     """
     binding = bind(dict(given), kind)
     issues = binding.issues or [Issue((name,), text) for name, text in rules(binding.value)]
@@ -157,7 +158,7 @@ def metadata_of(metadata: Iterable[Any], kind: type[T]) -> T | None:
 
 
 def without_none(kind: Any, metadata: tuple[Any, ...]) -> Any:
-    """Return an optional type without None."""
+    """Return an optional type without None, annotated with the metadata."""
     present = tuple(member for member in union_members(kind) if member is not NoneType)
     return functools.reduce(lambda inner, entry: Annotated[inner, entry], metadata, Union[present])  # noqa: UP007
 
@@ -198,7 +199,8 @@ def short_field(kind: type) -> str | None:
 class _Binder:
     """Binder of one value with all its parts, which collects the issues.
 
-    If a value cannot be bound, the methods add an issue and return BROKEN.
+    If a value cannot be bound, the methods add an issue and return BROKEN. A value that is BROKEN
+    already has an issue in its document, so none is added.
     """
 
     def __init__(self) -> None:
@@ -264,7 +266,7 @@ class _Binder:
         return BROKEN
 
     def _json(self, value: Any, loc: Loc) -> Any:
-        """Accept any JSON value; refuse mappings with keys that are not strings."""
+        """Accept any JSON value; refuse the first key that is not a string."""
         for part, item in (
             value.items()
             if isinstance(value, dict)
@@ -411,7 +413,7 @@ class _Binder:
 
 
 def own_key(member: type, members: Sequence[type]) -> str:
-    """Return the required key that only this member of a union has."""
+    """Return the first required key of a member that no other member requires."""
 
     def required(kind: type) -> list[str]:
         return [key for key, (f, _) in file_fields(kind).items() if default_of(f) is MISSING]
@@ -421,7 +423,7 @@ def own_key(member: type, members: Sequence[type]) -> str:
 
 
 def _length_problem(value: Any, limit: MinLen | MaxLen) -> str:
-    """Return whether a string or collection is too short or too long; empty if it is not."""
+    """Return why the length of a value breaks a limit; empty if it does not."""
     noun, size = ("characters" if isinstance(value, str) else "entries"), len(value)
     if isinstance(limit, MaxLen):
         too_long = size > limit.max_length
@@ -434,7 +436,7 @@ def _length_problem(value: Any, limit: MinLen | MaxLen) -> str:
 
 
 def _limit_problem(value: Any, written: Any, metadata: Iterable[Any]) -> str:
-    """Return which limit a value breaks; empty if it breaks none."""
+    """Return the message on the first limit that a value breaks; empty if none."""
     unit = metadata_of(metadata, Unit)
     for limit in metadata:
         if isinstance(limit, MinLen | MaxLen) and (problem := _length_problem(value, limit)):

@@ -29,6 +29,7 @@ def parse_python(source: bytes) -> ast.Module:
     Raises:
         SyntaxError: the source is not Python.
         ValueError: the source has a null byte.
+        RecursionError: the source is nested too deeply.
     """
     with _PARSING:
         return ast.parse(source)
@@ -37,8 +38,8 @@ def parse_python(source: bytes) -> ast.Module:
 def explain_missing_function(reference: str, root: Path) -> str | None:
     """Return why the reference names no function; None if it names one.
 
-    Modules are searched below the project's root, then on `sys.path`. A module that imports `*` is
-    assumed to have the function.
+    Modules are searched below the project's root, then on `sys.path`. Every name that the module
+    binds is accepted as a function. A module that imports `*` is assumed to have the function.
     """
     match = _REFERENCE.fullmatch(reference)
     if match is None:
@@ -120,7 +121,7 @@ def find_missing_imports(reference: str, root: Path) -> list[tuple[str, str]]:
     are checked, since others might never run.
 
     Returns:
-        Each missing package, and where it is imported.
+        Each missing module, and where it is first imported.
     """
     problems: dict[str, str] = {}
     pending, seen = [reference.partition(":")[0]], set[Path]()
@@ -198,8 +199,8 @@ def _definition(
 ) -> tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef] | None:
     """Return the file and the syntax tree of a function, or None.
 
-    The named module is searched, and the modules from which it imports the function. At most `deep`
-    modules are searched.
+    The named module is searched, and the modules from which it imports the function. Relative
+    imports are not followed. At most `deep` modules are searched.
     """
     module, _, function = reference.partition(":")
     path = find_source(module, root)

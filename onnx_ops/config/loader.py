@@ -98,9 +98,10 @@ def load_pipeline(
 
     Raises:
         NotFoundError: There is no such file.
-        UserError: The file cannot be read, or the folder `shared` does not exist.
-        ConfigError: The file, or the `params.yaml` that it refers to, has problems. If this machine
-            is the cause of all problems, the error is a NotReadyError.
+        UserError: The file, a target file or `params.yaml` cannot be read, or the folder `shared`
+            does not exist.
+        ConfigError: The file, a target that it names, or the `params.yaml` that it refers to has
+            problems. If this machine is the cause of all problems, the error is a NotReadyError.
     """
     known = os.environ if environ is None else environ
     document = read_document(path, overrides=overrides, environ=known, reach=reach)

@@ -1,7 +1,7 @@
 """Find the libraries of custom operators that a target declares.
 
-A library is a file of the project, or a file in the folder of an installed Python package. No
-package is imported and no library is loaded.
+A library is a file that the target names by its path, or a file in the folder of an installed
+Python package. No package is imported and no library is loaded.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def resolve_libraries(
 ) -> tuple[tuple[CustomOps, ...], tuple[Issue, ...]]:
     """Return the libraries of a target, and the issues of all libraries.
 
-    The paths of the libraries are absolute. A library is left out if it is not found in its
-    package.
+    Relative paths are joined to `root`. A library of a package is left out unless exactly one is
+    found there.
     """
     libraries: list[CustomOps] = []
     issues: list[Issue] = []
@@ -46,7 +46,7 @@ def resolve_libraries(
 
 
 def _check_form(library: CustomOps, loc: Loc) -> Iterator[Issue]:
-    """Yield an issue unless the library has a path and a digest, or a package."""
+    """Yield issues unless the library has a path and a digest, or only a package."""
     given = {"path": library.path, "digest": library.digest}
     if library.package:
         for key in (key for key, value in given.items() if value):
@@ -113,7 +113,7 @@ def _read_file(path: Path) -> tuple[bool, Digest]:
 
 @functools.lru_cache(maxsize=64)
 def _read_version(path: Path, modified: int, size: int) -> tuple[bool, Digest]:
-    """Read a file once for each of its versions.
+    """Return the results of `_read_file`; read each version of a file only once.
 
     A command loads a target several times.
     """

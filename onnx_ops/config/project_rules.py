@@ -47,10 +47,14 @@ def load_targets(
 ) -> tuple[dict[str, Target], list[Problem]]:
     """Return the valid benchmarked targets, and the problems of the invalid ones.
 
-    Targets without a file are in neither result.
+    Targets without a file are in neither result. Without `machine`, this is also true of targets
+    whose only problem is a package that this machine lacks.
 
     Args:
         machine: whether a package that this machine lacks is a problem.
+
+    Raises:
+        UserError: a target's file cannot be read, or the folder of shared targets does not exist.
     """
     targets: dict[str, Target] = {}
     problems: list[Problem] = []
@@ -268,8 +272,8 @@ def check_endpoint_options(
             yield from check_plugin_options((*loc, "options"), read)
         metrics = deployment.metrics
         if metrics is not None and metrics.source in plugins.get("metrics", ()):
-            # Without options, their problems are located at the section. They are then not reported
-            # if the section itself has a problem, from which they can follow.
+            # If no options are given, their problems are located at the section `metrics`. They are
+            # then not reported if the section has a problem, from which they can follow.
             place = ("metrics", "options") if metrics.options else ("metrics",)
             read = partial(source, metrics.source, metrics.options)
             yield from check_plugin_options((*loc, *place), read)

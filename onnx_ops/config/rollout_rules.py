@@ -18,7 +18,10 @@ from onnx_ops.domain.rollout_policy import DAY, DEFAULT_EPOCH_S, DEFAULT_UNITS, 
 from onnx_ops.domain.target import Target
 
 Capabilities = Callable[[Deploy], frozenset[str]]
-"""Function that returns what an entry's endpoint plugin and metrics source can do."""
+"""Function that returns the names in `ABILITIES` that an entry supports.
+
+They are the abilities of its endpoint plugin and its metrics source.
+"""
 
 Unservable = Callable[[Deploy, Target], str]
 """Function that returns why an endpoint plugin cannot run a target's models.
@@ -33,6 +36,8 @@ The result is empty if the source counts them.
 """
 
 _TOLERANCE = 1e-9
+"""Tolerance for the floating-point error of a share, in percentage points."""
+
 ABILITIES = {
     "split": "divide traffic",
     "sticky": "keep a user on one version",

@@ -19,7 +19,7 @@ from onnx_ops.protocol.server_process import OPTION_PREFIX, ContainerOptions, Se
 def list_options() -> tuple[tuple[str, type, Any, str], ...]:
     """Return name, type, default and description of every option.
 
-    Quantities are strings with a unit.
+    A quantity is of type `str`, and its default has a unit.
     """
     described = []
     for name, (f, hint) in file_fields(ServerOptions).items():
@@ -33,7 +33,7 @@ def list_options() -> tuple[tuple[str, type, Any, str], ...]:
 
 
 def format_flags(options: ServerOptions) -> list[str]:
-    """Return the server's command line for these options."""
+    """Return the flags of the server's command line for these options."""
     return [
         f"--{name.replace('_', '-')}={text}"
         for name, text in _texts(options, ServerOptions).items()

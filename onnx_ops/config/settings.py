@@ -86,6 +86,7 @@ class Settings:
             `azurekv:URL`.
         trusted_keys: Folder of public keys. The default folder also has the public key of
             `signing_key`, which is written there when the key is created.
+        artifacts: Folder or URL for the artifacts of runs, unless `tracking_uri` is a server.
         notify: Notifiers with their options. The file can also name notifiers without options,
             separated by commas: `webhook, prefect-events`. The variable `ONNX_OPS_NOTIFY` contains
             such names, or the list as JSON.
@@ -301,7 +302,7 @@ def to_environ(settings: Settings) -> dict[str, str]:
 
 
 def _read_file(path: Path, chosen: str | None) -> tuple[dict[str, Any], str]:
-    """Return the values of a settings file and its profile."""
+    """Return the values of a settings file under its profile, and the profile's name."""
     if not path.is_file():
         if chosen and chosen != "default":
             remedy = (

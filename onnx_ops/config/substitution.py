@@ -152,7 +152,7 @@ def _apply_override(document: Document, override: str) -> None:
 
 
 def _descend(document: Document, loc: Loc, part: str | int, source: str) -> Loc:
-    """Return the location of a part of `loc`.
+    """Return the location of `part` in the value at `loc`, if there is room for it.
 
     If a list has a single entry that is written without its list, index 0 is this entry. The value
     of a missing or blank key becomes an empty mapping.
@@ -233,8 +233,9 @@ def _check_environment(
 def substitute_parameters(document: Document, root: Path) -> Mapping[str, Json]:
     """Substitute the values of the project's `params.yaml`, in place.
 
-    Failures become issues of the document. A reference that is the whole value is replaced by the
-    parameter, of any type. A reference within a text can be replaced only by a scalar.
+    References that cannot be replaced become issues of the document. A reference that is the whole
+    value is replaced by the parameter, of any type. A reference within a text can be replaced only
+    by a string, a number or a boolean.
 
     Returns:
         The values that were used, by their path in `params.yaml`.

@@ -1,6 +1,7 @@
 """Load targets of the project, targets that projects share, and profiles.
 
-The project's files are `configs/targets/NAME.yaml`. Profiles are shipped with onnx-ops.
+The project's files are `targets/NAME.yaml` in the folder `configs`, or in `onnx-ops` within another
+project. Profiles are shipped with onnx-ops.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ UNMEASURED = frozenset(
         "xnnpack",
     }
 )
-"""Profiles on whose hardware this project timed no model.
+"""Profiles on whose hardware the developers of onnx-ops timed no model.
 
 A comment in the file of each profile states it.
 """
@@ -89,7 +90,7 @@ class TargetFiles:
         )
 
     def is_measured(self, name: str) -> bool | None:
-        """Return whether this project timed models with the profile.
+        """Return whether the developers of onnx-ops timed models with the profile.
 
         The result is None if the target is not a shipped profile.
         """
@@ -104,7 +105,7 @@ class TargetFiles:
         Raises:
             NotFoundError: there is no target or profile of this name. `where` is the place that
                 the error shows, such as an option.
-            ConfigError: the target's file has problems; the error holds all of them.
+            ConfigError: the target's file has problems, which the error lists.
             NotReadyError: the only problems are packages with libraries of the target, which are
                 not installed.
             UserError: the target's file cannot be read.
