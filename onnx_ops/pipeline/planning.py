@@ -364,7 +364,7 @@ def _plan_judgement(
 
 
 def _list_comparisons(pipeline: Pipeline) -> list[str]:
-    """Return the export and the stages that compare it, for evidence."""
+    """Return the ids of the export and of the stages that compare it."""
     return ["export", "validate", *([] if pipeline.system is None else [SYSTEM])]
 
 
@@ -393,7 +393,7 @@ def _select_gates(pipeline: Pipeline, target: Target) -> list[Gate]:
 
 
 def _write_slices(pipeline: Pipeline, gates: Sequence[Gate]) -> tuple[dict[str, Json], list[str]]:
-    """Return settings with the metrics judged in slices, and the stage they need.
+    """Return settings with the metrics judged in slices, and the stages they need.
 
     Both are empty without gates on slices, or without the section `slices`.
     """
@@ -569,10 +569,10 @@ def digest_metric_code(
 
 
 def is_quantized(pipeline: Pipeline, variant: str, probe: ProjectProbe) -> bool:
-    """Return whether a variant is quantized, so that its outputs may differ.
+    """Return whether a variant differs from the export by design.
 
-    The comparison is with the outputs of the export. A variant of a search (`method: auto`) is
-    treated as quantized, even if the search selects a recipe without quantization.
+    A variant of a search (`method: auto`) is treated as quantized, even if the search selects a
+    recipe without quantization.
     """
     entry = next((one for one in pipeline.quantize if variant in one.variant_names()), None)
     return entry is not None and (entry.method == AUTO or probe.is_quantizer(entry))

@@ -41,7 +41,7 @@ class ProjectProbe:
         return self.context.source(get_source_name(section)).origin(section, self.context.root)
 
     def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
-        """Return the code of the project that a function runs."""
+        """Return the code that the module of a function can import, and `depends`."""
         return collect_user_code((reference,), self.context.root, depends)
 
     def system(self, section: SystemComparison) -> Digest:
@@ -108,7 +108,7 @@ class ProjectProbe:
         return self.context.optimizer(entry.method, entry.env).quantizes(self.inline_files(entry))
 
     def hardware(self, target: Target) -> Digest:
-        """Return the digest of the machine that measures a target."""
+        """Return the digest of this machine, or of the machines of the target's pool."""
         return self._machine(target).digest()
 
     def arithmetic(self, target: Target) -> Arithmetic:

@@ -61,7 +61,7 @@ class DaemonThreadPool(Generic[R]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with suppress(Empty):  # An interrupted run discards its queued tasks.
+        with suppress(Empty):  # After an error, the queued tasks are discarded.
             while error is not None:
                 self._tasks.get_nowait()
         for _ in range(self._jobs):
@@ -197,7 +197,7 @@ def run(
 
 
 def _run_in_parallel(plan: Plan, step: Step, jobs: int) -> Iterator[tuple[Stage, StageResult]]:
-    """Yield the results of stages; start each when the stages before it have ended."""
+    """Yield the results of stages; start each after the stages it depends on."""
     planned = {stage.id for stage in plan.stages}
     waiting, running, received = list(plan.stages), dict[Future[StageResult], Stage](), set[str]()
     placed = sum(1 for stage in plan.stages if get_pool(stage))

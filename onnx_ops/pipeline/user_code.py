@@ -159,8 +159,8 @@ def _read_unpacked(path: Path) -> bytes:
 def _list_names(content: bytes) -> Iterator[tuple[str, bool]]:
     """Yield possible names of modules, and whether each is treated as a module.
 
-    A string is treated as a module if it has a dot, or if a pickle names a class after it. Any
-    other string can be an ordinary word.
+    A string is treated as a module if it has a dot, or if a pickle uses it as the module of a
+    class. Any other string can be an ordinary word.
     """
     for match in _NAME_PATTERN.finditer(content):
         kind = match.lastgroup

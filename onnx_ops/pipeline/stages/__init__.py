@@ -1,6 +1,7 @@
 """Stages of a pipeline: one module for each kind, with the function `execute`.
 
-The module `quantize` also contains the calibration stage.
+The module `quantize` also contains the calibration stage. The module `champion` finds the champion
+for benchmarks.
 """
 
 from __future__ import annotations

@@ -303,7 +303,10 @@ def _measure_metrics(
     it is None if the variant is the export itself.
 
     Raises:
-        UserError: a metric that a gate judges cannot be computed, not even for the export.
+        UserError: a metric that a gate judges cannot be computed, not even for the export, or the
+            module of a metric's function raises an error.
+        NotFoundError, MissingPackageError: a metric's function, or a package that it imports, is
+            missing.
     """
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints

@@ -105,7 +105,10 @@ def _make_inputs(
 
 
 def _read_label(arrays: Mapping[str, Any], section: DataSection) -> Any:
-    """Return the label, one value per row; None if the section names none."""
+    """Return the label, of shape (rows,) for a column of a table.
+
+    The result is None if the section names none.
+    """
     if not section.label:
         return None
     label = arrays[section.label]

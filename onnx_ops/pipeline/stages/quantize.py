@@ -40,7 +40,7 @@ from onnx_ops.scratch import Scratch
 def execute(
     stage: Stage, key: Digest, inputs: Mapping[str, Manifest], context: Context
 ) -> Manifest:
-    """Derive a variant, copy a variant from a search, or read the ranges of a shard."""
+    """Derive a variant, copy one from a search, or compute the ranges of a shard."""
     if stage.kind is StageKind.CALIBRATE:
         return _calibrate(stage, inputs, context)
     settings: Mapping[str, Any] = stage.settings

@@ -84,7 +84,7 @@ def build_isolation_error(framework: str) -> UserError:
 
 
 def _load_trained(stage: Stage, trained: Manifest, context: Context, folder: Path) -> object:
-    """Return the model that the project trained in this run, as its exporter loads it.
+    """Return the trained or existing model of the pipeline, as its exporter loads it.
 
     Raises:
         UserError: the exporter loads models only in an isolated environment.

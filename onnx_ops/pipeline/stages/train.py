@@ -78,7 +78,7 @@ def _save(exporter: Exporter, model: object, folder: Path) -> None:
     """Write the model that the training function returned.
 
     Raises:
-        UserError: the model contains an object that pickle cannot write, such as a lambda or an
+        UserError: the model cannot be saved, for example because pickle cannot write a lambda or an
             instance of a local class.
     """
     try:
