@@ -74,8 +74,9 @@ class VariantRow:
 
     `latency` is the median latency. If a variant was timed in alternation with another variant, it
     is the median of the other variant times the paired ratio. Two medians from different times
-    could contradict the ratio. The champion has a separate row, with its version and
-    without a verdict. Without evidence, `size_bytes` is None.
+    could contradict the ratio. `ratios` has the names of other models with the latency ratio to
+    each. The champion has a separate row, with its version and without a verdict. Without evidence,
+    `size_bytes` is None.
     """
 
     variant: str

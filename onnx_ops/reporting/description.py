@@ -1,6 +1,6 @@
 """Descriptions of registered models and versions in Markdown.
 
-The module also builds the rows of the gate table for all other reports.
+The module also builds the rows of the gate table for other reports.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ResultRow:
         return f"{gate}{separator}{metric}" if metric and metric != gate else gate
 
     def markdown_cells(self) -> tuple[str, ...]:
-        """Return the Markdown table cells: gate, limit, estimate, verdict and reason."""
+        """Return table cells as plain text: gate, limit, estimate, verdict and reason."""
         verdict = f"{self.result.verdict.value}{' (advisory)' if self.result.advisory else ''}"
         return (
             self.describe_gate(": "),

@@ -126,7 +126,7 @@ def markdown(text: str) -> str:
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table, two of which are the header.
+    """Return the lines of a Markdown table; the first two are the header.
 
     Cells are plain text.
     """

@@ -213,8 +213,8 @@ def list_gates(
 ) -> list[tuple[Decision, str, Digest | None, list[tuple[GateResult, list[str], list[str]]]]]:
     """Return each decision with its machine, its evidence's digest and its results.
 
-    The results are in the form that `gate_table` shows. Evidence and digests are by variant and
-    target.
+    The results are in the form that the template macro `gate_table` shows. Evidence and digests are
+    by variant and target.
     """
     groups = []
     for decision in decisions:
@@ -287,7 +287,7 @@ def _describe_pairs(
 def _find_comparison(
     result: GateResult, evidence: Evidence
 ) -> LatencyComparison | PairedRatios | None:
-    """Return the measurement that a result about a ratio was judged by."""
+    """Return the measurement behind a result about a ratio; None for other results."""
     if result.gate == "latency":
         timed = evidence.comparisons
         return next(

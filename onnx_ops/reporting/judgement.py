@@ -26,8 +26,9 @@ from onnx_ops.reporting.structure import advice_lines
 class Heading:
     """The text above the table.
 
-    `rows` describes the input rows. `times` are the median times of a request before and after.
-    `notes` name the checks that were not possible.
+    `kind` describes the candidate, and `rows` the input rows. `times` states the median times of a
+    request before and after; `sizes` are the bytes before and after. `notes` name the checks that
+    were not possible.
     """
 
     baseline: str
@@ -165,7 +166,7 @@ def markdown_page(heading: Heading, decisions: Sequence[Decision]) -> str:
     parts = [f"{row.what}{f' on {row.target}' if several else ''}: {row.reason}" for row in failed]
     lines += _list_items((*parts, *heading.notes))
     if any(result.slices for decision in decisions for result in decision.results):
-        # The module imports the plots, which are needed only for slices.
+        # `slices` imports the plots, which are not needed for other results.
         from onnx_ops.reporting.slices import slices_markdown
 
         lines += [part for table in slices_markdown(decisions) for part in ("", table)]

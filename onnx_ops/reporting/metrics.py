@@ -23,7 +23,7 @@ from onnx_ops.statistics.rules.metric import INDEPENDENCE
 class Measured(Interval):
     """A measurement with its interval and the counts behind it.
 
-    `low` and `high` have the same meaning as in the gate table.
+    `low` and `high` have the same meaning as in the gate table. `of` names what `n` counts.
     """
 
     unit: str
@@ -54,7 +54,7 @@ class Measured(Interval):
 
 
 def sampled_rows(evidence: Iterable[Evidence]) -> str:
-    """Return which rows of the data set were scored; empty if all rows were scored."""
+    """Return how many rows of the data set were scored; empty if all were scored."""
     texts = {
         f"metrics of {rows.used:,} of {rows.total:,} rows of {rows.data}"
         for one in evidence
@@ -64,9 +64,9 @@ def sampled_rows(evidence: Iterable[Evidence]) -> str:
 
 
 def median_latency(samples: LatencySamples | None) -> Measured | None:
-    """Return the median of the single runs, with 90 % order-statistic bounds.
+    """Return the median of the single runs, with its 90 % order-statistic interval.
 
-    Preempted runs are left out.
+    Preempted runs are left out, unless all runs were preempted. The result is None without runs.
     """
     usable = [] if samples is None else [ns for ns in samples.sorted_ns if ns > 0]
     if not usable:
@@ -76,7 +76,7 @@ def median_latency(samples: LatencySamples | None) -> Measured | None:
 
 
 def headline(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> str:
-    """Return the main task metric of a release.
+    """Return the label of the main task metric of a release.
 
     It is the first metric that a gate judged, or else the first that was measured, or accuracy.
     """

@@ -50,7 +50,7 @@ _LIMITS: Mapping[WaitKind, str] = {
 class EndpointForecast:
     """The forecast of one endpoint's next rollout, and where its traffic is from.
 
-    `forecast` is None if there is none; `why` then is the reason.
+    `forecast` is None if the rollout cannot be forecast; `why` then has the reason.
     """
 
     endpoint: str
@@ -129,7 +129,8 @@ def warn_of_step(
 ) -> str:
     """Return why a step exceeds a limit, and what to change.
 
-    The text is empty if the step does not exceed the limit, or is an A/B test that can end.
+    The text is empty if the step does not exceed the limit, is an A/B test that can end, or has no
+    forecast.
     """
     median_s = step.duration.median_s
     if not step.waits or (step.step.kind == "ab_test" and median_s is not None):

@@ -1,7 +1,7 @@
 """Findings about the structure of a variant, as texts.
 
-The findings are the recipe, trees, operators, activations, int8 coverage and advice. The limits of
-the source are listed too.
+The findings are the recipe, trees, opsets, operators, activations, int8 coverage and advice. The
+limits of the source are listed too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _describe_activation(measured: ActivationMeasurement) -> str:
 
 
 def coverage_lines(coverage: Int8Coverage | None) -> list[str]:
-    """Return the int8 coverage, and each operator in float with the reason."""
+    """Return the int8 coverage, operators in float, and exclusions without effect."""
     if coverage is None or not (coverage.int8 or coverage.floats):
         return []
     lines = [coverage.summary]

@@ -87,7 +87,7 @@ def write_markdown(heading: SystemHeading, decisions: Sequence[Decision]) -> str
 
 
 def build_example(step: str, name: str, reference: Any, value: Any) -> SystemExample:
-    """Return the values of one input as pictures, or as texts."""
+    """Return both values of a step at one input as pictures, or else as texts."""
     pictures = read_picture(reference), read_picture(value)
     if pictures[0] is not None and pictures[1] is not None:
         return SystemExample(step=step, name=name, pictures=_pair_pictures(*pictures))
