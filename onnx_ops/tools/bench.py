@@ -1,8 +1,8 @@
 """Benchmark one ONNX file, or compare two, without a pipeline.
 
 Functions raise UserError for a file that is not a valid model, or that does not fit the target or
-the other file. They raise MeasurementError if a model does not run, or does not run on the
-requested provider.
+the other file. They raise MeasurementError if a model does not run. `benchmark_pair` also raises it
+if the baseline does not run on the requested provider.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Process starts vary more than runs do.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkMetric:
-    """A value with 95 % bounds and its number of samples.
+    """A value, a one-sided 95 % bound on each side, and the number of samples.
 
     `high` is None if the samples are too few for an upper bound.
     """

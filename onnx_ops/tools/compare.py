@@ -158,9 +158,9 @@ def compare(
     Runtime on this machine.
 
     Raises:
-        UserError: a file is not a valid model, the two models do not have the same inputs, or a
-            model needs versions or operators that the target lacks. The same error is raised if an
-            output has another shape for other rows.
+        UserError: a file is not a valid model, the two models have different inputs, a model needs
+            versions or operators that the target lacks, or an output has another shape for other
+            rows.
         MeasurementError: a model does not run here, or A gives different answers to the same rows.
     """
     shared_inputs(a, b)
@@ -362,6 +362,7 @@ def _run_groups(
     """Return the answers to all groups; a group that the model rejects has the error.
 
     Raises:
+        UserError: the file is not a valid model.
         MeasurementError: the model rejects the plain rows.
     """
     try:

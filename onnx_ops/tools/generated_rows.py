@@ -77,7 +77,7 @@ class _Recipe:
         )
 
     def read_sizes(self, wanted: Mapping[str, int]) -> dict[str, int]:
-        """Return the size of every free dimension."""
+        """Return the size of every free dimension without rows; `wanted` takes precedence."""
         return {
             symbol: wanted.get(symbol, self.dims.get(symbol, LENGTH)) for symbol in self.symbols
         }
@@ -85,7 +85,8 @@ class _Recipe:
     def choices(self, spec: TensorSpec) -> tuple[Any, ...]:
         """Return values to try for an input of one whole number or boolean.
 
-        The result is empty for an index, for an input with a requested value, and for other inputs.
+        The result is empty for an index, for an input with a requested value, and for all inputs of
+        other types or shapes.
         """
         known, kind = self.bounds.get(spec.name, InputBounds()), read_dtype(spec)
         single = spec.name not in self.axes and all(size == 1 for size in spec.shape)

@@ -2,8 +2,8 @@
 
 A float candidate must compute the same function as its baseline. A rounded candidate is judged by
 each weight and activation, by the function without rounding, and by the effect of rounding on the
-task. The modules for rounded candidates and for task metrics are imported at first use, since the
-judgement of most pairs would take less time than their import.
+task. The modules for rounded candidates and for task metrics are imported at first use, since their
+import takes longer than the judgement of most pairs.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def judge_candidate(request: JudgeRequest) -> Judgement:
     """Measure what the candidate's kind requires, and judge the evidence by gates.
 
     Raises:
-        UserError: a file is not valid, the two files have different inputs, or a metric does not
-            fit them.
+        UserError: a file is not valid or does not fit a target, the two files have different
+            inputs, or a metric does not fit them.
     """
     notes: dict[str, None] = {}
     try:
@@ -229,7 +229,7 @@ def _judge_answers(
     """Judge the candidate's answers on one target.
 
     A float32 pair is compared at every setting of the sweep, and other pairs at the first. All are
-    judged by the task metric, and a retrained candidate only by it. The advice is None if the
+    also judged by `_judge_task`, and a retrained candidate only by it. The advice is None if the
     execution of the candidate was not inspected.
     """
     if request.retrained:

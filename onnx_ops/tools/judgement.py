@@ -44,7 +44,8 @@ class JudgeRequest:
     `settings` is the sweep. `runtime` returns a runtime by its name. `inside` runs models with
     their intermediate values as outputs. Without a dataset, rows are generated. `functions` holds
     custom metrics by reference. If `max_regression` is None, the default limits apply. If
-    `concurrency` is None, no throughput is measured. `sizes` names dimensions for which one size is
+    `concurrency` is None, no throughput is measured. With `cold`, fresh processes are measured too.
+    `only` restricts the judgement to one part. `sizes` names dimensions for which one size is
     sufficient. The answers of a `retrained` candidate are not compared with the baseline's: the
     task metric decides. `slices` are parts of the data set in which the metric is judged too.
     """
@@ -72,7 +73,10 @@ class JudgeRequest:
 
     @property
     def has_metric(self) -> bool:
-        """Whether the task metric can be computed: it needs a data set, and usually labels."""
+        """Whether the task metric can be computed.
+
+        It needs a data set, and usually labels.
+        """
         return self.dataset is not None and (
             self.dataset.label is not None or self.metric.definition().label_free
         )

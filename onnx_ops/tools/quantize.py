@@ -58,7 +58,7 @@ from onnx_ops.tools.sample_rows import SampleRows
 class SpeedupEstimate:
     """The ratio of a variant's time to that of its source, or why it is unknown.
 
-    `low` and `high` are its 95 % bounds.
+    `low` and `high` are the ends of its 95 % interval.
     """
 
     ratio: float = math.nan
@@ -338,7 +338,7 @@ def _keep_closest(result: SearchResult, path: Path) -> str:
     """Write the model closest to the budget, and return a text with its path.
 
     The path is beside the requested path, where only a model within the budget is written. The text
-    is empty if there is no such model.
+    is empty if the search names no closest model.
     """
     if result.closest is None:
         return ""

@@ -121,7 +121,7 @@ def build_groups(
     bounds: Mapping[str, InputBounds] | None = None,
     splits: Tensors | None = None,
 ) -> tuple[InputGroup, ...]:
-    """Build the groups: the rows, rows derived from them, and batches.
+    """Build the groups: the rows, rows derived from them, batches, and further runs.
 
     Large rows have no derived groups. In one derived group, the whole numbers that are neither
     indices nor sizes have all magnitudes and both signs; a model that rejects them has no answer to

@@ -208,8 +208,8 @@ def find_input_problems(
 ) -> Iterator[tuple[str, str]]:
     """Yield why a model cannot accept these arrays, by input.
 
-    Only `values` are converted, unlike in `check_samples`: a pipeline passes the data set's arrays
-    on unchanged.
+    Missing inputs are yielded alone, with an empty name. Only `values` are converted, unlike in
+    `check_samples`: a pipeline passes the data set's arrays on unchanged.
     """
     if missing := [spec.name for spec in inputs if spec.name not in (*arrays, *values)]:
         names = ", ".join(map(repr, missing))

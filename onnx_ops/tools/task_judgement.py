@@ -120,7 +120,7 @@ def _judge_agreement(
 ) -> GateResult | None:
     """Judge the share of rows whose class changes, with A's classes as labels.
 
-    Return None if the answers are not classes.
+    Return None if the answers are not classes, or cannot be judged.
     """
     try:
         parts = read_answers(
@@ -159,7 +159,8 @@ def build_metric_gate(name: str | None, max_drop: float, *, lower_is_better: boo
     """Return a gate that limits a metric.
 
     `max_drop` is the maximum drop, or the maximum relative increase if lower values are better.
-    `name` is a metric or the reference of a custom metric.
+    `name` is a metric or the reference of a custom metric. `lower_is_better` is used only for a
+    custom metric.
     """
     gate = MetricGate(name=name)
     if name is not None and ":" in name:
