@@ -183,8 +183,8 @@ class OnnxOpsDeployments(BaseDeploymentClient):
     ) -> dict[str, str]:
         """Promote a version for the endpoint's target, if `model_uri` is given; reconcile.
 
-        Approval steps of the rollout still wait for a person. A provider or target in `config` must
-        be that of the endpoint.
+        Approval steps of the rollout still wait for a person. Besides a reason, `config` can have
+        only the provider and the target of the endpoint.
         """
         _check_flavor(flavor)
         journal = Journal.open(self._context, name)
@@ -230,7 +230,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
 
     @_translated
     def list_deployments(self, endpoint: str | None = None) -> list[dict[str, Any]]:
-        """List all endpoints."""
+        """Return the state of every endpoint; for a corrupt ledger, the error."""
         endpoints = []
         for name in list_bound_endpoints(self._context):
             try:

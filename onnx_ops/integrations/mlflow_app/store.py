@@ -54,7 +54,8 @@ class ServerStore:
     def registered_here(self, model: str) -> bool:
         """Return whether onnx-ops registered any version of the model.
 
-        The result is False for names that do not match `_PLAIN`, which the query cannot contain.
+        A name that does not match `_PLAIN` cannot be part of the query. The stored spelling of the
+        name is then used; if it does not match either, the result is False.
         """
         stored = (
             None
@@ -79,7 +80,7 @@ class ServerStore:
     def list_copies(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
         """Yield decisions for the target on other versions of the same content.
 
-        The versions are all of the record's model.
+        Only versions of the record's model are read.
         """
         query, search = f"tags.`{DIGEST}` = '{record.manifest}'", _store().search_model_versions
         for stored in read_pages(lambda token: search(query, max_results=100, page_token=token)):
