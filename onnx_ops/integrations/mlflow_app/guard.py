@@ -121,7 +121,10 @@ class Guard:
         self._clock = clock
 
     def set_alias(self, user: str, model: str, alias: str, version: str) -> None:
-        """Check a request to set an alias."""
+        """Check a request to set an alias.
+
+        A guarded alias requires a passing decision or an override, and its exact spelling.
+        """
         stored = self._versions.find(model, version)
         if stored is None:
             return
@@ -152,7 +155,10 @@ class Guard:
             self._permit(user, model, alias, f"{alias} of {model} was not deleted")
 
     def set_tag(self, user: str, model: str, version: str, key: str, value: str) -> None:
-        """Check a request to set a tag of a version."""
+        """Check a request to set a tag of a version that onnx-ops registered.
+
+        Setting the tag of an override's reason signs the override.
+        """
         plain = folded(key)
         stored, record = self._read(model, version) if is_guarded_tag(plain) else (None, None)
         if stored is None or record is None:
@@ -171,7 +177,10 @@ class Guard:
                 self._sign_override(user, stored, record, key, value)
 
     def delete_tag(self, user: str, model: str, version: str, key: str) -> None:
-        """Check a request to delete a tag of a version."""
+        """Check a request to delete a tag of a version that onnx-ops registered.
+
+        The tags of a registration are kept, and a valid decision whose verdict is not PASS.
+        """
         plain = folded(key)
         stored, record = self._read(model, version) if is_guarded_tag(plain) else (None, None)
         if stored is None or record is None:
@@ -212,7 +221,7 @@ class Guard:
                 )
 
     def delete_model(self, model: str) -> None:
-        """Check a request to delete a registered model with all its versions."""
+        """Check a request to delete a registered model, which must have no guarded alias."""
         if not self._versions.registered_here(model):
             return
         aliases = [
@@ -227,7 +236,7 @@ class Guard:
                 )
 
     def rename_model(self, model: str) -> None:
-        """Check a request to rename a registered model."""
+        """Refuse to rename a model of which onnx-ops registered a version."""
         if self._versions.registered_here(model):
             with _prefix_refusals(f"model {model} was not renamed"):
                 raise RefusedError(
