@@ -71,6 +71,7 @@ KEYS, LENGTH = " (keys)", " (length)"
 """Suffixes of the additional outputs that describe maps and sequences."""
 
 JoinedAnswers = Mapping[str, Tensors | MeasurementError]
+"""Joined answers by group; the error for a group that the model rejects."""
 
 Reporter = Callable[[str], None]
 
@@ -228,7 +229,10 @@ def _require_operators(model: Path, place: Target, target: Target) -> None:
 
 
 def _make_groups(a: Path, b: Path, samples: SampleRows) -> tuple[InputGroup, ...]:
-    """Return the groups of inputs, including rows near the splits of trees."""
+    """Return the groups of inputs, with rows near the splits of any trees.
+
+    There are no such rows if the model has inputs without rows.
+    """
     with_trees = _list_tree_models(a, b)
     splits = (
         build_split_probes(with_trees[0], samples.rows)
@@ -343,6 +347,7 @@ def _run_reference(
     All runs are in one session, since a fresh session would draw the same random numbers again.
 
     Raises:
+        UserError: A is not a valid model, or an output has another shape for other rows.
         MeasurementError: A rejects the plain rows, or answers the repeated run differently.
     """
     first, *others = groups

@@ -269,7 +269,8 @@ def search_variant(
 
     The trials are recorded in `PATH.search.json`. The same search resumes after an interruption.
     `section.variants` holds the requested role. The metric is measured on the rows of
-    `tuning_data`. `data` holds a digest of the rows for each use.
+    `tuning_data`. `data` holds a digest of the rows for each use. If no model meets the budget, the
+    closest one is written beside `path`.
     """
     check_paths(source, path)
     key = digest_json(

@@ -127,7 +127,7 @@ def build_groups(
     indices nor sizes have all magnitudes and both signs; a model that rejects them has no answer to
     compare. `empty` adds a group without rows, unless the model has a fixed batch. `bounds` holds
     the bounds of the inputs that were derived from the graph. `splits` holds rows near the splits
-    of trees.
+    of trees, which are unused if the rows are large.
     """
     encoded = [name for name, known in (bounds or {}).items() if known.encoded]
     further = [
