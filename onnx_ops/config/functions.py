@@ -250,7 +250,7 @@ def find_module_file(module: str, base: Path) -> Path | None:
 
 
 def list_siblings(module: str, root: Path) -> list[str]:
-    """Return the project's modules in the package that a module name belongs to."""
+    """Return the modules below the root in the package that a name belongs to."""
     package = module.rpartition(".")[0]
     folder = root.joinpath(*package.split(".")) if package else root
     stems = [path.stem for path in folder.glob("*.py")] if folder.is_dir() else []
@@ -260,7 +260,7 @@ def list_siblings(module: str, root: Path) -> list[str]:
 def _names(body: Iterable[ast.stmt]) -> Iterator[str]:
     """Yield the names that a module binds at its top level.
 
-    Names inside `if`, `try` and `with` are included.
+    Names inside `if`, `try` and `with` are included, but not names inside loops or tuples.
     """
     for statement in body:
         match statement:

@@ -239,7 +239,7 @@ def _plan_system(
                 "isolated": REQUIREMENTS in probe.tools("exporters", framework, environment),
                 **operators,
             },
-            needs=["export", "train"],  # the source can take the trained model
+            needs=["export", "train"],  # `system.source` can take the model.
             tools=probe.tools("runtimes", "onnxruntime"),
             variant=EXPORT,
             # User code can crash a process, and can be edited during the run.
