@@ -57,6 +57,7 @@ UNITS = {LATENCY: "s", "load": "s", "first": "s", "peak": "B"}
 
 Reporter = Callable[[str], None]
 Conditions = Callable[[], Mapping[str, str]]
+"""Function that returns the state of the machine, such as its load."""
 
 A = "A"
 """Name of the baseline in evidence."""
@@ -113,7 +114,10 @@ def benchmark(
     seed: int = 0,
     report: Reporter = lambda _: None,
 ) -> SingleModelResult:
-    """Measure the latency of one model on one target, and what `request` names."""
+    """Measure the latency of one model on one target, and what `request` names.
+
+    `feed` holds the inputs of one request, and `runs` is the number of timed requests.
+    """
     facts = read_runtime_facts(runtime, target, model)
     request = request or MeasurementRequest()
     report(f"{runs} runs of {model.name}")
@@ -193,7 +197,10 @@ class ComparisonResult:
 def build_pair_gates(
     max_regression: float | None, *, concurrency: int | None, cold: bool
 ) -> tuple[Gate, ...]:
-    """Return the gates for B, with one limit or with the default limits."""
+    """Return the gates for B, with the limit `max_regression` or default limits.
+
+    With `concurrency`, throughput is judged too, and with `cold`, fresh processes.
+    """
 
     def limit(kind: str) -> float:
         return REGRESSIONS[kind] if max_regression is None else max_regression

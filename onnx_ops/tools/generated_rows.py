@@ -108,7 +108,7 @@ class _Recipe:
         *,
         fewest: int | None = None,
     ) -> tuple[Tensors, Tensors]:
-        """Return `count` rows, and the inputs without rows, at these sizes.
+        """Return `count` rows, and the inputs without rows, at the sizes `wanted`.
 
         Row indices are valid in runs of `fewest` or more rows. By default, they are valid in runs
         of any number of rows that the model takes.
@@ -176,6 +176,7 @@ def generate_samples(
     groups have other sizes.
 
     Args:
+        bounds: bounds of inputs by name, as derived from the graph.
         fix: values of inputs by name.
 
     Raises:

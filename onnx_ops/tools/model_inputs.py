@@ -60,7 +60,10 @@ def check_fixed_names(inputs: Sequence[TensorSpec], fix: Mapping[str, Any]) -> N
 def find_batch(
     inputs: Sequence[TensorSpec], axes: Mapping[str, int], dims: Mapping[str, int]
 ) -> int:
-    """Return the number of rows that every run must have; 0 for any number."""
+    """Return the number of rows that every run must have; 0 for any number.
+
+    `axes` are the axes of rows by input, and `dims` the requested sizes of dimensions.
+    """
     sizes = [spec.shape[axes[spec.name]] for spec in inputs if spec.name in axes]
     return max(
         (dims.get(size, 0) if isinstance(size, str) else max(0, size) for size in sizes), default=0

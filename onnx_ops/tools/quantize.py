@@ -223,7 +223,11 @@ def deliver(
     recipe: tuple[str, ...],
     excluded: tuple[str, ...],
 ) -> QuantizedFile:
-    """Inspect a variant on the targets, and copy it with its weights to `path`."""
+    """Inspect a variant on the targets, and copy it with its weights to `path`.
+
+    `made` is the file of the variant. Its name of the weights file is changed to that beside
+    `path`. `excluded` names nodes that should stay in float.
+    """
     examined = {
         t.name: inspect_execution(context.runtime(t.runtime), source, made, t, excluded)
         for t in targets
