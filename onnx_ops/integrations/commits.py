@@ -171,8 +171,8 @@ def evaluate(
 ) -> Checked:
     """Run one pipeline up to its gates; write its report beside the results.
 
-    If the pipeline cannot be run, the result has the error. With `hand_over`, the evaluation is
-    written into a folder there.
+    `since` is the previous commit, or empty. If the pipeline cannot be run, the result has the
+    error. With `hand_over`, the evaluation is written into a folder there.
     """
     if one.problem:
         return _describe_error(one, one.problem)
@@ -198,8 +198,9 @@ def release(
 ) -> Checked:
     """Release one pipeline as far as the runner allows, if it was evaluated.
 
-    The report of the pipeline is written beside the results. A release that would be lost with the
-    job stops after the gates. If the pipeline cannot be released, the result has the error.
+    `found` is the result of the evaluation. `since` is the previous commit, or empty. The report of
+    the pipeline is written beside the results. A release that would be lost with the job stops
+    after the gates. If the pipeline cannot be released, the result has the error.
     """
     place = evaluated / _name(one.file)
     if one.problem or not place.is_dir():

@@ -220,7 +220,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
     def delete_deployment(
         self, name: str, config: Mapping[str, str] | None = None, endpoint: str | None = None
     ) -> None:
-        """Delete the endpoint if it exists."""
+        """Delete the endpoint if it exists; record the `reason` of `config`."""
         if name in list_bound_endpoints(self._context):
             delete_endpoint(
                 self._context,
@@ -251,7 +251,10 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         inputs: pd.DataFrame | Mapping[str, Any] | list[Any] | None = None,
         endpoint: str | None = None,
     ) -> PredictionsResponse:
-        """Send one request to the endpoint's `/invocations`."""
+        """Send one request to `/invocations` of the endpoint `deployment_name`.
+
+        Without `deployment_name`, `endpoint` is the name.
+        """
         import httpx
         from mlflow.utils.proto_json_utils import dump_input_data
 

@@ -228,7 +228,8 @@ def preview(
 ) -> Mapping[str, StageOutcome | None]:
     """Return the outcome of each stage that needs no work; None for the others.
 
-    If a stage would run, the result is also None for the stages that depend on it.
+    If a stage would run, the result is also None for the stages that depend on it. `no_cache` is as
+    in `run`.
     """
     outcomes: dict[str, StageOutcome] = {}
     result: dict[str, StageOutcome | None] = {}

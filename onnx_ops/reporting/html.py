@@ -118,6 +118,8 @@ def release_report(
         versions: registered version by variant; empty before registration.
         digests: digests of the stored evidence by variant and target; by default, digests of its
             canonical text.
+        searches: records of the searches that made variants.
+        base, pairs: release of the base branch, and the function that compares its rows.
         example: values of the first step that differs from the project's own code.
     """
     known = {(e.variant, e.target): e for e in evidence}

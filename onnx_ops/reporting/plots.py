@@ -153,7 +153,8 @@ def parity_figure(
 ) -> Figure | None:
     """Plot the error of each output and input group, worst first.
 
-    The errors are in units of the source's rounding noise. At most `_ROWS` are drawn.
+    The errors are in units of the source's rounding noise. At most `_ROWS` are drawn. `what` names
+    the model, and `metric` the result of the decision whose limit is drawn.
     """
     known = [m for m in measurements if m.mismatch or math.isfinite(m.ratio)]
     if not known:

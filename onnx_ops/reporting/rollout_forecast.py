@@ -127,7 +127,7 @@ def list_warnings(result: EndpointForecast) -> list[str]:
 def warn_of_step(
     step: StepForecast, policy: RolloutPolicy, traffic: Traffic, limit_s: float
 ) -> str:
-    """Return why a step exceeds a limit, and what to change.
+    """Return why a step takes longer than `limit_s`, and what to change.
 
     The text is empty if the step does not exceed the limit, is an A/B test that can end, or has no
     forecast.

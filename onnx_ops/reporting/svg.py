@@ -194,7 +194,7 @@ class Chart:
         self._marks.append(f'<rect class="{style}" {box} height="{_px(max(bottom - top, 1.0))}"/>')
 
     def note(self, x: float, y: float, text: str, *, above: bool = True) -> None:
-        """Write text beside a point, on the side that has room for the text."""
+        """Write text above or below a point, on the side that has room for the text."""
         left, top = self._left_of(x), self._top_of(y)
         room = left + 8 + len(text) * _CHARACTER < WIDTH
         self._text(
