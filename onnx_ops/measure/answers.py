@@ -21,13 +21,13 @@ from onnx_ops.statistics.probes import REAL
 T = TypeVar("T")
 
 _INPUT_BYTES = 1 << 22
-"""Maximum bytes of the inputs of one batch.
+"""Maximum bytes of the inputs of several rows in a batch that is not fixed.
 
 The intermediate values of a model can take a hundred times as much memory.
 """
 
 _OUTPUT_BYTES = 1 << 28
-"""Maximum bytes of the answers of one call of the runtime.
+"""Approximate maximum of the bytes of the answers of one call of the runtime.
 
 The answers are read and released before the next call.
 """
@@ -95,7 +95,10 @@ def are_maps(value: Any) -> TypeGuard[list[Mapping[Any, Any]]]:
 
 
 def join_maps(maps: Sequence[Mapping[Any, Any]]) -> tuple[Array, Array]:
-    """Return a matrix with a row per map and a column per key, and the keys."""
+    """Return a matrix with a row per map and a column per key, and the keys.
+
+    The keys are sorted and have the shape (1, keys). A missing entry is NaN.
+    """
     keys = sorted({key for entry in maps for key in entry})
     table = np.array([[entry.get(key, np.nan) for key in keys] for entry in maps])
     return table.astype(np.float32) if table.dtype.kind == "f" else table, np.array([keys])
@@ -104,9 +107,9 @@ def join_maps(maps: Sequence[Mapping[Any, Any]]) -> tuple[Array, Array]:
 def split_batches(
     model: Path, inputs: Tensors, at_once: int | None = None
 ) -> Iterator[tuple[Tensors, int]]:
-    """Yield inputs that the model accepts, each with its number of rows to evaluate.
+    """Yield batches for a model, each with its number of rows to evaluate.
 
-    An input has at most `at_once` rows, unless the model has a fixed batch.
+    A batch has at most `at_once` rows, unless the model has a fixed batch.
     """
     return cut_batches(inputs, read_model_info(model).fixed_batch, _INPUT_BYTES, at_once)
 

@@ -84,7 +84,7 @@ def inspect_execution(
 def explain_saturation(runtime: Runtime, model: Path, target: Target, name: str) -> str:
     """Return why sums of the model's int8 products can be wrong on the target's CPU.
 
-    The text is empty if the sums are exact, and for a file in ORT format. `name` is the model's
+    The text is empty if no sum can saturate, and for a file in ORT format. `name` is the model's
     name in the text.
     """
     if is_ort_format(model) or not detect_arithmetic(runtime.fingerprint(target), target).saturates:

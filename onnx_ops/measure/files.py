@@ -47,7 +47,7 @@ TRAINED = "trained/"
 
 
 def put_folder(store: Store, folder: Path, prefix: str) -> dict[str, Digest]:
-    """Store every file below a folder under `prefix` and its relative name."""
+    """Store the files below a folder; return digests by prefix and relative name."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {prefix + path.relative_to(folder).as_posix(): store.put_file(path) for path in files}
 
@@ -128,9 +128,12 @@ def put_dataset(store: Store, dataset: Dataset) -> Manifest:
 def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None) -> Dataset:
     """Return a stored data set.
 
-    With an export, rows are on axis 0 of every input, and the types are those of the export's model
-    (see `convert_inputs`). The columns of a matrix are in the model's order. Inputs without rows
-    that the data set lacks have the values that the model was exported with.
+    With an export, rows are on axis 0 of every input, and columns are converted for the export's
+    model (see `convert_inputs`). The columns of a matrix are in the model's order. Inputs without
+    rows that the data set lacks have the values that the model was exported with.
+
+    Raises:
+        UserError: the columns, rows or types of the data set do not fit the export's model.
     """
     arrays = load_arrays(store, manifest["dataset.npz"])
     dataset = Dataset(
@@ -228,7 +231,7 @@ def is_float_column(array: Any) -> bool:
 
 
 def widen_columns(inputs: Tensors, names: Collection[str]) -> dict[str, Any]:
-    """Convert columns of whole numbers or booleans to float32.
+    """Convert the named columns of whole numbers or booleans to float32.
 
     Files store these columns as floats if a cell is missing.
     """

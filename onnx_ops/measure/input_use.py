@@ -67,7 +67,7 @@ def _select_rows(real: ReferenceGroup) -> Tensors:
 def _list_replacements(
     name: str, rows: Tensors, groups: Sequence[ReferenceGroup]
 ) -> Iterator[Array]:
-    """Yield other values of an input that the model accepts.
+    """Yield other values of an input that callers can send.
 
     They are the values of the previous row, and those of one other group.
     """

@@ -31,7 +31,10 @@ _RIGHT, _ERROR, _GROUP, _ROWS = "right/", "error/", "rows.group", "rows.digest"
 def extract_rows(
     definition: MetricDefinition, label: Array | None, answers: Array
 ) -> dict[str, Array]:
-    """Return the arrays to store for one metric, from the candidate's answers."""
+    """Return the arrays to store for one metric; empty for a metric that needs labels.
+
+    `answers` are the candidate's answers; whether each row is right, if the metric counts rows.
+    """
     match definition.method:
         case CountedRows():
             return {f"{_RIGHT}{definition.label}": answers.astype(np.bool_)}
@@ -59,9 +62,10 @@ def digest_rows(dataset: Dataset) -> dict[str, Array]:
 def compare_rows(
     store: Store, mine: Evidence, theirs: Evidence
 ) -> tuple[PairedCounts | ScoreComparison, ...]:
-    """Compare each metric of two runs, if they scored the same rows.
+    """Compare two runs by each metric that both stored for each row.
 
-    The run of `theirs` has the name `base` in the result.
+    The result is empty if the runs scored different rows. The run of `theirs` has the name `base`
+    in the result.
     """
     candidate, base = _load_rows(store, mine.raw), _load_rows(store, theirs.raw)
     if _ROWS not in candidate or not np.array_equal(candidate[_ROWS], base.get(_ROWS, ())):

@@ -80,7 +80,8 @@ def measure_parity(
             `runtime`.
 
     Raises:
-        MeasurementError: the runtime could not run the model.
+        MeasurementError: the model does not run on real rows, or the source's answers in float32
+            and float64 have different shapes.
     """
     feeds = {group.name: (group.inputs,) for group in groups}
     answers = run_groups(runtime, target, model, feeds)
@@ -148,9 +149,9 @@ def _drop_useless_scores(
 
 
 def _are_scores_useless(name: str, rounding: Rounding, tensors: Sequence[Tensors]) -> bool:
-    """Return whether the scores of an output give no ranking of its classes.
+    """Return whether the scores of an output do not rank the source's answers.
 
-    The source's answers in float32 and in float64 are compared.
+    The result is True if the source does not have the output, and False without scores.
     """
     if rounding.scores is None:
         return False
@@ -161,7 +162,10 @@ def _are_scores_useless(name: str, rounding: Rounding, tensors: Sequence[Tensors
 def _measure_known_columns(
     groups: Sequence[ReferenceGroup], roundings: Mapping[str, Mapping[str, Rounding]]
 ) -> dict[str, ColumnNoise]:
-    """Return the measurements of the columns of each output on real rows."""
+    """Return the noise of the columns of each output on real rows.
+
+    The result is empty if the source does not answer in both float32 and float64.
+    """
     real = find_real_group(groups)
     if real is None or real.single is None or real.double is None:
         return {}
@@ -270,7 +274,7 @@ def measure_invariance(
     """Measure the batch invariance of each output, in units of the output's noise.
 
     The result is empty for a model with a fixed batch, for fewer than two rows, and for a model
-    that rejects a single row.
+    that fails on the batch or on a single row.
     """
     count = min(INVARIANCE_ROWS, *(len(array) for array in samples.values()))
     if count < 2 or read_model_info(model).fixed_batch:
@@ -287,7 +291,7 @@ def measure_invariance(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedExport:
-    """An export that failed, with the source's answers and the worst measurement."""
+    """An export that failed parity, with its reference and the worst measurement."""
 
     runtime: Runtime
     target: Target
@@ -299,7 +303,8 @@ class FailedExport:
 def find_worst(measured: Sequence[ParityMeasurement]) -> ParityMeasurement | None:
     """Return the worst divergent measurement on inputs that callers can send.
 
-    Measurements with rows take precedence over those without.
+    Measurements with rows take precedence over those without. Return None if no such measurement
+    diverges.
     """
     divergent = [m for m in measured if m.inside and is_divergent(m, LIMIT)]
     return max(divergent, key=lambda m: (m.rows > 0, bool(m.mismatch), m.ratio), default=None)
@@ -372,7 +377,7 @@ def _narrow_values(
 def _select_inputs(failed: FailedExport, group: ReferenceGroup, outputs: Any) -> Tensors:
     """Return a few rows, so that all values of a large model fit into memory.
 
-    A fixed batch is returned whole.
+    All rows are returned for a fixed batch, and if export or source lacks the worst output.
     """
     reference = (group.double or group.single or {}).get(failed.worst.output)
     if (
@@ -393,10 +398,11 @@ def find_hardware_divergence(
     reference: list[ReferenceGroup],
     measured: Sequence[ParityMeasurement],
 ) -> Divergence | None:
-    """Return where a target's values first differ from the reference CPU's, or None.
+    """Return where a target's values first differ from the reference CPU's.
 
-    Both run the same file on the same inputs, with intermediate values as outputs. The copies for
-    this are written beside the model.
+    Return None if no measurement on inputs that callers can send diverges. Both targets run the
+    same file on the same inputs, with intermediate values as outputs. The copies for this are
+    written beside the model.
     """
     worst = find_worst(measured)
     if worst is None:

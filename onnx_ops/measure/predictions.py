@@ -40,9 +40,9 @@ class Prediction:
 
     With `columns` 0, `values` are comparable with the label. Otherwise, `values` hold the index of
     the best column or the scores of all columns; with 1 column, they hold one score per row.
-    `broken` is the number of rows with a score of NaN. With `ragged`, `values` are detections,
-    whose number can differ from batch to batch. `outputs` are digests of all outputs of the model,
-    one per batch; a digest is "" if no output is of floating point.
+    `broken` is the number of rows with NaN; in detections, infinity counts too. With `ragged`,
+    `values` are detections, whose number can differ from batch to batch. `outputs` are digests of
+    all outputs of the model, one per batch; a digest is "" if no output is of floating point.
     """
 
     values: Array
@@ -163,12 +163,12 @@ def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
 
 
 def as_text(array: Array) -> Array:
-    """Convert an array of texts or objects to NumPy strings."""
+    """Return texts or objects as NumPy strings, and other arrays unchanged."""
     return array.astype(np.str_) if array.dtype.kind in _TEXTS else array
 
 
 def flatten_column(array: Array) -> Array:
-    """Return a single column as a vector."""
+    """Return an array of shape (n, 1) as a vector, and other arrays unchanged."""
     return array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
 
 
@@ -238,7 +238,7 @@ _NUMBER_FORMS = (
 
 
 def _make_boxes(read: Callable[[Tensors], Array | None], outputs: Tensors) -> Prediction | None:
-    """Return detections; None if the outputs hold none."""
+    """Return detections; None if `read` cannot read the outputs."""
     values = read(outputs)
     if values is None:
         return None
@@ -246,7 +246,7 @@ def _make_boxes(read: Callable[[Tensors], Array | None], outputs: Tensors) -> Pr
 
 
 def _make_mask(outputs: Tensors) -> Prediction | None:
-    """Return the classes of pixels; None if no output holds any."""
+    """Return the classes of pixels; None if no output is a mask."""
     mask = read_mask(outputs)
     return None if mask is None else Prediction(values=mask[0], columns=mask[1], broken=mask[2])
 
@@ -398,8 +398,8 @@ _USE_COLUMNS = "Use the column numbers 0, 1, … as labels."
 def find_column_labels(label: Array, count: int, where: str, remedy: str = _USE_COLUMNS) -> Array:
     """Return the label of each of `count` score columns, in order.
 
-    Labels that are whole numbers from 0 are column numbers. For other labels, the columns are in
-    the sorted order of the labels, which is known only if every label occurs.
+    Labels from 0 to `count` - 1 are column numbers. For other labels, the columns are in the sorted
+    order of the labels, which is known only if every label occurs.
     """
     known = np.unique(label)
     if label.dtype.kind != "U" and known.size and known[0] >= 0 and known[-1] < count:
@@ -460,7 +460,11 @@ def find_positive_label(definition: MetricDefinition, label: Array) -> str | int
 def read_positive_scores(
     label: Array, positive: str | int, prediction: Prediction, where: str
 ) -> Array:
-    """Return the scores of the positive label, one per row."""
+    """Return the scores of the positive label, one per row.
+
+    A single column has the scores of the second of two labels. Their sign is changed if the
+    positive label is the first.
+    """
     names = find_column_labels(label, max(2, prediction.columns), where)
     column = np.flatnonzero(names == positive)
     if not column.size:

@@ -67,8 +67,8 @@ def measure_activations(
     outputs, are written beside the models.
 
     Raises:
-        MeasurementError: one of the models does not run on the rows, or there are fewer rows than
-            the fixed batch has.
+        MeasurementError: one of the models does not run on the rows, there are fewer rows than the
+            fixed batch has, or an integer operator cannot be read.
     """
     activations = read_quantized_activations(derived)
     feeds = tuple(split_feeds(derived, samples))
@@ -192,7 +192,8 @@ def measure_weights(
     With a runtime and rows, the layers of weights that moved by more than rounding are also run.
 
     Raises:
-        MeasurementError: a quantized weight cannot be compared, or the export does not run.
+        MeasurementError: a quantized weight cannot be compared, an integer operator cannot be read,
+            or the export does not run.
     """
     measurements, unpaired = measure_paired_weights(source, derived, runtime, samples)
     if unpaired:
@@ -211,6 +212,9 @@ def measure_paired_weights(
 
     Returns:
         The measurements, as in `measure_weights`, and the names of the weights without an original.
+
+    Raises:
+        MeasurementError: the export does not run, or an integer operator cannot be read.
     """
     with _balanced_like(derived, source) as exact:
         pairs, unpaired = _list_pairs(exact, derived)

@@ -94,7 +94,7 @@ class ReferenceGroup:
 
 
 def find_real_group(groups: Sequence[ReferenceGroup]) -> ReferenceGroup | None:
-    """Return the group of real rows, if the source answers it."""
+    """Return the group of real rows; None if it is not among the groups."""
     return next((group for group in groups if group.name == REAL), None)
 
 
@@ -103,7 +103,7 @@ _INSIDE = "inside"
 
 
 def put_reference(store: Store, groups: list[ReferenceGroup]) -> Digest:
-    """Store groups as one archive."""
+    """Store groups as one archive, and return its digest."""
     arrays: dict[str, Any] = {}
     for group in groups:
         for part, tensors in zip(
@@ -195,7 +195,7 @@ class _Source:
         )
 
     def changes(self, group: ReferenceGroup) -> str:
-        """Return how a second answer to the same rows differs; empty if they agree."""
+        """Return how a second answer to the same rows differs; empty if it agrees."""
         precision: Precision = "float64" if group.double else "float32"
         first = group.double or group.single or {}
         again = self.answer(group.inputs, precision) or {}
@@ -208,8 +208,7 @@ class _Source:
     def _bounds(self, tensors: Tensors, known: list[Tensors], *, made_up: bool) -> Tensors | None:
         """Return the envelope of the answers to the rows and to jittered copies.
 
-        The rows are processed in ranges. Return None if the source has no answers in float64, or
-        the number of answers depends on the rows.
+        The rows are processed in ranges. Return None if `_answer_jittered` does so for a range.
         """
         count = _count_rows(tensors)
         row_bytes = sum(array.nbytes for array in tensors.values()) // count
@@ -230,8 +229,8 @@ class _Source:
     def _answer_jittered(self, rows: Tensors, *, seed: int, made_up: bool) -> Tensors | None:
         """Return the answers to jittered copies of the rows.
 
-        Of a source without trees, only the ranked outputs are returned. Return None if the source
-        has no answers in float64, or if their number depends on the rows.
+        Return None if the source has no answers in float64. Of a source without trees, only the
+        ranked outputs are returned; None if one of them does not have one entry per row.
         """
         jittered = jitter_rows(
             rows, seed=seed, ranks=not self.trees, parts_ties=made_up and not self.trees
@@ -256,12 +255,13 @@ def collect_reference_outputs(
 ) -> ReferenceOutputs:
     """Return the source's answers, and the groups that the source rejects.
 
-    The export at `path` defines the possible inputs. A slow source answers fewer rows of each
-    group, to finish in about `seconds`. `declared` holds the input values that the pipeline
-    declares for callers. `layout` describes the axes of the source's rows.
+    The export at `path` defines the possible inputs. A slow source without a fixed batch answers
+    fewer rows of each group, to finish in about `seconds`. `declared` holds the input values that
+    the pipeline declares for callers. `layout` describes the axes of the source's rows.
 
     Raises:
-        UserError: the source rejects the real samples, or answers them differently each time.
+        UserError: the source rejects the real samples, or answers them differently each time. Or
+            there are no samples, or declared values do not fit the type of an input.
     """
     source = _Source(
         exporter, model, has_trees(path), list_ranked_outputs(path), layout or RowLayout()
@@ -294,9 +294,10 @@ def collect_reference_outputs(
 
 
 def _describe_change(name: str, first: Array, again: Array, limit: float) -> str:
-    """Return how two answers to the same rows differ by more than `limit`.
+    """Return how two answers to the same rows differ; empty if they agree.
 
-    The text is empty if they do not.
+    Floats can differ by `limit`, relative to the largest value. Of other values, a share of
+    `_OTHERWISE` can differ.
     """
     if first.shape != again.shape:
         return f"output {name!r} has the shape {first.shape}, then {again.shape}"
@@ -344,8 +345,8 @@ def _count_affordable_rows(
     """Return how many rows of each group the source can answer within `seconds`.
 
     The result is at least the smallest number in `_ROWS_OF_SLOW`, and None if the source can answer
-    all rows. Two short calls measure the time of a call and of a row. The calls are repeated if
-    that time seems too long, since another process may have interfered.
+    all rows. Two short calls measure the time of a call and of a row. The calls are repeated if the
+    source seems too slow for all rows, since another process may have interfered.
     """
     real = probes[REAL].inputs
     sizes = [_count_rows(probe.inputs) for probe in probes.values()]

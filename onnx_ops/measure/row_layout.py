@@ -66,7 +66,7 @@ class RowLayout:
     def arrange(self, rows: Tensors) -> dict[str, Any]:
         """Return the inputs of a run in the model's layout.
 
-        Entries of `rows` override `values`.
+        Entries of `rows` override `values` and `row_values`.
         """
         if self.is_plain:
             return dict(rows)
@@ -137,6 +137,9 @@ def get_layout(store: Store, export: Manifest, values: Tensors | None = None) ->
     """Return the layout of an exported model.
 
     The values are the given ones, or by default those that the model was exported with.
+
+    Raises:
+        UserError: a value does not fit its input.
     """
     model = codec.loads(store.read(export["info.json"]), ModelInfo)
     return read_layout(model, get_values(store, export) if values is None else values)
@@ -157,7 +160,8 @@ def fit_value(value: Any, spec: TensorSpec, sizes: Mapping[str, int] | None = No
     `sizes` are the sizes of free axes.
 
     Raises:
-        UserError: the value does not fit the type or the shape of the input.
+        UserError: the value does not fit the type or the shape of the input, or `read_dtype` does
+            not support the type.
     """
     array, kind = np.asarray(value), read_dtype(spec)
     if not _is_convertible(array, kind):
@@ -214,7 +218,7 @@ def read_dtype(spec: TensorSpec) -> np.dtype[Any]:
     """Return the NumPy type of an input.
 
     Raises:
-        UserError: NumPy has no such type.
+        UserError: the type is not one of NumPy's floats, integers, booleans or texts.
     """
     if spec.dtype == "string":
         return np.dtype(np.str_)
@@ -318,14 +322,14 @@ class RowRuntime(Runtime):
 
 
 def read_constants(runtime: Runtime) -> Tensors:
-    """Return the inputs that a runtime adds to every run."""
+    """Return the inputs without rows that a runtime adds to every run."""
     return runtime.layout.values if isinstance(runtime, RowRuntime) else {}
 
 
 def arrange_runtime(runtime: Runtime, layout: RowLayout) -> Runtime:
     """Return a runtime that takes rows on axis 0.
 
-    The given runtime is returned if the model has all rows on axis 0.
+    The given runtime is returned if the layout is plain.
     """
     return runtime if layout.is_plain else RowRuntime(runtime, layout)
 

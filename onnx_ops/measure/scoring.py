@@ -53,8 +53,8 @@ class ScoringRequest:
 
     `models` have the same names as in the evidence; the name of the candidate is `CANDIDATE`.
     `seed` is for resamples and permutations. `functions` are the functions of custom metrics and
-    decoders by reference. `known` holds predictions that were read before. `slices` are parts of
-    the rows to measure too.
+    decoders by reference. `known` holds predictions that were read before, by model. `slices` are
+    parts of the rows that are also measured separately.
     """
 
     runtime: Runtime
@@ -69,7 +69,11 @@ class ScoringRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskMetrics:
-    """Task metrics, and the candidate's answers for each row (see `paired_rows`)."""
+    """Task metrics, and the candidate's result for each row (see `paired_rows`).
+
+    `counts` are those of metrics that count rows. `scores` are those of other metrics, or the
+    reasons why a metric has no value. `grouped` are signs that rows depend on each other.
+    """
 
     counts: tuple[PairedCounts, ...] = ()
     scores: tuple[ScoreComparison, ...] = ()
@@ -142,7 +146,11 @@ def measure_metrics(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Comparable:
-    """Labels and answers of a metric on some rows, in the form of `score`."""
+    """Label and answers of a metric on some rows, in the form that `score` takes.
+
+    For a metric that counts rows, the answers are whether each row is right. `alike` names the
+    models whose outputs equal the candidate's.
+    """
 
     definition: MetricDefinition
     label: Array | None
@@ -165,7 +173,8 @@ def _compare_slice(
 ) -> Iterator[PairedCounts | ScoreComparison]:
     """Yield the measurements on the rows of a slice.
 
-    If each row is an item of a query, the metric has no value per row, and the entry is the reason.
+    If each row is an item of a query, the metric has no value per row. A single entry then gives
+    the reason.
     """
     if len(compared.answers[CANDIDATE]) != len(request.dataset):
         why = "each row is an item of a query, and a slice would divide the items of a query"
@@ -421,7 +430,10 @@ def _convert_values(definition: MetricDefinition, prediction: Prediction) -> Pre
 
 
 def _check_classes(definition: MetricDefinition, label: Array | None, answers: Array) -> None:
-    """Check that at least one detection is of a class that the label has."""
+    """Raise UserError if all detections are of classes that the label lacks.
+
+    Metrics that do not read detections are not checked.
+    """
     if label is None or definition.reads not in ("detections", "keypoints"):
         return
     if problem := find_strange_classes(label, answers):

@@ -23,7 +23,10 @@ from onnx_ops.statistics.slices import MOST_VALUES, Slicing, make_slicing, read_
 _SLICES, _NAMES = "slices.npz", "slices.json"
 
 _CROSSING = "*"
-"""Sign between the columns of a crossing."""
+"""Sign between the columns of a crossing, such as `country*device`.
+
+A slice of a crossing has one value of each column.
+"""
 
 SliceEntries = tuple[Iterable[PairedCounts], Iterable[ScoreComparison]]
 """Counts and scores of one metric on some rows."""

@@ -249,7 +249,7 @@ def compare_starts(pair: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], Raw
     def figures(samples: Sequence[StartSamples]) -> tuple[RatioSamples, ...]:
         counts = [_join_starts(samples, figure) for figure in FIGURES]
         return tuple(
-            # Each round is one block. A value of 0 is unknown, and has no logarithm.
+            # Each round is one block. A peak that is unknown (-1) or 0 has no logarithm.
             split_log_ratios(np.log(values.astype(np.float64))[:, np.newaxis])
             if (values > 0).all()
             else ((), ())

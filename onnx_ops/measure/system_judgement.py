@@ -28,7 +28,7 @@ from onnx_ops.statistics.step_values import StepExcess, rate_distance
 
 GATE = "system"
 ANSWER = "answer"
-"""Name of the row of the final answers."""
+"""Name of the result of the final answers."""
 _CONFIDENCE = 0.95
 
 
@@ -52,7 +52,7 @@ class SystemRequest:
 class SystemJudgement:
     """The results on each target; `worst` is the input that a report shows.
 
-    `step` names the first step outside its tolerance, or the final answers.
+    `step` names the first step outside its tolerance, or `ANSWER`; empty if neither failed.
     """
 
     decisions: tuple[Decision, ...]
@@ -68,7 +68,7 @@ class SystemJudgement:
 
 
 def judge_system(request: SystemRequest) -> SystemJudgement:
-    """Compare both systems on every target, and return the results."""
+    """Compare the project's own code with its deployment on every target."""
     judgements = [_try_target(request, target) for target in request.targets]
     shown = next((one for one in judgements if one.worst is not None), judgements[0])
     notes = dict.fromkeys(note for one in judgements for note in one.notes)
@@ -82,7 +82,7 @@ def judge_system(request: SystemRequest) -> SystemJudgement:
 
 
 def _try_target(request: SystemRequest, target: Target) -> SystemJudgement:
-    """Compare both systems on a target; an error of the code or a graph is a result."""
+    """Compare code and deployment on a target; an error of either one is a result."""
     try:
         return judge_target(request, target)
     except (UserError, MeasurementError, StageError) as error:
@@ -93,7 +93,7 @@ def _try_target(request: SystemRequest, target: Target) -> SystemJudgement:
 
 
 def judge_target(request: SystemRequest, target: Target) -> SystemJudgement:
-    """Compare both systems on one target, and return the results.
+    """Compare the project's own code with its deployment on one target.
 
     Raises:
         UserError: the source or a step raises an error.

@@ -71,7 +71,10 @@ class System:
 
 @dataclass(slots=True, kw_only=True)
 class WorstCase:
-    """The values of the input with the largest difference at one step."""
+    """The values of the input with the largest difference at one step.
+
+    `ratio` is the difference divided by its limit. `source` is the source's value before the step.
+    """
 
     name: str
     ratio: float
@@ -85,8 +88,8 @@ class StepMeasurement:
     """The differences at one step.
 
     `missing` counts inputs for which the source did not record the step. `skipped` counts inputs
-    for which the step could not run after an earlier difference. `pairs` are small values of both
-    sides.
+    for which the step could not run after an earlier difference. `pairs` are the small values of
+    source and candidate.
     """
 
     name: str
@@ -99,7 +102,7 @@ class StepMeasurement:
 
     @property
     def span(self) -> float:
-        """Range of the source's signal over all inputs."""
+        """Largest range of the source's signal in one input."""
         return max((distance.span for _, _, distance in self.distances), default=0.0)
 
     def explain(self) -> str:
@@ -115,8 +118,10 @@ class StepMeasurement:
 class SystemMeasurement:
     """The differences of two systems: by step, and of their final answers.
 
-    `differing` names inputs whose final answers differ. `undeclared` names steps that only the
-    source has. `unstable` describes a source that answers the same input differently.
+    `differing` names inputs whose final answers differ; `final` has the values of the first with an
+    answer. `undeclared` names steps that only the source has, and `repeated` steps that the source
+    recorded more than once. `unstable` names an input that the source answers differently in a
+    second run.
     """
 
     steps: tuple[StepMeasurement, ...]
@@ -133,8 +138,8 @@ class _Flow:
     """The values of one raw input between two steps of the candidate.
 
     `own` is the value after the candidate's own steps. `fed` is what its next step gets: the
-    source's value if it was recorded and fits, otherwise the candidate's. `before` is the source's
-    value before the next step. `form` is the kind of difference that `fed` can have from the
+    source's value if it was recorded and fits, otherwise the candidate's. `before` is the value
+    that the source recorded last. `form` is the kind of difference that `fed` can have from the
     source's value; None for the raw input. `differs`: an earlier step was outside its tolerance.
     `broken`: a later step then failed.
     """
@@ -160,14 +165,15 @@ def measure_system(
 ) -> SystemMeasurement:
     """Run both systems on raw inputs, and measure the differences at each step.
 
-    Each step of the candidate gets the source's value of the step before, if the source recorded
-    it, so that the differences of several steps do not add up. The final answers are those of the
-    candidate's steps alone.
+    Each step of the candidate gets the source's value of the step before, if the source recorded it
+    and it fits, so that the differences of several steps do not add up. The final answers are those
+    of the candidate's steps alone.
 
     Raises:
-        UserError: the source or a step of the candidate raises an error, or the source records no
-            input of the model and no step before the model is declared.
-        MeasurementError: the runtime could not run a graph.
+        UserError: the source raises an error, or a step of the candidate does so without an earlier
+            difference. Or no step before the model is declared, and the source records no input of
+            the model.
+        MeasurementError: the runtime could not run a graph, without an earlier difference.
         StageError: the source or a step fails because of the machine.
     """
     steps = system.steps
@@ -405,7 +411,7 @@ def _compare_step(
     measured: StepMeasurement,
     tolerances: Tolerances,
 ) -> None:
-    """Measure the difference at one step, and give the next step the source's value."""
+    """Measure the difference at one step, and set the value for the next step."""
     expected, given = read_array(reference), read_array(fed)
     distance = measure_step(expected, given)
     measured.distances.append((flow.raw.name, form, distance))
@@ -448,7 +454,10 @@ def _find_form(flow: _Flow, value: Any, *, is_before: bool) -> Form:
 
 
 def _compare_answers(flows: Sequence[_Flow], measured: SystemMeasurement) -> None:
-    """Compare the final answers: those of the candidate's steps, one after the other."""
+    """Compare the source's answers with those of the candidate's steps alone.
+
+    Without a step after the model, the source's recorded model output is its answer.
+    """
     if measured.steps[-1].name == OUTPUT and OUTPUT in flows[0].recorded:
         finals = [(flow, flow.recorded.get(OUTPUT)) for flow in flows]
     else:

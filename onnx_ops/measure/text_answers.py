@@ -9,7 +9,7 @@ from onnx_ops.metric_formulas import Array
 
 
 def is_texts(array: Array) -> bool:
-    """Return whether an output is one text per row."""
+    """Return whether an output has the shape and type of one text per row."""
     column = array.ndim == 1 or (array.ndim == 2 and array.shape[1] == 1)
     return column and array.dtype.kind in "USO"
 

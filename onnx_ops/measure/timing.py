@@ -110,7 +110,10 @@ def count_rows(feed: Tensors) -> int:
 def measure_latency(
     runtime: Runtime, model: Path, target: Target, feed: Tensors, *, runs: int = RUNS_ALONE
 ) -> tuple[LatencySamples, RawSamples]:
-    """Measure single runs of one model in one session."""
+    """Measure single runs of one model in one session.
+
+    The quantiles are of runs that were not preempted, or of all runs if all were preempted.
+    """
     samples = runtime.sample(model, target, feed, runs=runs, warmup=WARMUP_ALONE)
     preempted = samples.preempted.astype(bool)
     usable = (
@@ -198,9 +201,11 @@ def measure_until_decided(
 ) -> list[S]:
     """Measure look by look, until all limits are decided or time runs out.
 
-    `measure` takes the number of rounds and a seed. `figures` computes the ratios of all samples so
-    far; unknown ratios are empty and do not extend the measurement. `tolerances` are the limits of
-    each of these ratios, in the same order. `noun` names the pairs in progress messages.
+    The measurement also ends at the last look, or if later looks cannot decide a limit (see
+    `should_continue`). `measure` takes the number of rounds and a seed. `figures` computes the
+    ratios of all samples so far; unknown ratios are empty and do not extend the measurement.
+    `tolerances` are the limits of each of these ratios, in the same order. `noun` names the pairs
+    in progress messages.
     """
     load_functions()  # Loading the functions during the first measurement would slow it down.
     samples: list[S] = []

@@ -65,6 +65,8 @@ def load_functions(references: Iterable[str], where: str) -> dict[str, Callable[
 def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[str, Any]) -> object:
     """Return the model that the training function returns.
 
+    Errors are those of `load_function`, and the following.
+
     Raises:
         UserError: the function has other parameters, raises an error, or returns None.
         StageError: the function raises OSError, an error of the machine or of a service.

@@ -171,7 +171,7 @@ def prepare_objects(definition: MetricDefinition, label: Array | None) -> Array:
 
 
 def prepare_detections(definition: MetricDefinition, label: Array, detections: Array) -> Array:
-    """Return one model's detections, checked; empty places hold zeros."""
+    """Return one model's detections, checked; empty places hold zeros and class -1."""
     where = f"{definition.label}: the model's answers"
     values = _clear(detections, _CLASS)
     values[..., _CLASS] = detections[..., _CLASS]
@@ -195,7 +195,10 @@ def prepare_detections(definition: MetricDefinition, label: Array, detections: A
 
 
 def find_strange_classes(label: Array, detections: Array) -> str:
-    """Return a message if no detection has a class of the label; otherwise empty."""
+    """Return a message if no detection has a class of the label; otherwise empty.
+
+    The message is also empty without detections, or without objects in the label.
+    """
     answered = np.unique(detections[..., _CLASS][detections[..., _CLASS] != PADDING])
     known = np.unique(label[..., _OBJECT_CLASS][label[..., _OBJECT_CLASS] != PADDING])
     if not answered.size or not known.size or np.isin(answered, known).any():

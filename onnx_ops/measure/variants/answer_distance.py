@@ -31,7 +31,7 @@ _AGREEMENT = 0.8
 def describe_far_answers(runtime: Runtime, source: Path, variant: Path, rows: Tensors) -> str:
     """Return which output of the variant is far from the source's, and how far.
 
-    The text is empty if no output is far.
+    Only float outputs with two or more axes are compared. The text is empty if no output is far.
 
     Raises:
         MeasurementError: one of the two models does not run on the rows.

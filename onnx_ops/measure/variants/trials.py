@@ -144,7 +144,10 @@ class TrialRunner:
         return request.path, context.project.optimizer(recipe.method, None).optimize(request)
 
     def probe(self, action: ProbeNode) -> Sensitivity:
-        """Measure the error of the outputs if only one node is quantized."""
+        """Measure the error of the outputs if only one node is quantized.
+
+        A failure is recorded in the result.
+        """
         context = self._context
         started = context.project.clock.monotonic()
         sensitivity = Sensitivity(recipe=action.recipe, node=action.node)
