@@ -272,7 +272,7 @@ def _apply(model: onnx.ModelProto, exponents: Mapping[str, Mapping[str, Any]]) -
         norm = norms[value]
         places = [tensors[node.input[index]] for node, index in norm.affine]
         factors = _read_factors(channels, places[0].dims[0])
-        # Exporters share equal constants, so other nodes can read the old constant, which stays.
+        # Exporters share equal constants. Other nodes can read the old one, so it is not changed.
         for (node, index), tensor in zip(norm.affine, places, strict=True):
             node.input[index] = (
                 f"{value}_balanced_{'shift' if node.op_type == 'Add' or index == 2 else 'scale'}"

@@ -191,7 +191,12 @@ def is_unsafe_without_rows(path: Path) -> bool:
 
 
 def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
-    """Check that libraries have the digests in their target before they are loaded."""
+    """Check that libraries have the digests in their target before they are loaded.
+
+    Raises:
+        NotFoundError: a library is missing.
+        DigestMismatchError: a library has another digest than in the target.
+    """
     for library in libraries:
         path = Path(library.path)
         if not path.is_file():
@@ -306,7 +311,10 @@ def _zipmaps(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
 
 
 def explain_non_tensors(path: Path) -> str:
-    """Return which inputs and outputs cannot be made tensors; empty if all can."""
+    """Return which inputs and outputs cannot be made tensors; empty if all can.
+
+    Optional values are not reported.
+    """
     model = share_structure(path)
     graph, zipped = model.graph, _zipmaps(model)
     values = [*graph.input, *(value for value in graph.output if value.name not in zipped)]

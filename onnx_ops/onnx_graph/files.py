@@ -277,7 +277,7 @@ def read_model(path: Path) -> onnx.ModelProto:
 
 
 def write_model(model: onnx.ModelProto, path: Path) -> None:
-    """Write a model; if its weights are too large, write them to a file beside it.
+    """Write a model; if its weights exceed `EXTERNAL_LIMIT`, write them beside it.
 
     Operator set imports are sorted, and duplicates are removed. Converters write them in the order
     of a hash table, which differs between processes, and quantizers refuse duplicates.
@@ -349,9 +349,9 @@ def map_readers(nodes: Iterable[onnx.NodeProto]) -> dict[str, list[onnx.NodeProt
 
 
 def list_shape_nodes(model: onnx.ModelProto) -> frozenset[str]:
-    """Return the names of the nodes that compute only from shapes and constants.
+    """Return the names of the nodes that compute shapes, or values from shapes only.
 
-    Nodes of subgraphs are not included.
+    Constants can be further inputs. Nodes of subgraphs are not included.
     """
     constants = {tensor.name for tensor in model.graph.initializer}
     shapes: set[str] = set()
@@ -369,7 +369,10 @@ def list_shape_nodes(model: onnx.ModelProto) -> frozenset[str]:
 
 
 def iterate_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """Yield every node of a model, including subgraphs, functions and training graphs."""
+    """Yield every node of a model, including subgraphs, functions and training graphs.
+
+    The nodes of a graph come in reverse order.
+    """
     waiting: list[onnx.NodeProto] = [*model.graph.node]
     for training in model.training_info:
         waiting += [*training.initialization.node, *training.algorithm.node]

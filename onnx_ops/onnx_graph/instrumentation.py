@@ -123,7 +123,10 @@ def list_quantizable_nodes(path: Path, method: str) -> tuple[str, ...]:
 
 
 def list_activations(path: Path) -> dict[str, tuple[str, ...]]:
-    """Return the activations of each matrix product and convolution, by node."""
+    """Return the activations of each matrix product and convolution, by node.
+
+    Nodes without a name are omitted.
+    """
     model = read_structure(path)
     stored = set(collect_constants(model))
     return {

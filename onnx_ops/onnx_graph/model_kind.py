@@ -67,7 +67,7 @@ class CandidateKind:
 
 
 def read_candidate_kind(baseline: Path, candidate: Path) -> CandidateKind:
-    """Return the kind of the candidate from both files."""
+    """Return the kinds of both files, and what else the candidate changes."""
     before, after = share_structure(baseline), share_structure(candidate)
     kind = CandidateKind(
         baseline=_read_kind(before), candidate=_read_kind(after), changes=("the same file",)

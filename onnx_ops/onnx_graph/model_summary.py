@@ -74,7 +74,10 @@ class ModelSummary:
 def summarize_model(
     path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None
 ) -> ModelSummary:
-    """Return the summary of a file without loading external weights."""
+    """Return the summary of a file without loading external weights.
+
+    `batch` and `dims` have the same meaning as in `estimate_cost`.
+    """
     model = read_structure(path)
     operators = Counter(
         node.op_type if node.domain in DEFAULT_DOMAINS else f"{node.domain}::{node.op_type}"

@@ -1,4 +1,4 @@
-"""Write Python source that rebuilds a model byte for byte."""
+"""Write Python source that rebuilds a model exactly."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class _Writer:
 def write_python_source(path: Path, source: Path) -> tuple[Path, ...]:
     """Write source that builds the model, and return the written files.
 
-    Large constants of the model are written beside the source. External weights are not copied: the
-    built model refers to the same files as the original. The source is run, and its model is
+    The raw bytes of large constants are written beside the source. External weights are not copied:
+    the built model refers to the same files as the original. The source is run, and its model is
     compared with the original, before this function returns. Errors are those of `parse_model`, and
     the following.
 

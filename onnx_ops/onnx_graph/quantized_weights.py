@@ -75,7 +75,7 @@ class PairedWeights:
 
 
 def read_quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
-    """Return the rounded weights of `derived` with their originals, by name.
+    """Return the rounded weights of `derived` with their originals, sorted by name.
 
     Raises:
         MeasurementError: a weight has no original, its storage form is unknown, or an integer
@@ -164,7 +164,8 @@ def _list_narrowed(
 def read_float_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
     """Return the constants that are float32 under the same name in both files.
 
-    They include the biases of a dynamically quantized model, so that a dropped bias is detected.
+    They include the biases of a dynamically quantized model, so that a changed bias is detected.
+    Constants for which `OriginFinder.find_by_name` returns None are omitted.
     """
     before, after = read_model(source), read_model(derived)
     reader, finder = StoredWeightReader(after), OriginFinder(before, after)
@@ -265,9 +266,10 @@ def write_with_layer_errors(
 def read_layer_inputs(
     derived: Path, weights: Sequence[QuantizedWeight]
 ) -> dict[str, tuple[Floats, Floats]]:
-    """Return scale and zero point of the quantized input of each layer.
+    """Return scale and zero point of the quantized input of layers with these weights.
 
-    The keys are the names of the layers' weights in the original.
+    The keys are the names of the layers' weights in the original. Layers whose scale or zero point
+    is computed are omitted.
     """
     from onnx import numpy_helper
 

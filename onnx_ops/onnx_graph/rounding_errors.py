@@ -75,7 +75,7 @@ class RoundingOutputs:
 
 
 def list_ranked_outputs(path: Path) -> frozenset[str]:
-    """Return the outputs that depend on a ranking, but are not indices.
+    """Return the outputs that depend on a ranking, but are not its indices or classes.
 
     Only outputs of the main graph are returned. They change discontinuously where two scores change
     their order: for example, boxes in the order of their scores.
@@ -179,7 +179,7 @@ def _number_segments(graph: ErrorGraph, name: str, depth: int = 0) -> str | None
 
 
 def _find_ranking(graph: ErrorGraph, name: str) -> RoundingOutputs | None:
-    """Return the values that an output of indices or classes ranks, and the axis."""
+    """Return the scores behind an output of indices or classes; None for others."""
     labels: npt.NDArray[Any] | None = None
     for _ in range(MOST_STEPS):
         node = graph.producer(name)

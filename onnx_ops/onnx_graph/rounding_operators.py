@@ -61,7 +61,10 @@ SLOPES: Mapping[str, float] = {
     "Softsign": 1.0,
     "ThresholdedRelu": 1.0,
 }
-"""Steepest slopes of functions of one argument."""
+"""Steepest slopes of functions of one argument, with default attributes.
+
+The slopes of PRelu are inputs of the model, and are taken to be at most 1.
+"""
 
 SAME_SHAPE = frozenset(SLOPES) | frozenset(
     {

@@ -295,7 +295,7 @@ def _origin(makers: Mapping[str, onnx.NodeProto], value: str) -> str:
 def _probes(
     tree: Mapping[int, _Split], rows: Floats, factor: Floats, shift: Floats
 ) -> Iterator[Floats]:
-    """Yield one row on each side of the threshold, for each split that is reached.
+    """Yield one row on each side of the threshold, for each split of the tree.
 
     Each pair of rows has the shape (2, features).
     """

@@ -109,7 +109,10 @@ class _Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PossibleOrigin:
-    """A possible original of matching shape, in one orientation, with its evidence."""
+    """A possible original of matching shape, in one orientation, with its evidence.
+
+    `named`, `placed` and `oriented` are True if name, place and orientation suit the weight.
+    """
 
     origin: Origin
     distance: float
@@ -187,10 +190,9 @@ class OriginFinder:
         return found
 
     def match_values(self, weights: Sequence[StoredWeight]) -> dict[str, str]:
-        """Return values that layers of rounded weights compute, with counterparts.
+        """Return the source's value for each output of a layer with a rounded weight.
 
-        The counterparts are values of the source. A bias that is added after a layer is part of the
-        layer.
+        A bias that is added after a layer is part of the layer.
         """
         values = {}
         for tensor, origin in self.find(weights).items():

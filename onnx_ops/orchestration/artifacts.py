@@ -30,7 +30,7 @@ from onnx_ops.reporting.variants_plot import variants_picture
 
 
 def publish_tables(summary: Summary) -> None:
-    """Publish the tables of a run if the run made decisions.
+    """Publish the tables of a run if it has decisions, new or cached.
 
     - `<pipeline>-gates` has a row for each gate, variant and target, with verdict and estimate.
     - `<pipeline>-choices` has a row for each target.

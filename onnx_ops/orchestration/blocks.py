@@ -2,7 +2,7 @@
 
 Prefect's server and workers import this module when they start (entry point `prefect.collections`),
 so the module imports no heavy package. A block sets environment variables that
-`onnx_ops.config.settings`, MLflow and the clouds' SDKs read. Only modules of
+`onnx_ops.config.settings`, MLflow and the clouds' SDKs read. In onnx-ops, only modules of
 `onnx_ops.orchestration` import this module.
 """
 
@@ -270,7 +270,8 @@ def load_block(place: str) -> Block:
 
     Raises:
         UserError: there is no such block, or its type is not installed here.
-        ServiceUnavailableError: Prefect's server does not answer.
+        ServiceUnavailableError: the block cannot be read, for example because Prefect's server does
+            not answer.
     """
     where = f"prefect block {place}"
     try:

@@ -86,7 +86,7 @@ def with_events(context: Context) -> Context:
 
 
 def emit_run_events(context: Context, pipeline: Pipeline, summary: Summary) -> None:
-    """Emit the new decisions and registrations of a pipeline's run.
+    """Emit the new gate failures and the new release of a pipeline's run.
 
     Events of cached results were emitted by an earlier run. Failures are logged. Without a
     configured server, nothing is emitted.

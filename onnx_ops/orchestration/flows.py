@@ -129,7 +129,7 @@ def roll_back_endpoints(
     force: bool,
     pin: bool,
 ) -> Mapping[str, State[Any]]:
-    """Roll back all endpoints, and record a task run for each.
+    """Roll back the named endpoints, and record a task run for each.
 
     All rollbacks are carried out first. Then the task runs are recorded, the registry is updated,
     and people are notified.

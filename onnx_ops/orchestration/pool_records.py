@@ -69,7 +69,7 @@ def list_alive(client: SyncPrefectClient, pool: str, now: datetime) -> list[str]
 
 
 def is_alive(worker: Worker, now: datetime) -> bool:
-    """Return whether a worker sends heartbeats."""
+    """Return whether a worker's last heartbeat is recent at `now`, the server's time."""
     silence = timedelta(seconds=DEAD_AFTER_HEARTBEATS * (worker.heartbeat_interval_seconds or 30))
     return worker.last_heartbeat_time is not None and now - worker.last_heartbeat_time < silence
 

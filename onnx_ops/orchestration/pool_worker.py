@@ -166,7 +166,7 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
 
 
 def create_pool(client: SyncPrefectClient, pool: str) -> None:
-    """Create a work pool, its work queues and its deployment if they do not exist."""
+    """Create a work pool and its queues if missing; create or update its deployment."""
     from prefect.client.schemas.actions import WorkPoolCreate
 
     with contextlib.suppress(ObjectAlreadyExists):
@@ -201,7 +201,7 @@ class PoolWorker:
     stages: dict[int, FlowRun] = field(default_factory=dict)
     """Flow runs that this worker executes, by process id."""
     _ended: dict[UUID, str] = field(default_factory=dict)
-    """How the processes of flow runs ended whose states are not checked yet."""
+    """How the process of each flow run ended, if the run's state is not checked yet."""
     _stopping: bool = False
     _away: bool = False
 
@@ -229,7 +229,8 @@ class PoolWorker:
                 self._reap(client)
                 free = self.limit - len(self.stages)
                 # The worker polls at least once per heartbeat even if it cannot start a stage. The
-                # server records the time of the last poll, which shows that the worker is alive.
+                # server records the time of the last poll of each queue, which shows the kinds of
+                # stages that the pool's workers take.
                 if not self._stopping and (
                     now - polled >= HEARTBEAT_S or (free > 0 and self._is_any_waiting(client))
                 ):
@@ -403,7 +404,7 @@ def _describe_machine() -> WorkerStatus:
     """Return what this machine can measure.
 
     A child process loads ONNX Runtime, which can start threads. This process must stay without
-    threads. If the child process fails, the description is empty.
+    threads. If the child process fails or exceeds `_DESCRIBED_S`, the description is empty.
     """
     fork = multiprocessing.get_context("fork")
     receiving, sending = fork.Pipe(duplex=False)

@@ -234,7 +234,8 @@ class PrefectPools(Pools):
     ) -> FlowRun | None:
         """Return a run, or None during an outage of the server.
 
-        After an outage longer than `outage`, the error is raised.
+        `silent_s` is the time since the server last answered. If it exceeds `outage`, the error is
+        raised.
         """
         try:
             return self._read(client, run)
@@ -269,7 +270,7 @@ class PrefectPools(Pools):
             _WorkerDied: the run was cancelled or has crashed, or sends no heartbeats.
             StageError: the stage ran longer than its time-out.
             MeasurementError: a worker took the run, but did not start it in time.
-            ServiceUnavailableError: no worker will take the run.
+            ServiceUnavailableError: no running worker takes this kind of stage.
         """
         contact = last_beat = checked = time.monotonic()
         started: float | None = None
@@ -353,7 +354,8 @@ def _wait_for_late(client: SyncPrefectClient, pool: str) -> tuple[list[str], dat
     """Return the names of a pool's live workers, and the time of Prefect's server.
 
     Live workers send heartbeats. After an outage of the server, the heartbeats of all workers are
-    late. A worker that was alive a minute ago is therefore awaited for the time of one heartbeat.
+    late. A worker with a heartbeat in the last minute is therefore awaited for the interval of one
+    heartbeat.
     """
     end = time.monotonic() + HEARTBEAT_S
     while True:

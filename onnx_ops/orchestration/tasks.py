@@ -110,8 +110,8 @@ class PrefectExecutor:
     def show(self, stage: Stage, outcome: StageOutcome, decide: Decide) -> None:
         """Record a stage that needed no work.
 
-        The message of its state names the stage: `prefect flow-run logs` prints the message of a
-        task run's state, and not its name.
+        The message of a Completed state names the stage: `prefect flow-run logs` prints the message
+        of a task run's state, and not its name.
         """
 
         def end() -> State[Any]:
@@ -192,7 +192,8 @@ def task_run_name(stage: Stage) -> str:
 def judged(decision: Decision) -> State[Any]:
     """Return the final state of a gate.
 
-    The state is Completed if the gate passed. Otherwise it is Failed, with the verdict as its name.
+    The state is Completed if the gate passed. Otherwise it is Failed, with the name of the verdict
+    in `GATE_STATES`.
     """
     message = f"{decision.variant} @ {decision.target}: {decision.reason}"
     if decision.verdict is Verdict.PASS:
