@@ -43,7 +43,7 @@ MISSING = "missing"
 SPLITS = "splits"
 """Name of the group of inputs close to the splits of a tree.
 
-The distance is large enough that rounding cannot move an input across the split.
+The distance is large enough that rounding to float32 cannot move an input across the split.
 """
 
 Precision = Literal["float32", "float64"]

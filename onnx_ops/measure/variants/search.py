@@ -1,4 +1,4 @@
-"""Search for variants: try recipes, also with some nodes in float, within a budget."""
+"""Search for variants: try recipes, with some nodes in float, within a budget."""
 
 from __future__ import annotations
 
