@@ -47,7 +47,7 @@ def read_answers(
     """Return the results of `read` for each batch of answers, in row order.
 
     If a model has a fixed batch, the first rows fill up the last batch, and their answers are
-    removed. A `shard` (number, count) selects part of the same batches, so that a model gives the
+    removed. A `shard` (number, count) selects part of the same batches. A model therefore gives the
     same answers in shards as to all rows together.
 
     Raises:

@@ -273,8 +273,8 @@ def measure_invariance(
 ) -> tuple[BatchInvariance, ...]:
     """Measure the batch invariance of each output, in units of the output's noise.
 
-    The result is empty for a model with a fixed batch, for fewer than two rows, and for a model
-    that fails on the batch or on a single row.
+    The result is empty for a model with a fixed batch, and for fewer than two rows. It is also
+    empty for a model that fails on the batch or on a single row.
     """
     count = min(INVARIANCE_ROWS, *(len(array) for array in samples.values()))
     if count < 2 or read_model_info(model).fixed_batch:

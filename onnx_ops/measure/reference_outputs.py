@@ -230,7 +230,8 @@ class _Source:
         """Return the answers to jittered copies of the rows.
 
         Return None if the source has no answers in float64. Of a source without trees, only the
-        ranked outputs are returned; None if one of them does not have one entry per row.
+        ranked outputs are returned. Also return None if one of them has another number of entries
+        than rows.
         """
         jittered = jitter_rows(
             rows, seed=seed, ranks=not self.trees, parts_ties=made_up and not self.trees

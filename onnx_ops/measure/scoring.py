@@ -205,8 +205,8 @@ def _compare(
 def _select_units(definition: MetricDefinition, dataset: Dataset) -> Array | None:
     """Return the group of each row of the metric; None if the rows have no groups.
 
-    If each row of the data set is an item, the queries of a metric of retrieval are the rows of the
-    metric, and have no groups.
+    If each row of the data set is an item, the rows of a retrieval metric are queries, and have no
+    groups.
     """
     is_item = dataset.label is not None and dataset.label.ndim == 1
     return None if is_item and definition.reads == "relevance" else dataset.group

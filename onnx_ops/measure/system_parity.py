@@ -165,9 +165,9 @@ def measure_system(
 ) -> SystemMeasurement:
     """Run both systems on raw inputs, and measure the differences at each step.
 
-    Each step of the candidate gets the source's value of the step before, if the source recorded it
-    and it fits, so that the differences of several steps do not add up. The final answers are those
-    of the candidate's steps alone.
+    Each step of the candidate gets the source's value of the step before, if it was recorded and
+    fits. The differences of several steps then do not add up. The final answers are those of the
+    candidate's steps alone.
 
     Raises:
         UserError: the source raises an error, or a step of the candidate does so without an earlier

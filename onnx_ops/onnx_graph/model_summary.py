@@ -164,11 +164,12 @@ class ModelCost:
     """The cost of a model from static shapes, for the sizes in `dims`.
 
     `macs` counts multiply-accumulates by operator, of products, convolutions and recurrent layers
-    only. `uncounted` counts operators that also multiply but are not included, or whose shapes are
-    unknown. `weight_bytes` is the size of all constants. `activation_bytes` is the largest total
-    size of values that exist at the same time when nodes run in the order of the file. It excludes
-    working memory, reuse in place and alignment. `unknown_values` is the number of values without a
-    shape, which are not included. `problem` is the reason why there are no shapes at all.
+    only. `uncounted` counts the other operators that can multiply, all operators outside the
+    default domain, and operators whose shapes are unknown. `weight_bytes` is the size of all
+    constants. `activation_bytes` is the largest total size of values that exist at the same time
+    when nodes run in the order of the file. It excludes working memory, reuse in place and
+    alignment. `unknown_values` is the number of values without a shape, which are not included.
+    `problem` is the reason why no shapes could be inferred.
     """
 
     dims: Mapping[str, int]

@@ -342,8 +342,8 @@ def read_levels(
     """Return step, lowest and highest value of a QuantizeLinear.
 
     Return None if the scale or the zero point is missing, computed or different by channel. Also
-    return None if the scale is not positive and finite, or if levels are not integers of at most 16
-    bits.
+    return None if the scale is not positive and finite, or for other levels than integers of at
+    most 16 bits.
     """
     from onnx import numpy_helper
 

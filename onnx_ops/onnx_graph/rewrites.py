@@ -194,7 +194,7 @@ def _read_flags(gemm: onnx.NodeProto) -> dict[str, float]:
 def _is_unscaled(gemm: onnx.NodeProto) -> bool:
     """Return whether a Gemm only multiplies its input and adds a bias.
 
-    Such a Gemm scales neither product nor bias, and does not transpose the input.
+    Such a Gemm does not scale product or bias, or transpose the input.
     """
     flags = _read_flags(gemm)
     return flags.get("alpha", 1.0) == flags.get("beta", 1.0) == 1.0 and not flags.get("transA", 0)

@@ -1,7 +1,7 @@
 """Write copies of a model that also compute how far rounding may move each answer.
 
 The error comes from a first-order running error analysis in float32 (Higham, Accuracy and Stability
-of Numerical Algorithms, 2002, section 3.3). It begins at the last linear operators before an
+of Numerical Algorithms, 2002, section 3.3). It begins at the last two linear operators before an
 output. Such an operator errs by u (|W| |h| + |b|), where u is the unit roundoff. The operators
 after it pass the error on by their slopes, and add the errors of their kernels.
 

@@ -36,8 +36,8 @@ _BLOCKED = re.compile(r"_(?:DQ_)?Q\d+(?:G\d+)?$")
 _END_STEPS = 2.0
 """Tolerance at the smallest and the largest level, in steps.
 
-If a zero point is rounded or the largest level is missing, the ends of a range move by up to a step
-more than rounding moves them.
+A rounded zero point, or a missing largest level, moves the ends of a range by up to a step more
+than rounding does.
 """
 
 _LEVEL_BITS = 8

@@ -202,9 +202,9 @@ def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any]
     are very many splits, an even selection is probed.
 
     Returns:
-        Inputs by name, for the first ensemble of the model. None if there are no rows or no splits,
-            or unless the ensemble reads one matrix or joined columns of numbers, with only scaling
-            in between.
+        Inputs by name, for the first ensemble of the model. None without rows or splits. Also
+            None if the ensemble reads anything but one matrix or joined columns of numbers, with
+            only scaling in between.
     """
     model = read_model(path)
     ensemble = next((node for node in model.graph.node if node.op_type in ENSEMBLES), None)

@@ -21,7 +21,8 @@ from onnx_ops.scratch import Scratch
 class CollectionSettings(PrefectBaseSettings):
     """Prefect's settings of this collection.
 
-    Their variables are `PREFECT_INTEGRATIONS_ONNX_OPS_ROOT` and `…_BLOCKS`.
+    Their variables are `PREFECT_INTEGRATIONS_ONNX_OPS_ROOT` and
+    `PREFECT_INTEGRATIONS_ONNX_OPS_BLOCKS`.
     """
 
     model_config = build_settings_config(("integrations", "onnx_ops"))
@@ -38,8 +39,8 @@ def project_of(blocks: Sequence[str]) -> Iterator[Project]:
 
     The variables are set for this process and its children. Blocks take precedence over the
     environment and the settings file. The root in Prefect's settings is used unless `ONNX_OPS_ROOT`
-    is set. Changes of traffic emit events. If the flow run is cancelled or fails, its running
-    stages end on every machine.
+    is set. If a server is configured, changes of traffic emit events. If the flow run is cancelled
+    or fails, its running stages end on every machine.
 
     Args:
         blocks: types and names, such as `onnx-ops-registry/prod`. If empty, the blocks of the
