@@ -226,7 +226,7 @@ def convert_inputs(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
 
 
 def is_float_column(array: Any) -> bool:
-    """Return whether an array is a float32 column of a table."""
+    """Return whether an array is float32 of shape (n, 1), as a column of a table is."""
     return bool(array.dtype == "float32" and array.shape[1:] == (1,))
 
 

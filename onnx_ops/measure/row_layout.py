@@ -157,7 +157,7 @@ _CONVERTIBLE = {"f": "fiub", "i": "iub", "u": "iub", "b": "b", "U": "US"}
 def fit_value(value: Any, spec: TensorSpec, sizes: Mapping[str, int] | None = None) -> Any:
     """Return a value in the type of an input, repeated to the sizes of its axes.
 
-    `sizes` are the sizes of free axes.
+    `sizes` are the sizes of free axes by name.
 
     Raises:
         UserError: the value does not fit the type or the shape of the input, or `read_dtype` does

@@ -71,6 +71,8 @@ def list_raw_inputs(
 def digest_raw_inputs(place: Path, limit: int, *, where: str) -> Digest:
     """Return the digest of the raw inputs that `list_raw_inputs` returns.
 
+    For a table, it is the digest of all rows, whatever the limit is.
+
     Raises:
         NotFoundError: there is no such folder or file.
         UserError: the inputs cannot be read.

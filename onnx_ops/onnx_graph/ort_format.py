@@ -23,7 +23,7 @@ _VALUE, _PARAMETER = 1, 2
 
 
 def is_ort_format(path: Path) -> bool:
-    """Return whether the content of a file is in ORT format."""
+    """Return whether the first bytes of a file mark it as a file in ORT format."""
     with path.open("rb") as file:
         return file.read(8)[4:] == _MAGIC
 

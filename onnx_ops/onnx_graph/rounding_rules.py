@@ -120,7 +120,7 @@ def _estimate_padded(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str 
 
 
 def _estimate_joined(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:
-    """Return the joined errors of the parts."""
+    """Return the errors of the parts, joined in the same way; 0 for an exact part."""
     errors = [graph.error(part) for part in node.input]
     if not any(errors):
         return None
