@@ -236,7 +236,7 @@ def _judge_share(
     tolerances: Tolerances,
     steps: Sequence[GateResult],
 ) -> GateResult:
-    """Return the result of the final answers if every step agrees."""
+    """Return the result of the final answers if no step failed, except advisory ones."""
     count, different = measured.inputs, len(measured.differing)
     # A share can exceed the limit by chance alone, so the exact binomial test decides.
     if different and stats.binom.sf(different - 1, count, tolerances.answers) < 1 - _CONFIDENCE:
