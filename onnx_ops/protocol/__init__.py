@@ -1,1 +1,1 @@
-"""Protocol between the endpoint server and its clients."""
+"""Messages, files and checks that servers share with their clients."""

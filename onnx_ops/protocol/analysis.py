@@ -1,7 +1,8 @@
 """Requests and answers of the service of analyses, without HTTP.
 
-Names come from other programs. The names are used in queries and answers, and the recorded state
-contains their digest. Valid names are printable, short, and contain no quotes.
+Names of rollouts and revisions come from other programs. They are used in queries and answers, and
+their digest names the folder of a rollout's state. Valid names are printable, short, and contain no
+quotes.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class AnalysisReply:
 class StartDocument:
     """Body of a request that starts a rollout.
 
-    Keys that `policy` lacks have the values of the analysis.
+    Keys that `policy` lacks have the values of the configured analysis.
     """
 
     stable: SentName
@@ -73,7 +74,8 @@ class CountsDocument:
     """Counts of both revisions in one interval, or since `origin`.
 
     The first kind has the id `interval`. The second kind has the time `at` in seconds since the
-    epoch; another `origin` means that the counters restarted.
+    epoch; another `origin` means that the counters restarted. `step` is the number of the rollout's
+    step.
     """
 
     stable: RevisionDocument
@@ -130,7 +132,9 @@ def parse_flagger_call(document: Mapping[str, Any]) -> FlaggerCall:
 
 
 def check_name(value: object, what: str) -> str:
-    """Return a name that a client sent.
+    """Return a value that a client sent if it is a valid name.
+
+    `what` is the name of its field in the error.
 
     Raises:
         UserError: the value is not a string that matches `_NAME`.

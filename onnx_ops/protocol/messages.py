@@ -27,11 +27,20 @@ USER_KEY_HEADER = "x-user-key"
 One deployment answers all requests with the same key until the split, or an epoch of it, ends.
 """
 REQUEST_ID_HEADER = "x-request-id"
-"""Header with the id of a request, which is copied to the response."""
+"""Header with the id of a request.
+
+The response contains a copy of the id, unless it is too long or not ASCII.
+"""
 TRACE_PARENT_HEADER = "traceparent"
-"""Header with the W3C trace context, which is copied to the response."""
+"""Header with the W3C trace context.
+
+The response contains a copy of it, like the request id.
+"""
 TIMEOUT_HEADER = "x-request-timeout-ms"
-"""Header with the milliseconds after which a queued or running request gets a 504."""
+"""Header with the milliseconds after which a request gets a 504.
+
+The limit applies to requests that are queued or run on a thread.
+"""
 PIN_HEADERS = ("x-amzn-sagemaker-target-variant", "azureml-model-deployment")
 """Headers that select a deployment by name, regardless of its traffic weight."""
 DEPLOYMENT_HEADER = "x-onnx-ops-deployment"
@@ -59,7 +68,7 @@ overflow (429) and timeouts (504) can be counted without bias, because requests 
 of arrival, regardless of their deployment.
 """
 REJECTION_STATUSES = frozenset({"400", "404", "413", "415"})
-"""Statuses of requests that were rejected before they reached a model."""
+"""Statuses of requests that were rejected as invalid, mostly before a model ran."""
 
 USER_CELLS = 16_000
 """Number of cells into which users are grouped, by a hash of their key.
@@ -85,13 +94,15 @@ _CELL_BYTES = 2 + 4 * CELL_FIELDS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminState:
-    """Response to GET and PUT of the state; the state is None before a publication.
+    """Response to GET and PUT of the state, and to PUT of a table.
+
+    `state` is None before the first publication.
 
     `failed` contains deployments that could not be loaded after a restart, and shadow deployments
     without a process, with the reason. `out_of_service` contains deployments that crashed or
     blocked workers, with the reason. They get no requests until the next publication.
     `counting_failure` is the reason why a rollout currently gets no evidence; empty if nothing
-    failed. `memory` is None if it cannot be read.
+    failed. `memory` is None if it cannot be read, or no worker runs.
     """
 
     state: EndpointState | None
@@ -105,10 +116,11 @@ class AdminState:
 class Lease:
     """Body of a PUT of the lease, and of its response.
 
-    `until_ns` is the end of the lease in nanoseconds since boot (CLOCK_BOOTTIME); 0 ends the lease.
-    `serving_until_ns` is the end of the lease that a table with `RoutingTable.is_leased` needs for
-    any request. `lapsed` counts requests of this start of the server that were passed to the
-    fallback or refused, because the server had no lease.
+    `until_ns` is the end of the lease that a table with a fallback needs. `serving_until_ns` is the
+    end of the lease that a table with `RoutingTable.is_leased` needs for any request. Both are in
+    nanoseconds since boot (CLOCK_BOOTTIME); 0 ends the lease. `lapsed` counts requests of this
+    start of the server that were passed to the fallback or refused, because the server had no
+    lease.
     """
 
     until_ns: int
@@ -152,7 +164,8 @@ class DeploymentCounts:
 class TableCounts:
     """Counts from the publication of one routing table to that of the next.
 
-    `generation` is the generation of the table. The counts never decrease.
+    `generation` is the generation of the table. The counts never decrease, except `cells`. A
+    changed `UserCountsRequest` resets `cells`.
 
     Attributes:
         split: digest that is equal for servers that select the same deployment for each user.
@@ -185,7 +198,8 @@ class UserCountsRequest:
     """Body of a POST to the counts: count the requests of two deployments by user.
 
     `limits_s` contains ascending latency thresholds in seconds by deployment, at most
-    `MAX_USER_THRESHOLDS` each. If the thresholds have changed, the counts by user are reset.
+    `MAX_USER_THRESHOLDS` each. If the deployments or thresholds have changed, the counts by user
+    are reset.
     """
 
     limits_s: Mapping[str, tuple[float, ...]]
@@ -200,9 +214,10 @@ class Counts:
         at: seconds since the epoch, on the server's clock.
         bounds_s: upper bounds of the latency histograms in seconds.
         deployments: counts of each deployment of the current table, summed over all tables.
-        tables: counts by generation of the table, the current one last.
-        epochs: closed epochs in ascending order. Their counts do not change any more.
-        open_epoch: counts of the current epoch so far.
+        tables: counts of the last tables, by generation, the current one last.
+        epochs: the last closed epochs in ascending order, if counts by user were requested. Their
+            counts do not change any more.
+        open_epoch: counts of the current epoch so far, if they were requested and are evidence.
         closed_through: number of the last epoch whose counts are final, like those of all epochs
             before it; 0 if the split has no epochs.
         cold_s: times in seconds of loads in fresh processes, by deployment. They are measured if a

@@ -122,8 +122,8 @@ class ReportSource:
 def has_possible_counts(counts: Counts) -> bool:
     """Return whether these counts are values that a server can report.
 
-    Each number must be between 0 and `_LARGEST_COUNT`. The counts by cell of the tables and of the
-    open epoch must be decodable.
+    The counts of deployments and the uptimes must be between 0 and `_LARGEST_COUNT`. The counts by
+    cell of the tables and of the open epoch must be decodable. Closed epochs are not checked.
     """
     opened = {} if counts.open_epoch is None else counts.open_epoch.cells
     if not all(map(has_possible_cells, (opened, *(table.cells for table in counts.tables)))):

@@ -89,7 +89,8 @@ class ReplicaTable:
             without a lease.
         limits_s: latency thresholds of the deployments that are compared, as in a
             `UserCountsRequest`; empty if none are compared.
-        previous: digest of the bytes of the previous table; None for the first table.
+        previous: digest of the bytes of the newest table when this one was planned; None for the
+            first table.
         judge_timeout_s: seconds after which a candidate loses its traffic if its rollout is not
             analyzed any more; 0: never.
     """
@@ -144,7 +145,7 @@ def decode_table(
 
     Raises:
         CorruptStateError: the object is too large, or is not a table of this endpoint with this
-            number.
+            number. The error is also raised for a `RollbackTable` that names no earlier table.
         InvalidSignatureError: no trusted key has signed the table. A `RollbackTable` needs no
             signature.
     """
@@ -226,14 +227,15 @@ def find_newest(
     read: Callable[[TableNumber], StoredTable],
     above: TableNumber | None = None,
 ) -> tuple[ReplicaTable | None, Mapping[str, str]]:
-    """Return the highest valid table, and why other objects were skipped, by name.
+    """Return the highest valid table, and why invalid objects were skipped, by name.
 
+    Objects with a lower number than this table are not read, unless a `RollbackTable` names them.
     The table is None if no object that was read is valid.
 
     Args:
         names: names of the objects in the folder of the tables.
         read: returns the table with a number. It raises an OnnxOpsError for an invalid object.
-        above: number of a known table. Only objects with higher numbers are read.
+        above: number of a known table. Tables with lower or equal numbers are not returned.
     """
     skipped: dict[str, str] = {}
     numbers: list[TableNumber] = []
@@ -265,7 +267,10 @@ def require_table(table: StoredTable) -> ReplicaTable:
 
 
 def gives_candidate_traffic(table: RoutingTable) -> bool:
-    """Return whether a deployment other than the fallback gets requests or copies."""
+    """Return whether a deployment other than the fallback gets requests or copies.
+
+    The result is False if the table has no fallback.
+    """
     return bool(table.fallback) and bool(list_receivers(table.state) - {table.fallback})
 
 
@@ -373,7 +378,7 @@ def _plan_load(
 
 
 def list_receivers(state: EndpointState) -> set[str]:
-    """Return the deployments that get requests or mirrored copies of requests."""
+    """Return the names of deployments that get requests or mirrored copies of them."""
     split = state.split
     return {
         name for shares in (split.weights, split.shadow) for name, share in shares.items() if share
@@ -381,7 +386,7 @@ def list_receivers(state: EndpointState) -> set[str]:
 
 
 def _choose_fallback(state: EndpointState, served: str | None) -> str:
-    """Return the deployment that needs no lease.
+    """Return the name of the deployment that needs no lease.
 
     The deployment that needed no lease before (`served`) is returned if it still gets traffic.
     Otherwise, the last listed deployment with traffic is returned. The result is empty if no other

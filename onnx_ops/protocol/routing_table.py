@@ -22,7 +22,7 @@ FORMAT = "onnx-ops/table"
 VERSION = 1
 
 NOTICE_S = 10.0
-"""Seconds from the end of a server's readiness to its refusal of requests.
+"""Seconds before the end of its serving lease from which a server is not ready.
 
 In this time, a load balancer stops sending requests to the server.
 """
@@ -42,13 +42,13 @@ class RoutingTable:
     added, and later weights do not change it. Therefore a change of weights moves as few users as
     possible to another deployment.
 
-    `fallback` is the deployment that answers all requests while the server has no lease. It is
-    empty if no lease is needed. With `is_leased`, a server without a lease refuses all requests.
-    `NOTICE_S` seconds before its lease ends, the server stops being ready.
+    `fallback` is the deployment that answers while the server has no lease. It gets all requests
+    for which the client selects no deployment. It is empty if no lease is needed. With `is_leased`,
+    a server without a serving lease refuses all requests. `NOTICE_S` seconds before this lease
+    ends, the server stops being ready.
 
     `feedback_key`, in hexadecimal, seals the tokens with which any server of the endpoint accepts
-    feedback. If it is empty, responses have no tokens. The key is a secret, so texts about a table
-    do not contain it.
+    feedback. If it is empty, responses have no tokens. The key is a secret, so `repr` omits it.
     """
 
     state: EndpointState
@@ -78,7 +78,8 @@ class RoutingTable:
     def compute_split_digest(self) -> str:
         """Return a digest of the settings that assign users to deployments.
 
-        Generation and epoch also affect the assignment, but are not part of the digest.
+        In a split with epochs, generation and epoch also affect the assignment, but are not part of
+        the digest.
         """
         parts = (*self.get_experiment(), *self.list_slots(), repr(self.state.split.epoch_s))
         return short_digest(digest_bytes("\0".join(parts).encode()))
@@ -88,7 +89,8 @@ def build_next_table(previous: RoutingTable | None, state: EndpointState) -> Rou
     """Return the table that publishes `state` after `previous`.
 
     Known deployments keep their order. New deployments and deployments with another manifest
-    precede them, in ascending order of traffic. The feedback key is unchanged.
+    precede them, in ascending order of traffic. The feedback key is unchanged. The table has no
+    fallback and needs no lease.
     """
     known = {} if previous is None else {d.name: d.manifest for d in previous.state.deployments}
     manifests = {d.name: d.manifest for d in state.deployments}

@@ -256,7 +256,7 @@ class LocalHost:
         return f"{socket.gethostname()}:{os.getpid()}:{_started(os.getpid())}"
 
     def alive(self, holder: str) -> bool:
-        """Return whether a holder runs; True for holders on other hosts."""
+        """Return whether a holder runs; True for other hosts and for invalid names."""
         host, _, rest = holder.partition(":")
         process, _, started = rest.partition(":")
         if host != socket.gethostname() or not process.isdecimal():
