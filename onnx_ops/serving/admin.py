@@ -1,4 +1,4 @@
-"""The admin listeners: clients read and publish the state, and read the counts.
+"""The admin listeners: clients publish the state, read the counts, and set leases.
 
 The first admin listener is on loopback, and requests need the token. An optional second listener is
 on a Unix socket. Only the server's user can connect to this socket.
@@ -128,7 +128,11 @@ class AdminApp(HttpApp):
         return _build_response(codec.dumps(self._operations.collect_counts(None)))
 
     def post_counts(self, _head: RequestHead, body: bytes) -> RawResponse:
-        """Return the counts, including counts by user of the requested deployments."""
+        """Return the counts, including counts by user of the requested deployments.
+
+        The status is 400 if the body is not a valid `UserCountsRequest`. There are no counts by
+        user while a requested deployment gets no requests (see `Supervisor.collect_counts`).
+        """
         try:
             message = codec.loads(body, UserCountsRequest)
             if any(
@@ -147,7 +151,8 @@ class AdminApp(HttpApp):
         """Publish a state, and respond when it is served or refused.
 
         The status is 200 when the state is served, and 400 if the body is not a state. It is 409 if
-        the state is outdated, 503 for a ServiceUnavailableError, and 422 for any other error.
+        the generation is outdated, or published with another state. It is 503 for a
+        ServiceUnavailableError, and 422 for any other OnnxOpsError.
         """
         try:
             state = codec.loads(body, EndpointState)
@@ -158,7 +163,7 @@ class AdminApp(HttpApp):
     async def put_table(self, head: RequestHead, body: bytes) -> RawResponse:
         """Publish a routing table; respond as `put_state` does.
 
-        All servers of an endpoint share the layout of the table.
+        With a table, all servers of an endpoint get the same layout.
         """
         try:
             table = codec.loads(body, RoutingTable)

@@ -99,7 +99,8 @@ INLINE_RUN, HUNG_RUN, LOST_RUN = 2, 4, 6
 RUN_SLOT, RUN_CELL = 0, 1
 """Numbers of a recorded run: its slot, and the user's cell plus 1.
 
-The cell is 0 if a client has selected the deployment.
+The cell is 0 if the split has not routed the request: a client has selected the deployment, or the
+fallback answers without a lease.
 """
 THREAD_RUNS = 16
 """Index in a worker's state: the numbers of runs in progress on its threads.
@@ -111,8 +112,8 @@ RUN_KINDS = 2
 ROUTED, SELECTED = 0, 1
 """Kinds of runs.
 
-The split has routed all requests of a `ROUTED` run. For at least one request of a `SELECTED` run, a
-client has selected the deployment.
+The split has routed all requests of a `ROUTED` run. A `SELECTED` run has at least one request for
+which a client has selected the deployment, or which the fallback answers without a lease.
 """
 PROCESS_NUMBERS = THREAD_RUNS + RUN_KINDS * SLOTS
 RING = 3
@@ -130,7 +131,7 @@ BLOCK_CELLS = 2 * CELLS
 CELL_NUMBERS = CELL_FIELDS + 2
 """Numbers of a cell: its fields, requests in progress, and whether it is listed.
 
-32 of these numbers fill two cache lines.
+These 32 numbers of 4 bytes fill two cache lines.
 """
 _TAG_NUMBERS = 4
 _COUNT_BYTES = 4
@@ -248,7 +249,7 @@ def count_judged(row: Sequence[int]) -> Mapping[int | str, int]:
 
 
 def count_unjudged(row: Sequence[int]) -> Mapping[int | str, int]:
-    """Return the requests of a slot that are not evidence on its version, by status.
+    """Return the requests of a slot that are no evidence about its version, by status.
 
     Clients have selected the version for these requests, the server had no lease, or every version
     refuses them.
@@ -293,7 +294,8 @@ class Exemplars:
     def get(self, slot: int, bucket: int) -> tuple[float, float, str] | None:
         """Return time, latency and trace of the last request in a shown bucket.
 
-        The result is None if there is no request, or if a worker is writing a new one.
+        The result is None if no request is stored, or its trace context is invalid. It is also None
+        while a worker writes a new request.
         """
         start = (slot * _EXEMPLARS + bucket) * _EXEMPLAR.size
         found = bytes(self.memory[start : start + _EXEMPLAR.size])

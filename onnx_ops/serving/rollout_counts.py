@@ -6,7 +6,7 @@ In a split with epochs, all requests of a user are routed to one version for the
 So a user in an epoch is one random assignment, regardless of its number of requests. An epoch is
 reported once its requests were answered, or once its memory is needed for another epoch. Counting
 may begin and end within an epoch, but only at times that depend on neither version. An epoch in
-which the table or the watch changed is not reported.
+which the table or the watch (see `cell_counts`) changed is not reported.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ class RolloutCounts:
     ) -> Counts:
         """Return the counts of the deployments of the current table, by name.
 
-        With `request`, the result also has counts by user.
+        With `request`, the result also has counts by user. `cold_s` contains times of cold starts
+        in seconds, by deployment.
         """
         if request is not None:
             self._set_watch(request)
@@ -185,9 +186,10 @@ class RolloutCounts:
         )
 
     def _set_watch(self, request: UserCountsRequest) -> None:
-        """Let the workers count the first two deployments of a request by user.
+        """Let the workers count two deployments of a request by user.
 
-        An unchanged request changes nothing. Otherwise, the earlier epochs are dropped.
+        These are the first two in the order of their names. An unchanged request changes nothing.
+        Otherwise, the earlier epochs are dropped.
         """
         slots = {} if self._table is None else self._table.revision.slots
         names = sorted(request.limits_s)[:2]

@@ -285,8 +285,9 @@ def encode_request(message: Any) -> tuple[bytes, int]:
     binary form.
 
     Raises:
-        UserError: the tensors and their data do not match, a datatype has no typed contents, or a
-            number is outside the range of its datatype.
+        UserError: the tensors and their data do not match, or both forms of data are given. The
+            same error is raised if a datatype has no typed contents, or a number is outside the
+            range of its datatype.
         TooLargeError: the typed contents of a BYTES tensor have more than `_MAX_TEXTS` elements.
     """
     inputs, data = message.inputs, message.raw_input_contents

@@ -1,9 +1,8 @@
 """A worker's gRPC server.
 
-The server takes the same requests as the HTTP listener, and the same service answers them. Each
-message is converted to a request in the binary form of HTTP, and the response is converted to a
-message. So the rules for tensors, errors and counts are implemented once. gRPC metadata replaces
-the HTTP headers.
+The app and the service of the HTTP listener answer the requests. Each inference request is
+converted to the binary form of HTTP, and its response is converted to a message. So the rules for
+tensors, errors and counts are implemented once. gRPC metadata replaces the HTTP headers.
 """
 
 from __future__ import annotations
@@ -292,7 +291,10 @@ def _read_head(context: Any) -> dict[bytes, bytes]:
 
 
 async def _check(response: RawResponse, head: RequestHead, context: Any) -> RawResponse:
-    """Return the response after setting its metadata; end the call for an error."""
+    """Send the response's headers as trailing metadata, and return the response.
+
+    An error response ends the call with the gRPC code of its status.
+    """
     pairs = _read_metadata(response.lines + format_echoed_headers(head))
     metadata = tuple((name, value) for name, value in pairs if name not in _BODY_HEADERS)
     context.set_trailing_metadata(metadata)
@@ -380,14 +382,15 @@ class GrpcServer:
         )
 
     async def start(self) -> None:
-        """Bind the port, and accept connections."""
+        """Set the health status, and start to accept connections."""
         await self._health.refresh()
         await self._server.start()
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then wait for requests in progress.
 
-        A stream that then has no request in progress ends with UNAVAILABLE.
+        The wait ends after the drain time. A stream that then has no request in progress ends with
+        UNAVAILABLE.
         """
         watching = asyncio.create_task(self._health.watch())
         await stop.wait()

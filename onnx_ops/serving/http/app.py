@@ -294,7 +294,7 @@ class PublicApp(HttpApp):
         Raises:
             NotFoundError: the model, version or deployment does not exist.
             ServiceUnavailableError: the deployment is not loaded or is out of service, the server
-                has no lease, or no table is published.
+                has no lease, or this worker has no current table.
         """
         loaded = self.service.choose(model, number, head)
         self.service.check_in_service(loaded)
@@ -375,7 +375,7 @@ class PublicApp(HttpApp):
         return signatures
 
     def get_version(self, _head: RequestHead, _body: bytes) -> RawResponse:
-        """Return the version in the form that MLflow's client expects."""
+        """Return the version of onnx-ops in the form that MLflow's client expects."""
         return RawResponse(
             200, b"content-type: text/plain; charset=utf-8\r\n", version("onnx-ops").encode()
         )

@@ -49,7 +49,7 @@ _MAX_KNOWN_HOSTS = 64
 class HostPolicy:
     """Allowed Host headers and Origin headers; None allows any value.
 
-    An entry without a port allows its host with every port.
+    An entry of `hosts` without a port allows its host with every port.
 
     The policy protects a server on loopback from DNS rebinding. In this attack, a web page makes
     its own host name resolve to 127.0.0.1. The page cannot change the Host header of its requests
@@ -65,9 +65,9 @@ class HostPolicy:
     def from_options(cls, address: str, port: int, options: ServerOptions) -> HostPolicy:
         """Return the policy of a server that listens on an IP address.
 
-        On loopback, the server allows its own names and the names in the options. On other
-        addresses, the valid names depend on the proxy in front of the server. Therefore only
-        headers for which the options have a list are checked.
+        On loopback, the server allows its own names, and the names and origins in the options. On
+        other addresses, the valid names depend on the proxy in front of the server. Therefore only
+        headers for which the options have a list are checked. `*` allows any value.
         """
         on_loopback = ip_address(address).is_loopback
         hosts, origins = _split_list(options.allowed_hosts), _split_list(options.allowed_origins)
@@ -174,7 +174,8 @@ class ConnectionLimits:
     def admit(self, connection: TimedConnection) -> bool:
         """Return whether a connection is admitted.
 
-        If the limit is reached, an idle or slow connection is closed to admit the new one.
+        If the limit is reached, an idle or slow connection is closed to admit the new one. Without
+        such a connection, the new one is not admitted.
         """
         if len(self.open) >= self.max_connections:
             victim = None

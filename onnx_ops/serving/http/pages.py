@@ -296,7 +296,8 @@ def build_example(signature: ModelSignature, host: bytes) -> tuple[str, str]:
     """Return a curl command that calls the model, and a command for its input file.
 
     For large inputs, the curl command sends a file that the second command writes. For small
-    inputs, the second command is empty. Both commands are empty if JSON cannot represent an input.
+    inputs, the second command is empty. Both commands are empty if JSON cannot represent a required
+    input.
     """
     specs = [spec for name, spec in signature.inputs.items() if name in signature.required]
     if any(spec.dtype == "bfloat16" for spec in specs):

@@ -64,7 +64,7 @@ def read_attributes(head: RequestHead) -> RequestHead:
 
 
 def add_attributes(response: RawResponse) -> RawResponse:
-    """Return the response with its deployment and feedback token as attributes."""
+    """Add deployment and feedback token to a response as attributes; return it."""
     headers = (line.partition(b": ") for line in response.lines.split(b"\r\n"))
     found = {_ANSWERED[name]: value for name, _, value in headers if name in _ANSWERED}
     if found:

@@ -84,7 +84,8 @@ def list_models(
 ) -> Sequence[Mapping[str, str]]:
     """Return the name, version and state of each version in a routing table.
 
-    `out_of_service` is a bit mask of the slots that get no requests.
+    `out_of_service` is a bit mask of the slots that get no requests. With `only_ready`, versions
+    that are not loaded or are out of service are omitted.
     """
     models: dict[str, Mapping[str, str]] = {}
     for deployment in snapshot.table.state.deployments:

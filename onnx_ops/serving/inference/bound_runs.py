@@ -43,8 +43,8 @@ class BoundRun:
         request: all parts of the requests but their data. The arrays of its feed are the input
             memory.
         outputs: the memory of the outputs, in the order of the request.
-        code: the struct module's type code for elements of the only input; empty if numbers of JSON
-            cannot be packed into this type.
+        code: the struct module's type code for elements of the first input. It is used for requests
+            in JSON, which have only this input.
     """
 
     __slots__ = (
@@ -70,7 +70,7 @@ class BoundRun:
         self._flat = outputs[0].reshape(-1)
         self._is_binary = bool(request.binary)
         self.is_fit = True
-        """Whether the model has returned only outputs of these shapes so far."""
+        """False after this run has failed on inputs that the model accepts."""
         self._start = self._end = self._lines = b""
 
     def learn_response(self, response: RawResponse) -> None:

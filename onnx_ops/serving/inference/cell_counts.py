@@ -113,7 +113,7 @@ class CellCounter:
             _count(block.memory, (side[0] + cell) * CELL_NUMBERS, side[1], status, seconds)
 
     def begin(self, draw: CellDraw, slot: int, cell: int) -> CellPlace | None:
-        """Count a request as in progress, until `finish` is called.
+        """Count a request as in progress, until `finish` or `cancel` is called.
 
         Return None if the request's deployment is not watched.
         """

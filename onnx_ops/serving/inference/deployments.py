@@ -384,7 +384,8 @@ class PendingRequest:
         started_at: when the request arrived. This and the next two times are on the clock of
             `time.perf_counter`.
         deadline: time after which the request does not start to run.
-        expires_at: time at which its run is ended; in a batch, the latest of these times counts.
+        expires_at: time at which its run is ended at the latest, as the client has requested; in a
+            batch, the latest of these times counts.
         draw: the assignment of users that selected the deployment; None if the client selected it,
             or if the fallback answers without a lease.
         cell: the user's cell, or `KEYLESS_CELL`.

@@ -46,9 +46,9 @@ class FeedbackTokens:
 
     A token is a nonce and a payload, sealed with AES-GCM (NIST SP 800-38D), in base64url. So
     clients can neither read nor change the payload. The nonce is a random prefix of this object and
-    an increasing stamp, so it never repeats. The payload consists of a digest of the deployment's
-    name and files, a digest of the split, and the user's cell. All servers of an endpoint share
-    these values, unlike slots. Sealing takes 1 µs (`benchmarks.count_cost`).
+    an increasing stamp, so it practically never repeats. The payload consists of a digest of the
+    deployment's name and files, a digest of the split, and the user's cell. All servers of an
+    endpoint share these values, unlike slots. Sealing takes 1 µs (`benchmarks.count_cost`).
     """
 
     def __init__(self, table: RoutingTable) -> None:

@@ -254,7 +254,7 @@ def measure_folder(folder: Path) -> int:
 
 
 class PackedModelCache:
-    """Optimized models with packed weights, mapped by all workers of a machine.
+    """Optimized models with packed weights, mapped by all workers of a server.
 
     The key of an entry consists of the model's manifest, its execution settings and libraries, the
     processor's features, and the runtime's version. An entry is used only while its files have the

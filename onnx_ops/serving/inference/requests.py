@@ -230,7 +230,8 @@ def read_invocation(
     Args:
         content_type: `text/csv`, `SAGEMAKER_TYPE`, or anything else for JSON. Without a header
             length, `application/octet-stream` is refused.
-        header_length: as for `read_infer`. A body with this header is an Open Inference request.
+        header_length: as for `read_infer`. With a header length, the body is an Open Inference
+        request.
     """
     kind, _, options = content_type.partition(";")
     kind = kind.strip().lower()

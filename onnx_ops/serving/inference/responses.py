@@ -54,7 +54,7 @@ class QueueFullError(ServiceUnavailableError):
 
 
 class LeaseLapsedError(ServiceUnavailableError):
-    """The server has no lease, but needs one to answer requests (503)."""
+    """The table is leased, and the server has no serving lease (503)."""
 
     def __init__(self) -> None:
         self.retry_after_s = 5

@@ -37,8 +37,8 @@ _NEVER = float("inf")
 GiveUp = Callable[[int, int], None]
 """Function that is called for a run that does not end.
 
-The arguments are the slot of the run, and the user's cell plus 1 (see `RUN_CELL`). The second
-argument is 0 if a client has selected the deployment.
+The arguments are the slot of the run, and the user's cell plus 1. The second argument is 0 if the
+split has not routed the run (see `RUN_CELL`).
 """
 
 
@@ -100,8 +100,8 @@ class RunMonitor:
         Args:
             deadline: time on the clock of `time.perf_counter`.
             slot: slot of the deployment.
-            cell: cell of the user plus 1; 0 if a client has selected the deployment. While the run
-                is in progress, it is counted by slot, and by whether `cell` is 0.
+            cell: cell of the user plus 1; 0 if the split has not routed the run. While the run is
+                in progress, it is counted by slot, and by whether `cell` is 0.
 
         Raises:
             RunTimeoutError: the run was ended at the deadline.

@@ -523,7 +523,7 @@ class InferenceService:
 
         A request that the split has routed is recorded for feedback. With status 200, it is
         mirrored to each shadow deployment with the probability that the split sets. If the table
-        has a feedback key, its response gets the feedback token.
+        has a feedback key, the response to such a request gets a feedback token.
         """
         status = response.status
         if loaded is not None and snapshot is not None:
@@ -658,7 +658,9 @@ def _run_together(
     runs: list[tuple[float, int]],
     options: Any,
 ) -> list[tuple[Array, ...]] | None:
-    """Return outputs by request; None if the run fails or the row counts differ.
+    """Return outputs by request; None if the requests must run separately.
+
+    This is the case if the run fails, or an output has another number of rows than the inputs.
 
     Raises:
         RunTimeoutError: the run was ended at its deadline.

@@ -49,8 +49,9 @@ class TrafficRouter:
     newer deployment only moves users to it. The salt of the assignment depends on the newest
     deployment with traffic. So it is constant during an experiment and different in the next one.
 
-    `fallback` answers all requests while the server has no lease. It is empty if no lease is
-    needed. With `is_leased`, a server without a lease refuses all requests.
+    `fallback` answers while the server has no lease, unless the client selects a deployment. It is
+    empty if no lease is needed. With `is_leased`, a server without a serving lease refuses all
+    requests.
 
     `draw` is the last assignment that was used. Latencies are compared only in `comparable` slots.
     Each of two deployments has the same number of these slots, so both get the same traffic in them

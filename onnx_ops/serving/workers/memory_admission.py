@@ -183,8 +183,9 @@ def estimate_restarts(pids: Collection[int], size: int, before_bytes: int) -> in
 def measure_server_memory(pids: Collection[int]) -> ServerMemory | None:
     """Return the memory that running workers use, and the memory that is available.
 
-    The result is None if the memory cannot be read. Call the function in the process that has
-    forked the workers, because workers start with the private memory of that process.
+    The result is None if the memory cannot be read, or no worker runs. Call the function in the
+    process that has forked the workers, because workers start with the private memory of that
+    process.
     """
     available_bytes = read_available_bytes()
     used = _measure_workers(pids, measure_memory(os.getpid())[0])

@@ -1,9 +1,9 @@
 """The shadow processes: one for each deployment that gets mirrored requests.
 
 The supervisor forks them. A shadow process loads only its deployment, and has no public socket.
-Workers send copies of requests to it over a Unix socket (`ShadowQueue`). After
-the load, it runs at the lowest priority that the system permits. The supervisor owns the listening
-socket. The socket outlives a shadow process that dies, and the next process uses it.
+Workers send copies of requests to it over a Unix socket (`ShadowQueue`). After the load, it runs at
+the lowest priority that the system permits. The supervisor owns the listening socket. The socket
+outlives a shadow process that dies, and the next process uses it.
 """
 
 from __future__ import annotations

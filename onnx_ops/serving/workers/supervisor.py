@@ -151,6 +151,10 @@ class TablePublisher:
         """Return the revision that publishes a state or a table.
 
         Call `is_published` first, because it validates the state.
+
+        Raises:
+            UserError: the table has too many deployments, or names that are too long (see
+                `SlotAllocator.assign`).
         """
         if isinstance(desired, RoutingTable):
             return self._build_revision(desired)
@@ -361,8 +365,9 @@ class Supervisor:
     async def publish(self, desired: EndpointState | RoutingTable, actor: str) -> None:
         """Publish a state or a table.
 
-        After the method has returned, every response is based on this state or a later one. If an
-        OnnxOpsError is raised, the published state has not changed.
+        After the method has returned, every new request is answered according to this state or a
+        later one. If the publication fails with an OnnxOpsError, the published state has not
+        changed.
         """
         state = desired.state if isinstance(desired, RoutingTable) else desired
         async with self._publishing:

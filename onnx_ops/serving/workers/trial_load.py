@@ -1,9 +1,9 @@
 """The trial load: new deployments are first loaded in a separate process.
 
 A model can abort the process that loads it, hang it, or exceed its memory limit. A worker has
-requests to answer. Therefore it loads only models that a trial process has loaded before. The
-memory that the trial process needs is measured, and must be available for all workers (see
-`memory_admission`).
+requests to answer. Therefore it loads the deployments of a new table only after a trial process has
+loaded them. After a restart, workers load the stored table without a trial. The memory that the
+trial process needs is measured, and must be available for all workers (see `memory_admission`).
 """
 
 from __future__ import annotations

@@ -66,8 +66,7 @@ an operator or a lack of memory can end a worker regardless of what it runs.
 class RunCounts:
     """Numbers of runs of a deployment that a worker had in progress.
 
-    `routed` runs were routed by the split. For `selected` runs, clients have selected the
-    deployment.
+    `routed` runs were routed by the split. `selected` runs are all others (see `SELECTED`).
     """
 
     routed: int = 0
@@ -85,8 +84,8 @@ def share_death(runs: Mapping[int, RunCounts]) -> Mapping[int, Fraction]:
     Each run in progress gets the same share. If requests end workers with every version, the
     charges of the versions are proportional to their running times. So a comparison per request
     shows no difference. With equal shares for all deployments, a deployment with a tenth of the
-    traffic would get half of the deaths under full load. If a client has selected the deployment of
-    a run, the run's share is charged to no deployment.
+    traffic would get half of the deaths under full load. The share of a run that the split has not
+    routed is charged to no deployment.
     """
     total = sum(counts.total for counts in runs.values())
     return {slot: Fraction(counts.routed, total) for slot, counts in runs.items() if counts.routed}
@@ -152,7 +151,7 @@ class WorkerHealth:
             state[HUNG_RUN + RUN_SLOT] = state[INLINE_RUN + RUN_SLOT]
 
     def record_death(self, worker: int) -> str:
-        """Charge the death of a worker to the runs that it had in progress.
+        """Charge the death of a worker to the deployments that it was running.
 
         Return the names of the deployments of the suspect runs (see `_take_runs`); empty if there
         were no runs.
@@ -240,6 +239,6 @@ class WorkerHealth:
 def _add_run(counts: RunCounts, cell: int) -> RunCounts:
     """Return the counts with one more run.
 
-    `cell` is the user's cell plus 1. It is 0 if a client has selected the deployment.
+    `cell` is the user's cell plus 1. It is 0 if the split has not routed the run.
     """
     return RunCounts(counts.routed + bool(cell), counts.selected + (not cell))

@@ -57,7 +57,7 @@ the pause grows with each such death after the first.
 _MAX_RUN_PAUSE_S = 2.0
 
 MAX_LOAD_FAILURES = 5
-"""Number of deaths before readiness after which the published table is not loaded.
+"""Number of consecutive deaths before readiness after which a table is not loaded.
 
 The next worker then responds with 503, but another table can be published to it.
 """
