@@ -143,8 +143,8 @@ def check_image(content: bytes, limits: ImageLimits) -> ImageHeader:
     """Check that an encoded image is within the limits and can be decoded.
 
     Raises:
-        UserError: the file has too many bytes, pixels or scans, is of a kind that is not decoded,
-            or is corrupt or truncated.
+        UserError: the file has too many bytes, pixels or scans, or no pixels. The same error is
+            raised if it is of a kind that is not decoded, or is corrupt or truncated.
     """
     if len(content) > limits.max_bytes:
         raise UserError(f"the image has {len(content)} bytes, and the limit is {limits.max_bytes}")

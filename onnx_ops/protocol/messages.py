@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 USER_KEY_HEADER = "x-user-key"
 """Header with the key of a user.
 
-One deployment answers all requests with the same key until the split, or an epoch of it, ends.
+The split assigns all requests with the same key to one deployment, until the split, or an epoch of
+it, ends.
 """
 REQUEST_ID_HEADER = "x-request-id"
 """Header with the id of a request.
 
-The response contains a copy of the id, unless it is too long or not ASCII.
+The response contains a copy of the id, unless it is too long or not printable ASCII.
 """
 TRACE_PARENT_HEADER = "traceparent"
 """Header with the W3C trace context.

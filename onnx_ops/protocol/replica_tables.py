@@ -316,6 +316,7 @@ def plan_tables(
     settings, because the previous traffic cannot continue in that case.
 
     Args:
+        sequence: sequence number of the ledger's entry (see `TableNumber`).
         before: the newest table.
         digest: digest of the bytes of `before`.
         new_key: feedback key if the newest table has none.

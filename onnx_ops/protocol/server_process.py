@@ -47,7 +47,7 @@ AUDIT_FILE = "audit.jsonl"
 """Audit trail: one line per requested change and one per result."""
 
 FINAL_COUNTS_FILE = "counts.json"
-"""The counts of a server that has stopped, including its last requests."""
+"""File with the `Counts` of a stopped server, including its last requests."""
 
 # The following constants describe containers: those of cloud endpoints, and replicas.
 DEPLOYMENT_FILE = "deployment.json"

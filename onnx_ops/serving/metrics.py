@@ -112,8 +112,8 @@ RUN_KINDS = 2
 ROUTED, SELECTED = 0, 1
 """Kinds of runs.
 
-The split has routed all requests of a `ROUTED` run. A `SELECTED` run has at least one request for
-which a client has selected the deployment, or which the fallback answers without a lease.
+The split has routed all requests of a `ROUTED` run. A `SELECTED` run has at least one other request
+(see `RUN_CELL`).
 """
 PROCESS_NUMBERS = THREAD_RUNS + RUN_KINDS * SLOTS
 RING = 3
@@ -249,7 +249,7 @@ def count_judged(row: Sequence[int]) -> Mapping[int | str, int]:
 
 
 def count_unjudged(row: Sequence[int]) -> Mapping[int | str, int]:
-    """Return the requests of a slot that are no evidence about its version, by status.
+    """Return requests of a slot that are not evidence about its version, by status.
 
     Clients have selected the version for these requests, the server had no lease, or every version
     refuses them.

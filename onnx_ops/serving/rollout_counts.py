@@ -219,9 +219,9 @@ class RolloutCounts:
     def _close_epochs(self, reused_by: int | None = None) -> None:
         """Close the ended epochs in their order.
 
-        An epoch is closed if it ended at least the shorter of `_SETTLE_S` and a quarter of an epoch
-        ago, and has no request in progress. It is also closed when epoch `reused_by` reuses its
-        memory.
+        An epoch is closed if it has no request in progress, and ended long enough ago. This time is
+        the shorter of `_SETTLE_S` and a quarter of an epoch. An epoch is also closed when epoch
+        `reused_by` reuses its memory, or that of a later epoch.
         """
         settle_s = min(_SETTLE_S, self.epoch_s / 4)
         reused = [

@@ -128,7 +128,8 @@ class HttpApp:
     ) -> RawResponse | PendingResponse:
         """Return the response of a handler, or the response to its error.
 
-        If the handler returns an awaitable, its response is passed to `deliver` later.
+        If the handler returns an awaitable, the result is a `PendingResponse`. The response is then
+        passed to `deliver` later.
         """
         result = self.call(handler, head, body)
         if isinstance(result, RawResponse):

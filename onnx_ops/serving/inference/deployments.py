@@ -485,7 +485,11 @@ class LoadedDeployments:
         return self._snapshot
 
     def get_published(self) -> TableSnapshot | None:
-        """Return the current snapshot; None before the first publication."""
+        """Return the current snapshot; None before the first publication.
+
+        Raises:
+            ServiceUnavailableError: this worker has not prepared the published table.
+        """
         return None if self._header[0] == 0 else self.get_current()
 
     def restore(self, revision: TableRevision, refusal: str = "") -> Mapping[str, str]:

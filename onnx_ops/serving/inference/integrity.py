@@ -87,7 +87,11 @@ class TrustPolicy:
         return record
 
     def bind(self, state: EndpointState) -> None:
-        """Bind the server to the model and target of a state, unless it is bound already."""
+        """Bind the server to the model and target of a state, unless it is bound already.
+
+        Raises:
+            CorruptStateError: the stored binding cannot be read.
+        """
         if self._read_binding() is None:
             leader = state.leader()
             binding = EndpointBinding(model=leader.model, target=read_authority_target(leader))

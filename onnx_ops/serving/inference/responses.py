@@ -151,7 +151,7 @@ def format_deployment_headers(deployment: str) -> bytes:
 def format_echoed_headers(head: RequestHead) -> bytes:
     """Return the header lines that copy the request id and the trace context.
 
-    Values of more than `_MAX_ECHO_BYTES`, and values that are not ASCII, are not copied.
+    Values of more than `_MAX_ECHO_BYTES`, and values that are not printable ASCII, are not copied.
     """
     lines = b""
     for name in _ECHOED:

@@ -73,7 +73,7 @@ So a small request never waits for the run of a much larger batch.
 _REST_S = 10.0
 """Seconds in which a deployment does not run on the event loop.
 
-The time begins with a run on the event loop that took too long.
+The time begins with a run on the event loop that took too long. The publication of a table ends it.
 """
 _NEVER = float("inf")
 

@@ -101,7 +101,7 @@ _R, _L = b"rl"
 _parsers: dict[int, simdjson.Parser] = {}
 """One parser for each thread, which reuses its memory for the next body."""
 _SMALL_LISTS = ("shape", "columns", "index", "parameters", "outputs")
-"""Keys whose lists are always small."""
+"""Keys whose lists become Python lists, since they are usually small."""
 _EMPTY_LIMIT = 1 << 16
 """Largest product of the nonzero dimensions of an empty tensor.
 

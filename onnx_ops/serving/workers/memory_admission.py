@@ -114,7 +114,10 @@ class MemoryMeter:
         self._free.clear()
 
     async def watch(self, pid: int) -> None:
-        """Sample the memory of the process until it ends, or until this task is cancelled."""
+        """Sample the memory of the process until this task is cancelled.
+
+        If the process exceeds the available memory, kill it and return.
+        """
         while True:
             with suppress(OSError):
                 self.sample(pid)

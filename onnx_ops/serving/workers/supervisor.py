@@ -534,8 +534,8 @@ def serve(
     """Serve the folder's last published table until SIGTERM or SIGINT, then drain.
 
     A missing folder is created, and port 0 selects any free port. With `must_load`, a stored
-    deployment that cannot be loaded is an error. Use it for a server to which no other table is
-    published.
+    deployment that cannot be loaded raises InfrastructureError. Use it for a server to which no
+    other table is published.
     """
     with ExitStack() as stack:
         try:

@@ -58,7 +58,7 @@ class MemoryTrimmer:
     """Trimmer of the memory of a worker.
 
     The runtime's arena returns memory only at the end of a run. Therefore a trim runs each model
-    once on its smallest inputs.
+    with an arena once on its smallest inputs.
     """
 
     def __init__(
