@@ -130,13 +130,13 @@ class InferenceServicer:
         return self._responses["ModelReady"](ready=response.status == 200)
 
     async def get_server(self, _message: Any, context: Any) -> Any:
-        """Return the server's metadata."""
+        """Return the name, version and extensions of the server."""
         return self._responses["ServerMetadata"](
             **await self._read_json(self._app.get_server, context)
         )
 
     async def get_model(self, message: Any, context: Any) -> Any:
-        """Return the model's metadata."""
+        """Return the name, versions, platform and tensors of the model."""
         model, version = message.name, message.version or None
         document = await self._read_json(
             lambda head, _: self._app.get_model(model, version, head), context

@@ -253,7 +253,7 @@ class PublicApp(HttpApp):
         return await asyncio.to_thread(build_docs_page, self._list_signatures(), head)
 
     def get_server(self, _head: RequestHead, _body: bytes) -> RawResponse:
-        """Return the server's metadata."""
+        """Return the name, version and protocol extensions of the server."""
         return _build_json(
             {"name": "onnx-ops", "version": version("onnx-ops"), "extensions": EXTENSIONS}
         )
@@ -271,7 +271,7 @@ class PublicApp(HttpApp):
         return _build_json({"ready": ready}, 200 if ready else 503)
 
     def get_model(self, model: str, number: str | None, head: RequestHead) -> RawResponse:
-        """Return the model's metadata."""
+        """Return the model's name, versions, platform, execution settings and tensors."""
         loaded = self.service.choose(model, number, head)
         signature = loaded.signature
         versions = {d.version for d in self._deployments.get_current().table.state.deployments}

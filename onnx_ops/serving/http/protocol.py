@@ -318,7 +318,7 @@ class HttpProtocol(TimedConnection):
             head[b":%d" % len(head)] = name + value
 
     def on_headers_complete(self) -> None:
-        """Find the handler of the request, and check its special headers."""
+        """Check the head of the request, and find its route, handler or error."""
         head = self._head
         answer = None if self._deployments is None else self._deployments.routes.get(self._url)
         length = head.get(b"content-length")

@@ -148,7 +148,10 @@ class LoadedDeployment(DeployedModel):
     def should_run_inline(
         self, leader: LatencyEstimator, head: RequestHead, body: RequestBody
     ) -> bool:
-        """Return whether a request should run on the event loop."""
+        """Return whether a request should run on the event loop.
+
+        `leader` is the latency of the leader (see `TableSnapshot.get_leader`).
+        """
         if self.must_queue or not self.latency.should_run_inline(leader):
             return False
         if len(body) <= _MAX_INLINE_TEXT:
@@ -294,14 +297,14 @@ class TableSnapshot:
     loaded_at: float = field(default_factory=time.time)  # noqa: TID251 (for people)
 
     def list_loaded(self) -> tuple[LoadedDeployment, ...]:
-        """Return all loaded deployments and replicas of the snapshot."""
+        """Return all loaded deployments of the snapshot, and its control replica."""
         return (
             *self.deployments.values(),
             *(() if self.control is None else (self.control.replica,)),
         )
 
     def build_model_error(self, model: str) -> NotFoundError:
-        """Return the error of a request for another model."""
+        """Return the error of a request for a model that this endpoint does not serve."""
         return NotFoundError(f"no model is named {model!r}; this endpoint serves {self.model!r}")
 
     def get_deployment(self, name: str) -> LoadedDeployment:
@@ -330,9 +333,10 @@ class TableSnapshot:
     def get_leader(self, previous: LatencyEstimator) -> LatencyEstimator:
         """Return the latency of the leader, which decides where models run.
 
-        The leader stays the same while it gets traffic, so it does not change during a rollout.
-        When the leader has no traffic any more, the loaded deployment with the most traffic becomes
-        the leader. If several deployments have equal traffic, this is the oldest of them.
+        `previous` is the latency of the leader so far. The leader stays the same while it gets
+        traffic, so it does not change during a rollout. When the leader has no traffic any more,
+        the loaded deployment with the most traffic becomes the leader. If several deployments have
+        equal traffic, this is the oldest of them.
         """
         weights = self.table.state.split.weights
         serving = {

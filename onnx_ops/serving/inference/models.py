@@ -415,7 +415,7 @@ def _build_sample(spec: TensorSpec, random: np.random.Generator | None = None) -
 
 
 def _read_image(content: bytes) -> Array:
-    """Return the row of a model's input that holds an encoded image."""
+    """Return an encoded image as the only row of a model's input, shape (1, bytes)."""
     return np.frombuffer(content, np.uint8)[np.newaxis]
 
 

@@ -277,7 +277,7 @@ class _ShadowLink:
             self._drop(next(starts, len(self._buffers)))
 
     def _drop(self, count: int) -> None:
-        """Remove the first buffers of the queue."""
+        """Remove the first `count` buffers; count their unsent messages as dropped."""
         for _ in range(count):
             buffer, is_first = self._buffers.popleft()
             self._queued_bytes -= len(buffer) - self._sent_bytes

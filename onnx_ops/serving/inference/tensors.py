@@ -136,7 +136,7 @@ def describe_tensor(spec: TensorSpec, *, optional: bool = False) -> dict[str, ob
 
 
 def get_numpy_dtype(dtype: str) -> str:
-    """Return the numpy type for elements of a type; uint16 for bfloat16."""
+    """Return numpy's type for a `TensorSpec.dtype`; uint16 for bfloat16."""
     return {"string": "object", "image": "object", "bfloat16": "uint16"}.get(dtype, dtype)
 
 

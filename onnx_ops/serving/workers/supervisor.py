@@ -423,7 +423,11 @@ class Supervisor:
             await run_trial_load(new, self._folder, self._options, plan, limit_s=_PREPARE_S)
 
     async def run(self, admin: list[tuple[socket.socket, str | None, str]]) -> None:
-        """Serve until SIGTERM or SIGINT."""
+        """Serve until SIGTERM or SIGINT.
+
+        `admin` has the socket, the token and the actor of each admin listener. The listener with a
+        TCP port is the first.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
