@@ -94,12 +94,14 @@ class AzureDeployments:
         )
 
     def ensure(self, name: str, deployment: Deployment) -> None:
-        """Create the deployment if it does not exist, and apply its instance count.
+        """Create the deployment if it does not exist, and apply count and autoscaling.
 
         A failed deployment without traffic is deleted and created again.
 
         Raises:
             RefusedError: the deployment exists, but this endpoint does not own it.
+            NotFoundError, DigestMismatchError: files of the model are missing, or do not match its
+                manifest.
             InfrastructureError: Azure could not create the deployment, or could not change the
                 instances of a deployment with traffic.
             ServiceUnavailableError: Azure did not finish the change in time.

@@ -94,7 +94,7 @@ class AzureOptions(LeaseOptions, ContainerOptions):
         return self.traffic == "table"
 
     def locate(self) -> ReplicaOptions:
-        """Return locations, number of instances and time limits, as replicas use them."""
+        """Return locations, number of instances, and `LeaseOptions`."""
         return ReplicaOptions(
             control=self.control,
             reports=self.reports,

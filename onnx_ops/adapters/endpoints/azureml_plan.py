@@ -1,7 +1,7 @@
 """The traffic, names and tags with which Azure represents an endpoint's state.
 
 Tags record the applied state and what deployments serve. Tags and traffic are sent together, so
-they always match.
+they match unless another tool changes them.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class AzureResource:
 
     @property
     def is_settled(self) -> bool:
-        """Whether Azure has completed all changes to the resource."""
+        """Whether all changes to the resource have ended, successfully or not."""
         return self.state in _TERMINAL_STATES
 
     @property
@@ -123,7 +123,7 @@ class OnlineDeployment(AzureResource):
 
     @property
     def instance_count(self) -> int:
-        """Number of instances."""
+        """Number of instances; 1 if Azure names none."""
         return int((self.document.get("sku") or {}).get("capacity") or 1)
 
     @property

@@ -52,7 +52,10 @@ class SentGeneration:
         self._path = folder / "azureml.generation"
 
     def lock(self) -> AbstractContextManager[None]:
-        """Keep other processes of this machine from changing the endpoint's traffic."""
+        """Return the lock under which processes of this machine change the traffic.
+
+        If another process keeps the lock for 120 s, ConflictError is raised.
+        """
         return exclusive_lock(self._folder / "azureml.lock", 120.0, where=self._folder.name)
 
     @property

@@ -1,8 +1,8 @@
 """Cloud endpoints whose instances follow signed routing tables, as replicas do.
 
-The cloud runs a *fleet*: one deployment of our image without a model. All that changes in a rollout
-is a table in object storage. The cloud's control plane is only needed to create and delete the
-fleet, and to change its options.
+The cloud runs a *fleet*: one deployment of our image without a model. A rollout changes only
+objects in storage. The cloud's control plane is only needed to create, observe, change and delete
+the fleet.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class FleetEndpoints(ReplicaEndpoints):
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return the state of the newest table, and the fleet's drift from its options.
 
-        The result is None if the fleet or a table is missing, or the fleet does not serve.
+        The result is None if the fleet or a valid table is missing, or the fleet does not serve.
         """
         fleet = self._machines.observe(config)
         state = None if fleet is None else super().observe(config)

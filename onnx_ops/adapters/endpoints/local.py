@@ -57,7 +57,7 @@ _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 _FIRST_PORT = 18_000
 """First port of the range from which ports of endpoints are chosen.
 
-The chosen ports are below the range that systems use for outgoing connections, so that a port is
+The chosen ports are below the default range of systems for outgoing connections, so that a port is
 free after a restart.
 """
 _PORTS = 10_000
@@ -131,7 +131,7 @@ class LocalEndpoints(EndpointProvider):
 
         Raises:
             ServiceUnavailableError: the server does not run, or does not answer.
-            OnnxOpsError: the server refuses the request with this error.
+            OnnxOpsError: the error of the server, if it refuses the request.
         """
         server = self._server(config)
         record = server.record()
@@ -160,7 +160,7 @@ class LocalEndpoints(EndpointProvider):
         return explain_unservable(target, onnxruntime.get_available_providers())
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return an error if another program uses the port of the options."""
+        """Return an error if the port of the options is not free for the server."""
         server, port = self._server(config), _read_options(config.options, config.endpoint).port
         record = server.record()
         is_own = server.is_orphaned() or (record is not None and record.port == port)
@@ -173,7 +173,10 @@ class LocalEndpoints(EndpointProvider):
         return f"the server of {config.endpoint} on this machine"
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return the server's state; None if it does not answer, or a load failed."""
+        """Return the server's state, and its drift from its options.
+
+        The result is None if the server does not answer, has no state, or could not load a model.
+        """
         server = self._server(config)
         record, answer = server.record(), _read_state(server)
         if record is None or answer.failed or answer.state is None:
@@ -232,8 +235,9 @@ class LocalEndpoints(EndpointProvider):
     ) -> EndpointState:
         """Return the state after a change.
 
-        An error is raised if model files are missing or were changed. If the change starts the
-        server, an error is also raised if a package is missing or another program uses the port.
+        An error is raised if files of a model that must be loaded are missing or were changed. If
+        the change starts the server, an error is also raised if a package is missing or the port is
+        not free.
         """
         after = super().preview(config, state, current, is_rollback=is_rollback)
         restarts = current is None or (bool(current.drift) and not is_rollback)
@@ -249,8 +253,9 @@ class LocalEndpoints(EndpointProvider):
 
         Raises:
             ServiceUnavailableError: the server cannot be started, or does not answer.
+            MissingPackageError: a package of the server is not installed.
             ConflictError: another process is changing the endpoint.
-            OnnxOpsError: the server refuses the state with this error.
+            OnnxOpsError: the error of the server, if it refuses the state.
         """
         server = self._server(config)
         body = codec.dumps(replace(state, generation=generation))
@@ -277,8 +282,9 @@ class LocalEndpoints(EndpointProvider):
 
         Raises:
             ServiceUnavailableError: the server cannot be started, or does not answer.
+            MissingPackageError: a package of the server is not installed.
             ConflictError: another process is changing the endpoint.
-            OnnxOpsError: the server refuses the state with this error.
+            OnnxOpsError: the error of the server, if it refuses the state.
         """
         server = self._server(config)
         state = replace(state, generation=generation)
@@ -324,10 +330,10 @@ class LocalEndpoints(EndpointProvider):
 
     @staticmethod
     def _publish_rollback(server: LocalServer, state: EndpointState) -> bool:
-        """Publish a rollback; return False if no server answers.
+        """Publish a rollback; return False without a valid answer of a server.
 
         Raises:
-            OnnxOpsError: the server refuses the state with this error.
+            OnnxOpsError: the error of the server, if it refuses the state.
         """
         record = server.record()
         if record is None:
@@ -360,6 +366,7 @@ class LocalEndpoints(EndpointProvider):
             ServiceUnavailableError: no port is free, another program uses the port, or the server
                 does not become ready.
             MissingPackageError: a package of the server is not installed.
+            RefusedError: other users can read the admin token.
         """
         port = self._known_port(server, config)
         if not port:
@@ -411,7 +418,7 @@ class LocalEndpoints(EndpointProvider):
 
 
 def _read_state(server: LocalServer) -> AdminState:
-    """Return the state that the server reports; empty if no server answers."""
+    """Return what the server reports; without a valid answer, an empty `AdminState`."""
     record = server.record()
     if record is None:
         return AdminState(state=None)

@@ -66,7 +66,10 @@ class LocalServer:
         self.log = log or folder / LOG_FILE
 
     def lock(self, timeout_s: float = 120.0) -> AbstractContextManager[None]:
-        """Keep other processes from starting, stopping or changing this server."""
+        """Return the lock that a process holds while it starts or changes this server.
+
+        If another process keeps the lock for `timeout_s`, ConflictError is raised.
+        """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         return exclusive_lock(self.folder / APPLY_LOCK, timeout_s, where=self.folder.name)

@@ -14,7 +14,7 @@ from onnx_ops.protocol.replica_tables import DEADLINE_S, LEASE_S
 SAME_MOMENT_S = 2 * REPORT_S
 """Seconds within which several ends are treated as one.
 
-Such ends have one cause, for example the failure of a machine or of a network.
+Such ends probably have one cause, for example the failure of a machine or of a network.
 """
 
 
@@ -27,8 +27,8 @@ def find_ends(
 
     The last start of a replica is treated as ended after `LEASE_S` + `DEADLINE_S` without a report,
     and only if other replicas report. If no replica reports, the store or this process was
-    disconnected. An earlier start of a replica is treated as ended unless a later start reports for
-    the same server.
+    disconnected. An earlier start of a replica is treated as ended unless a later start has
+    reported for the same server.
 
     Args:
         starts: the last counts of each start, and the time at which they were written.
@@ -54,7 +54,7 @@ def find_ends(
 def _has_successor(
     source: ReportSource, starts: Mapping[ReportSource, tuple[Counts, float]]
 ) -> bool:
-    """Return whether a later start of the replica reports for the same server.
+    """Return whether a later start of the replica has reported for the same server.
 
     A server continues to run if only the process that follows the tables is started again.
     """

@@ -1,8 +1,9 @@
 """Endpoints whose servers run on any machine and follow signed routing tables.
 
-The tables are in object storage. A rollout step, a split and a rollback are one new object each, so
-no control plane is involved. The servers of an endpoint are its replicas, and users start them with
-their own tools. The replicas' reports contain what they serve and count.
+The tables are in object storage. A rollout step, a split or a rollback is a new table, so no
+control plane is involved. If replicas must load new models, a table for the load comes first. The
+servers of an endpoint are its replicas, and users start them with their own tools. The replicas'
+reports contain what they serve and count.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ ADOPT_S = 10.0
 _REQUEST_S = 4.0
 """Seconds within which a store must answer one request.
 
-With this limit, a rollback command ends within ten seconds. The reconciler repeats failed requests.
+The limit is short because a rollback makes several requests, and must end within seconds. The
+reconciler repeats failed requests.
 """
 _ROLLBACK_S = 2.6
 """Seconds to wait until the replicas that report have adopted a rollback."""
@@ -143,8 +145,10 @@ class StorePlace:
     """The tables and replicas of an endpoint, as read at one moment.
 
     `digest` is that of the newest table's bytes. `age_s` is the age of this table by the store's
-    clock, and `now` the time of this clock; both are 0 if the replicas were not read. `skipped`
-    contains the objects that are not valid tables, with the reason.
+    clock, and `now` the time of this clock; both are 0 if the replicas were not read. `numbers` are
+    those of all objects with the name of a table, valid or not. `skipped` contains the reason for
+    each object with another name, and for each invalid object with a later number than the newest
+    table.
     """
 
     newest: ReplicaTable | None
@@ -157,7 +161,7 @@ class StorePlace:
 
     @property
     def went_back(self) -> bool:
-        """Whether a replica serves a later table than the newest table in the store.
+        """Whether a replica that reports serves a later table than the store has.
 
         In this case, the store lost a table or was restored from a backup.
         """
@@ -168,8 +172,9 @@ class StorePlace:
 class ReplicaEndpoints(EndpointProvider):
     """Provider for endpoints whose replicas users start, with `ReplicaOptions`.
 
-    Nothing is stored in `folder`. Tables are signed with the release key of this process. A table
-    is valid if a key in the folder `trusted` has signed it.
+    Nothing is stored in `folder`. Tables are signed with the release key of this process. A signed
+    table is valid if a release key in the folder `trusted` has signed it. Without this folder,
+    signatures are not verified.
     """
 
     tools = ()
@@ -230,7 +235,7 @@ class ReplicaEndpoints(EndpointProvider):
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return the newest table's state, with the replicas that can differ from it.
 
-        The result is None without a table.
+        The result is None without a valid table.
         """
         seen = self._look(config)
         if seen.newest is None:
@@ -259,7 +264,7 @@ class ReplicaEndpoints(EndpointProvider):
         )
 
     def require_changeable(self, config: EndpointConfig) -> None:
-        """Raise an error if the tables cannot be read."""
+        """Raise an error if the tables cannot be listed."""
         self._look(config, with_replicas=False)
 
     def preview(
@@ -272,8 +277,8 @@ class ReplicaEndpoints(EndpointProvider):
     ) -> EndpointState:
         """Return the state after a change.
 
-        An error is raised if model files are missing or were changed. Except for a rollback, an
-        error is also raised without a release key.
+        An error is raised if the files of a new deployment are missing or were changed. Except for
+        a rollback, an error is also raised without a release key.
         """
         if is_rollback:
             after = state if current is None else preview_rollback(current, state)
@@ -332,8 +337,9 @@ class ReplicaEndpoints(EndpointProvider):
     def confirm_rollout(self, config: EndpointConfig) -> None:
         """Record that the rollout was analyzed once more.
 
-        If this record is older than `judge_timeout`, replicas give the candidate no traffic. After
-        a time without the store, they wait for a new record.
+        If this record is older than `judge_timeout`, and this option is not 0 s, replicas give the
+        candidate no traffic. After more than `LEASE_S` without an answer of the store, they give it
+        no traffic until the record changes.
         """
         seen = self._look(config, with_replicas=False)
         if seen.newest is not None:
@@ -344,7 +350,8 @@ class ReplicaEndpoints(EndpointProvider):
     ) -> None:
         """Create the table of a state.
 
-        If the state has new models, a table with which replicas load them is created first.
+        If new models get traffic, a table with which replicas load them can be created first; see
+        `plan_tables`.
         """
         options = self.read_options(config)
         self._upload(config, seen, state.deployments)
@@ -366,8 +373,8 @@ class ReplicaEndpoints(EndpointProvider):
         if prepared is not None:
             self._create(config, prepared)
         elif before is not None and list_receivers(state) - list_receivers(before.table.state):
-            # An earlier attempt created this table, and was possibly interrupted while it waited
-            # for the replicas.
+            # The newest table has these models without traffic. If an earlier attempt created it,
+            # this attempt was possibly interrupted while it waited for the replicas.
             loading = before
         if loading is not None:
             self._wait_until_loaded(config, loading, options.replicas)
@@ -564,7 +571,7 @@ class ReplicaEndpoints(EndpointProvider):
     def _list_stragglers(self, config: EndpointConfig, seen: StorePlace) -> Iterator[str]:
         """Yield a message for each replica that can serve an older table than the newest.
 
-        Another message is yielded if fewer replicas than expected have ever reported.
+        Another message is yielded if the reports are from fewer replicas than expected.
         """
         newest = seen.newest
         if newest is None:
@@ -588,7 +595,7 @@ class ReplicaEndpoints(EndpointProvider):
             yield f"replica {status.replica} serves {what} instead of table {newest.number}: {why}"
 
     def _has_fallen_back(self, config: EndpointConfig, seen: StorePlace, one: SeenReplica) -> bool:
-        """Return whether a silent replica can only answer as the newest table specifies.
+        """Return whether a silent replica refuses requests or answers like the newest table.
 
         This can be the case once the lease of the replica is over. Since its last report, the
         replica possibly adopted any later table, so all of these tables are checked.
@@ -652,6 +659,7 @@ class ReplicaEndpoints(EndpointProvider):
             CorruptStateError: the object of the table was deleted, or is not a table of the
                 endpoint.
             InvalidSignatureError: no trusted key has signed the table.
+            ServiceUnavailableError: the store does not answer.
         """
         control = self._control(config)
         key = (control.place, number)
@@ -893,7 +901,8 @@ class ReplicaEndpoints(EndpointProvider):
         out.
 
         Raises:
-            ServiceUnavailableError: no start has reported counts.
+            ServiceUnavailableError: no start that has loaded a table has reported counts, or the
+                store does not answer.
         """
         seen = self._look(config)
         reporting = {
@@ -955,7 +964,7 @@ class ReplicaEndpoints(EndpointProvider):
     ) -> dict[ReportSource, tuple[Counts, float]]:
         """Return the last counts of each start, and the time of their report.
 
-        The counts of earlier starts of a replica are read only once.
+        The counts of earlier starts of a replica are read again only if they have changed.
         """
         reports = self._reports(config)
         present = {ReportSource(one.status.replica, one.status.start) for one in replicas}
@@ -1019,7 +1028,7 @@ class ReplicaEndpoints(EndpointProvider):
 
         The result is False if the candidate was loaded. It is None unless `names` contains the
         candidate and the stable version. It is also None for a table with which replicas only
-        loaded models, for a table of other versions, and for a deleted table.
+        loaded models, for a table of other versions, and for a table that cannot be read.
         """
         number = TableNumber.from_generation(generation)
         if len(names) != 2 or not number.phase:
@@ -1036,7 +1045,7 @@ class ReplicaEndpoints(EndpointProvider):
         return True if list_receivers(state) == {stable} else None
 
     def _read_epochs(self, config: EndpointConfig) -> Mapping[ReportSource, list[EpochCounts]]:
-        """Return the reported closed epochs; each report is read only once."""
+        """Return the reported closed epochs; each valid report is read only once."""
         reports = self._reports(config)
         wanted = [
             (entry, parsed[2])
@@ -1083,8 +1092,8 @@ def _check_rights(objects: ObjectStore, what: str) -> Finding:
 def _answers_alike(table: RoutingTable, newest: RoutingTable) -> bool:
     """Return whether two tables give all traffic to the same version.
 
-    `newest` must give all traffic to one version. For `table`, the traffic after the end of its
-    lease is compared.
+    The result is False if `newest` splits the traffic. For `table`, the traffic after the end of
+    its lease is compared.
     """
     leader = newest.state.leader()
     if not serves_only(newest.state, leader):
@@ -1098,9 +1107,9 @@ def _answers_alike(table: RoutingTable, newest: RoutingTable) -> bool:
 def _list_registered(replicas: Sequence[SeenReplica], expected: int) -> list[SeenReplica]:
     """Return the replicas that must load a table, and whose counts are expected.
 
-    These are the replicas that report. Silent replicas are included too, unless the expected number
-    of replicas reports. In that case, silent replicas are ignored after lease and deadline, since
-    they give a candidate no traffic by then.
+    These are the replicas that report, and silent replicas that have not ended. If the expected
+    number of replicas reports, silent replicas are ignored after lease and deadline, since they
+    give a candidate no traffic by then.
     """
     live = [one for one in replicas if one.is_live]
     is_complete = len(live) >= expected
@@ -1125,9 +1134,8 @@ def _convert_counts(
     """Return a replica's counts by generations of the ledger.
 
     Counts of tables with which replicas only loaded models are not included. While a replica
-    reports, only its closed epochs are included. For a start that has ended, the last report of its
-    open epoch is included too. If a report of the closed epoch arrives in time, it replaces the
-    report of the open epoch.
+    reports, only its closed epochs are included. If `is_ended`, the last report of its open epoch
+    is included too; a report of the same epoch after its end replaces it.
     """
     opened = _halve_generations([counts.open_epoch] if counts.open_epoch is not None else [])
     closed = _halve_generations(epochs)

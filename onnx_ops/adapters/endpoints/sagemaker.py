@@ -1,9 +1,10 @@
 """Endpoints on Amazon SageMaker, through boto3.
 
 With `traffic: table`, the endpoint has one variant, whose instances follow a table. With `traffic:
-native` and strategy `ab`, each deployment has a variant, and a rollback changes weights. With
-strategy `guarded`, the endpoint has one variant. SageMaker replaces this variant while CloudWatch
-alarms guard the update. A rollback is then an update to the previous config.
+native` and strategy `ab`, each deployment has a variant, and a rollback to one of the variants
+changes only weights. With strategy `guarded`, the endpoint has one variant. SageMaker replaces this
+variant while CloudWatch alarms guard the update. A rollback is then an update to the config of the
+previous version.
 """
 
 from __future__ import annotations
@@ -220,7 +221,9 @@ class SageMakerVariants(CloudEndpoints):
             AlarmRollbackError: an alarm reverted the update to the state, now or in an earlier
                 attempt.
             ConflictError: a later generation is claimed, or this generation for another state.
-            UserError: the state cannot be built with the options.
+            UserError: the state cannot be built with the options, or an alarm or files are missing.
+            RefusedError: onnx-ops did not create the endpoint, AWS denied access, or files do not
+                match their manifest.
             InfrastructureError: SageMaker refused or reverted the update, or did not finish it in
                 time.
         """

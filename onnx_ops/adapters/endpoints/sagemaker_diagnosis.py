@@ -184,7 +184,7 @@ def _check_image(connect: Clients, image: str) -> Finding:
 
 
 def _check_pull(iam: Any, role: str, image: str) -> Finding:
-    """Check that the role's policies permit it to pull the image.
+    """Check that the policies of the role permit pulling the image.
 
     The policy of a repository in another account cannot be checked here.
     """

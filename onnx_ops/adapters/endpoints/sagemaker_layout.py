@@ -293,10 +293,11 @@ def read_state(
 ) -> EndpointState | None:
     """Return an endpoint's state.
 
-    The result is None if onnx-ops did not create a variant, or no variant has traffic.
+    The result is None if a variant has no deployment of onnx-ops, or no variant has traffic.
 
     Args:
-        variants: the deployment of each variant in the endpoint's config.
+        variants: the deployment of each variant in the endpoint's config; None if onnx-ops did not
+            create the variant's model.
         weights: the current weights by variant.
         generation: the generation of the last claim.
     """

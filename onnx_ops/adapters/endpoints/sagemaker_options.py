@@ -112,7 +112,7 @@ class SageMakerOptions(AwsAccess, LeaseOptions, ContainerOptions):
         return self.traffic == "table"
 
     def locate(self, endpoint: str) -> ReplicaOptions:
-        """Return locations in the bucket, number of instances, and time limits.
+        """Return locations in the bucket, number of instances, and `LeaseOptions`.
 
         Reports have a separate prefix, so that the containers' role needs no permission to write
         tables.

@@ -171,7 +171,10 @@ class EndpointUpdate:
     def _set_weights(
         self, weights: Mapping[str, float], count: Mapping[str, int] | None = None
     ) -> bool:
-        """Request weights; return False if the endpoint was busy."""
+        """Request weights; return False if the endpoint was busy.
+
+        `count` is the field of the request with the number of instances; None to keep the number.
+        """
         desired = [
             {"VariantName": name, "DesiredWeight": weight, **(count or {})}
             for name, weight in weights.items()
