@@ -52,7 +52,9 @@ If the ledger is damaged before that entry, readers start at that entry, and ver
 SNAPSHOT_EVERY = 4
 """Number of entries from one snapshot to the next.
 
-If the newest snapshot is valid, reading a state takes at most this number of reads plus five.
+Only a signed entry names a snapshot that is stored. If the last of these snapshots is valid, and is
+followed by at most this number of entries, reading a state takes at most this number of reads plus
+five.
 """
 _SWEEP_EVERY = 64
 """Number of entries from one deletion of unfinished files to the next."""
@@ -275,7 +277,7 @@ class ObjectLedger(Ledger):
     def _find_adoption(self, endpoint: str) -> tuple[Head, StoredEntry] | None:
         """Return the last entry that set the state, with the head after it.
 
-        The result is None if no valid entry has set the state.
+        The result is None if `adopted.json` does not name a valid entry of this kind.
         """
         with suppress(CorruptStateError):
             data = self._objects.read(f"{endpoint}/{_ADOPTED}")
