@@ -71,7 +71,7 @@ class AzureMonitorMetrics(MetricsSource):
     ) -> MetricsReading:
         """Return the counts of the present day (UTC) for each deployment.
 
-        The percentiles are medians of the last ten minutes.
+        The percentiles are medians over the last ten minutes, or since 00:00 UTC if that is later.
         """
         until = (self._clock.now() - _SETTLED) // _MINUTE * _MINUTE
         day = until // _DAY * _DAY
@@ -113,7 +113,7 @@ class AzureMonitorMetrics(MetricsSource):
         first: float,
         until: float,
     ) -> list[tuple[str, str, str, list[float]]]:
-        """Return each series: metric, deployment, status, and one value per minute.
+        """Return each series: metric, deployment, status, and a value per minute with data.
 
         Raises:
             ServiceUnavailableError: Azure Monitor does not answer, refuses the query, or answers in

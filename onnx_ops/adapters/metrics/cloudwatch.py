@@ -1,7 +1,8 @@
 """Metrics of a SageMaker endpoint's variants in CloudWatch.
 
-CloudWatch counts whole minutes and publishes them late. A reading starts with the endpoint's last
-change and ends with the last complete minute. The clock is that of AWS.
+CloudWatch counts whole minutes and publishes them late. A reading starts with the first whole
+minute after the endpoint's last change, and ends with the last complete minute. The clock is that
+of AWS.
 """
 
 from __future__ import annotations
@@ -91,6 +92,9 @@ class CloudWatchMetrics(MetricsSource):
         Raises:
             ServiceUnavailableError: the endpoint is not in service, or AWS does not answer or
                 complete a query.
+            RefusedError: AWS denies access.
+            InfrastructureError: AWS refuses a request, for example for a missing endpoint.
+            UserError: profile, region or credentials are missing or wrong.
         """
         access = read_access(config.options, self._options, where=config.endpoint)
         if access not in self._connected:

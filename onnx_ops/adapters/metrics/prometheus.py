@@ -1,6 +1,6 @@
 """Metrics of an endpoint in Prometheus, Thanos, Mimir or VictoriaMetrics.
 
-One query reads all series, so all counts come from the same scrape.
+One query reads all series, so all counts of an instance come from the same scrape.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class _Page:
 class PrometheusMetrics(MetricsSource):
     """Counts of endpoint servers, read from Prometheus.
 
-    `MetricsReading.at` is the time at which the oldest sample was scraped, up to a scrape interval
-    ago. The origin changes with every instance that starts or stops. Counts across such a change
-    are left out.
+    `MetricsReading.at` is the time at which the oldest sample was scraped, usually at most a scrape
+    interval ago. The origin changes with every instance that starts or stops. Counts across such a
+    change are left out.
     """
 
     def __init__(self, options: Mapping[str, Json]) -> None:
@@ -125,10 +125,11 @@ class PrometheusMetrics(MetricsSource):
     def latencies(
         self, config: EndpointConfig, deployment: str
     ) -> tuple[Sequence[float], Sequence[int]] | None:
-        """Return the histogram of all requests since the present instances started.
+        """Return the histogram of requests since the present instances started.
 
-        The result is the finite bounds of its buckets in seconds, and the count of each bucket. The
-        last bucket is unbounded. The result is None without a histogram.
+        Series with the label `judged="false"` are left out. The result is the finite bounds of its
+        buckets in seconds, and the count of each bucket. The last bucket is unbounded. The result
+        is None without a histogram.
         """
         bounds = self._page(config).buckets.get(deployment)
         if not bounds:
@@ -141,7 +142,7 @@ class PrometheusMetrics(MetricsSource):
     def read(
         self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]
     ) -> MetricsReading:
-        """Return the counts of each deployment at the last scrape."""
+        """Return the counts at the last scrape; deployments without series are left out."""
         page = self._page(config)
         copies = [
             sum(page.counters[name][deployment] for deployment in deployments) for name in _SHADOW
@@ -151,7 +152,6 @@ class PrometheusMetrics(MetricsSource):
             if name not in page.statuses:
                 continue
             limits = {} if thresholds is None else thresholds.by_guardrail()
-            # The tolerance of 1e-4 allows for bucket bounds that are rounded to six digits.
             statuses, buckets = (
                 page.statuses[name],
                 page.buckets.get(name, {}),
@@ -170,6 +170,7 @@ class PrometheusMetrics(MetricsSource):
                 timed=timed,
             ).with_over(
                 {
+                    # The tolerance of 1e-4 allows for bucket bounds that are rounded to six digits.
                     place: count_slower(buckets, timed or 0, limit_s, 1e-4)
                     for place, limit_s in limits.items()
                 }

@@ -17,16 +17,17 @@ def query_prometheus(
 ) -> list[Any]:
     """Return the samples of an instant query.
 
-    The token of the environment is sent over https only.
+    The token of the environment is sent over https, or over http to this machine.
 
     Args:
         url: address of the server, without `/api`.
         where: what the query is for, in errors.
+        timeout_s: time limit in seconds; None for that of `request_json`.
 
     Raises:
         ServiceUnavailableError: the server does not answer, refuses the query, or returns a partial
             or unexpected response.
-        UserError: a token is set, and the address does not use https.
+        UserError: a token is set, and must not be sent to this address.
     """
     token = os.environ.get(VARIABLE, "").strip()
     host = require_https(url, "prometheus' url") if token else str(urlsplit(url).hostname)

@@ -1,8 +1,9 @@
 """Counts of two revisions of any service, from its metrics in Prometheus.
 
-One query reads all series, so all counts come from the same scrape. Series of one revision, such as
-those of several instances and status codes, are added up. Series that a second scrape or a replica
-of Prometheus stores again are refused, since their sum would count each request twice.
+One query reads all series, so all counts of an instance come from the same scrape. Series of one
+revision, such as those of several instances and status codes, are added up. Series that a second
+scrape or a replica of Prometheus stores again are refused, since their sum would count each request
+twice.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class RevisionCounters:
         Raises:
             ServiceUnavailableError: Prometheus does not answer in time, or the series are missing,
                 stored twice or contradictory.
-            UserError: a token is set, and the address of Prometheus does not use https.
+            UserError: a token is set, and must not be sent to the address of Prometheus.
         """
         samples = query_prometheus(
             self._url,

@@ -120,7 +120,7 @@ class Keyring:
         return keys
 
     def rotate(self, admit: Callable[[Mapping[Digest, str]], object]) -> tuple[Digest, Digest]:
-        """Replace the signing key; return the old and the new key.
+        """Replace the signing key; return the digests of the old and the new key.
 
         The old public key stays trusted. Both public keys are trusted before the new private key
         signs anything, so every decision is verifiable after a crash at any point. After a crash,
@@ -158,8 +158,8 @@ class Keyring:
         """Return the trusted key whose digest begins with `text`.
 
         Raises:
-            UserError: several keys begin with `text`.
-            NotFoundError: no trusted key begins with `text`.
+            UserError: the digests of several trusted keys begin with `text`.
+            NotFoundError: the digest of no trusted key begins with `text`.
         """
         prefix = hex_digits(Digest(text.lower()))
         trusted = [known for known in self.list_keys() if known.trusted]
@@ -189,7 +189,11 @@ class Keyring:
             )
 
     def retire(self, known: KnownKey) -> tuple[Path, ...]:
-        """Stop trusting a key; return its renamed files, which remain as a record."""
+        """Stop trusting a key; return its renamed files, which remain as a record.
+
+        Raises:
+            RefusedError: the key is this machine's signing key.
+        """
         self.require_retirable(known)
         return tuple(
             path.replace(path.with_name(path.name.removesuffix(PUBLIC_SUFFIX) + RETIRED_SUFFIX))

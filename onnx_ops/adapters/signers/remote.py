@@ -128,7 +128,7 @@ class KmsSigner(_RemoteSigner):
 class KeyVaultSigner(_RemoteSigner):
     """Signer with a key in Azure Key Vault on the curve P-256.
 
-    The signer always uses the key version that was current at its first use.
+    If the URL names no version, the signer uses the version that was current at its first use.
 
     Args:
         url: `https://VAULT.vault.azure.net/keys/NAME`, with or without a version.

@@ -34,6 +34,10 @@ class AnalysisServer(BackgroundServer):
     Port 0 selects a free port. `handle` is called on other threads. With a token, all requests
     except `/healthz` need it. Without a token, the server listens on loopback only, and refuses
     requests of web pages.
+
+    Raises:
+        UserError: there is no token, and `host` is not loopback.
+        ServiceUnavailableError: the address is not available.
     """
 
     def __init__(

@@ -34,6 +34,9 @@ class BackgroundServer:
         name: name of the thread.
         what: description of the server in the error about its address.
         remedy: what to do if the address cannot be used.
+
+    Raises:
+        ServiceUnavailableError: the address cannot be used.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ async def read_body(request: Request, max_bytes: int, what: str) -> bytes:
     Raises:
         TooLargeError: the body exceeds `max_bytes`; the rest is not read.
         UserError: the body does not arrive within the time limit.
+        ClientDisconnect: the client closed the connection.
     """
     body = bytearray()
     try:

@@ -105,7 +105,7 @@ class WebhookReceiver(BackgroundServer):
 
 
 def read_secret(path: Path, environ: Mapping[str, str]) -> str:
-    """Return the webhook secret from the environment or, if it is not set, the file.
+    """Return the webhook secret from the variable or, if that is not set, the file.
 
     Raises:
         NotFoundError: neither the variable nor the file exists.
