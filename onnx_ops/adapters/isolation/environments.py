@@ -1,6 +1,6 @@
 """Isolated environments of Python and JavaScript packages.
 
-An environment is either created completely or not at all, and is reused offline.
+An incomplete environment is created again. A complete environment is reused offline.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ class PythonEnvironments:
         """Return the interpreter of an environment.
 
         A missing environment is created, which requires network access.
+
+        Raises:
+            UserError: a requirement is not valid.
+            NotFoundError: the Python version of the environment is not installed.
+            StageError: the installer failed.
         """
         place = self.place(wanted)
         python = place / "bin" / "python"
@@ -150,6 +155,11 @@ class NpmPackages:
 
         Scripts of packages are not run, so each package has exactly the files of its archive. An
         existing folder requires no network access.
+
+        Raises:
+            UserError: a requirement does not name an exact version.
+            MeasurementError: npm is needed, and is not installed.
+            StageError: npm failed.
         """
         parse_pins(requirements)
         place = self.folder / (

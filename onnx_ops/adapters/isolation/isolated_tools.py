@@ -164,7 +164,7 @@ class IsolatedOptimizer(IsolatedTool, Optimizer):
         return self.here.inline_files(section, root)
 
     def quantizes(self, section: Quantize) -> bool:
-        """Return whether the section changes the computation."""
+        """Return whether the section makes a quantized variant."""
         return self.here.quantizes(section)
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
