@@ -210,7 +210,7 @@ class ModelSource(Protocol):
         """Return a digest that changes with the model, without downloading it.
 
         Raises:
-            NotFoundError: there is no such model.
+            NotFoundError: the model does not exist.
             ServiceUnavailableError: the server of the model does not answer.
             MissingPackageError: a package that the address requires is not installed.
         """

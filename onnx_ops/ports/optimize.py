@@ -61,13 +61,13 @@ class Optimizer(Plugin):
 
     @abstractmethod
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
-        """Write the derived file to `request.path`, and return the decisions.
+        """Write the derived file to `request.path`, and return notes about it.
 
-        Each decision is one sentence, with its reason.
+        Each note is one sentence about a setting or step that the optimizer chose, and the reason.
 
         Raises:
-            UserError: an option does not fit, calibration rows are missing, or the exclusion of a
-                node had no effect.
+            UserError: an option does not fit, calibration rows are missing, nothing can be
+                quantized, or the exclusion of a node had no effect.
             StageError: the library failed.
         """
 

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 class Registry(Protocol):
     """Versions with their evidence, and the aliases that name the versions to serve.
 
-    Every method except `where` raises ServiceUnavailableError if the registry does not answer.
+    Every method except `where` and `mirror` raises ServiceUnavailableError if the registry does not
+    answer.
     """
 
     def publish(self, publication: Publication) -> Mapping[str, str]:
@@ -51,6 +52,7 @@ class Registry(Protocol):
         descriptions of the versions.
 
         Raises:
+            UserError: the registry does not accept a name, or its place for the model was deleted.
             DigestMismatchError: a file is not what its manifest declares.
         """
 
@@ -126,7 +128,7 @@ class Registry(Protocol):
     def mirror(self, entry: LedgerEntry, model: str) -> None:
         """Show a ledger entry to users of the registry.
 
-        The call can fail without consequences, since nothing depends on the copy.
+        A failure raises no error, since nothing depends on the copy.
         """
 
     def where(self, model: str) -> str:
@@ -138,7 +140,7 @@ class Registry(Protocol):
         The result is empty if the registry has no pages for such documents.
 
         Raises:
-            NotFoundError: there is no such version.
+            NotFoundError: the version does not exist.
         """
 
 
@@ -163,7 +165,8 @@ class Ledger(Protocol):
     def state(self, endpoint: str) -> ReleaseState:
         """Return the state that results from all entries.
 
-        The call makes a small number of reads, regardless of the number of entries.
+        If recent entries are signed, the number of reads is small, regardless of the number of
+        entries.
 
         Raises:
             CorruptStateError: an entry that is needed for the state cannot be read.
@@ -188,7 +191,8 @@ class Ledger(Protocol):
     def count(self, endpoint: str) -> int:
         """Return the sequence of the last entry; 0 if there are no entries.
 
-        Entries that cannot be read, and entries that this machine has seen before, are included.
+        Entries that cannot be read, and lost entries that this machine has read before, are
+        included.
         """
 
     def require_signer(self, state: ReleaseState, body: EntryBody) -> None:
@@ -207,6 +211,7 @@ class Ledger(Protocol):
 
         Raises:
             LedgerConflictError: another process wrote that sequence first.
+            CorruptStateError: an earlier entry that is needed for the state cannot be read.
             MissingKeyError: the entry grants a permission, and no trusted key can sign it here.
         """
 
@@ -312,6 +317,7 @@ class EndpointProvider(Plugin):
 
         Raises:
             ServiceUnavailableError: the storage of the state does not answer.
+            RefusedError: access is denied, or another owner has the resource of that name.
         """
 
     @abstractmethod
@@ -327,6 +333,7 @@ class EndpointProvider(Plugin):
                 its manifest.
             RefusedError: the provider does not permit the state, or onnx-ops did not create the
                 resource of that name.
+            MissingKeyError: servers accept only signed tables, and no key can sign one here.
             AlarmRollbackError: an alarm that guards the endpoint reverted this state.
             ServiceUnavailableError: the endpoint could not be reached or started.
             InfrastructureError: a model cannot be loaded, or the provider failed or reverted the
@@ -349,7 +356,12 @@ class EndpointProvider(Plugin):
             NotFoundError, DigestMismatchError: the deployment's files are needed, but lost or
                 damaged.
             ConflictError: a later generation was applied already.
+            RefusedError: the provider denies access, or onnx-ops did not create the resource of
+                that name.
+            MissingKeyError: servers accept only signed tables, no key can sign one here, and no
+                earlier signed table serves the version.
             ServiceUnavailableError: the endpoint could not be reached or started.
+            InfrastructureError: a model cannot be loaded, or the provider failed.
         """
 
     def confirm_rollout(self, config: EndpointConfig) -> None:
@@ -428,6 +440,7 @@ class EndpointProvider(Plugin):
 
         Raises:
             ConflictError: the resource is in use again.
+            RefusedError: access is denied, or the resource does not belong to the endpoint.
             ServiceUnavailableError: the resource could not be removed.
         """
 
@@ -465,7 +478,7 @@ class EndpointProvider(Plugin):
         return ()
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return what this machine lacks for the endpoint.
+        """Return the error for what this machine lacks for the endpoint, or None.
 
         Only what is known without network access is reported.
         """
@@ -515,7 +528,7 @@ class MetricsSource(Plugin):
         return None
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return what this machine lacks for the endpoint.
+        """Return the error for what this machine lacks for the endpoint, or None.
 
         Only what is known without network access is reported.
         """

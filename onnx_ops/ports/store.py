@@ -12,7 +12,8 @@ from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
 class Store(Protocol):
     """Content by digest, and stage results by key.
 
-    A store is safe for several concurrent processes, even if a process is killed.
+    A store is safe for several concurrent processes, even if a process is killed. Every method
+    raises ServiceUnavailableError if the storage does not answer.
     """
 
     def put_bytes(self, data: bytes) -> Digest:
