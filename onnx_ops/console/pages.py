@@ -73,8 +73,8 @@ class _ReleaseDetail:
 class Pages:
     """The pages of one project.
 
-    Endpoints are read at most once in `interval_s` seconds. All values on a page are escaped, and
-    control characters are visible.
+    Endpoints are read at most once in `interval_s` seconds. All values on a page except plots are
+    escaped, and control characters are visible.
     """
 
     def __init__(self, project: Project, reads: SharedReads, *, interval_s: float) -> None:
@@ -122,7 +122,12 @@ class Pages:
         )
 
     async def show_history(self, endpoint: str, skip: str) -> Page:
-        """Return the page with the history of one or all ledgers, newest entries first."""
+        """Return the page with the history of one or all ledgers, newest entries first.
+
+        Args:
+            endpoint: name of the ledger; empty for all ledgers.
+            skip: number of newest entries to leave out, in decimal digits; other text counts as 0.
+        """
         snapshot = await self.read_snapshot()
         start = min(int(skip), _MAX_SKIP) if skip.isascii() and skip.isdecimal() else 0
         lines: Sequence[tuple[HistoryLine, str | None]] = ()
@@ -274,7 +279,7 @@ class Pages:
         Names of other models cause no request to the registry.
 
         Raises:
-            NotFoundError: there is no such version.
+            NotFoundError: none of these models has the version.
         """
         missing = NotFoundError("there is no such version", where=f"{model}/{version}")
         if model not in (await self.read_snapshot()).models:

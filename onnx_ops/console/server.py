@@ -89,7 +89,7 @@ class ConsoleServer(BackgroundServer):
 
 
 def _build_pages(project: Project, interval_s: float) -> Starlette:
-    """Return the routes of the console. None of them changes anything."""
+    """Return the application of the console, whose routes change nothing."""
     reads = SharedReads(wait_s=_WAIT_S)
     pages = Pages(project, reads, interval_s=interval_s)
 
@@ -161,7 +161,7 @@ class _EventStream:
         self._followers = 0
 
     async def answer(self, request: Request) -> Response:
-        """Return the event stream of one page."""
+        """Return the event stream of one page; status 503 beyond `_MAX_FOLLOWERS`."""
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
         if self._followers >= _MAX_FOLLOWERS:

@@ -48,7 +48,7 @@ class SharedReads:
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="console-read")
 
     async def get(self, key: Hashable, read: Callable[[], T], *, ttl_s: float) -> T:
-        """Return the value of a key, which is read if the last one is older than `ttl_s`.
+        """Return the value of a key; read it again after `ttl_s` seconds.
 
         Raises:
             OnnxOpsError: the read failed. The error is also reused for `ttl_s` seconds.

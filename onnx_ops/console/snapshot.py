@@ -34,7 +34,8 @@ class EndpointReading:
     """The data of one endpoint that could be read.
 
     `state` is None if the ledger could not be read. `status` is None if the ledger is damaged, or
-    if the provider did not respond. In all of these cases, `error` is the reason.
+    if the endpoint could not be observed. In all of these cases, `error` is the reason. If the read
+    failed unexpectedly or took too long, `state` is that of the previous snapshot.
     """
 
     name: str
