@@ -1,5 +1,5 @@
 """The console: read-only pages about endpoints, rollouts, history and releases.
 
-`server` answers requests within the limits of `access`. `shared_reads` makes every read once for
-all viewers. `snapshot` reads the endpoints, and `pages` renders what was read.
+`server` answers requests within the limits of `access`. `shared_reads` shares the results of reads
+between viewers. `snapshot` reads the endpoints, and `pages` renders what was read.
 """

@@ -143,6 +143,7 @@ class DataSource(Plugin):
             NotFoundError: the data does not exist.
             ServiceUnavailableError: the service of the data does not answer.
             UserError: the source does not support the section, or an option is wrong.
+            RefusedError: a path or URL in the options is not permitted, or the data has no digest.
         """
 
     @abstractmethod
@@ -154,6 +155,8 @@ class DataSource(Plugin):
             ServiceUnavailableError: the service of the data does not answer.
             UserError: the data is malformed, the source does not support the section, or an option
                 is wrong.
+            RefusedError: as `fingerprint`, or the data does not match its recorded digest.
+            MissingPackageError: a package that the data requires is not installed.
         """
 
     def sample(self, section: DataSection, root: Path) -> Sample | None:
@@ -211,6 +214,7 @@ class ModelSource(Protocol):
 
         Raises:
             NotFoundError: the model does not exist.
+            UserError: no file system is known for the address.
             ServiceUnavailableError: the server of the model does not answer.
             MissingPackageError: a package that the address requires is not installed.
         """
@@ -221,5 +225,5 @@ class ModelSource(Protocol):
         `scratch` is the path of a new folder for downloads.
 
         Raises:
-            NotFoundError, ServiceUnavailableError, MissingPackageError: as `digest`.
+            NotFoundError, UserError, ServiceUnavailableError, MissingPackageError: as `digest`.
         """

@@ -90,12 +90,15 @@ class Exporter(Plugin):
 
         The outputs are computed in the given precision. The result is None if the source cannot be
         run in that precision; parity then uses fixed tolerances.
+
+        Raises:
+            ValueError: the source refuses the inputs.
         """
 
     def with_custom_ops(self, libraries: tuple[CustomOps, ...]) -> Exporter:
-        """Return the exporter with libraries of operators, if there are any.
+        """Return an exporter whose sessions of the source model load libraries of operators.
 
-        The sessions that run the source model load these libraries.
+        The default is for exporters without such sessions, and ignores the libraries.
         """
         return self
 

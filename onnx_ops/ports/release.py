@@ -220,7 +220,7 @@ class EndpointProvider(Plugin):
     """A provider that brings endpoints to their desired state."""
 
     def sign_with(self, signer: Callable[[], Signer | None]) -> None:
-        """Set the signer of the release key.
+        """Set the function that returns the signer of the release key, or None.
 
         A provider needs the signer if its servers accept only signed tables.
         """
@@ -271,7 +271,7 @@ class EndpointProvider(Plugin):
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
         """Validate a change of the options of an existing endpoint.
 
-        The change does not move the endpoint to another place.
+        Both configs must have the same place.
 
         Raises:
             UserError: the existing endpoint does not support the change.
@@ -428,7 +428,7 @@ class EndpointProvider(Plugin):
     ) -> Sequence[OrphanedResource]:
         """Return the resources of this endpoint that are not needed any more.
 
-        Neither its deployments nor a manifest in `needed` uses them.
+        Neither its deployments nor a version whose manifest is in `needed` uses them.
 
         Raises:
             ServiceUnavailableError: the provider does not answer.
@@ -542,7 +542,7 @@ class ModelFiles(Protocol):
         """Return the path of the folder, which need not exist. Nothing is read."""
 
     def location(self, manifest: Digest) -> str | None:
-        """Return the folder's path, if it exists and is intact."""
+        """Return the folder's path; None unless the folder exists and is intact."""
 
     def admit(self, folder: Path, manifest: Manifest) -> str:
         """Verify every file against the manifest, and store the folder.
@@ -555,7 +555,7 @@ class ModelFiles(Protocol):
         """
 
     def list_folders(self) -> Sequence[StoredObject]:
-        """Return every stored folder, by its manifest's digest.
+        """Return every stored folder with the digest of its manifest.
 
         `at` is the time at which the folder was admitted.
         """

@@ -134,9 +134,9 @@ class Pools(Plugin):
 
     @abstractmethod
     def cancel(self) -> None:
-        """Cancel all work that `run` waits for, in any thread; later calls start no work.
+        """Cancel the work that `run` requested and awaits; later calls start no work.
 
-        Errors are ignored.
+        The work of all threads is cancelled. Errors are ignored.
         """
 
     @abstractmethod

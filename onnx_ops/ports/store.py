@@ -13,7 +13,7 @@ class Store(Protocol):
     """Content by digest, and stage results by key.
 
     A store is safe for several concurrent processes, even if a process is killed. Every method
-    raises ServiceUnavailableError if the storage does not answer.
+    raises StorageError or ServiceUnavailableError if the storage fails.
     """
 
     def put_bytes(self, data: bytes) -> Digest:
@@ -59,7 +59,11 @@ class Store(Protocol):
 
 
 class Signer(Protocol):
-    """A signer of bytes. The private key never leaves the signer."""
+    """A signer of bytes. The private key never leaves the signer.
+
+    Except for `is_local`, all members raise an OnnxOpsError if the signer needs a service that
+    fails.
+    """
 
     @property
     def is_local(self) -> bool:

@@ -1,8 +1,8 @@
 """Client of Azure ML: requests to Azure Resource Manager, and the SDK's MLClient.
 
 Plain requests read endpoints and deployments. They also change traffic, tags, instance counts and
-autoscaling. The SDK makes all other requests; its import takes seconds, so it is loaded only for
-these.
+autoscaling. The SDK creates and deletes endpoints and deployments, and manages models and
+environments. Its import takes seconds, so it is loaded only for these operations.
 
 Reads and idempotent requests are retried. `write` and `put_endpoint` send a change once: the SDK's
 own retries would repeat a change even after another client has sent a newer change. The callers of

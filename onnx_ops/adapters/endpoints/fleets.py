@@ -406,7 +406,7 @@ class TrafficModes(EndpointProvider):
         self.native.delete_orphan(config, orphan)
 
     def remove(self, config: EndpointConfig) -> None:
-        """Delete the endpoint in the cloud, and all objects that onnx-ops stored for it."""
+        """Delete the endpoint, and the tables, reports and model files stored for it."""
         self._select(config.options).remove(config)
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:

@@ -289,9 +289,10 @@ class ReplicaEndpoints(EndpointProvider):
         return after
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Store the models, load them in all replicas, and publish the state.
+        """Publish a state after its models are stored, and new ones loaded by replicas.
 
-        Then wait a limited time until the replicas adopt the state.
+        Nothing is published if the newest table has this state. Then wait a limited time until the
+        replicas adopt the state.
         """
         is_followed = self._publish_once(config, state, generation)
         self._wait_until_adopted(config, TableNumber(generation), ADOPT_S if is_followed else 0.0)

@@ -122,7 +122,12 @@ class IsolatedExporter(IsolatedTool, TrainingExporter):
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """Return the loaded model's answers; None if the precision is not available."""
+        """Return the loaded model's answers; None if the precision is not available.
+
+        Raises:
+            ValueError: the model refuses the inputs.
+            StageError: the process failed, or did not answer in time.
+        """
         process, arguments = _process_of(model), {"inputs": inputs, "precision": precision}
         answers: Mapping[str, Array] | None = process.ask(
             "answer", timeout=self.timeout, **arguments
