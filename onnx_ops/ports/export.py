@@ -96,7 +96,7 @@ class Exporter(Plugin):
         """
 
     def with_custom_ops(self, libraries: tuple[CustomOps, ...]) -> Exporter:
-        """Return an exporter whose sessions of the source model load libraries of operators.
+        """Return an exporter whose sessions of the source load libraries of operators.
 
         The default is for exporters without such sessions, and ignores the libraries.
         """

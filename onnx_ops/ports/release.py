@@ -57,7 +57,7 @@ class Registry(Protocol):
         """
 
     def version(self, model: str, version: str) -> VersionRecord:
-        """Return a version.
+        """Return the record of a version.
 
         Raises:
             NotFoundError: the version does not exist, or onnx-ops did not register it.

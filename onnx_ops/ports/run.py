@@ -72,7 +72,7 @@ class Executor(Protocol):
     def show(
         self, stage: Stage, outcome: StageOutcome, decide: Callable[[Manifest], Decision | None]
     ) -> None:
-        """Show the outcome of a stage that needed no work (cached, skipped).
+        """Show the outcome of a stage that did no work (cached, skipped, check failed).
 
         A gate that failed earlier is shown as failed.
         """
@@ -82,13 +82,13 @@ class Observer:
     """An observer of a run. The base class ignores every event."""
 
     def planned(self, plan: Plan) -> None:
-        """Report the plan."""
+        """Report the plan before its first stage starts."""
 
     def started(self, stage: Stage) -> None:
-        """Report that a stage started."""
+        """Report that a stage that needs work starts."""
 
     def progressed(self, stage: Stage, line: str) -> None:
-        """Report the progress of a long stage."""
+        """Report in one line what a stage does or waits for."""
 
     def printed(self, stage: Stage, line: str, file: Path) -> None:
         """Report a line that the stage's code printed.
@@ -100,7 +100,7 @@ class Observer:
         """Report how long a stage worked, without the time it waited for a machine."""
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
-        """Report that a stage ended."""
+        """Report the outcome of a stage, including cached and skipped stages."""
 
 
 class Pools(Plugin):

@@ -596,7 +596,7 @@ class ReplicaEndpoints(EndpointProvider):
             yield f"replica {status.replica} serves {what} instead of table {newest.number}: {why}"
 
     def _has_fallen_back(self, config: EndpointConfig, seen: StorePlace, one: SeenReplica) -> bool:
-        """Return whether a silent replica refuses requests or answers like the newest table.
+        """Return whether a silent replica refuses or answers like the newest table.
 
         This can be the case once the lease of the replica is over. Since its last report, the
         replica possibly adopted any later table, so all of these tables are checked.
@@ -631,7 +631,8 @@ class ReplicaEndpoints(EndpointProvider):
     def remove(self, config: EndpointConfig) -> None:
         """Delete tables, models and reports.
 
-        Replicas serve their last table until they are stopped.
+        Replicas continue without a lease until they are stopped: a candidate then gets no traffic,
+        and with `lease: leave`, requests are refused.
         """
         for objects in (self._control(config), self._reports(config)):
             for entry in objects.list_objects(""):

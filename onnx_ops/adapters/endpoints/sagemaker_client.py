@@ -74,7 +74,7 @@ class SageMakerClient:
                 raise
 
     def list_all(self, service: str, operation: str, items: str, **request: Any) -> list[Any]:
-        """Return the items of all pages."""
+        """Return the entries under key `items` of all pages of an operation's answer."""
         with translate_errors(self.endpoint):
             pages = self.clients(service).get_paginator(operation).paginate(**request)
             return [item for page in pages for item in page.get(items, ())]

@@ -113,7 +113,9 @@ class AzureMonitorMetrics(MetricsSource):
         first: float,
         until: float,
     ) -> list[tuple[str, str, str, list[float]]]:
-        """Return each series: metric, deployment, status, and a value per minute with data.
+        """Return each series: metric, deployment, status, and a value per minute.
+
+        Minutes without data are left out.
 
         Raises:
             ServiceUnavailableError: Azure Monitor does not answer, refuses the query, or answers in

@@ -47,12 +47,12 @@ class BoundedProtocol(H11Protocol):
                 min(waiting, key=lambda each: each.opened_at, default=self).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End a connection."""
+        """Cancel the time limit of the next head, and end the connection."""
         self._head_timer.cancel()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """Wait for the head of the next request."""
+        """Start the time limit of the next request's head."""
         self._head_timer.cancel()
         self._head_timer = self.loop.call_later(HEAD_S, self._end_idle)
         super().on_response_complete()

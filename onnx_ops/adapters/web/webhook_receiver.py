@@ -105,7 +105,7 @@ class WebhookReceiver(BackgroundServer):
 
 
 def read_secret(path: Path, environ: Mapping[str, str]) -> str:
-    """Return the webhook secret from the variable or, if that is not set, the file.
+    """Return the secret in ONNX_OPS_WEBHOOK_SECRET; if that is not set, in the file.
 
     Raises:
         NotFoundError: neither the variable nor the file exists.
