@@ -52,7 +52,7 @@ class Registry(Protocol):
         descriptions of the versions.
 
         Raises:
-            UserError: the registry does not accept a name, or its place for the model was deleted.
+            UserError: a name is not valid, or (MLflow) the experiment of the model was deleted.
             DigestMismatchError: a file is not what its manifest declares.
         """
 

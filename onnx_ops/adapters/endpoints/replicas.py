@@ -596,10 +596,11 @@ class ReplicaEndpoints(EndpointProvider):
             yield f"replica {status.replica} serves {what} instead of table {newest.number}: {why}"
 
     def _has_fallen_back(self, config: EndpointConfig, seen: StorePlace, one: SeenReplica) -> bool:
-        """Return whether a silent replica refuses or answers like the newest table.
+        """Return whether a silent replica cannot contradict the newest table.
 
-        This can be the case once the lease of the replica is over. Since its last report, the
-        replica possibly adopted any later table, so all of these tables are checked.
+        The replica then refuses requests, or answers as this table specifies. This can be the case
+        once the lease of the replica is over. Since its last report, the replica possibly adopted
+        any later table, so all of these tables are checked.
         """
         is_over = min(seen.age_s, one.age_s) > LEASE_S + DEADLINE_S
         adopted, newest = one.status.adopted, seen.newest
@@ -1136,8 +1137,9 @@ def _convert_counts(
     """Return a replica's counts by generations of the ledger.
 
     Counts of tables with which replicas only loaded models are not included. While a replica
-    reports, only its closed epochs are included. If `is_ended`, the last report of its open epoch
-    is included too; a report of the same epoch after its end replaces it.
+    reports, only its closed epochs are included. If it does not report any more (`is_ended`), the
+    last report of its open epoch is included too. A report of the same epoch after its end replaces
+    that report.
     """
     opened = _halve_generations([counts.open_epoch] if counts.open_epoch is not None else [])
     closed = _halve_generations(epochs)

@@ -57,7 +57,7 @@ class PythonEnvironments:
 
         Raises:
             UserError: a requirement is not valid.
-            NotFoundError: the Python version of the environment is not installed.
+            NotFoundError: the Python version is not installed, and neither is uv.
             StageError: the installer failed.
         """
         place = self.place(wanted)

@@ -389,5 +389,5 @@ class RetainedProcess:
 
 
 def build_clean_environ() -> dict[str, str]:
-    """Return the environment variables except those that affect another Python."""
+    """Return the variables except those for Python, installers and Keras."""
     return {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}
