@@ -29,6 +29,7 @@ gate), 3 (inconclusive) and 130 (interrupted).
 
 from __future__ import annotations
 
+import copy
 import signal
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -65,7 +66,9 @@ class OnnxOpsError(Exception):
 
     def without_place(self) -> str:
         """Return the text of the error without `where`."""
-        return str(type(self)(self.what, why=self.why, remedy=self.remedy))
+        placeless = copy.copy(self)
+        placeless.where = ""
+        return str(placeless)
 
     def as_document(self) -> dict[str, object]:
         """Return the error as the document that `--json` prints."""

@@ -49,9 +49,9 @@ MAX_CACHED = 512
 CACHED_S = DAY / 2
 """Longest age of a state in memory, in seconds.
 
-The entries of an old attempt are deleted only if its last entry is older than a day. So the entries
+The entries of an attempt are deleted only if the last of them is older than a day. So the entries
 after a state younger than half a day still exist, even if the clocks of two machines differ by
-hours. This does not hold for an attempt that a client ends: its entries can be deleted earlier.
+hours.
 """
 _NAME = re.compile(r"\d{8}\.json")
 
@@ -193,7 +193,8 @@ class AnalysisLog:
         """Delete the unneeded objects of a rollout; return whether its attempt was ended.
 
         An attempt is ended with the reason `why` if its last entry is older than `keep_s` and than
-        the attempt's `max_duration`. A call after another `keep_s` deletes the remaining objects.
+        the attempt's `max_duration`. The entries of an attempt that `forget` ended are deleted a
+        day later. A call after another `keep_s` deletes the remaining objects.
         Entries before the end of an attempt that a client has ended are deleted immediately.
 
         Raises:
@@ -205,7 +206,9 @@ class AnalysisLog:
         if is_ended:
             state = self.append(state, RolloutForgotten(why=why), now)
         if state.policy is None:
-            self._delete_before(state)
+            # After `forget`, another instance can have a state in memory, which needs the entries.
+            if is_ended or state.is_over(now, DAY):
+                self._delete_before(state)
             if not is_ended and state.is_over(now, keep_s):
                 self._objects.delete(_format_name(key, state.head))
                 self._objects.delete(f"{key.folder}/{_CHECKPOINT}")

@@ -16,6 +16,7 @@ from onnx_ops.adapters.pinned_files import PinnedFiles
 from onnx_ops.domain.artifact import Digest, digest_file, digest_folder, digest_json
 from onnx_ops.domain.pinned_address import hide_secrets, is_pinned_address
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError, describe_error
+from onnx_ops.onnx_graph.files import digest_model
 from onnx_ops.plugins import imported, missing_package
 
 if TYPE_CHECKING:
@@ -50,10 +51,11 @@ class UserSuppliedModels:
     def digest(self, place: str) -> Digest:
         """Return a digest that changes with the model, without downloading remote models.
 
-        If `place` is one file, other files with its external data do not affect the digest.
+        The digest of an ONNX file includes the files with its external data. For a remote file,
+        which is downloaded alone, it does not.
 
         Raises:
-            NotFoundError: the model does not exist.
+            NotFoundError: the model, or a file with its external data, does not exist.
             UserError: the address or the URI of a version is not valid, or its scheme is unknown.
             RefusedError: MLflow does not permit the request.
             ServiceUnavailableError: the server of the model does not answer.
@@ -80,7 +82,7 @@ class UserSuppliedModels:
         path = self._path(place)
         if path.is_dir():
             return digest_folder(path).digest()
-        return digest_file(path)
+        return digest_model(path) if path.suffix == ".onnx" else digest_file(path)
 
     def path(self, place: str, scratch: Path) -> Path:
         """Return the model as a local path.

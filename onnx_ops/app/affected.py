@@ -19,6 +19,7 @@ from onnx_ops.domain.gate import TaskMetricGate
 from onnx_ops.domain.pipeline import FileData, Pipeline, SystemComparison
 from onnx_ops.domain.quantization import AUTO
 from onnx_ops.errors import NotReadyError, OnnxOpsError, UserError
+from onnx_ops.onnx_graph.files import list_external_names
 from onnx_ops.pipeline import collect_user_code, find_referenced_modules
 from onnx_ops.pipeline.stages.data import get_source_name
 
@@ -157,7 +158,7 @@ def _list_data_files(project: Project, pipeline: Pipeline) -> Iterator[str]:
 def _list_model_files(root: Path, pipeline: Pipeline) -> Iterator[str]:
     """Yield the model's file, and the code that defines, exports or trains the model."""
     if pipeline.model:
-        yield from (pipeline.model, f"{pipeline.model}.dvc")
+        yield from _list_with_weights(root, pipeline.model)
         if pipeline.export.framework != "onnx":  # An ONNX file uses no code of the project.
             yield from collect_user_code(
                 find_referenced_modules(root / pipeline.model, root), root
@@ -166,10 +167,23 @@ def _list_model_files(root: Path, pipeline: Pipeline) -> Iterator[str]:
         yield from collect_user_code((pipeline.train.run,), root, pipeline.train.depends).files
 
 
+def _list_with_weights(root: Path, model: str) -> Iterator[str]:
+    """Yield a model's path, those of its external data, and of pointer files to both."""
+    names = [model]
+    # The file can be a pointer, or be missing in this clone.
+    with contextlib.suppress(UserError):
+        if model.endswith(".onnx"):
+            folder = Path(model).parent
+            names += [(folder / name).as_posix() for name in list_external_names(root / model)]
+    for name in names:
+        yield from (name, f"{name}.dvc")
+
+
 def _list_system_files(root: Path, section: SystemComparison) -> Iterator[str]:
     """Yield the raw inputs, the graphs and the code of the section `system`."""
     yield from (section.files, f"{section.files}.dvc")
-    yield from (graph for _, graph in section.list_graphs())
+    for _, graph in section.list_graphs():
+        yield from _list_with_weights(root, graph)
     references = [reference for _, reference in section.list_functions()]
     yield from collect_user_code(references, root, section.depends).files
 

@@ -187,12 +187,12 @@ class AnalysisRoutes:
 
     def _start(self, key: RolloutKey, body: bytes) -> AnalysisAnswer:
         document = _bind(parse_body(body), StartDocument)
-        defaults = self._service.get_settings(key.analysis).policy
+        settings = self._service.get_settings(key.analysis)
         return self._service.start(
             key,
             check_name(document.stable, "stable"),
             check_name(document.canary, "canary"),
-            bind_policy(document.policy, defaults),
+            bind_policy(document.policy, settings),
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -143,8 +143,8 @@ def load_analysis_config(path: Path) -> AnalysisServiceConfig:
     return config
 
 
-def bind_policy(given: Mapping[str, Json], defaults: AnalysisPolicy) -> AnalysisPolicy:
-    """Return the policy that a client sends; missing keys are those of `defaults`.
+def bind_policy(given: Mapping[str, Json], settings: AnalysisSettings) -> AnalysisPolicy:
+    """Return the policy that a client sends; missing keys are those of its analysis.
 
     Raises:
         UserError: the policy has problems.
@@ -152,16 +152,15 @@ def bind_policy(given: Mapping[str, Json], defaults: AnalysisPolicy) -> Analysis
     from onnx_ops.config.document import path_text
 
     binding = bind(dict(given), AnalysisPolicy)
-    issues = binding.issues or [*_check_policy((), binding.value)]
+    issues = binding.issues
+    if not issues:
+        values = {name: getattr(binding.value, name) for name in given}
+        settings = replace(settings, **values)
+        issues = [*_check_policy((), settings)]
     if issues:
         texts = [f"{path_text(('policy', *each.loc))}: {each.message}" for each in issues]
         raise UserError("; ".join(texts))
-    values = {name: getattr(binding.value, name) for name in given}
-    return AnalysisPolicy(**{**_list_fields(defaults), **values})
-
-
-def _list_fields(policy: AnalysisPolicy) -> dict[str, object]:
-    return {name: getattr(policy, name) for name in AnalysisPolicy.__dataclass_fields__}
+    return settings.policy
 
 
 def _check_analysis(where: Loc, settings: AnalysisSettings) -> Iterator[Issue]:
@@ -181,13 +180,18 @@ def _check_analysis(where: Loc, settings: AnalysisSettings) -> Iterator[Issue]:
             re.compile(errors.regex)
         except re.error as error:
             yield Issue((*here, "regex"), f"not a regular expression: {error}")
-    if source.histogram is None and any(rail.name != "errors" for rail in settings.guardrails):
+
+
+def _check_policy(where: Loc, policy: AnalysisSettings) -> Iterator[Issue]:
+    source = policy.prometheus
+    if (
+        source is not None
+        and source.histogram is None
+        and any(rail.name != "errors" for rail in policy.guardrails)
+    ):
         yield Issue(
             (*where, "guardrails"), "guardrails except 'errors' need 'prometheus.histogram'"
         )
-
-
-def _check_policy(where: Loc, policy: AnalysisPolicy) -> Iterator[Issue]:
     seen: set[str] = set()
     for index, rail in enumerate(policy.guardrails):
         here = (*where, "guardrails", index)

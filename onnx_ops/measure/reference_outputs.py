@@ -352,6 +352,7 @@ def _count_affordable_rows(
     real = probes[REAL].inputs
     sizes = [_count_rows(probe.inputs) for probe in probes.values()]
     few, some = (slice_rows(real, 0, min(size, sizes[0])) for size in (_FEW, _SOME))
+    more = _count_rows(some) - _count_rows(few)
     # A row is answered in float32 and float64, but a jittered copy of it only in float64. So a copy
     # takes half the time of a row.
     copies = COPIES / 2 if source.jumps else 0
@@ -362,7 +363,8 @@ def _count_affordable_rows(
         for _ in range(_TIMES):
             per_call = min(per_call, _time_answers(source, few))
             longer = min(longer, _time_answers(source, some))
-            per_row = max(0.0, longer - per_call) / max(1, _SOME - _FEW)
+            # With few rows, both calls are the same, and a row takes at most its part of a call.
+            per_row = max(0.0, longer - per_call) / more if more else per_call / _count_rows(few)
             calls_s = len(sizes) * per_call * (2 if copies else 1)
             affordable = []
             for max_rows in (*_ROWS_OF_SLOW, max(sizes)):

@@ -117,10 +117,18 @@ def stack_boxes(definition: MetricDefinition, answers: Sequence[Any]) -> Array:
     The answer of each row is an array (boxes, columns).
 
     Raises:
-        UserError: the answer of a row has another shape.
+        UserError: the answer of a row has another shape, or is not an array of numbers.
     """
-    rows = [np.asarray(answer, dtype=np.float64) for answer in answers]
-    columns = next((row.shape[-1] for row in rows if row.size), BOX_COLUMNS)
+    try:
+        rows = [np.asarray(answer, dtype=np.float64) for answer in answers]
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"an answer of {definition.decode} is not an array of numbers",
+            where=definition.label,
+            why=str(error),
+            remedy="Return an array (boxes, columns) for each row.",
+        ) from error
+    columns = next((row.shape[-1] for row in rows if row.size and row.ndim), BOX_COLUMNS)
     rows = [row if row.size else np.zeros((0, columns)) for row in rows]
     for number, row in enumerate(rows):
         if row.ndim != 2 or row.shape[1] != columns:

@@ -139,6 +139,9 @@ def explain_missing_operators(operators: Mapping[str, tuple[str, ...]], target: 
     return f"target {target.name} lacks operators: {listed}"
 
 
+DEFAULT_BLOCK = 128
+"""Block size of a GatherBlockQuantized without the attribute `block_size`."""
+
 _BLOCK_SIZES = {
     "MatMulNBits": frozenset({16, 32, 64, 128, 256}),
     "GatherBlockQuantized": frozenset(1 << bits for bits in range(4, 31)),
@@ -154,7 +157,7 @@ def find_unsupported_blocks(model: onnx.ModelProto) -> dict[str, str]:
     unsupported = {}
     for node in iterate_nodes(model):
         sizes = _BLOCK_SIZES.get(node.op_type, frozenset())
-        block = next((a.i for a in node.attribute if a.name == "block_size"), 0)
+        block = next((a.i for a in node.attribute if a.name == "block_size"), DEFAULT_BLOCK)
         if sizes and block not in sizes:
             listed = ", ".join(map(str, sorted(sizes)[:5])) + (" …" if len(sizes) > 5 else "")
             text = f"{node.op_type} has blocks of {block}, but CPU kernels accept {listed}"

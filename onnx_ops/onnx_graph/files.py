@@ -1,10 +1,10 @@
 """Read and write ONNX files and the external weights beside them.
 
-Except in `digest_model`, every location of external data is checked before any byte of it is read.
-ONNX Runtime 1.31 and the onnx package refuse different locations. ONNX Runtime accepts a tensor in
-the model file, in the middle of another tensor, or behind a `..` that returns to the folder. The
-onnx package accepts a tensor that is shorter than its shape. A location is refused here if it could
-mislead either library. Writing the same model always gives the same bytes.
+Every location of external data is checked before any byte of it is read. ONNX Runtime 1.31 and the
+onnx package refuse different locations. ONNX Runtime accepts a tensor in the model file, in the
+middle of another tensor, or behind a `..` that returns to the folder. The onnx package accepts a
+tensor that is shorter than its shape. A location is refused here if it could mislead either
+library. Writing the same model always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -188,14 +188,9 @@ def list_external_names(path: Path) -> tuple[str, ...]:
 def digest_model(path: Path) -> Digest:
     """Return the digest of the bytes of a model file and of its weight files.
 
-    The locations of the weight files are not checked.
-
-    Raises:
-        NotFoundError: a weight file is missing.
+    Raises the errors of `read_structure`.
     """
-    weights = [path.parent / name for name in sorted(list_external_names(path))]
-    if missing := [file.name for file in weights if not file.is_file()]:
-        raise NotFoundError(f"the weights file {missing[0]} does not exist", where=str(path))
+    weights = sorted(resolve_external_files(share_structure(path), path.parent))
     return digest_json([digest_file(path), [digest_file(file) for file in weights]])
 
 

@@ -16,6 +16,7 @@ from onnx_ops.onnx_graph.files import (
     get_element_type,
     iterate_nodes,
     read_structure,
+    refuse_ort,
     resolve_external_files,
     share_structure,
 )
@@ -137,8 +138,9 @@ def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:
             `description`, or a metadata key.
 
     Raises:
-        UserError: `version` is not a whole number of at most 63 bits.
+        UserError: `version` is not a whole number of at most 63 bits, or the file is in ORT format.
     """
+    refuse_ort(path)
     model = read_structure(path)
     version = values.get("version", str(model.model_version))
     if not (version.isascii() and version.isdecimal() and int(version) <= _LARGEST_VERSION):

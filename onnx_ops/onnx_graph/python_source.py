@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_ops.errors import StageError
-from onnx_ops.onnx_graph.files import parse_model
+from onnx_ops.onnx_graph.files import parse_model, refuse_ort
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -89,8 +89,10 @@ def write_python_source(path: Path, source: Path) -> tuple[Path, ...]:
     the following.
 
     Raises:
+        UserError: the file is in ORT format.
         StageError: the source builds another model.
     """
+    refuse_ort(path)
     model, writer = parse_model(path), _Writer()
     body = writer.render(model, 4)
     place = source.with_name(source.name + WEIGHTS)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from onnx_ops.onnx_graph.compatibility import DEFAULT_BLOCK
 from onnx_ops.onnx_graph.files import collect_constants, iterate_nodes, map_readers
 from onnx_ops.onnx_graph.quantized_activations import QUANTIZED_SUFFIX
 
@@ -369,7 +370,7 @@ class StoredWeightReader:
         if not {node.input[0], node.input[2]} <= set(self.tensors):
             return None
         sizes = {a.name: a.i for a in node.attribute}
-        bits, block = sizes.get("bits", 4), sizes.get("block_size", 128)
+        bits, block = sizes.get("bits", 4), sizes.get("block_size", DEFAULT_BLOCK)
         stored = self._array(node.input[0])
         packed = stored.dtype == np.uint8
         levels = (

@@ -205,7 +205,7 @@ class PrefectPools(Pools):
     def _read(self, client: SyncPrefectClient, run: UUID) -> FlowRun:
         """Return a flow run, as it was at most half of `poll` ago.
 
-        One request reads all awaited runs, because a request for each run would overload the
+        One request reads up to 200 awaited runs, because a request for each run would overload the
         server.
         """
         from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
@@ -214,11 +214,17 @@ class PrefectPools(Pools):
         with self._reading:
             known = isinstance(self._found, Exception) or run in self._found
             if not known or time.monotonic() - self._read_at > self.poll / 2:
-                wanted = FlowRunFilter(id=FlowRunFilterId(any_=list({run, *self._waited})))
+                wanted = sorted({run, *self._waited})
                 try:
                     self._found = {
                         one.id: one
-                        for one in client.read_flow_runs(flow_run_filter=wanted, limit=PAGE_SIZE)
+                        for start in range(0, len(wanted), PAGE_SIZE)
+                        for one in client.read_flow_runs(
+                            flow_run_filter=FlowRunFilter(
+                                id=FlowRunFilterId(any_=wanted[start : start + PAGE_SIZE])
+                            ),
+                            limit=PAGE_SIZE,
+                        )
                     }
                 except Exception as error:
                     self._found = error

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from onnx_ops import plugins
 from onnx_ops.domain.arithmetic import Arithmetic, detect_arithmetic
-from onnx_ops.domain.artifact import Digest, digest_file, digest_json
+from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.domain.pinned_address import is_pinned_address
@@ -46,15 +46,16 @@ class ProjectProbe:
 
     def system(self, section: SystemComparison) -> Digest:
         """Return the digest of the code, the graphs and the raw inputs of a comparison."""
-        # The import loads NumPy, which planning does not need.
+        # These imports load NumPy and onnx, which planning does not need.
         from onnx_ops.measure.system_inputs import digest_raw_inputs
+        from onnx_ops.onnx_graph.files import digest_model
 
         root = self.context.root
         code = [
             self.code(reference, section.depends).digest()
             for _, reference in section.list_functions()
         ]
-        graphs = [digest_file(root / graph) for _, graph in section.list_graphs()]
+        graphs = [digest_model(root / graph) for _, graph in section.list_graphs()]
         files = digest_raw_inputs(root / section.files, section.rows, where="system.files")
         return digest_json([code, graphs, files])
 

@@ -205,7 +205,8 @@ def _list_imports(path: Path, base: Path) -> Iterator[str]:
     package = list(path.relative_to(base).parts[:-1])
     try:
         tree = parse_python(path.read_bytes())
-    except (SyntaxError, ValueError) as error:  # A null byte causes ValueError.
+    except (SyntaxError, ValueError, RecursionError) as error:
+        # A null byte causes ValueError, and deep nesting RecursionError.
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise UserError("not Python", where=f"{path}{line}", why=str(error)) from error
     for node in ast.walk(tree):

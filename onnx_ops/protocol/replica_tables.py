@@ -20,7 +20,7 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.attestation import EnvelopeSignature
 from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
 from onnx_ops.domain.quantities import OMIT_DEFAULT
-from onnx_ops.errors import CorruptStateError, OnnxOpsError
+from onnx_ops.errors import CorruptStateError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.ports import Signer, Verifier
 from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
 
@@ -236,6 +236,9 @@ def find_newest(
         names: names of the objects in the folder of the tables.
         read: returns the table with a number. It raises an OnnxOpsError for an invalid object.
         above: number of a known table. Tables with lower or equal numbers are not returned.
+
+    Raises:
+        ServiceUnavailableError: a table cannot be read now.
     """
     skipped: dict[str, str] = {}
     numbers: list[TableNumber] = []
@@ -248,6 +251,9 @@ def find_newest(
     for number in sorted(numbers, reverse=True):
         try:
             return resolve(read(number), lambda to: require_table(read(to))), skipped
+        except ServiceUnavailableError:
+            # The table can be valid, so no older table may be taken for the newest.
+            raise
         except OnnxOpsError as error:
             skipped[number.name.removeprefix(f"{FOLDER}/")] = error.what
     return None, skipped

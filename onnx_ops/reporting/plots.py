@@ -99,8 +99,10 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
             _step_curve([value / scale.divisor for value in seconds]),
             f"line {style_series(series)}",
         )
+        is_omitted = latency.preempted < latency.runs
         lost = (
-            f"{share(latency.preempted, latency.runs)} of {latency.runs} runs preempted and omitted"
+            f"{share(latency.preempted, latency.runs)} of {latency.runs} runs preempted"
+            f"{' and omitted' if is_omitted else ''}"
         )
         middle = median_latency(latency)
         keys.append((series, f"{e.variant}: median {middle.text() if middle else '?'}, {lost}"))

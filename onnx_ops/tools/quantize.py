@@ -233,6 +233,15 @@ def deliver(
         for t in targets
     }
     sizes = read_model_info(source).size_bytes, read_model_info(made).size_bytes
+    _copy_with_weights(made, path)
+    return QuantizedFile(recipe=recipe, sizes=sizes, examined=examined)
+
+
+def _copy_with_weights(made: Path, path: Path) -> None:
+    """Copy a model to `path`, and its weights to the weights file beside `path`.
+
+    The name of the weights in `made` is changed, so that no other file beside `path` is replaced.
+    """
     if _weights_path(made).exists():
         model = parse_model(made)
         entries = (entry for tensor in iterate_tensors(model) for entry in tensor.external_data)
@@ -241,7 +250,6 @@ def deliver(
         _copy_atomically(_weights_path(made), _weights_path(path))
         made.write_bytes(model.SerializeToString(deterministic=True))
     _copy_atomically(made, path)
-    return QuantizedFile(recipe=recipe, sizes=sizes, examined=examined)
 
 
 def _weights_path(path: Path) -> Path:
@@ -349,5 +357,5 @@ def _keep_closest(result: SearchResult, path: Path) -> str:
         return ""
     made, trial = result.closest
     place = path.with_name(f"{path.stem}.closest{path.suffix}")
-    copy_model(made, place)
+    _copy_with_weights(made, place)
     return f", and {place.name} is the closest: {describe_trial(trial, result.record.metric)}"

@@ -131,6 +131,10 @@ def test_delete_old_of_forgotten_rollout_keeps_two_objects_and_then_none(
 ) -> None:
     site.serve_traffic(5, **WORSE)
     site.service.forget(KEY)
+    files = list_files(site)
+    site.service.delete_old()
+    assert list_files(site) == files
+    site.pass_time(DAY + 60)
     site.service.delete_old()
     assert len(list_files(site)) == 2
     with pytest.raises(NotFoundError):
@@ -246,6 +250,18 @@ def test_observe_with_state_in_memory_detects_deletion_by_other_instance(
     assert site.observe(other).state.head == 2
 
 
+def test_observe_after_forget_and_deletion_starts_again_in_instance_with_state_in_memory(
+    site: AnalysisSite,
+) -> None:
+    site.serve_traffic(5, **WORSE)
+    other = site.restart()
+    assert site.observe(other).verdict.verdict == "fail"
+    site.service.forget(KEY)
+    site.service.delete_old()
+    assert site.observe(other).verdict.verdict == "inconclusive"
+    assert site.observe(other).state == site.observe().state == read_anew(site)
+
+
 def test_delete_old_by_two_instances_deletes_each_rollout_once(
     site: AnalysisSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,7 +303,9 @@ def test_delete_old_with_failing_store_deletes_nothing_and_later_continues(
     with monkeypatch.context() as patch:
         patch.setattr(LocalObjects, name, fail)
         assert site.service.delete_old() == 0
-    site.service.delete_old()
+    for _ in range(2):
+        site.service.delete_old()
+        site.pass_time(DAY + 60)
     assert len(list_files(site)) == 2
 
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from onnx_ops.config.analysis import bind_policy, load_analysis_config
+from onnx_ops.config.analysis import (
+    AnalysisSettings,
+    ErrorSelection,
+    PrometheusCounters,
+    bind_policy,
+    load_analysis_config,
+)
 from onnx_ops.domain.rollout_analysis import AnalysisPolicy
 from onnx_ops.domain.rollout_policy import Guardrail
 from onnx_ops.errors import ConfigError, UserError
@@ -85,11 +92,37 @@ def test_load_analysis_config_with_problem_reports_its_line(
 
 
 def test_bind_policy_replaces_given_keys_and_rejects_unknown_keys() -> None:
-    defaults = AnalysisPolicy(min_requests=(7,), max_duration=100.0)
+    defaults = AnalysisSettings(min_requests=(7,), max_duration=100.0)
     policy = bind_policy({"min_requests": 50}, defaults)
     assert policy == AnalysisPolicy(min_requests=(50,), max_duration=100.0)
     with pytest.raises(UserError, match=r"policy\.guardrail: unknown key|unknown key 'guardrail'"):
         bind_policy({"guardrail": []}, defaults)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"interval": "2 min"}, "shorter than 'max_duration'"),
+        ({"guardrails": ["errors", "latency_p99"]}, "need 'prometheus.histogram'"),
+    ],
+)
+def test_bind_policy_that_contradicts_its_analysis_raises_user_error(
+    given: dict[str, Any], message: str
+) -> None:
+    source = PrometheusCounters(
+        url="http://prometheus:9090",
+        requests="requests_total",
+        revision_label="revision",
+        errors=ErrorSelection(label="code", values=("500",)),
+    )
+    settings = AnalysisSettings(interval=1.0, max_duration=100.0, prometheus=source)
+    with pytest.raises(UserError, match=message):
+        bind_policy(given, settings)
+
+
+def test_bind_policy_accepts_duration_longer_than_interval_of_its_analysis() -> None:
+    settings = AnalysisSettings(interval=1.0)
+    assert bind_policy({"max_duration": "10 s"}, settings).max_duration == 10.0
 
 
 def test_load_analysis_config_reads_keep_setting_and_rejects_less_than_one_day(

@@ -176,8 +176,14 @@ class SageMakerVariants(CloudEndpoints):
     def _shows(
         self, client: SageMakerClient, description: Mapping[str, Any], claim: EndpointClaim
     ) -> bool:
-        """Return whether an endpoint in service has the claimed config and weights."""
-        layout = self._layout(client, claim.state)
+        """Return whether an endpoint in service has the claimed config and weights.
+
+        The result is False if the present options cannot give an endpoint the claimed state.
+        """
+        try:
+            layout = self._layout(client, claim.state)
+        except UserError:
+            return False
         return layout.has_config(description["EndpointConfigName"]) and has_weights(
             description, layout.weights
         )

@@ -93,7 +93,7 @@ class SklearnExporter(TreeExporter):
 
         file = find_file(folder, FILE)
         try:
-            return unwrap_search(joblib.load(file))
+            model = joblib.load(file)
         except Exception as error:
             raise UserError(
                 f"the model cannot be unpickled: {type(error).__name__}: {error}",
@@ -101,6 +101,7 @@ class SklearnExporter(TreeExporter):
                 remedy="Write the file with joblib or pickle, with the package versions of this "
                 "environment.",
             ) from error
+        return unwrap_search(model)
 
     def _convert_loadable(
         self, model: object, layout: InputLayout, opset: int

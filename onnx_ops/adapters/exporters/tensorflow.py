@@ -88,7 +88,7 @@ class TensorflowExporter(Exporter):
             )
         tf = import_tensorflow()
         try:
-            if files:
+            if len(files) == 1:
                 return load_keras(files[0])
             return tf.saved_model.load(str(folder))
         except (ValueError, TypeError, OSError, ImportError) as error:

@@ -159,6 +159,7 @@ class IsolatedOptimizer(IsolatedTool, Optimizer):
 
     def __post_init__(self) -> None:
         self.quantized, self.needs_calibration = self.here.quantized, self.here.needs_calibration
+        self.reads_ranges = self.here.reads_ranges
 
     def files(self, section: Quantize) -> tuple[str, ...]:
         """Return the files that the section names."""
@@ -174,11 +175,18 @@ class IsolatedOptimizer(IsolatedTool, Optimizer):
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Run the optimizer in a process of the environment; return its notes."""
+        return tuple(self._ask("optimize", request))
+
+    def read_ranges(self, request: OptimizeRequest, path: Path, shard: tuple[int, int]) -> None:
+        """Read the ranges of a part of the batches in a process of the environment."""
+        self._ask("read_ranges", request, path=path.resolve(), shard=shard)
+
+    def _ask(self, method: str, request: OptimizeRequest, **arguments: object) -> Any:
         process = self.start("run_optimizer", f"variant {request.section.name}")
         try:
             request = replace(request, source=request.source.resolve(), path=request.path.resolve())
-            return tuple(
-                process.ask("optimize", timeout=self.timeout, optimizer=self.place, request=request)
+            return process.ask(
+                method, timeout=self.timeout, optimizer=self.place, request=request, **arguments
             )
         finally:
             process.stop()
@@ -229,6 +237,12 @@ class OptimizerWorker:
         """Run the optimizer and return its notes."""
         notes: tuple[str, ...] = _make(optimizer).optimize(request)
         return notes
+
+    def read_ranges(
+        self, optimizer: str, request: OptimizeRequest, path: Path, shard: tuple[int, int]
+    ) -> None:
+        """Write the ranges of one part of the calibration batches."""
+        _make(optimizer).read_ranges(request, path, shard)
 
 
 def run_optimizer() -> None:

@@ -333,13 +333,13 @@ class ArtifactDownload:
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
         self._where = where
-        with self._answering():
+        with _storage_errors(self._where):
             self._files = get_artifact_repository(location, tracking_uri=connection.uri)
 
     def has(self, name: str) -> bool:
         """Return whether a file with that name exists."""
         parent = name.rpartition("/")[0]
-        with self._answering():
+        with _storage_errors(self._where):
             return any(
                 info.path == name and not info.is_dir
                 for info in self._files.list_artifacts(parent or None)
@@ -350,7 +350,7 @@ class ArtifactDownload:
         if not self.has(name):
             what = f"{name} is missing from the artifacts"
             raise DigestMismatchError(what, where=self._where, remedy=_ARTIFACT_REMEDY)
-        with self._answering():
+        with _storage_errors(self._where):
             self._files.download_artifacts(name, str(folder))  # type: ignore[no-untyped-call]
         return folder / name
 
@@ -360,26 +360,27 @@ class ArtifactDownload:
             what = f"{path.name} differs from the registered file"
             raise DigestMismatchError(what, where=self._where, remedy=_ARTIFACT_REMEDY)
 
-    @contextmanager
-    def _answering(self) -> Iterator[None]:
-        """Convert errors that `MlflowConnection.session` does not convert.
 
-        The client of the storage can raise errors of any type, which MLflow passes on.
-        """
-        from mlflow.exceptions import MlflowException
+@contextmanager
+def _storage_errors(where: str) -> Iterator[None]:
+    """Convert errors that `MlflowConnection.session` does not convert.
 
-        try:
-            yield
-        except (MlflowException, OSError, ModuleNotFoundError):
-            raise
-        except Exception as error:
-            raise ServiceUnavailableError(
-                "the files of this version cannot be read now",
-                where=self._where,
-                why=quoted(f"{type(error).__name__}: {error}"),
-                remedy="Check that this machine can reach the artifact storage of MLflow, "
-                "and has credentials for it.",
-            ) from error
+    The client of the storage can raise errors of any type, which MLflow passes on.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except (MlflowException, OSError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        raise ServiceUnavailableError(
+            "the files of this version cannot be read now",
+            where=where,
+            why=quoted(f"{type(error).__name__}: {error}"),
+            remedy="Check that this machine can reach the artifact storage of MLflow, "
+            "and has credentials for it.",
+        ) from error
 
 
 def _get_scheme(location: str) -> str:
@@ -415,9 +416,10 @@ class MlflowModels:
             from mlflow.artifacts import download_artifacts
 
             source = f"models:/{name}/{version}"
-            download_artifacts(
-                artifact_uri=source, dst_path=str(folder), tracking_uri=self._mlflow.uri
-            )
+            with _storage_errors(uri):
+                download_artifacts(
+                    artifact_uri=source, dst_path=str(folder), tracking_uri=self._mlflow.uri
+                )
 
     def _version(self, uri: str) -> tuple[str, str, str]:
         match = _MODEL_URI.fullmatch(uri)

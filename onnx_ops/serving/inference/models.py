@@ -651,7 +651,7 @@ class LoadedModel:
         if self.session.get_session_options().enable_cpu_mem_arena:
             options = ort.RunOptions()
             options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-            with contextlib.suppress(InputsRejectedError, InfrastructureError):
+            with contextlib.suppress(UserError, InfrastructureError):
                 self.run(tuple(self.signature.outputs), self._build_least_feed(), options)
 
     def run_random(self) -> None:
@@ -661,7 +661,7 @@ class LoadedModel:
             name: _build_sample(self.signature.inputs[name], random)
             for name in self.signature.required
         }
-        with contextlib.suppress(InputsRejectedError, InfrastructureError):
+        with contextlib.suppress(UserError, InfrastructureError):
             self.run(tuple(self.signature.outputs), feed)
 
 
