@@ -268,7 +268,7 @@ class MetricsRecorded:
 class RolloutPaused:
     """The rollout waits for an operator.
 
-    One entry is written for each step and kind of wait.
+    No further entry is written while the step and the kind of wait stay the same.
     """
 
     kind: Literal["rollout-paused"] = "rollout-paused"

@@ -182,7 +182,10 @@ def read_published_rollback(record: VersionRecord, endpoint: str) -> PublishedRo
 
 
 def is_later(override: SignedOverride, rollback: PublishedRollback) -> bool:
-    """Return whether an override was not signed before the rollback was published."""
+    """Return whether an override was signed when or after a rollback was published.
+
+    The result is False if the time of the override is not valid.
+    """
     try:
         return datetime.fromisoformat(override.record.at) >= rollback.at
     except (ValueError, TypeError):  # The text is not a time, or the time has no time zone.
@@ -203,7 +206,7 @@ def build_override(
     Operator libraries and execution are taken from a signed decision about these files, regardless
     of its verdict. Without a decision, the files are served without operator libraries, on one CPU
     thread. The clock of this machine can be wrong. The time of the record is therefore never before
-    a published rollback of the version, which the user has seen.
+    a published rollback of the version, so that the override lifts this rollback.
 
     Args:
         verifier: verifier of the decision; None if no decision can be verified.

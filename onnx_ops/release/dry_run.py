@@ -46,7 +46,7 @@ class DryRun:
 
     Args:
         context: the real ports. Opening and reading them must not write anything.
-        temporary: temporary place of model files that the operation would download.
+        temporary: temporary place in which the dry run stores the model files that it downloads.
     """
 
     def __init__(self, context: Context, temporary: ModelFiles) -> None:

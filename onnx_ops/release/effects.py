@@ -61,7 +61,9 @@ def perform_action(
 
     Raises:
         LedgerConflictError: another process acted meanwhile, and its entry takes precedence.
-        RefusedError: the action deploys a version that is not approved; nothing was changed.
+        RefusedError: the action deploys a version that is not approved; nothing was changed. This
+            is not checked if `effect` is given.
+        MissingKeyError: no key on this machine can sign the intent; nothing was changed.
         OnnxOpsError: the effect failed; the outcome records it, and the roles are unchanged.
     """
     config = journal.config

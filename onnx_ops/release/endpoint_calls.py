@@ -24,7 +24,10 @@ class Backoff:
     """Pauses between the attempts of a failing operation, counted in skipped passes.
 
     After the first failure, no pass is skipped. After further successive failures, 1, 3, 7 … passes
-    are skipped. A pause lasts at most `MAX_PAUSE_S`.
+    are skipped. A pause lasts at most `MAX_PAUSE_S`, or one interval if that is longer.
+
+    Args:
+        interval_s: seconds between two passes.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -69,8 +72,8 @@ def run_concurrently(
 ) -> dict[str, _Result | OnnxOpsError]:
     """Run each call in a separate thread; return its result or error by name.
 
-    A call that exceeds the time limit continues in its thread, and `on_timeout` returns the error
-    that is reported for the call.
+    The time limit begins once for all calls. A call that exceeds it continues in its thread, and
+    `on_timeout` returns the error that is reported for the call.
 
     Raises:
         BaseException: a call raised an exception other than `OnnxOpsError`.
@@ -81,7 +84,7 @@ def run_concurrently(
         try:
             results[name] = call()
         except BaseException as error:
-            # The caller returns each OnnxOpsError, and raises all other errors.
+            # `run_concurrently` returns each OnnxOpsError, and raises all other errors.
             results[name] = error
 
     threads = [

@@ -26,10 +26,10 @@ from onnx_ops.release.changes import NOTHING, Change, ChangeKind, ChangeLog
 
 
 class EndpointOverlay(EndpointProvider):
-    """A provider that reads from another provider, and only records changes.
+    """A provider that reads from a wrapped provider, and only records changes.
 
     After the first change of an endpoint, `observe` returns the state that the endpoint would have
-    after the change.
+    after the recorded changes.
     """
 
     def __init__(self, inner: EndpointProvider, log: ChangeLog) -> None:
@@ -42,15 +42,15 @@ class EndpointOverlay(EndpointProvider):
         self._forgotten: set[tuple[str, str]] = set()
 
     def has_changed(self, endpoint: str) -> bool:
-        """Return whether a change of the endpoint is recorded."""
+        """Return whether a change of the endpoint's state, or its removal, is recorded."""
         return endpoint in self._states
 
     def sign_with(self, signer: Callable[[], Signer | None]) -> None:
-        """Set the signer of the other provider."""
+        """Set the signer of the wrapped provider."""
         self._inner.sign_with(signer)
 
     def capabilities(self, options: Mapping[str, Json] | None = None) -> frozenset[str]:
-        """Return the capabilities of the other provider."""
+        """Return the capabilities of the wrapped provider."""
         return self._inner.capabilities(options)
 
     def validate_options(self, options: Mapping[str, Json]) -> None:
@@ -58,7 +58,7 @@ class EndpointOverlay(EndpointProvider):
         self._inner.validate_options(options)
 
     def explain_unservable(self, target: Target) -> str:
-        """Return why no endpoint can serve the target; empty if one can."""
+        """Return why no endpoint can serve the target; empty if an endpoint can."""
         return self._inner.explain_unservable(target)
 
     def explain_uncounted(self, source: str, options: Mapping[str, Json]) -> str:
@@ -85,7 +85,7 @@ class EndpointOverlay(EndpointProvider):
         *,
         is_rollback: bool = False,
     ) -> EndpointState:
-        """Return the state that a change would lead to, from the other provider."""
+        """Return the state after a change, as the wrapped provider computes it."""
         return self._inner.preview(config, state, current, is_rollback=is_rollback)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
@@ -118,7 +118,7 @@ class EndpointOverlay(EndpointProvider):
         self._record(config, ChangeKind.CONFIRMATION, what)
 
     def address(self, config: EndpointConfig) -> str | None:
-        """Return the address of the endpoint, as the other provider reports it."""
+        """Return the address from the wrapped provider; None after a recorded removal."""
         is_removed = self.has_changed(config.endpoint) and self._states[config.endpoint] is None
         return None if is_removed else self._inner.address(config)
 
@@ -146,7 +146,7 @@ class EndpointOverlay(EndpointProvider):
         self._record(config, ChangeKind.SERVER, f"stop waiting for replica {name}")
 
     def metrics(self, options: Mapping[str, Json] | None = None) -> MetricsSource:
-        """Return the metrics source of the other provider."""
+        """Return the metrics source of the wrapped provider."""
         return self._inner.metrics(options)
 
     def list_orphans(
@@ -176,7 +176,10 @@ class EndpointOverlay(EndpointProvider):
         self._states[config.endpoint] = None
 
     def is_unsupervised(self, config: EndpointConfig) -> bool:
-        """Return whether clients get answers although `observe` returns None."""
+        """Return whether clients get answers although `observe` returns None.
+
+        The result is False after a recorded change of the endpoint.
+        """
         return not self.has_changed(config.endpoint) and self._inner.is_unsupervised(config)
 
     def explain_elsewhere(self, config: EndpointConfig) -> str:
@@ -184,7 +187,7 @@ class EndpointOverlay(EndpointProvider):
         return self._inner.explain_elsewhere(config)
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterable[Diagnosis]:
-        """Return the diagnoses of the other provider."""
+        """Return the diagnoses of the wrapped provider."""
         return self._inner.diagnose(endpoints)
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
@@ -204,6 +207,10 @@ class MetricsOverlay(MetricsSource):
 
     The counts of the real source do not include the change. After a real change, the counts of the
     new split start at zero, so no step is decided from them.
+
+    Args:
+        has_changed: function that returns whether a change of an endpoint is recorded.
+        readings: the last reading by endpoint, which all sources of a dry run share.
     """
 
     def __init__(
@@ -221,7 +228,7 @@ class MetricsOverlay(MetricsSource):
         self._clock = clock
 
     def capabilities(self) -> frozenset[str]:
-        """Return what the other source can report."""
+        """Return what the real source can report."""
         return self._inner.capabilities()
 
     def read(

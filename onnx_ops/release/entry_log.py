@@ -1,7 +1,7 @@
 """All entries of an endpoint's ledger, with what their signatures grant.
 
-A log is extended by the entries that were appended since. A ledger of 10,000 entries is therefore
-read only once by a process.
+A log that was read before is extended by the entries that were appended since then. A process
+therefore reads a ledger of 10,000 entries only once.
 """
 
 from __future__ import annotations

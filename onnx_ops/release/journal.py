@@ -158,7 +158,7 @@ def find_corruption(context: Context, endpoint: str) -> CorruptStateError | None
 
 
 def list_sibling_states(context: Context, model: str, target: str) -> tuple[ReleaseState, ...]:
-    """Return the readable state of each endpoint that serves a model on a target."""
+    """Return the readable state of each endpoint bound to a model and target."""
     states = (
         read_readable_state(context, name) for name in context.ledger.endpoints() if "@" not in name
     )

@@ -33,6 +33,7 @@ class DeliveryResult:
     """The notifications that one notifier sent about one endpoint.
 
     `error` is the reason why the notifier stopped; it is empty if all notifications were sent.
+    `notifier` is empty if the error is not that of one notifier, such as a damaged ledger.
     """
 
     endpoint: str
@@ -47,8 +48,8 @@ def send_pending(
     """Send pending notifications about an endpoint through the accepted notifiers.
 
     A notifier that is new to the endpoint sends notifications that are at most an hour old. A
-    notifier that fails continues at the same notification in the next call. It does not delay the
-    other notifiers.
+    notifier that fails continues at the same notification in the next call. The other notifiers
+    still send.
 
     Args:
         accepts: function that returns whether to use the notifier of a given name.
@@ -207,9 +208,9 @@ def _send(notification: Notification, name: str, notifier: Notifier) -> Delivery
 
 
 def _add_link(context: Context, notification: Notification) -> Notification:
-    """Add the address of the model's page, if the registry has pages.
+    """Return the notification with the address of the model, if the registry has web pages.
 
-    A notification is sent without the address if the registry does not answer.
+    The notification is unchanged if the registry does not answer.
     """
     try:
         address = context.registry().where(notification.model) if notification.model else ""

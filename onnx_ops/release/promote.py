@@ -52,9 +52,9 @@ from onnx_ops.release.registry_sync import (
 class PromotionResult:
     """The result of a promotion.
 
-    `did` is what the version became (`champion`, `challenger`), `serves already`, or `left`.
-    `endpoints` are the endpoints that follow the promotion. If a run skipped the promotion, `left`
-    is the version that serves instead; otherwise it is empty.
+    `did` is what the version became (`champion`, `challenger`), `serves already`, or `left` if a
+    run skipped the promotion. `endpoints` are the endpoints that follow the promotion. If it was
+    skipped, field `left` is the version that replaced this one; otherwise it is empty.
     """
 
     model: str
@@ -88,12 +88,16 @@ def promote_release(
 
     If the version was promoted before and another version serves now, the other version is newer,
     or an operator chose it. A run without changes must not revert this, so the promotion is
-    skipped. Otherwise, `promote` promotes the version.
+    skipped. Otherwise, `promote` is called.
 
     Args:
         release: the release of the version. In a new registry, another release can have the same
             version number.
         always: whether to promote the version even if another version replaced it.
+        expects: as in `promote`.
+
+    Raises:
+        OnnxOpsError: the errors of `promote`.
     """
     aliases = context.registry().aliases(model)
     is_requested = aliases.get(format_alias("challenger", target)) == version
@@ -116,8 +120,9 @@ def promote_release(
 def find_successor(state: ReleaseState, version: str, release: Digest) -> Deployment | None:
     """Return the deployment that replaced a version at an endpoint, or None.
 
-    The result is None if the version was never a candidate or stable there, or still is. A
-    candidate replaces a version before the candidate is stable.
+    The result is None if the version was never a candidate or stable there, or still is. It is also
+    None if a deployment of another release had this version number. A candidate replaces a version
+    before the candidate is stable.
     """
     roles, known = state.roles, state.known.get(version)
     if (
@@ -203,14 +208,16 @@ def promote(
     If no endpoint serves the target, the version becomes the champion immediately.
 
     Args:
-        reason: reason that is recorded; required for an override.
+        reason: reason that is recorded with an override, which requires it, or on a challenger. It
+            is not recorded otherwise.
         override: whether to serve the version regardless of its gates and rollbacks.
         expects: endpoints that will be bound next. If there are any, the reconciler of these
             endpoints sets the champion later.
 
     Raises:
         RefusedError: the version's decision does not allow it to serve, the version was rolled
-            back, or no key on this machine can sign an override.
+            back, no key on this machine can sign an override, or the registry does not permit the
+            alias.
         NotFoundError: the version does not exist.
         UserError: the override has no reason.
         MissingKeyError: no key on this machine can sign the ledger entry of an override.
@@ -253,6 +260,8 @@ def bind_endpoint(
 ) -> bool:
     """Bind an endpoint to its declared config and policy; return whether they changed.
 
+    A pending deletion of the endpoint is completed first.
+
     Args:
         abandon: recorded reason why deployments at the endpoint's previous place can run unmanaged.
 
@@ -260,7 +269,8 @@ def bind_endpoint(
         UserError: the endpoint serves another model or target, or does not support the change while
             it exists.
         RefusedError: the endpoint runs at another place, and `abandon` is empty.
-        ConflictError: another process is changing the deployments at that place.
+        ConflictError: another process is changing the deployments at the previous place.
+        ServiceUnavailableError: the pending deletion could not be completed.
         MissingKeyError: no key on this machine can sign the binding.
     """
 
@@ -347,6 +357,10 @@ def abandon_dropped(
 
     Returns:
         The names of the unbound endpoints.
+
+    Raises:
+        ConflictError: another process is changing one of the endpoints.
+        MissingKeyError: no key on this machine can sign the entry that unbinds an endpoint.
     """
     names = tuple(state.endpoint for state in _list_dropped(context, pipeline, configs))
     for name in names:
@@ -410,6 +424,7 @@ def finish_deletion(journal: Journal, *, reason: str = "") -> None:
 
     Raises:
         ServiceUnavailableError: the endpoint could not be deleted.
+        LedgerConflictError: the endpoint was deleted, but another process wrote an entry meanwhile.
     """
     config = journal.config
     journal.context.provider(config.provider).remove(config)
@@ -501,7 +516,8 @@ def _find_moved(
 ) -> EndpointConfig | None:
     """Return an endpoint's present config if the new `config` moves it, or None.
 
-    The function raises an error if the endpoint does not support another change of its config.
+    Raises:
+        UserError: the config keeps the place, and the endpoint does not support the change.
     """
     bound = state.config
     if (

@@ -30,7 +30,7 @@ from onnx_ops.ports import Context
 from onnx_ops.release.journal import list_bound_endpoints
 
 YOUNGEST_S = DAY
-"""Age in seconds below which objects are always kept.
+"""Age in seconds below which stored objects are always kept.
 
 A stage is assumed to need less time between its first stored file and its recorded result.
 """
@@ -114,7 +114,7 @@ def _find_roots(context: Context) -> set[Digest]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orphan:
-    """An orphaned resource of a present or former endpoint."""
+    """An orphaned resource of a bound endpoint."""
 
     endpoint: str
     provider: str
@@ -319,7 +319,8 @@ def _find_folders(
 ) -> Iterator[StoredObject]:
     """Yield the model folders that are no longer needed.
 
-    The plan removes the version of the folder, or the folder is older than `before`.
+    The plan removes the version of the folder (`leaving` has its manifest), or the folder was
+    stored before `before`, in seconds since the epoch.
     """
     for folder in context.files.list_folders():
         # An earlier pruning that was killed possibly removed the version of an old folder, but not

@@ -2,9 +2,9 @@
 
 The endpoint moves by one recorded action at a time. `reconcile_step` is level-triggered and
 idempotent: it reads the desired and the observed state, and takes at most one action. If the
-process is killed, the next call continues or reverts the action. `find_step` only decides: it
+process is killed, a later call continues or reverts the action. `find_step` only decides: it
 returns the change that is due without making it. A pass over many endpoints (`reconcile_pass`)
-therefore reads the registry once, and needs no further request for endpoints without a change.
+therefore reads the registry once, and reads it again only for endpoints with a due change.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ ReadAliases: TypeAlias = Callable[[str], Mapping[str, str]]
 MAX_STEPS = 20
 """Maximum number of steps in one call.
 
-A rollout has only a few steps. If more are due, two writers revert each other's changes.
+A rollout has only a few steps. If more are due, two writers probably revert each other's changes.
 """
 RECORD_INTERVAL_S = 60.0
 """Interval at which readings are recorded if they cause no action, in seconds.
@@ -91,6 +91,8 @@ class StepReport:
     """The result of one step and its reason.
 
     `did` is empty for a wait. `stable` is True if a further step would change nothing now.
+    `refused` is True if the step refused a version that an alias points to. `registry_down` is the
+    reason why the registry could not be read; it is empty if the registry answered or was not read.
     """
 
     endpoint: str
@@ -150,8 +152,11 @@ def reconcile_with_retries(
 ) -> tuple[dict[str, list[StepReport]], dict[str, OnnxOpsError]]:
     """Call `reconcile_each` with growing pauses until it succeeds.
 
-    A call succeeds if no endpoint fails and no rollback is pending. The function stops after
-    `for_s` seconds, or if missing packages are the only errors.
+    A call succeeds if no endpoint fails and no rollback is pending. The function starts no further
+    call after `for_s` seconds, or if missing packages are the only errors.
+
+    Returns:
+        The reports and errors of the last call, by endpoint.
     """
     deadline, pause = time.monotonic() + for_s, 1.0
     while True:
@@ -188,8 +193,10 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
         LedgerConflictError: another process acted meanwhile; call again.
         ConflictError: a process that does not write the ledger is changing the endpoint.
         ServiceUnavailableError: the endpoint could not be reached.
-        RefusedError: the registry does not permit an alias. An endpoint that does not answer was
-            restored before.
+        InfrastructureError: the provider failed, or a model cannot be loaded.
+        RefusedError: a version of the action is not approved, the provider does not permit the
+            action, or the registry does not permit an alias. In the last case, an endpoint that
+            does not answer was restored before.
         CorruptStateError: the ledger is damaged, or lost entries that the endpoint has applied.
         MissingKeyError: no key on this machine can sign the entry of the next action.
     """
@@ -200,7 +207,7 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
 def find_step(journal: Journal, read_aliases: ReadAliases) -> StepReport | Change:
     """Return the change that is due now, or a report of why no change is due.
 
-    The function writes nothing to the ledger and the registry. If a rollout continues, it confirms
+    The function writes nothing to the ledger or the registry. If a rollout continues, it confirms
     this to the provider.
 
     Raises:
@@ -228,9 +235,10 @@ def find_step(journal: Journal, read_aliases: ReadAliases) -> StepReport | Chang
 class _StepBasis:
     """The data from which a step is decided.
 
-    `unwritten` is the error of writing the registry in this step. An endpoint that does not answer
-    is still restored after this error. `unrestored` is the error of restoring the endpoint in this
-    step. A version that the registry requests can still be served after this error.
+    `unwritten` is the error of comparing the registry with the ledger, or of writing the registry,
+    in this step. An endpoint that does not answer is still restored after this error. `unrestored`
+    is the error of restoring the endpoint in this step. A version that the registry requests can
+    still be served after this error.
     """
 
     journal: Journal
@@ -325,8 +333,8 @@ def _require_known(journal: Journal, observed: EndpointState | None) -> None:
 def _find_restoration(journal: Journal) -> Action | None:
     """Return the action that restores an endpoint that does not answer, or None.
 
-    The result is None if another action has precedence. The registry is not read, since it can be
-    slow, down or invalid.
+    The result is None if the endpoint has no stable version. The registry is not read, since it can
+    be slow, down or invalid.
     """
     roles = journal.state.roles
     desired = DesiredState(deployment=roles.candidate or roles.stable)
@@ -347,10 +355,10 @@ def _restore(journal: Journal, action: Action, read_aliases: ReadAliases) -> Ste
 
 
 def _fetch_lost_files(context: Context, action: Action, failure: OnnxOpsError) -> None:
-    """Download the lost files of the deployments in an action.
+    """Download the lost or damaged files of the deployments in an action.
 
     Raises:
-        OnnxOpsError: no files are lost; the error is that of the previous attempt.
+        OnnxOpsError: no files are lost or damaged (the error is `failure`), or the download failed.
     """
     lost = [d for d in action.state.deployments if context.files.location(d.manifest) is None]
     if not lost:
@@ -393,7 +401,8 @@ def _act(
 def _perform(journal: Journal, action: Action, selected: AliasSelection | None = None) -> Action:
     """Perform the action, and return the action.
 
-    If an alarm of the provider reversed the action, roll back, and return the rollback instead.
+    If an alarm of the provider reversed a step of a rollout, roll back, and return the rollback
+    instead.
     """
     roles, config = journal.state.roles, journal.config
     try:
@@ -408,7 +417,7 @@ def _perform(journal: Journal, action: Action, selected: AliasSelection | None =
 
 
 def _update_registry(basis: _StepBasis, desired: DesiredState) -> StepReport:
-    """Write to the registry, then take the next action unless an alias changed.
+    """Write to the registry; take the next action if no alias was written or recorded.
 
     If the write failed, the next action is taken only if it restores the endpoint; otherwise, the
     error of the write is raised.
@@ -469,7 +478,7 @@ def _resume_rollback(journal: Journal, pending: PendingRollback) -> StepReport:
 
 
 def _resume_action(journal: Journal, intent: Intent) -> StepReport:
-    """Complete the action that a process began before it died."""
+    """Complete an action whose process died, or whose lease has expired."""
     performed = _perform(journal, intent.action, intent.selected)
     did, why = (
         performed.kind.value,
@@ -482,7 +491,9 @@ def _resume_action(journal: Journal, intent: Intent) -> StepReport:
 class MetricsSnapshot:
     """The counts of a rollout up to now, with those of `reading`.
 
-    `reading` is None if it has no new counts. `failure` is the reason why counts are missing.
+    `observations` is None if no rollout in progress is analyzed, or if the metrics source does not
+    answer. `reading` is None if the source has no new counts. `failure` is the reason why counts
+    are missing.
     """
 
     observations: Observations | None
@@ -570,7 +581,7 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
 
     Raises:
         ConflictError: another process acted meanwhile.
-        ServiceUnavailableError: a rollout cannot start without the latencies of the stable version.
+        ServiceUnavailableError: the metrics source does not answer, so no rollout can start.
         MissingKeyError: no key on this machine can sign the thresholds.
     """
     state = journal.state
@@ -620,7 +631,7 @@ def _is_reading_due(state: ReleaseState, reading: MetricsReading, action: Action
 def _is_record_due(
     journal: Journal, desired: DesiredState, snapshot: MetricsSnapshot, wait: Wait
 ) -> bool:
-    """Return whether a wait has data that the ledger does not have yet."""
+    """Return whether data of a wait must be recorded in the ledger now."""
     return (
         (snapshot.reading is not None and _is_reading_due(journal.state, snapshot.reading, wait))
         or _find_pause(journal.state, wait) is not None
@@ -644,7 +655,7 @@ def _confirm_rollout(journal: Journal) -> None:
 def record_pause(journal: Journal, wait: Wait) -> None:
     """Record that a rollout needs an operator, unless an operator paused it.
 
-    The need is recorded once for each step and kind of wait.
+    The need is not recorded again while its step and its kind of wait stay the same.
 
     Raises:
         ConflictError: another process acted meanwhile.
@@ -673,7 +684,8 @@ def _find_pause(state: ReleaseState, wait: Wait) -> RolloutPaused | None:
 def find_selection(journal: Journal, desired: DesiredState) -> AliasSelection | None:
     """Return the alias that requests the desired version, or None.
 
-    The result includes the time at which a reconciler first saw this request.
+    The result includes the time at which a reconciler first saw this request: the recorded time,
+    or else the present time.
     """
     if desired.request is None or desired.refused is not None:
         return None
@@ -699,7 +711,7 @@ def record_selection(journal: Journal, desired: DesiredState) -> None:
 
 
 def _find_unrecorded_selection(journal: Journal, desired: DesiredState) -> AliasSelection | None:
-    """Return the selection of a version that does not start yet, or None.
+    """Return the selection of a version that has not started yet, or None.
 
     The result is also None if the selection is already recorded.
     """

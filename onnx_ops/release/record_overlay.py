@@ -1,6 +1,6 @@
 """Ledger, registry, model files and store in a dry run.
 
-They read from the real ones, and record the changes instead of making them.
+They read from the real ports, and record the changes instead of making them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ class LedgerOverlay(Ledger):
         return tuple(e for e in self._entries.get(endpoint, ()) if e.sequence > after)
 
     def _before(self, endpoint: str, entries: Sequence[LedgerEntry]) -> tuple[LedgerEntry, ...]:
-        """Return the stored entries without those that another process appended since."""
+        """Return the stored entries before the first new entry.
+
+        Later stored entries are those that another process appended during the dry run.
+        """
         new = self._new(endpoint, 0)
         return tuple(e for e in entries if not new or e.sequence < new[0].sequence)
 

@@ -62,7 +62,7 @@ The registry does not answer, or its client package is not installed.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredState:
-    """The deployment that should serve, or the reason why there is none.
+    """The deployment that should serve, if there is one, and the registry's aliases.
 
     `request` is the alias that requests the deployment, and its version. `refused` is a version
     that an alias points to but that is not allowed to serve. `registry_down` is the reason why the
@@ -107,6 +107,10 @@ def verify_request(journal: Journal, desired: DesiredState) -> DesiredState:
 
     If the requested version must not serve yet or at all, the state has the reason instead. If the
     version needs a signed override from the registry, the override is recorded in the ledger.
+
+    Raises:
+        MissingKeyError: no key on this machine can sign the ledger entry of the override.
+        LedgerConflictError: another process wrote an entry before that of the override.
     """
     if desired.request is None:
         return desired
@@ -191,6 +195,8 @@ def materialize(
 
     Raises:
         DigestMismatchError: the registry's content differs from what was registered.
+        NotFoundError: the registry does not have the files.
+        RefusedError: the model references weights outside its folder.
         ServiceUnavailableError: the registry does not answer.
     """
     location = fetch_files(context, record)
@@ -298,11 +304,12 @@ def is_registry_outdated(journal: Journal, champion: str | None) -> bool:
 
 
 def write_pending_aliases(journal: Journal) -> str:
-    """Write the pending aliases to the registry, and return what was written.
+    """Write the pending aliases to the registry, and return them as text.
 
-    The result is empty if the aliases must wait. The champion is written only when every endpoint
-    of the model and target serves it. If a user has moved the champion or challenger since the
-    ledger set it, this alias is not changed: `read_request` treats it as a request.
+    The result is empty if there are none, or if they must wait. While the champion is pending, all
+    pending aliases wait until every endpoint of the model and target serves it. If a user has moved
+    the champion or challenger since the ledger set it, this alias is not changed: `read_request`
+    treats it as a request.
 
     Raises:
         ServiceUnavailableError: the registry does not answer; the aliases remain pending.
@@ -334,9 +341,9 @@ def write_pending_aliases(journal: Journal) -> str:
 
 
 def publish_rejections(journal: Journal) -> bool:
-    """Write the reason to a tag of each version that this endpoint rolled back.
+    """Write each unpublished rejection of this endpoint to a tag of its version.
 
-    The tag is cleared on versions that are no longer rejected.
+    The tag has the reason. It is cleared on versions that are no longer rejected.
 
     Returns:
         Whether there were rejections to publish. Later calls publish the same rejections again,
@@ -357,8 +364,8 @@ def publish_rejections(journal: Journal) -> bool:
 def record_alias(journal: Journal, champion: str | None) -> bool:
     """Record the registry's champion in the ledger if this endpoint serves it.
 
-    Another process set this alias. Without the entry, this endpoint would treat the alias as moved
-    by a user, and the alias would take precedence over every later release.
+    Another process or a user set this alias. Without the entry, this endpoint would treat the alias
+    as moved by a user, and the alias would take precedence over every later release.
 
     Returns:
         Whether the alias was recorded.
@@ -422,9 +429,9 @@ def _may_write_aliases(journal: Journal) -> bool:
 def _is_alias_unrecorded(journal: Journal, champion: str | None) -> bool:
     """Return whether the ledger lacks the registry's champion.
 
-    This can be only if the endpoint serves the champion. A pending alias that the registry already
-    shows is recorded without waiting for other endpoints. Otherwise, the alias would seem to be
-    moved by a user. It would be treated as a request as soon as the endpoint serves another
+    The result is True only if the endpoint serves the champion. A pending alias that the registry
+    already shows is recorded without waiting for other endpoints. Otherwise, the alias would seem
+    to be moved by a user. It would be treated as a request as soon as the endpoint serves another
     version.
     """
     state, name = journal.state, format_alias("champion", journal.config.target)
@@ -542,6 +549,8 @@ def fetch_files(context: Context, record: VersionRecord) -> str:
 
     Raises:
         DigestMismatchError: the registry's content differs from what was registered.
+        NotFoundError: the registry does not have the files.
+        RefusedError: the model references weights outside its folder.
         ServiceUnavailableError: the registry does not answer.
     """
     if (location := context.files.location(record.manifest)) is not None:

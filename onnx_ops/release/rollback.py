@@ -64,8 +64,8 @@ _POLL_INTERVAL_S = 0.1
 class RollbackResult:
     """The versions before and after a rollback.
 
-    `pending_aliases` are the aliases that are written later. `already` is true if an earlier
-    request had already moved the traffic.
+    `pending_aliases` are the aliases that are written later. `already` is true if the endpoint
+    already gave all traffic to `moved_to`, so that nothing was requested.
     """
 
     endpoint: str
@@ -82,6 +82,7 @@ def request_and_carry_out(journal: Journal, action: Action) -> None:
     Use this for a rollback that metrics or the registry require.
 
     Raises:
+        LedgerConflictError: another process acted meanwhile.
         OnnxOpsError: the errors of `carry_out_pending`.
     """
     journal.append(RollbackRequested(action=action))
@@ -92,6 +93,7 @@ def carry_out_pending(journal: Journal) -> None:
     """Try once to carry out the pending rollback.
 
     Raises:
+        LedgerConflictError: another process acted meanwhile.
         OnnxOpsError: the rollback is still pending; the ledger has the reason.
     """
     context, pending = journal.context, journal.state.pending_rollback
@@ -126,16 +128,18 @@ def roll_back_each(
 ) -> tuple[dict[str, RollbackResult], dict[str, OnnxOpsError]]:
     """Request a rollback on several endpoints, and carry it out concurrently.
 
-    All traffic moves to `to`. By default, it moves to the stable version during a rollout, and
-    otherwise to the previous version. The request takes precedence over any open action. A later
-    outcome of this action is ignored, and the endpoint refuses its later effects because of their
-    lower generation. A request that has already taken effect changes nothing.
+    All traffic moves to version `to` (`3` or `v3`). By default, it moves to the stable version
+    during a rollout, and otherwise to the previous version. The request takes precedence over any
+    open action. A later outcome of this action is ignored, and the endpoint refuses its later
+    effects because of their lower generation. A request that has already taken effect changes
+    nothing.
 
     Args:
         force: whether to allow a goal version that was itself rolled back before, and to roll back
             further after a rollback.
         pin: whether to leave aliases unchanged that several endpoints share. Otherwise, these
-            aliases change after all of the endpoints have rolled back.
+            aliases change. If they include the champion, they change after all of the endpoints
+            serve its new version.
         candidate_only: whether to only abort a rollout in progress.
         timeout_s: seconds after which an unfinished rollback is reported as pending.
 
@@ -144,6 +148,8 @@ def roll_back_each(
         there is no previous version. RefusedError: the goal version was itself rolled back before,
         or the endpoint is being deleted. StillPendingError: the rollback was requested, and is not
         complete yet. UserError: no rollout is in progress, and `candidate_only` is set.
+        MissingKeyError: no key on this machine can sign the request, which does more than return
+        traffic to a granted version. CorruptStateError: the ledger is damaged.
     """
 
     def request(journal: Journal) -> tuple[RollbackResult, Journal]:
@@ -209,7 +215,7 @@ def withdraw_request(context: Context, endpoint: str, *, reason: str, actor: str
         The name of the withdrawn request, such as `the deletion`.
 
     Raises:
-        NotFoundError: no request is pending.
+        NotFoundError: the endpoint does not exist, or no request is pending.
         UserError: `reason` is blank.
         MissingKeyError: no key on this machine can sign the withdrawal.
     """
@@ -241,11 +247,11 @@ def write_off_server(
     """Record that a silent server will not return, so that no rollback waits for it.
 
     Returns:
-        False if this is already recorded.
+        False if this is already recorded, and the server has not reported since then.
 
     Raises:
         UserError: `reason` is blank.
-        NotFoundError: no server of this name has ever reported.
+        NotFoundError: the endpoint does not exist, or no server of this name has ever reported.
         RefusedError: the server still reports.
     """
     if not reason.strip():
@@ -328,10 +334,11 @@ def select_endpoints(
 ) -> tuple[str, ...]:
     """Return the endpoints of a rollback.
 
-    They are the named endpoints, or with `every` the endpoints of a model and target. With `every`
-    and without `to`, only the endpoints that serve the latest release are selected, since the
-    others have nothing to roll back. Endpoints with a damaged ledger are also selected. If the
-    latest release is already rolled back, the endpoints that rolled it back are selected.
+    They are the named endpoints, or with `every` the endpoints of a model, and of a target if it is
+    given. With `every` and without `to`, only the endpoints that serve the release that was started
+    last are selected, since the others have nothing to roll back. Endpoints with a damaged ledger
+    are also selected. If that release is already rolled back, the endpoints that rolled it
+    back are selected.
 
     Raises:
         UserError: with `every`, endpoints are named or no model is given; without `every`, no
@@ -482,10 +489,10 @@ def _build_result(state: ReleaseState, action: Action) -> RollbackResult:
 
 
 def _find_done(journal: Journal, to: str | None, force: bool) -> RollbackResult | None:
-    """Return the result of an earlier request, or None if traffic must move.
+    """Return the result if the endpoint already serves the goal, or None.
 
     Without `to`, a rollback command after a rollback is treated as the same rollback. To roll back
-    further, an operator names a version.
+    further, an operator names a version or uses `force`.
     """
     state, config = journal.state, journal.config
     stable, last = state.roles.stable, state.last_rollback

@@ -102,7 +102,8 @@ class HistoryLine:
 class HistoryFilter:
     """A selection of endpoints and entries.
 
-    An unset field does not restrict the selection. `since` is in seconds since the epoch.
+    An unset field does not restrict the selection. `since` is in seconds since the epoch. `limit`
+    is the maximum number of entries; the newest are selected.
     """
 
     endpoints: tuple[str, ...] = ()
@@ -136,9 +137,10 @@ class RolloutView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineStep:
-    """One action or command of a rollout.
+    """One action, command, failure or pause of a rollout.
 
-    `at` is in seconds since the epoch. `percent` is the candidate's share of traffic afterwards.
+    `at` is in seconds since the epoch. `percent` is the candidate's share of traffic after an
+    action; None for a command, a failure or a pause, or if there is no candidate afterwards.
     """
 
     at: float
@@ -218,6 +220,7 @@ def filter_endpoints(context: Context, selection: HistoryFilter) -> tuple[str, .
 
     Raises:
         NotFoundError: a named endpoint is not bound.
+        CorruptStateError: the ledger of a named endpoint is damaged.
     """
     for name in selection.endpoints:
         Journal.open(context, name).config  # noqa: B018 (raises NotFoundError for an unknown name)
@@ -312,7 +315,10 @@ def describe_rollout(
 
 
 def build_timeline(endpoint: str, entries: Sequence[LedgerEntry]) -> RolloutTimeline | None:
-    """Return the endpoint's last rollout whose start was completed, or None."""
+    """Return the endpoint's last rollout whose start was completed, or None.
+
+    `entries` are all entries of the endpoint's ledger, oldest first.
+    """
     state, timeline = ReleaseState(endpoint=endpoint), None
     for entry in entries:
         # The outcome of an action closes its intent, so the action is read before the entry is
@@ -577,7 +583,8 @@ def _extend_timeline(
 ) -> RolloutTimeline:
     """Return the timeline of a rollout in progress, extended by an entry.
 
-    The entry completes `action`, records a command, a failure or a pause, or records counts.
+    The entry completes `action`. If `action` is None, the entry can record a command, a failure, a
+    pause or counts.
     """
     steps, end = _list_notes(entry), None
     if action is not None and action.kind in _TIMELINE:

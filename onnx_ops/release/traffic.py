@@ -25,7 +25,7 @@ _POLL_S = 5.0
 _LATE_S = 180.0
 """Time that a metrics service can take to report counts, on top of the window."""
 _KEYLESS = 0.98
-"""Ratio of units to requests above which each request is treated as a unit."""
+"""Ratio of units to requests from which requests are assumed to have no key."""
 _MOST_USERS = 10_000_000
 
 
@@ -44,7 +44,8 @@ def measure_traffic(
     Raises:
         NotFoundError: no pipeline has bound the endpoint.
         UserError: the endpoint serves no version, or got no requests.
-        ServiceUnavailableError: the source does not answer, or its counts restarted.
+        ServiceUnavailableError: the source does not answer, returns no later counts, or its counts
+            restarted.
     """
     journal = Journal.open(context, endpoint)
     state, stable = journal.state, journal.state.roles.stable
@@ -103,7 +104,8 @@ def _read_window(
 ) -> tuple[MetricsReading, MetricsReading]:
     """Return readings at the beginning and the end of the window.
 
-    A metrics service can report later than the window ends.
+    A metrics service can report later than the window ends. The last reading is therefore repeated
+    for up to `_LATE_S` seconds until its time is later than that of the first.
     """
     before = read()
     sleep(window_s)
@@ -137,7 +139,11 @@ def read_recorded_traffic(context: Context, endpoint: str) -> Traffic | None:
 
 
 def _subtract(before: MetricsReading, after: MetricsReading, endpoint: str) -> RequestCounts:
-    """Return what was counted between two readings, of all deployments."""
+    """Return the requests and errors of all deployments between two readings.
+
+    Raises:
+        ServiceUnavailableError: the counts restarted, or the second reading is not later.
+    """
     totals: list[RequestCounts | None] = [
         total.minus(before.sum_tallies().get(name)) for name, total in after.sum_tallies().items()
     ]
@@ -162,8 +168,9 @@ def _estimate_users(reading: MetricsReading, stable: str) -> int:
 
     A user belongs to one of the blocks. With users' shares w of all requests, the squared
     coefficient of variation of the blocks' counts is the number of blocks times the sum of w^2,
-    plus that of Poisson counts. If the former is within the noise, as many users as requests are
-    assumed. The result is 0 if most requests have no key.
+    plus that of Poisson counts. If the first term is within two standard errors of Poisson counts,
+    as many users as requests are assumed. The result is 0 if the source does not count blocks, or
+    if at least half of the requests have no key.
     """
     latest = max((one.generation for one in reading.counts), default=0)
     blocks: UserBlocks | None = (

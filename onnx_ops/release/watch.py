@@ -96,7 +96,10 @@ class ReconcileQueue:
         return self._closed
 
     def wait(self, timeout_s: float) -> frozenset[str]:
-        """Return the queued models; wait up to `timeout_s` seconds for the first model."""
+        """Return the queued models, and wait for the first one if there are none.
+
+        The wait ends after `timeout_s` seconds, or when the queue is closed.
+        """
         try:
             self._signals.get(timeout=max(timeout_s, 0.0))
             while True:
@@ -181,7 +184,8 @@ class WatchLoop:
     def reconcile_models(self, models: frozenset[str]) -> None:
         """Run one pass over the endpoints of some models.
 
-        Models that no endpoint serves are ignored.
+        Models that no endpoint serves are ignored. If the registry does not answer, the endpoints
+        wait for the next full pass.
         """
         reconcile_pass = ReconcilePass(self._context, lambda: self._snapshot)
         configs = {name: self._read_config(reconcile_pass, name) for name in self._list_endpoints()}
