@@ -1,4 +1,4 @@
 """Domain types: frozen values with no behaviour beyond their own rules.
 
-Apart from `annotated_types`, the modules import the standard library only.
+Of other packages, the modules import only `annotated_types` when they are loaded.
 """

@@ -49,7 +49,7 @@ def canonical_json(value: object) -> bytes:
     """Encode a value as JSON bytes with sorted keys and without white space.
 
     Raises:
-        ValueError: the value holds NaN or an infinity.
+        ValueError: the value holds NaN, an infinity, or a string that UTF-8 cannot encode.
         TypeError: the value holds an object that JSON cannot represent.
     """
     text = json.dumps(

@@ -158,7 +158,8 @@ class Decision:
 
     `faster_than_export`: whether a paired comparison shows, with confidence, that the variant is
     faster than the float export on this target. None for the export itself, or if the comparison
-    was not made.
+    was not made. `latency_ratio` is the largest ratio of its latency to that of the export, None
+    without a comparison. `standing` has the metrics that rank the variant.
     """
 
     variant: str

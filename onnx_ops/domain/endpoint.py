@@ -219,8 +219,9 @@ class EndpointServer:
     """An independent server of an endpoint, as its last report describes it.
 
     The report is `age_s` seconds old. `state` is `reports`, `silent` or `ended`. `table` is the
-    number of the routing table that it serves; empty if it serves none. `versions` are the versions
-    of the server's packages, by package.
+    number of the routing table that it serves; empty if it serves none. `has_lease`: whether the
+    server can give traffic to a candidate. `versions` are the versions of the server's packages, by
+    package.
     """
 
     name: str

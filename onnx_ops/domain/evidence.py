@@ -63,6 +63,7 @@ class ActivationMeasurement:
     """One quantized activation, measured on real rows.
 
     Attributes:
+        values: number of measured values.
         noise: the largest |read back - written| of values inside the range. The unit is step /
             sqrt(12), the standard deviation of rounding. Rounding alone causes at most sqrt(3).
         saturated: share of values outside the range, without those below a range that begins at 0.
@@ -259,7 +260,7 @@ class PairedCounts:
     """A metric of two models on the same rows.
 
     Both models are right on `both` rows, one of them on `only_baseline` or `only_candidate` rows,
-    and none on the rest of the `n` rows. `against` names the other model, `champion` or `fp32`;
+    and neither on the rest of the `n` rows. `against` names the other model, `champion` or `fp32`;
     empty for an absolute value.
 
     Where the data names groups, `groups` counts them. `change_effect` and `value_effect` are design

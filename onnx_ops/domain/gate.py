@@ -75,7 +75,7 @@ class MetricDefinition:
 
     @property
     def metric(self) -> TaskMetric | None:
-        """The entry of the table; None for a custom metric."""
+        """The entry of `METRICS`; None for a custom metric."""
         return None if self.name is None else METRICS[self.name]
 
     @property
@@ -162,6 +162,7 @@ RMSE = MetricDefinition(name=DEFAULT_FOR_NUMBERS)
 class MeasurementRequest:
     """What a benchmark must measure for its gates, besides what it always measures.
 
+    `throughput` are the concurrencies to measure. `starts` requests starts of fresh processes.
     `tolerances` are the slow-downs that the measurement must be able to detect, by kind of gate.
     They determine how long the measurement takes. Their entry `speedup` holds the required
     speed-ups over the export, expressed as slow-downs: a speed-up of 10% is 1 / 1.1 - 1.
@@ -227,7 +228,7 @@ GateClass = TypeVar("GateClass", bound=type[Gate])
 
 
 def gate_kind(gate: GateClass) -> GateClass:
-    """Add a kind of gate, a dataclass, to the table."""
+    """Add a kind of gate, a dataclass, to `GATES`, and return it."""
     tag = next(f.default for f in fields(gate) if f.name == "kind")  # type: ignore[arg-type]
     GATES[str(tag)] = gate
     return gate
@@ -248,7 +249,8 @@ InputGroup: TypeAlias = Literal[
 ]
 """Kinds of inputs that parity runs besides the real rows.
 
-Callers can send the kinds from `range` to `splits`, in this order; they cannot send the others.
+Callers can send the kinds from `range` to `splits`, and `missing` if an input can be NaN. They
+cannot send the other kinds.
 """
 
 
@@ -306,7 +308,12 @@ class ParityGate(TargetGate):
     ] = field(default_factory=dict, hash=False, metadata=OMIT_DEFAULT)
 
     def rule(self, group: str, *, inside: bool) -> GroupRule:
-        """Return the effect that a difference on inputs of this group has on the verdict."""
+        """Return the effect that a difference on inputs of this group has on the verdict.
+
+        Args:
+            group: an `InputGroup`, optionally followed by a colon and a name.
+            inside: whether callers can send inputs of this group.
+        """
         return self.groups.get(
             cast("InputGroup", group.partition(":")[0]), "fail" if inside else "advise"
         )

@@ -29,8 +29,8 @@ from onnx_ops.domain.rollout_policy import RolloutPolicy
 class LedgerOrigin:
     """The origin of a ledger: the project's name, and the place of its ledgers.
 
-    `keys` are the release keys whose signatures are valid from that entry on: public keys in base64
-    of DER, by digest.
+    `keys` are the release keys whose signatures are valid from the first entry on: public keys in
+    base64 of DER, by digest.
     """
 
     project: str
@@ -165,7 +165,10 @@ class OperatorCommandSent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliasesWritten:
-    """These aliases were written to the registry. None marks a deleted alias."""
+    """The registry shows these aliases; a process wrote them or found them there.
+
+    None marks a deleted alias.
+    """
 
     kind: Literal["aliases-written"] = "aliases-written"
     aliases: Mapping[str, str | None]
@@ -175,7 +178,8 @@ class AliasesWritten:
 class VersionRefused:
     """An alias pointed to a version that is not allowed to serve.
 
-    An `ActionOutcome` follows once the alias is reverted.
+    An `ActionOutcome` follows once the alias no longer points to the version. `restored_to` is the
+    version that the alias gets instead; None deletes the alias.
     """
 
     kind: Literal["version-refused"] = "version-refused"
@@ -244,7 +248,8 @@ class ThresholdsFixed:
     """Latency thresholds for the rollout of `candidate` (its manifest).
 
     They were computed before the candidate got any request. `thresholds` apply to the stable
-    version and `slower` to the candidate; both are None if there were too few requests.
+    version and `slower` to the candidate. Both are None if there were too few requests, or if the
+    metrics source has no latencies.
     """
 
     kind: Literal["thresholds-fixed"] = "thresholds-fixed"
@@ -281,7 +286,7 @@ class RolloutPaused:
 class ServerWrittenOff:
     """An operator declared that a silent server of the endpoint has ended permanently.
 
-    No rollback waits for this server.
+    No rollback waits for this server until it reports again.
     """
 
     kind: Literal["server-written-off"] = "server-written-off"
@@ -335,7 +340,8 @@ Increase it whenever the same entries imply another state.
 class LedgerEntry:
     """One entry of a ledger.
 
-    `sequence` counts from 1 without gaps; `at` is in seconds since the epoch.
+    `sequence` counts from 1. Entries can be missing only before an adoption that sets the state.
+    `at` is in seconds since the epoch.
     """
 
     schema: int = LEDGER_SCHEMA
@@ -381,7 +387,7 @@ class ReleaseState:
         policy: policy of its rollouts.
         roles: deployments by role.
         stable_since: when the release of the stable version got all traffic; 0 without one.
-        selected: the last change of the version that an alias selects.
+        selected: the version that an alias selected last; None after a rollback was requested.
         left: the release whose promotion a run skipped last.
         open_intent: the action in progress.
         generation: sequence of the last intent, open or closed, or of a later requested rollback.
@@ -400,15 +406,15 @@ class ReleaseState:
             registry.
         overrides: overrides by manifest. An override lifts a rejection only after a reader has
             verified it.
-        used_overrides: digests of all overrides ever recorded. After a rollback, no recorded
-            override is valid again.
+        used_overrides: digests of all overrides ever recorded. Such an override has no effect if it
+            is recorded again, for example after a rollback.
         known: every deployment that took traffic, or possibly did, by version.
         stables: manifests of all versions that served as stable.
         deleting: whether a deletion of the endpoint was requested; no other action is allowed then.
         pending_rollback: the rollback to carry out. It takes precedence over everything except a
             deletion.
-        last_rollback: the rollback that took effect last, until a rollout starts or another version
-            becomes stable.
+        last_rollback: the abort or rollback with rejections that took effect last, until a rollout
+            starts or another version becomes stable.
         thresholds: the thresholds that were fixed last.
         observations: counts of the rollout in progress.
         open_refusal: the refusal in entry `refusal_sequence` whose alias is not reverted yet.
@@ -563,7 +569,8 @@ def _unbind(state: ReleaseState, *, keeps_overrides: bool) -> ReleaseState:
     """Return the initial state of a later endpoint with this name.
 
     The state keeps rejections and the generation: a version that failed here must not return, and
-    generations must not restart. It also keeps the keys and, with `keeps_overrides`, the overrides.
+    generations must not restart. It also keeps the keys, which overrides were used, what notifiers
+    have sent and, with `keeps_overrides`, the overrides.
     """
     return ReleaseState(
         endpoint=state.endpoint,
@@ -686,7 +693,7 @@ def _request_rollback(
 ) -> ReleaseState:
     """Record a requested rollback, and drop any open action.
 
-    Earlier rejections are kept.
+    Earlier rejections are kept, except those of the version that becomes stable.
     """
     pending = state.pending_rollback
     return replace(

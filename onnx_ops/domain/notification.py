@@ -170,6 +170,7 @@ def list_pending_notifications(
 ) -> tuple[Notification, ...]:
     """Return the notifications of entries after sequence `after`, oldest first.
 
+    `entries` are all entries of the ledger, since repetitions depend on earlier entries.
     With `progress`, the steps of a rollout without problems are included. Repetitions within
     `REPEAT_INTERVAL_S` are omitted: an effect that fails in every pass, an alias that is set
     repeatedly, an endpoint that keeps failing.

@@ -57,7 +57,8 @@ class Stage:
     the packages that affect it. `needs` names the stages whose manifests are the inputs of this
     stage; it cannot run without them. `tolerates` names further stages for which this stage waits;
     it uses their manifests if they succeeded. `hints` affect how the stage runs, not its result,
-    and are not part of the key. `own_process` requests a separate process.
+    and are not part of the key. `timeout` is in seconds, and `memory` in bytes. `own_process`
+    requests a separate process.
     """
 
     id: str

@@ -17,7 +17,7 @@ class PlacedStage:
     Attributes:
         title: Its name in the pipeline.
         pipeline: The name of the pipeline.
-        key: Identifies its result; stages with one key are executed once.
+        key: Identifies its result; stages with the same key are executed once.
         parameters: Parameters of `app.placed_stage.answer`. They are small; large values are in the
             store.
         timeout: Seconds from the start of the work; None for no limit.

@@ -194,8 +194,8 @@ def choose_static_recipe(
 ) -> StaticRecipe:
     """Return the types of static quantization for all machines.
 
-    Every machine runs the chosen types fast and correctly. Types that the user has set are kept,
-    even if a machine runs them slowly or wrongly.
+    Activations are int8 if all machines are ARM CPUs or accelerators, and uint8 otherwise. Weights
+    are int8. Types that the user has set are kept, even if a machine runs them slowly or wrongly.
 
     Args:
         options: `activations`, `weights`, `reduce_range`, `symmetric`, where the user has set them.
@@ -277,6 +277,7 @@ def list_search_recipes(
     The types of each recipe depend on the machines (`choose_static_recipe`, `choose_reduce_range`).
 
     Args:
+        calibrated: whether there are calibration data, which static quantization needs.
         small: whether small files are wanted, not only fast ones.
     """
     recipes = [Recipe(name="dynamic", method="dynamic")]

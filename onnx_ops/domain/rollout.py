@@ -70,9 +70,9 @@ class WaitKind(StrEnum):
 class Roles:
     """Deployments of one endpoint by role.
 
-    `step` is an index of the policy's steps while there is a candidate. `finished_at` is when the
-    last rollout finished, in seconds since the epoch. It is 0 once `previous` is retired, a new
-    rollout starts, or a rollback takes effect.
+    `step` is an index of the policy's planned steps while there is a candidate. `finished_at` is
+    when the last rollout finished, in seconds since the epoch. It is 0 once `previous` is retired,
+    a new rollout starts, or a rollback takes effect.
     """
 
     stable: Deployment | None = None
@@ -281,8 +281,8 @@ def choose_next_action(
 
     Args:
         desired: the verified deployment that the registry requests; None if it requests none.
-        observed: the state that the provider reports; None if the endpoint does not exist or does
-            not answer.
+        observed: the state that the provider reports; None if the endpoint does not exist, does not
+            answer, or lacks one of its deployments.
         command: the operator's last command that is not carried out yet.
         now: seconds since the epoch.
         draws_epochs: whether the provider can assign users anew in each epoch.
@@ -316,8 +316,8 @@ def choose_next_action(
 def plan_abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
     """Return the action that gives the stable version all traffic.
 
-    The candidate stays loaded without traffic. With `reject`, its release is rejected, and the
-    challenger's alias is deleted.
+    The candidate stays loaded without traffic. With `reject`, its release is rejected (only its
+    version, if the stable version has the same release), and the challenger's alias is deleted.
 
     Raises:
         ValueError: no rollout is in progress.
@@ -505,8 +505,8 @@ class _Rollout:
     ) -> EndpointState:
         """Return the state of the endpoint in a step.
 
-        Evidence of a canary step needs epochs, which are used if the provider supports them. In an
-        A/B test, and without analysis, a user stays with one version.
+        In a canary step with analysis, users are assigned anew in each epoch if the provider
+        supports this. In an A/B test, and without analysis, a user stays with one version.
         """
         policy = self.policy
         has_epochs = (
@@ -677,7 +677,7 @@ def _format_share(events: int, requests: int) -> str:
 
 
 def _format_odds(log10: float) -> str:
-    """Return `60:1`, or a power of ten where the number is long."""
+    """Return odds such as `60:1`, given their log10; `1e7:1` from 10 million."""
     if log10 >= 7:
         return f"1e{log10:.0f}:1"
     return f"{10**log10:.0f}:1" if log10 >= 0 else f"{10 ** max(log10, -99):.2g}:1"

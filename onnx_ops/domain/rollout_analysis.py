@@ -36,10 +36,10 @@ MAX_INTERVALS = 2_000
 Whenever an interval is added, the evidence is computed from all intervals again.
 """
 LONGEST_GAP_S = 600.0
-"""Minimum, in seconds, of the longest time that one interval can cover.
+"""Longest time in seconds that one interval can cover, unless readings are rare.
 
-A longer interval is left out, because it could hide a change of the traffic split that was
-reverted within the interval.
+`AnalysisPolicy.longest_s` is then longer. A longer interval is left out, because it could hide a
+change of the traffic split that was reverted within the interval.
 """
 CLOCK_TOLERANCE_S = 60.0
 """Tolerated lead of another machine's clock, in seconds.
@@ -223,8 +223,8 @@ class AnalysisState:
 
     `head` is the sequence number of the last entry, and `changed_at` its time. An attempt is in
     progress if `policy` is not None. `deleted` is why the last attempt was deleted, if it was.
-    `ids` maps the counts that a client sent to their digests. `left_out` is the number of intervals
-    that were left out, and `left_out_reason` why the last of them was.
+    `ids` maps the ids of the counts that a client sent to the digests of the counts. `left_out` is
+    the number of intervals that were left out, and `left_out_reason` why the last of them was.
     """
 
     key: RolloutKey

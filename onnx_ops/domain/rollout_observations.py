@@ -200,9 +200,9 @@ class ShadowCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyQuantiles:
-    """Latencies in seconds since the last reading.
+    """Quantiles of the latency of recent requests, in seconds.
 
-    A source reports quantiles if it cannot count requests over a threshold.
+    A source reports quantiles of its latest minutes if it cannot count requests over a threshold.
     """
 
     p50_s: float
@@ -302,7 +302,7 @@ class GenerationCounts:
     server: str = field(default="", metadata=OMIT_DEFAULT)
 
     def is_later_than(self, before: GenerationCounts) -> bool:
-        """Return whether these counts were read after `before`, or equal it.
+        """Return whether these counts were read after `before`, or are equal to it.
 
         `before` must have the same origin and generation.
         """
@@ -415,7 +415,10 @@ class GenerationUnits:
     units: Mapping[str, UnitCounts] = field(default_factory=dict)
 
     def with_epoch(self, epoch: EpochUnits) -> GenerationUnits:
-        """Return the sums with one more epoch; each epoch is counted only once."""
+        """Return the sums with one more epoch.
+
+        Epochs must be added in ascending order: an epoch up to `last_epoch` is ignored.
+        """
         if epoch.epoch <= self.last_epoch:
             return self
         added = {
@@ -593,8 +596,8 @@ def diff_readings(
 ) -> ObservationInterval | None:
     """Return the counts between two readings of a source without generations.
 
-    The result is None without an earlier reading, if the counters restarted between the readings,
-    or if the readings are not in order of time.
+    The result is None without an earlier reading, if the counters restarted or fell between the
+    readings, or if the readings are not in order of time.
     """
     if before is None or before.origin != now.origin or now.at < before.at:
         return None

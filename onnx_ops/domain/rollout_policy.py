@@ -46,7 +46,7 @@ Share = Annotated[float, Unit("1"), Gt(0), Lt(1)]
 """A percentage above 0% and below 100%."""
 OddsRatio = Annotated[float, Ge(1), Lt(100)]
 COLD_START_SAMPLES = 8
-"""Number of loads of each version that guardrail `cold_start` compares."""
+"""Number of loads of each version that guardrail `cold_start` needs."""
 
 DEFAULT_SLOWDOWN = 0.1
 """Slow-down that is tolerated by default.

@@ -42,7 +42,7 @@ def find_batch_symbol(shapes: Mapping[str, Shape]) -> str:
     A name qualifies if it is that of a batch (`N`, `batch_size`). It also qualifies if all inputs
     with a free dimension share it, and it is the first dimension of at least one of them. Inputs
     that begin with 1 need not share it, since they are broadcast. Names with "batch" come first,
-    then the names of the most inputs.
+    then those that the most inputs share.
     """
     free = {name: shape for name, shape in shapes.items() if any(map(is_free, shape))}
     required = {name for name, shape in free.items() if shape[0] != 1}
@@ -62,7 +62,7 @@ def find_batch_symbol(shapes: Mapping[str, Shape]) -> str:
 
 
 def _find_symbol_axes(shapes: Mapping[str, Shape], symbol: str) -> dict[str, int]:
-    """Return the first axis with this name, for each shape that has such an axis."""
+    """Return the axis that `find_axis` finds, for each shape that has one."""
     axes = {name: find_axis(shape, symbol) for name, shape in shapes.items()}
     return {name: axis for name, axis in axes.items() if axis is not None}
 
@@ -86,7 +86,8 @@ def find_row_axes(shapes: Mapping[str, Shape], *, pooled: bool = True) -> dict[s
 
     Args:
         shapes: shapes of all inputs by name; scalars have none.
-        pooled: whether first dimensions of different names are taken for the same dimension.
+        pooled: whether first dimensions of different names are taken for the same dimension;
+            otherwise, the result is empty for such inputs.
     """
     ranked = {name: shape for name, shape in shapes.items() if len(shape)}
     if symbol := find_batch_symbol(ranked):
@@ -200,7 +201,8 @@ def count_common_rows(shapes: Mapping[str, Sequence[int]], known: int = 0) -> in
     """Return the number of rows of arrays that hold rows on any axis.
 
     The number is a size that all arrays have on some axis. Among such sizes, the size that most
-    arrays have on the first axis is chosen. The result is 0 if the arrays have no size in common.
+    arrays have on the first axis is chosen. The result is 0 if the arrays have no size in common,
+    and `known` if there are no arrays.
 
     Args:
         known: the number of rows, if it is known from other data.

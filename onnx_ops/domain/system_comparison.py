@@ -69,7 +69,7 @@ class DeployedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemExample:
-    """The values of one input at one step, on both sides.
+    """The values of one input at one step: those of the source, and the deployed ones.
 
     `pictures` are pairs of a name and a data URI. `texts` are pairs of a name and a text.
     """
